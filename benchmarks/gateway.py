@@ -39,7 +39,7 @@ from dppo_megatron.data.prompts import render_chat
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.environments.conversation import Conversation, Sample
-from dppo_megatron.environments.journals import Journals, Turns
+from dppo_megatron.environments.journals import FinishedTurns, Journals
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.hf import make_random_hf_model
 from dppo_megatron.types import Rollout
@@ -70,7 +70,7 @@ class Bench:
         self.requests: dict[int, list[tuple[GenerateRequest, Rollout]]] = defaultdict(list)
         self.names = itertools.count()
 
-    async def sample(self, session: int, turns: Turns, behind: np.ndarray, most: int | None) -> Rollout:
+    async def sample(self, session: int, turns: FinishedTurns, behind: np.ndarray, most: int | None) -> Rollout:
         turn = len(self.requests[session]) % self.arguments.turns
         random = np.random.default_rng([session, turn])
         tokens = int(self.arguments.tokens * random.uniform(0.5, 1.5))
@@ -91,7 +91,9 @@ class Bench:
             assert np.array_equal(rollout.token_ids, said.token_ids)
         return seconds
 
-    async def through(self, gateway: Gateway, http: aiohttp.ClientSession, turns: Turns, session: int) -> list[float]:
+    async def through(
+        self, gateway: Gateway, http: aiohttp.ClientSession, turns: FinishedTurns, session: int
+    ) -> list[float]:
         """Seconds of each turn."""
         conversation = self.conversation(partial(self.sample, session, turns))
         async with gateway.session(conversation) as key:

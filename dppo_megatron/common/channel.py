@@ -22,7 +22,7 @@ class Rubbish(ConnectionError):
     """Bytes that the worker's own code did not write."""
 
 
-class Channel:
+class WorkerChannel:
     """One end. Every call ends at `deadline` (`time.monotonic()`), raising `TimeoutError`; `None` waits for ever.
 
     Raises `EOFError` or `OSError` when the other end is gone.

@@ -21,7 +21,7 @@ import psutil
 from pydantic import ValidationError
 from typing_extensions import TypedDict
 
-from .channel import LARGEST_REPLY, TOKEN_BYTES, Channel, Rubbish
+from .channel import LARGEST_REPLY, TOKEN_BYTES, Rubbish, WorkerChannel
 from .files import adapter
 from .process import end_with_parent, exit_reason
 
@@ -63,7 +63,7 @@ class Worker:
         self._ended = False
         token = secrets.token_bytes(TOKEN_BYTES)
         ours, theirs = socket.socketpair()
-        self._channel = Channel(ours, token)
+        self._channel = WorkerChannel(ours, token)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path), module],
@@ -171,7 +171,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # else asyncio.run would leave a handler of its own behind
     end, own = socket.socket(fileno=descriptor), os.getpid()
-    channel = Channel(end, end.recv(TOKEN_BYTES, socket.MSG_WAITALL))
+    channel = WorkerChannel(end, end.recv(TOKEN_BYTES, socket.MSG_WAITALL))
     try:
         hello = pickle.loads(_request(channel, 0))
         end_with_parent(hello["parent"], signal.SIGKILL)  # foreign code may ignore others
@@ -208,11 +208,11 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, "w", errors="backslashreplace", closefd=False))
 
 
-def _request(channel: Channel, number: int) -> bytes:
+def _request(channel: WorkerChannel, number: int) -> bytes:
     request = channel.receive()
     _reply(channel, number, {"begun": True})
     return request
 
 
-def _reply(channel: Channel, number: int, reply: dict[str, Any]) -> None:
+def _reply(channel: WorkerChannel, number: int, reply: dict[str, Any]) -> None:
     channel.send(json.dumps({"number": number, **reply}).encode())

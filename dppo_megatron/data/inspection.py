@@ -12,7 +12,7 @@ import numpy as np
 from dppo_megatron.errors import bounded, shown
 
 from .files import unit
-from .prompts import Row, parse_rows, renderer
+from .prompts import PromptRow, parse_rows, renderer
 from .rows import shorten_list
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def inspect(
     """The report. Without a tokenizer lengths are in characters. Raises `PromptFileError` for no such file."""
     render = renderer(tokenizer, config)
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
-    rows: list[Row] = []
+    rows: list[PromptRow] = []
     unusable: list[tuple[int, str]] = []
     total = readable = 0
     for number, columns, row in parse_rows(path, config, render):
@@ -79,7 +79,7 @@ def _count(counts: Counter[str], total: int) -> str:
     return ", ".join([*parts, *([f"absent {absent}"] if absent else [])])
 
 
-def _lengths(rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+def _lengths(rows: Sequence[PromptRow], config: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
     texts = [row.text for row in rows]
     if tokenizer is None:
         name, lengths = "characters", np.array([len(text) for text in texts])
@@ -100,7 +100,7 @@ def _lengths(rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedToken
     return out
 
 
-def _duplicates(rows: Sequence[Row]) -> list[str]:
+def _duplicates(rows: Sequence[PromptRow]) -> list[str]:
     answers: dict[str, set[str]] = defaultdict(set)
     counts = Counter(row.text for row in rows)
     for row in rows:

@@ -31,7 +31,7 @@ _BATCH = 256  # rows whose prompts are rendered together
 _CHARACTERS_PER_TOKEN = 1000  # no token is longer; text that is need not be tokenized to be refused
 
 
-class Row(NamedTuple):
+class PromptRow(NamedTuple):
     number: int  # in its file, from 1
     columns: dict[str, Any]
     text: str
@@ -75,9 +75,9 @@ class PromptFile:
             return f"{of}; {dropped} dropped, of more than data.max_prompt_tokens = {limit} tokens"
         return f"{of}; {self.truncated} truncated to {limit} tokens" if self.truncated else of
 
-    def _load(self, tokenizer: PreTrainedTokenizerBase | None, render: Render) -> list[Row]:
+    def _load(self, tokenizer: PreTrainedTokenizerBase | None, render: Render) -> list[PromptRow]:
         violations: list[tuple[int, str]] = []
-        rows: list[Row] = []
+        rows: list[PromptRow] = []
         longest = _CHARACTERS_PER_TOKEN * self._config.max_prompt_tokens
         limit = self._config.max_prompt_tokens
         for number, _, row in parse_rows(self.path, self._config, render):
@@ -112,7 +112,7 @@ class PromptFile:
             )
         return out
 
-    def _cut(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+    def _cut(self, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> PromptRow:
         if len(row.token_ids) <= self._config.max_prompt_tokens:
             return row
         ids = row.token_ids[-self._config.max_prompt_tokens :]
@@ -171,7 +171,7 @@ def training_prompts(
 
 def parse_rows(
     path: Path, config: DataConfig, render: Render
-) -> Iterator[tuple[int, dict[str, Any] | None, Row | ValueError]]:
+) -> Iterator[tuple[int, dict[str, Any] | None, PromptRow | ValueError]]:
     """(number, columns, the row without its tokens) of every row of a file; in place of what cannot be read or used
     None and the reason."""
     rows = read_rows(path, held=True)
@@ -192,11 +192,11 @@ def attempt(call: Callable[..., T], value: Any, *arguments: Any) -> T | ValueErr
         return error
 
 
-def _row(text: str, number: int, columns: dict[str, Any], config: DataConfig) -> Row:
+def _row(text: str, number: int, columns: dict[str, Any], config: DataConfig) -> PromptRow:
     answer = _answer(column(columns, config.answer_column, "data.answer_column"))
     check_text(text, "the prompt")
     check_text(answer, "the answer")
-    return Row(number, columns, text, answer, _source(columns, config.source_column), np.zeros(0, np.int32))
+    return PromptRow(number, columns, text, answer, _source(columns, config.source_column), np.zeros(0, np.int32))
 
 
 def _source(columns: dict[str, Any], name: str) -> str:

@@ -3,6 +3,6 @@
 The processes import this room, so nothing heavy is imported here: `episodes` is imported by whoever plays.
 """
 
-from .interface import Environment, EnvironmentFailed, EnvironmentNameError, Message, Step
+from .interface import Environment, EnvironmentFailed, EnvironmentNameError, Message, StepResult
 
-__all__ = ["Environment", "EnvironmentFailed", "EnvironmentNameError", "Message", "Step"]
+__all__ = ["Environment", "EnvironmentFailed", "EnvironmentNameError", "Message", "StepResult"]

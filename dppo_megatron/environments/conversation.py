@@ -16,19 +16,19 @@ from dppo_megatron.types import ENVIRONMENT, POLICY, Rollout
 from .dialogue import Codec, Piece, beginning, ids_of, inherited, put, readable
 from .tools import ToolCall, parse_turn
 
-Message = dict[str, Any]  # of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
+ChatMessage = dict[str, Any]  # of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
 Tool = dict[str, Any]  # of an OpenAI chat: {"type": "function", "function": {name, description, parameters}}
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """What an agent asks for cannot be had; the message says why. It concerns this request alone."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class TurnRequest:
     """One request of an agent. max_tokens: of the answer; None = what the run leaves."""
 
-    messages: Sequence[Message]
+    messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
     max_tokens: int | None = None
 
@@ -49,7 +49,7 @@ class Turn:
         return f"call_{self.name}_{number}"
 
     @property
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """As an agent says it back."""
         calls = [
             {"id": self.call_id(i), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -58,11 +58,11 @@ class Turn:
         return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
 
 
-Render = Callable[[Sequence[Message], Sequence[Tool]], str]
+Render = Callable[[Sequence[ChatMessage], Sequence[Tool]], str]
 """A chat with the tools that are offered as the model reads it, up to where it answers. Raises `ValueError`."""
 
 Sample = Callable[[np.ndarray, int | None], Awaitable[Rollout]]
-"""(tokens before the turn [P] int32, the most tokens of it) -> the turn, which is on disk then. Raises `Refused`."""
+"""(tokens before the turn [P] int32, its token limit) -> the turn, already on disk. Raises `RequestRejected`."""
 
 
 class Conversation:
@@ -82,29 +82,29 @@ class Conversation:
         self.turns = 0
         # "length": the last turn was cut, or one refused for it; "max_turns": for their number
         self.finish_reason = "stop"
-        self._said: dict[str, list[list[Message]]] = {}  # key of a history, or of a turn -> how it was sampled
+        self._said: dict[str, list[list[ChatMessage]]] = {}  # key of a history, or of a turn -> how it was sampled
         self._untold: dict[str, Turn] = {}  # by name
 
     def finished(self) -> list[list[Piece]]:
         """The branches as they are stored."""
         return self.branches
 
-    async def ask(self, ask: Ask) -> Turn:
-        """Raises `Refused`, and what sampling raises."""
+    async def ask(self, ask: TurnRequest) -> Turn:
+        """Raises `RequestRejected`, and what sampling raises."""
         if ask.max_tokens is not None and not (type(ask.max_tokens) is int and ask.max_tokens > 0):
-            raise Refused(f"a limit of {ask.max_tokens!r} tokens: expected a positive integer")
+            raise RequestRejected(f"a limit of {ask.max_tokens!r} tokens: expected a positive integer")
         written, path = self._as_sampled(ask.messages)
         try:
             text = self._render(written, ask.tools)
         except ValueError as error:
-            raise Refused(str(error)) from None
+            raise RequestRejected(str(error)) from None
         text = text.encode(errors="backslashreplace").decode()  # with half of a surrogate pair no tokenizer takes it
         branch, known = self._history(text)
         kept = branch[:known]
         rest = put(self._codec, kept[-1].turn if kept else 0, text[sum(len(piece.text) for piece in kept) :])
         behind = ids_of([*kept, *rest])
         if not len(behind):
-            raise Refused("there is no message")
+            raise RequestRejected("there is no message")
         name = blake2b(behind.data, digest_size=8).hexdigest()
         if (untold := self._untold.pop(name, None)) is not None:
             return untold
@@ -126,7 +126,7 @@ class Conversation:
         """The agent was not told `turn`: when it asks the same again, it is told that one."""
         self._untold[turn.name] = turn
 
-    def _told(self, name: str, before: int, sampled: Rollout, offered: bool) -> tuple[Turn, Message]:
+    def _told(self, name: str, before: int, sampled: Rollout, offered: bool) -> tuple[Turn, ChatMessage]:
         self.finish_reason = sampled.finish_reason
         truncated = sampled.finish_reason == "length"
         ids = sampled.token_ids if truncated else sampled.token_ids[:-1]
@@ -134,7 +134,7 @@ class Conversation:
         turn = Turn(name, *shown, truncated, before, len(sampled.token_ids))
         return turn, {"role": "assistant", "content": self._codec.decode(ids, skip_special_tokens=False)}
 
-    def _as_sampled(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
+    def _as_sampled(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], str]:
         """(the messages with turns as they were sampled, the key of this history)"""
         keys = list(accumulate(messages, _key, initial=""))
         known = next((n for n in range(len(messages), 0, -1) if len(self._said.get(keys[n], ())) == 1), 0)
@@ -158,7 +158,7 @@ class Conversation:
         return best
 
 
-def _key(before: str, message: Message) -> str:
+def _key(before: str, message: ChatMessage) -> str:
     """Of a message behind the history of key `before`: of the policy's, what an agent sees of it."""
     if message["role"] == "assistant":
         calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,12 @@ from dppo_megatron.engines.samples import absent_experts
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import COLUMNS, ENVIRONMENT, Prompt, Rollout, RolloutGroup
 
-from .conversation import Conversation, Refused
+from .conversation import Conversation, RequestRejected
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
 from .interface import EnvironmentFailed, EnvironmentNameError
-from .journals import Journals, Turns
+from .journals import FinishedTurns, Journals
 from .pool import EnvironmentPool, Session
-from .trajectory import Attempt, Gateway, Seat, Trajectory
+from .trajectory import AgentGateway, Attempt, Trajectory, TrajectoryRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,39 +56,29 @@ def training_request(
     )
 
 
+@dataclass(eq=False)
 class Episodes:
     """Plays the environment of the config. Raises what sampling raises; what an environment does costs a trajectory."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        sample: Sample,
-        environments: EnvironmentPool,
-        tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[dict[str, Any]],
-        stop_token_ids: Sequence[int],
-        routing: tuple[int, int] | None,
-        journals: Journals | None = None,
-        gateway: Gateway | None = None,
-    ):
-        """routing: (layers with experts, experts of a token) of the model, where the config wants routes. journals:
-        where the turns of training prompts are kept until the bank has their group. gateway: of an agent."""
-        self._config = config
-        self._sample = sample
-        self.environments = environments
-        self._tokenizer = tokenizer
+    config: Config
+    _: KW_ONLY
+    sample: Sample
+    environments: EnvironmentPool
+    tokenizer: PreTrainedTokenizerBase
+    tools: Sequence[dict[str, Any]]
+    stop_token_ids: Sequence[int]
+    routing: tuple[int, int] | None  # layers with experts and experts of a token, where the config wants routes
+    journals: Journals | None = None  # keep the turns of training prompts until the bank has their group
+    gateway: AgentGateway | None = None  # of an agent
+
+    def __post_init__(self) -> None:
+        tokenizer, tools = self.tokenizer, self.tools
         self._render: Render | None = None
-        if config.data.chat_template:
+        if self.config.data.chat_template:
             self._render = lambda messages: render_chat(tokenizer, messages, tools)
-            self._render_with = partial(render_chat, tokenizer)
             asked = [{"role": "user", "content": "?"}]
             if tools and self._render(asked) == render_chat(tokenizer, asked):
-                log.warning("the chat template shows no tools: the policy is not told of those of the environment")
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._routing = routing
-        self._journals = journals
-        self._gateway = gateway
+                log.warning("the chat template shows no tools, so the policy does not see those of the environment")
         self._begun = itertools.count()  # groups
         self._counts: Counter[str] = Counter()
         self._told = False
@@ -96,17 +86,17 @@ class Episodes:
     async def play(self, prompt: Prompt, rewards: RewardPool) -> RolloutGroup:
         """The group of a training prompt. rewards: where the environment gives none."""
         order = next(self._begun)
-        rollout = self._config.rollout
-        seeds = np.random.SeedSequence([self._config.run.seed, prompt.position]).generate_state(rollout.group_size)
-        request = training_request(self._config, prompt, f"group-{prompt.position}", seeds, self._stop_token_ids)
-        turns = [Turns() for _ in request.seeds]
-        if self._journals is not None:
-            turns = await self._journals.turns(prompt.position, request.n, rollout.temperature)
+        rollout = self.config.rollout
+        seeds = np.random.SeedSequence([self.config.run.seed, prompt.position]).generate_state(rollout.group_size)
+        request = training_request(self.config, prompt, f"group-{prompt.position}", seeds, self.stop_token_ids)
+        turns = [FinishedTurns() for _ in request.seeds]
+        if self.journals is not None:
+            turns = await self.journals.turns(prompt.position, request.n, rollout.temperature)
         return self._group(prompt, await self._play_all(prompt, request, rewards, turns, order, recorded=True))
 
     async def play_request(self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool) -> list[Trajectory]:
         """`request.n` trajectories that are not trained on, as `request` says of their first turn."""
-        turns = [Turns() for _ in request.seeds]
+        turns = [FinishedTurns() for _ in request.seeds]
         return await self._play_all(prompt, request, rewards, turns, next(self._begun), recorded=False)
 
     async def _play_all(
@@ -114,14 +104,17 @@ class Episodes:
         prompt: Prompt,
         request: GenerateRequest,
         rewards: RewardPool,
-        turns: list[Turns],
+        turns: list[FinishedTurns],
         order: int,
         recorded: bool,
     ) -> list[Trajectory]:
         name = request.request_id
         firsts = [replace(request, request_id=f"{name}.{i}", n=1, seeds=(s,)) for i, s in enumerate(request.seeds)]
-        seats = [Seat(prompt, first, rewards, own, order, recorded) for first, own in zip(firsts, turns, strict=True)]
-        playing = [asyncio.create_task(self._trajectory(seat)) for seat in seats]
+        all_wanted = [
+            TrajectoryRequest(prompt, first, rewards, own, order, recorded)
+            for first, own in zip(firsts, turns, strict=True)
+        ]
+        playing = [asyncio.create_task(self._trajectory(wanted)) for wanted in all_wanted]
         try:
             return await asyncio.gather(*playing)
         finally:
@@ -138,29 +131,29 @@ class Episodes:
         self._counts.clear()
         return metrics | self.environments.take_metrics()
 
-    async def _trajectory(self, seat: Seat) -> Trajectory:
+    async def _trajectory(self, wanted: TrajectoryRequest) -> Trajectory:
         """What a failed environment leaves: the turns before it, without a reward.
 
         Where its process died, a new one is led by its seed and the turns so far to where it was, once.
         """
-        trajectory, failure = await self._attempt(seat)
+        trajectory, failure = await self._attempt(wanted)
         if failure is not None and failure.reason == "died":
-            log.warning("environment of prompt row %d died (%s): it is replayed", seat.prompt.row, failure)
-            seat.turns.rewind()
-            trajectory, failure = await self._attempt(seat)
+            log.warning("environment of prompt row %d died (%s): it is replayed", wanted.prompt.row, failure)
+            wanted.turns.rewind()
+            trajectory, failure = await self._attempt(wanted)
         if failure is not None:
-            self.environments.count(seat.prompt, failure)
+            self.environments.count(wanted.prompt, failure)
         return trajectory
 
-    async def _attempt(self, seat: Seat) -> tuple[Trajectory, EnvironmentFailed | None]:
+    async def _attempt(self, wanted: TrajectoryRequest) -> tuple[Trajectory, EnvironmentFailed | None]:
         attempt, failed = Attempt(), None
-        longest = self._config.environment.trajectory_timeout_s
-        async with self.environments.session(seat.order) as session:
+        longest = self.config.environment.trajectory_timeout_s
+        async with self.environments.session(wanted.order) as session:
             try:
                 async with asyncio.timeout(longest) as clock:
-                    await (self._alternate if self._gateway is None else self._converse)(seat, session, attempt)
+                    await (self._alternate if self.gateway is None else self._converse)(wanted, session, attempt)
                     if attempt.reward is None:
-                        attempt.reward = await self._reward_of_text(seat, attempt.branches)
+                        attempt.reward = await self._reward_of_text(wanted, attempt.branches)
             except EnvironmentFailed as failure:
                 attempt.reward, failed = None, failure
             except TimeoutError:
@@ -168,33 +161,33 @@ class Episodes:
                     raise
                 attempt.reward = None
                 failed = EnvironmentFailed("timeout", f"longer than environment.trajectory_timeout_s = {longest} s")
-        if seat.recorded:
+        if wanted.recorded:
             self._counts.update(trajectories=1, turns=0 if attempt.played is None else attempt.played.turns)
             self._counts["max_turns"] += attempt.finish_reason == "max_turns"
         rewards = attempt.turn_rewards
-        keeps = self._config.objective.credit == "turn" or any(value is not None for value in rewards)
+        keeps = self.config.objective.credit == "turn" or any(value is not None for value in rewards)
         given = [value or 0.0 for value in rewards] if keeps else []
         return Trajectory(attempt.branches, attempt.finish_reason, attempt.reward, given), failed
 
-    async def _converse(self, seat: Seat, session: Session, attempt: Attempt) -> None:
+    async def _converse(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
         """Answers the requests of an agent until it returns."""
-        assert self._gateway is not None
+        assert self.gateway is not None
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asked = itertools.count()
 
         async def sample(behind: np.ndarray, most: int | None) -> Rollout:
             try:
-                return await self._turn(seat, next(asked), behind, self._left(seat, conversation, behind, most))
-            except Refused:
+                return await self._turn(wanted, next(asked), behind, self._left(wanted, conversation, behind, most))
+            except RequestRejected:
                 raise
             except Exception as error:  # of engines or the disk: it ends the run, and not this request alone
                 if not broken.done():
                     broken.set_exception(error)
-                raise Refused("the run cannot go on; its log says why") from None
+                raise RequestRejected("the run cannot go on; its log says why") from None
 
-        conversation = attempt.played = Conversation(self._tokenizer, self._render_with, sample)
-        async with self._gateway.session(conversation) as key:
-            agent = asyncio.ensure_future(session.run_agent(seat.prompt, self._gateway.url, key))
+        conversation = attempt.played = Conversation(self.tokenizer, partial(render_chat, self.tokenizer), sample)
+        async with self.gateway.session(conversation) as key:
+            agent = asyncio.ensure_future(session.run_agent(wanted.prompt, self.gateway.url, key))
             try:
                 await asyncio.wait((agent, broken), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -203,45 +196,45 @@ class Episodes:
             broken.result()
         attempt.reward = agent.result()
         attempt.finish_reason = conversation.finish_reason
-        if seat.turns.left:
+        if wanted.turns.left:
             raise EnvironmentFailed("replay", "the agent does not ask again what it asked before a process died")
         if not conversation.branches:
             raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
 
-    def _left(self, seat: Seat, conversation: Conversation, behind: np.ndarray, most: int | None) -> int:
-        """Tokens that a turn may have. Raises `Refused`."""
-        limits, longest = self._config.environment, self._config.data.max_prompt_tokens
+    def _left(self, wanted: TrajectoryRequest, conversation: Conversation, behind: np.ndarray, most: int | None) -> int:
+        """Tokens that a turn may have. Raises `RequestRejected`."""
+        limits, longest = self.config.environment, self.config.data.max_prompt_tokens
         if conversation.turns >= limits.max_turns:
             conversation.finish_reason = "max_turns"
-            raise Refused(f"environment.max_turns = {limits.max_turns}: this trajectory has had them")
+            raise RequestRejected(f"environment.max_turns = {limits.max_turns}: this trajectory has had them")
         opening = len(opening_tokens(conversation.branches[0])) if conversation.branches else len(behind)
         if opening > longest:
-            raise Refused(f"context_length_exceeded: {opening} tokens, data.max_prompt_tokens = {longest}")
-        left = seat.first.max_tokens - (len(behind) - opening)
+            raise RequestRejected(f"context_length_exceeded: {opening} tokens, data.max_prompt_tokens = {longest}")
+        left = wanted.first.max_tokens - (len(behind) - opening)
         if left < 1:
             conversation.finish_reason = "length"
-            raise Refused(
+            raise RequestRejected(
                 f"context_length_exceeded: {len(behind) - opening} tokens after the prompt, "
-                f"rollout.max_response_tokens = {seat.first.max_tokens}"
+                f"rollout.max_response_tokens = {wanted.first.max_tokens}"
             )
         return min(left, limits.max_turn_tokens or left, most or left)
 
-    async def _alternate(self, seat: Seat, session: Session, attempt: Attempt) -> None:
+    async def _alternate(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
         """Takes turns with an environment."""
-        dialogue = attempt.played = await self._begin(seat, session)
-        attempt.finish_reason = await self._play(seat, session, dialogue, attempt.turn_rewards)
+        dialogue = attempt.played = await self._begin(wanted, session)
+        attempt.finish_reason = await self._play(wanted, session, dialogue, attempt.turn_rewards)
         over, rewards = attempt.finish_reason == "stop", attempt.turn_rewards
-        if self._config.objective.credit == "turn" and over and all(value is None for value in rewards):
+        if self.config.objective.credit == "turn" and over and all(value is None for value in rewards):
             raise EnvironmentNameError(
-                f"objective.credit = turn: {self._config.environment.described} gave no turn of prompt "
-                f"{seat.prompt.position} a reward; let `step` return 0.0 for a turn that earned nothing, or set credit "
-                "to trajectory"
+                f"objective.credit = turn: {self.config.environment.described} gave no turn of prompt "
+                f"{wanted.prompt.position} a reward; let `step` return 0.0 for a turn that earned nothing, or set "
+                "credit to trajectory"
             )
         attempt.reward = await session.finish()
 
-    async def _begin(self, seat: Seat, session: Session) -> Dialogue:
-        prompt, data = seat.prompt, self._config.data
-        seed = int(np.random.SeedSequence([self._config.run.seed, prompt.position]).generate_state(1)[0])
+    async def _begin(self, wanted: TrajectoryRequest, session: Session) -> Dialogue:
+        prompt, data = wanted.prompt, self.config.data
+        seed = int(np.random.SeedSequence([self.config.run.seed, prompt.position]).generate_state(1)[0])
         opening = await session.reset(prompt, seed)
         messages: list[dict[str, Any]] = []
         text, ids = prompt.text + (opening or ""), prompt.token_ids
@@ -252,7 +245,7 @@ class Episodes:
                 messages = [*messages[:-1], {**last, "content": f"{last['content']}{opening}"}]
                 text = self._render(messages)
         if opening:
-            encoded = self._tokenizer.encode(text, add_special_tokens=self._render is None)
+            encoded = self.tokenizer.encode(text, add_special_tokens=self._render is None)
             if len(encoded) > data.max_prompt_tokens:
                 raise EnvironmentFailed(
                     "raised",
@@ -260,23 +253,25 @@ class Episodes:
                     f"{data.max_prompt_tokens}",
                 )
             ids = np.array(encoded, np.int32)
-        return Dialogue.begin(self._tokenizer, self._render, messages, Piece(ENVIRONMENT, 0, text, ids))
+        return Dialogue.begin(self.tokenizer, self._render, messages, Piece(ENVIRONMENT, 0, text, ids))
 
-    async def _play(self, seat: Seat, session: Session, dialogue: Dialogue, turn_rewards: list[float | None]) -> str:
+    async def _play(
+        self, wanted: TrajectoryRequest, session: Session, dialogue: Dialogue, turn_rewards: list[float | None]
+    ) -> str:
         """Takes turns until it is over; returns the finish reason."""
-        limits = self._config.environment
+        limits = self.config.environment
         for turn in range(limits.max_turns):
             behind = dialogue.token_ids
             prompt_tokens = len(opening_tokens(dialogue.branches[0]))
-            left = seat.first.max_tokens - (len(behind) - prompt_tokens)
+            left = wanted.first.max_tokens - (len(behind) - prompt_tokens)
             if left < 1:
                 return "length"
-            sampled = await self._turn(seat, turn, behind, min(left, limits.max_turn_tokens or left))
+            sampled = await self._turn(wanted, turn, behind, min(left, limits.max_turn_tokens or left))
             dialogue.add_turn(sampled)
             turn_rewards.append(None)
             if sampled.finish_reason == "length":
                 return "length"
-            step = await session.step(readable(self._tokenizer, sampled.token_ids))
+            step = await session.step(readable(self.tokenizer, sampled.token_ids))
             turn_rewards[-1] = step.reward
             if step.done:
                 return "stop"
@@ -288,25 +283,27 @@ class Episodes:
                 self._say_rewritten()
         return "max_turns"
 
-    async def _turn(self, seat: Seat, turn: int, behind: np.ndarray, tokens: int) -> Rollout:
+    async def _turn(self, wanted: TrajectoryRequest, turn: int, behind: np.ndarray, tokens: int) -> Rollout:
         """A turn that was finished before, or a new one, which is on disk when this returns."""
-        if (finished := seat.turns.take(behind)) is not None:
+        if (finished := wanted.turns.take(behind)) is not None:
             self._counts["replayed"] += 1
             return finished
-        if seat.turns.left and self._gateway is None:
+        if wanted.turns.left and self.gateway is None:
             raise EnvironmentFailed(
                 "replay", f"turn {turn}: it does not say again what it said before the process that played it died"
             )
-        request = partial(self._request, seat, turn, behind, tokens)
-        (sampled,) = await self._sample(request, f"prompt {seat.prompt.position}, turn {turn}")
-        await seat.turns.add(behind, sampled)
+        request = partial(self._request, wanted, turn, behind, tokens)
+        (sampled,) = await self.sample(request, f"prompt {wanted.prompt.position}, turn {turn}")
+        await wanted.turns.add(behind, sampled)
         return sampled
 
-    def _request(self, seat: Seat, turn: int, behind: np.ndarray, tokens: int, attempt: int) -> GenerateRequest:
-        seed = np.random.SeedSequence([*seat.first.seeds, turn, attempt]).generate_state(1, np.uint64)[0]
+    def _request(
+        self, wanted: TrajectoryRequest, turn: int, behind: np.ndarray, tokens: int, attempt: int
+    ) -> GenerateRequest:
+        seed = np.random.SeedSequence([*wanted.first.seeds, turn, attempt]).generate_state(1, np.uint64)[0]
         return replace(
-            seat.first,
-            request_id=f"{seat.first.request_id}.{turn}-{attempt}",
+            wanted.first,
+            request_id=f"{wanted.first.request_id}.{turn}-{attempt}",
             token_ids=behind,
             seeds=(int(seed) >> 1,),
             max_tokens=tokens,
@@ -322,11 +319,11 @@ class Episodes:
                 "before. environment/rewritten_histories counts them"
             )
 
-    async def _reward_of_text(self, seat: Seat, branches: list[list[Piece]]) -> float | None:
+    async def _reward_of_text(self, wanted: TrajectoryRequest, branches: list[list[Piece]]) -> float | None:
         """What `reward:` gives the last turn; None where the verifier failed."""
         last = max((p for branch in branches for p in branch if p.sampled is not None), key=lambda p: p.turn)
-        text = self._tokenizer.decode(last.token_ids, skip_special_tokens=True)
-        (reward,), (failed,) = await seat.rewards.score(seat.prompt, [text], recorded=seat.recorded)
+        text = self.tokenizer.decode(last.token_ids, skip_special_tokens=True)
+        (reward,), (failed,) = await wanted.rewards.score(wanted.prompt, [text], recorded=wanted.recorded)
         return None if failed else float(reward)
 
     def _group(self, prompt: Prompt, played: Sequence[Trajectory]) -> RolloutGroup:
@@ -335,12 +332,12 @@ class Episodes:
         token_ids = common_beginning([opening_tokens(branch) for branch in branches] or [prompt.token_ids])
         if not len(token_ids):
             raise EnvironmentNameError(
-                f"{self._config.environment.described}: trajectories of prompt {prompt.position} begin with different "
+                f"{self.config.environment.described}: trajectories of prompt {prompt.position} begin with different "
                 "tokens, so the group has no prompt; what `reset` or an agent says first, and how the chat template "
                 "begins, may not change"
             )
         if not np.array_equal(token_ids, prompt.token_ids):
-            prompt = replace(prompt, token_ids=token_ids, text=self._tokenizer.decode(token_ids))
+            prompt = replace(prompt, token_ids=token_ids, text=self.tokenizer.decode(token_ids))
         rollouts: list[Rollout] = []
         owners: list[Trajectory] = []
         for number, trajectory in enumerate(played):
@@ -357,19 +354,19 @@ class Episodes:
             tuple(rollouts),
             np.array([owner.reward or 0.0 for owner in owners], np.float32),
             np.array([owner.reward is None for owner in owners]),
-            self._config.rollout.temperature,
+            self.config.rollout.temperature,
             turn_rewards,
         )
 
     def _nothing(self, prompt_tokens: int, trajectory: int) -> Rollout:
         """A trajectory whose environment failed before its first turn."""
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         asked = {"topk": rollout.topk_logprobs, "sampling_mask": rollout.has_sampling_mask}
         columns = {
             c.name: np.zeros((0, *(rollout.topk_logprobs for _ in c.shape)), c.dtypes[0])
             for c in COLUMNS
             if c.rows != "read" and (not c.asked_by or asked[c.asked_by])
         }
-        if self._routing is not None:
-            columns["routed_experts"] = absent_experts(prompt_tokens, *self._routing)
+        if self.routing is not None:
+            columns["routed_experts"] = absent_experts(prompt_tokens, *self.routing)
         return Rollout.of(columns, token_ids=np.zeros(0, np.int32), finish_reason="abort", trajectory=trajectory)

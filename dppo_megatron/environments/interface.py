@@ -41,7 +41,7 @@ class Environment(Protocol):
         what `reward:` of the config gives the last turn."""
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """What became of one turn."""
 
     messages: list[Message]

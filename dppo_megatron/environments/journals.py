@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Write = Callable[[np.ndarray, Rollout], Awaitable[None]]
 
 
-class Turns:
+class FinishedTurns:
     """The finished turns of one trajectory, by the tokens that they were sampled behind.
 
     Whoever plays it again, because a process died, takes each turn from here instead of sampling it.
@@ -84,7 +84,7 @@ class Journals:
         found = self._open[position].found if position in self._open else []
         return min((int(group.rollouts[0].versions.min()) for group in found), default=None)
 
-    async def turns(self, position: int, trajectories: int, temperature: float) -> list[Turns]:
+    async def turns(self, position: int, trajectories: int, temperature: float) -> list[FinishedTurns]:
         """Of each trajectory of a group. Once for a group."""
         loop = asyncio.get_running_loop()
         journal = await loop.run_in_executor(self._thread, self._opened, position)
@@ -97,7 +97,7 @@ class Journals:
             (sampled,) = group.rollouts
             found[sampled.trajectory or 0].append((group.prompt.token_ids, sampled))
         journal.found.clear()
-        return [Turns(of_one, partial(write, number)) for number, of_one in enumerate(found)]
+        return [FinishedTurns(of_one, partial(write, number)) for number, of_one in enumerate(found)]
 
     def remove(self, position: int) -> None:
         """The bank has the group, or the group is to begin anew. May be called in any thread."""

@@ -19,7 +19,7 @@ from dppo_megatron.rewards.outcome import describe
 from dppo_megatron.rewards.workers import WorkerPool
 from dppo_megatron.types import Prompt
 
-from .interface import EnvironmentFailed, EnvironmentNameError, Step
+from .interface import EnvironmentFailed, EnvironmentNameError, StepResult
 from .worker import EnvironmentWorker
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Session:
     async def reset(self, prompt: Prompt, seed: int) -> str | None:
         return await self._begin(lambda worker: worker.reset(prompt, seed))
 
-    async def step(self, text: str) -> Step:
+    async def step(self, text: str) -> StepResult:
         return await self._ask(lambda worker: worker.step(text))
 
     async def finish(self) -> float | None:

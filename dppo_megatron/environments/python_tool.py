@@ -86,7 +86,7 @@ class Limits:
                 raise SandboxError(f"readable: {path!r} is no absolute path of this machine; correct or remove it")
 
 
-class _Run(NamedTuple):
+class _ProgramRun(NamedTuple):
     """ended: why it did not end by itself with code 0, or ""."""
 
     printed: str
@@ -143,7 +143,7 @@ def _try_limits(limits: Limits) -> None:
         )
 
 
-def _run(code: str, limits: Limits) -> _Run:
+def _run(code: str, limits: Limits) -> _ProgramRun:
     """Raises `EnvironmentFailed` where no sandbox can be made."""
     largest = max(limits.files_mb << 20, 4 * limits.output)
     output = os.memfd_create("output")
@@ -182,7 +182,7 @@ def _run(code: str, limits: Limits) -> _Run:
             raise EnvironmentFailed("raised", said["failed"])
         printed.seek(0)
         ended = f"ended after {limits.wall_s:g} s" if late else _ended(said["code"], said["cpu_s"], limits)
-        return _Run(printed.read(4 * limits.output + 4).decode(errors="replace"), ended)
+        return _ProgramRun(printed.read(4 * limits.output + 4).decode(errors="replace"), ended)
 
 
 @cache

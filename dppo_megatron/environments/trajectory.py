@@ -12,11 +12,11 @@ from dppo_megatron.types import Prompt, Rollout
 
 from .conversation import Conversation
 from .dialogue import Dialogue, Piece
-from .journals import Turns
+from .journals import FinishedTurns
 
 
 @dataclass(frozen=True)
-class Seat:
+class TrajectoryRequest:
     """One trajectory of a group.
 
     first: the request of its first turn, as if that were all; its id names the trajectory among those that are played,
@@ -27,7 +27,7 @@ class Seat:
     prompt: Prompt
     first: GenerateRequest
     rewards: RewardPool
-    turns: Turns
+    turns: FinishedTurns
     order: int
     recorded: bool
 
@@ -62,7 +62,7 @@ class Attempt:
         return [] if self.played is None else self.played.finished()
 
 
-class Gateway(Protocol):
+class AgentGateway(Protocol):
     """What agents reach the policy by."""
 
     @property

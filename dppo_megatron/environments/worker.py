@@ -15,7 +15,7 @@ from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, d
 from dppo_megatron.rewards.registry import load_attribute
 from dppo_megatron.types import Prompt
 
-from .interface import EnvironmentFailed, EnvironmentNameError, Message, Step
+from .interface import EnvironmentFailed, EnvironmentNameError, Message, StepResult
 from .tools import Tools, tool_calls
 
 LARGEST_ANSWER = 4 * 1024 * 1024  # bytes of an environment's answer to a turn
@@ -41,9 +41,9 @@ class EnvironmentWorker(Worker):
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         return self._call(_OptionalText, "for reset", "reset", prompt, seed)
 
-    def step(self, text: str) -> Step:
+    def step(self, text: str) -> StepResult:
         answer = self._call(list[Any], "for the answer to a turn", "step", text)
-        return Step(*checked(tuple[list[Message], float | None, bool], tuple(answer)))
+        return StepResult(*checked(tuple[list[Message], float | None, bool], tuple(answer)))
 
     def finish(self) -> float | None:
         """Return the reward of the trajectory, None where the environment gives none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from dppo_megatron.environments.conversation import Ask, Message, Turn
+from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
 
 from .interface import MODEL, Body, arguments_of, call, refuse_unless, text_of, tool
 
@@ -20,11 +20,11 @@ SERVED = {
 }
 
 
-def read(body: Body) -> Ask:
+def read(body: Body) -> TurnRequest:
     refuse_unless(body, SERVED)
     functions = [described["function"] for described in body.get("tools") or ()]
     tools = [tool(f["name"], f.get("description"), f.get("parameters")) for f in functions]
-    return Ask(
+    return TurnRequest(
         [_message(message) for message in body["messages"]],
         tools,
         body.get("max_completion_tokens") or body.get("max_tokens"),
@@ -57,9 +57,9 @@ def error(message: str, status: int) -> Body:
     return {"error": {"message": message, "type": "invalid_request_error", "code": status}}
 
 
-def _message(message: Body) -> Message:
+def _message(message: Body) -> ChatMessage:
     role = "system" if message["role"] == "developer" else message["role"]
-    out: Message = {"role": role, "content": text_of(message.get("content"))}
+    out: ChatMessage = {"role": role, "content": text_of(message.get("content"))}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls]
     return out | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}

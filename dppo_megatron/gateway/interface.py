@@ -1,4 +1,4 @@
-"""What the three interfaces have in common: a request becomes an `Ask`, a `Turn` becomes a reply or its events."""
+"""Common parts of the three interfaces: a request becomes a `TurnRequest`, a `Turn` a reply or its events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
-from dppo_megatron.environments.conversation import Ask, Message, Refused, Tool, Turn
+from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Tool, Turn, TurnRequest
 from dppo_megatron.environments.tools import ToolCall
 
 Body = dict[str, Any]
@@ -18,8 +18,8 @@ class Interface(Protocol):
 
     PATH: str
 
-    def read(self, body: Body) -> Ask:
-        """Raises `Refused`, and KeyError, TypeError, ValueError or AttributeError for what is no request."""
+    def read(self, body: Body) -> TurnRequest:
+        """Raises `RequestRejected`, and KeyError, TypeError, ValueError or AttributeError for what is no request."""
         ...
 
     def reply(self, turn: Turn, body: Body) -> Body: ...
@@ -35,7 +35,7 @@ def refuse_unless(body: Body, served: Mapping[str, Collection[Any]]) -> None:
     """Settings that would change what is sampled in a way that nobody does here."""
     for name, values in served.items():
         if name in body and body[name] not in values:
-            raise Refused(f"{name} = {json.dumps(body[name])[:100]}: not served here; leave it out")
+            raise RequestRejected(f"{name} = {json.dumps(body[name])[:100]}: not served here; leave it out")
 
 
 def text_of(content: str | list[Body] | None) -> str:
@@ -44,7 +44,7 @@ def text_of(content: str | list[Body] | None) -> str:
         return content or ""
     for part in content:
         if "text" not in part:
-            raise Refused(f"a part of type {part.get('type')!r}: the policy reads text alone")
+            raise RequestRejected(f"a part of type {part.get('type')!r}: the policy reads text alone")
     return "".join(part["text"] for part in content)
 
 
@@ -63,5 +63,5 @@ def arguments_of(called: ToolCall) -> str:
     return json.dumps(called.arguments)
 
 
-def system(text: str) -> list[Message]:
+def system(text: str) -> list[ChatMessage]:
     return [{"role": "system", "content": text}] if text else []

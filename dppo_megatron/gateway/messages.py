@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from dppo_megatron.environments.conversation import Ask, Message, Refused, Turn
+from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
 
 from .interface import MODEL, Body, call, refuse_unless, system, text_of, tool
 
@@ -13,13 +13,13 @@ PATH = "/v1/messages"
 SERVED = {"stop_sequences": (None, []), "tool_choice": (None, {"type": "auto"})}
 
 
-def read(body: Body) -> Ask:
+def read(body: Body) -> TurnRequest:
     refuse_unless(body, SERVED)
     messages = system(text_of(body.get("system")))
     for message in body["messages"]:
         _put(messages, message)
     tools = [tool(t["name"], t.get("description"), t["input_schema"]) for t in body.get("tools") or ()]
-    return Ask(messages, tools, body["max_tokens"])
+    return TurnRequest(messages, tools, body["max_tokens"])
 
 
 def reply(turn: Turn, body: Body) -> Body:
@@ -57,7 +57,7 @@ def error(message: str, status: int) -> Body:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _put(messages: list[Message], message: Body) -> None:
+def _put(messages: list[ChatMessage], message: Body) -> None:
     """Adds a message; results of tools, which stand in one of the user, are messages of their own."""
     role, content = message["role"], message["content"]
     if isinstance(content, str):
@@ -77,7 +77,7 @@ def _put(messages: list[Message], message: Body) -> None:
             case "text":
                 said.append(block)
             case other:
-                raise Refused(f"a content block of type {other!r}: the policy reads text alone")
+                raise RequestRejected(f"a content block of type {other!r}: the policy reads text alone")
     if said or calls:
         messages.append({"role": role, "content": text_of(said), **({"tool_calls": calls} if calls else {})})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from dppo_megatron.environments.conversation import Ask, Message, Refused, Turn
+from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
 
 from .chat import error
 from .interface import MODEL, Body, arguments_of, call, refuse_unless, system, text_of, tool
@@ -23,7 +23,7 @@ SERVED = {
 }
 
 
-def read(body: Body) -> Ask:
+def read(body: Body) -> TurnRequest:
     refuse_unless(body, SERVED)
     messages = system(body.get("instructions") or "")
     given = body["input"]
@@ -31,9 +31,9 @@ def read(body: Body) -> Ask:
         _put(messages, item)
     for described in body.get("tools") or ():
         if described["type"] != "function":
-            raise Refused(f"a tool of type {described['type']!r}: the policy calls functions alone")
+            raise RequestRejected(f"a tool of type {described['type']!r}: the policy calls functions alone")
     tools = [tool(d["name"], d.get("description"), d.get("parameters")) for d in body.get("tools") or ()]
-    return Ask(messages, tools, body.get("max_output_tokens"))
+    return TurnRequest(messages, tools, body.get("max_output_tokens"))
 
 
 def reply(turn: Turn, body: Body) -> Body:
@@ -75,7 +75,7 @@ def _events(turn: Turn, body: Body) -> Iterator[Body]:
     yield {"type": f"response.{ended['status']}", "response": ended}
 
 
-def _put(messages: list[Message], item: Body) -> None:
+def _put(messages: list[ChatMessage], item: Body) -> None:
     """Adds an item; the items of one turn are one message, as chat templates have it."""
     match item.get("type", "message"):
         case "message":
@@ -92,7 +92,9 @@ def _put(messages: list[Message], item: Body) -> None:
         case "reasoning":
             pass  # the policy's own turns are known as they were sampled
         case other:
-            raise Refused(f"an input item of type {other!r}: messages, function calls and their outputs are served")
+            raise RequestRejected(
+                f"an input item of type {other!r}: only messages, function calls and outputs are served"
+            )
 
 
 def _items(turn: Turn) -> list[Body]:

@@ -12,7 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
-from dppo_megatron.environments.conversation import Ask, Conversation, Refused, Turn
+from dppo_megatron.environments.conversation import Conversation, RequestRejected, Turn, TurnRequest
 from dppo_megatron.errors import ExpectedError
 
 from . import chat, messages, responses
@@ -28,9 +28,9 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 class _Session:
     conversation: Conversation
     # Turns that are sampled, with what was asked and the request that is to be told.
-    running: dict[asyncio.Task[Turn], tuple[Ask, web.Request]] = field(default_factory=dict)
+    running: dict[asyncio.Task[Turn], tuple[TurnRequest, web.Request]] = field(default_factory=dict)
 
-    def asking(self, ask: Ask, request: web.Request) -> asyncio.Task[Turn]:
+    def asking(self, ask: TurnRequest, request: web.Request) -> asyncio.Task[Turn]:
         """The turn being sampled for a client that asked the same and hung up, or a new one."""
         left = (task for task, (other, asked) in self.running.items() if other == ask and _gone(asked))
         task = next(left, None) or asyncio.create_task(self.conversation.ask(ask))
@@ -101,14 +101,14 @@ class Gateway:
         try:
             body = await request.json()
             ask = interface.read(body)
-        except Refused as refused:
+        except RequestRejected as refused:
             return _error(interface, str(refused))
         except MALFORMED as error:
             return _error(interface, f"not a request of {interface.PATH}: {type(error).__name__}: {error}")
         asking = session.asking(ask, request)
         try:
             turn = await asking
-        except Refused as refused:
+        except RequestRejected as refused:
             return _error(interface, str(refused))
         finally:
             if told := session.running[asking][1] is request:  # else whoever asked again is

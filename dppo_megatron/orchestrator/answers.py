@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Sample:
+class _SavedSample:
     text: str
     reward: Annotated[float, Field(allow_inf_nan=False)]
     failed: bool
@@ -32,15 +32,15 @@ class _Sample:
 
 
 @dataclass
-class _Record:
+class _SavedRecord:
     position: Annotated[int, Field(ge=0)]
     row: int
     prompt: str
     answer: str
-    samples: list[_Sample]
+    samples: list[_SavedSample]
 
 
-class Answers:
+class SavedAnswers:
     """Those of one set under one policy. `of`: whatever must be equal for the answers that are there to count."""
 
     def __init__(self, directory: Path, version: int, of: dict[str, Any], *, prompts: int, n: int):
@@ -76,7 +76,7 @@ class Answers:
 
 def _is_whole(record: dict[str, Any], prompts: int, n: int) -> bool:
     try:
-        found = parse_as(_Record, json.dumps(record).encode(), "a record")
+        found = parse_as(_SavedRecord, json.dumps(record).encode(), "a record")
     except DamagedFile:
         return False
     return found.position < prompts and len(found.samples) == n

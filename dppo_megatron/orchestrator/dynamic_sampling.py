@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +25,7 @@ class NoReward(ExpectedError, RuntimeError):
     """No sample of a whole step has a reward."""
 
 
+@dataclass(eq=False)
 class SignalFilter:
     """Chooses which groups to keep: all of them, or with `rollout.dynamic_sampling` those whose rewards differ.
 
@@ -34,23 +36,22 @@ class SignalFilter:
     trajectories that failed lately in their environment or agent; empty where none did.
     """
 
-    def __init__(
-        self, config: RolloutConfig, last_failure: Callable[[], str], trajectory_failure: Callable[[], str] = str
-    ):
-        self._config = config
-        self._trajectory_failure = trajectory_failure
-        self._last_failure = last_failure
+    config: RolloutConfig
+    last_failure: Callable[[], str]
+    trajectory_failure: Callable[[], str] = str
+
+    def __post_init__(self) -> None:
         self._failed = 0  # groups in a row of which every reward failed
         self._dropped: Counter[int] = Counter()
 
     def keeps(self, group: RolloutGroup, step: int) -> bool:
         """Whether `group` is one of those that `step` trains on. Raises NoSignal when too many were not, and NoReward
         when every reward of a step's number of groups in a row, at least `FEWEST_FAILED`, failed."""
-        config = self._config
+        config = self.config
         self._failed = self._failed + 1 if group.reward_failed.all() else 0
         if self._failed >= max(config.prompts_per_step, FEWEST_FAILED):
-            which, cause, remedy = "the last one", self._last_failure(), "correct the reward"
-            if played := self._trajectory_failure():
+            which, cause, remedy = "the last one", self.last_failure(), "correct the reward"
+            if played := self.trajectory_failure():
                 which, cause = "most trajectories", played
                 remedy = "correct the environment or agent (a higher limit needs a new run)"
             raise NoReward(

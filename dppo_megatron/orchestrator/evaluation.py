@@ -7,7 +7,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from dppo_megatron.observability.names import evaluated_sets
 from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.types import Prompt
 
-from .answers import Answers
+from .answers import SavedAnswers
 from .eval_scores import average, ks, majority, pass_at
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Evaluated:
     episodes: Episodes | None = None  # where the policy answers in turns
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Answers and scores every set at the versions that are due: first, last, and every `eval.every`.
 
@@ -49,29 +50,22 @@ class Evaluator:
     when it goes on, where they are of the same policy. Seeds follow from the run's, the set, the prompt and the sample.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        sets: Mapping[str, Evaluated],
-        tokenizer,
-        stop_token_ids: Sequence[int],
-        output: Path,
-        answers: Path,
-    ):
-        """`output`: of records; `answers`: directory in which every set has its own."""
-        self._config = config
-        self._sets = dict(sets)
-        self._tokenizer = tokenizer
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._output = output
-        self._answers = answers
-        self._begun = {(record["step"], name) for record in read_metrics(output) for name in evaluated_sets(record)}
-        self._gate = asyncio.Semaphore(config.rollout.max_concurrent_groups)  # of all evaluations together
+    config: Config
+    _: KW_ONLY
+    sets: Mapping[str, Evaluated]
+    tokenizer: Any
+    stop_token_ids: Sequence[int]
+    output: Path  # of the records
+    answers: Path  # a directory with one for each set
+
+    def __post_init__(self) -> None:
+        records = read_metrics(self.output)
+        self._begun = {(record["step"], name) for record in records for name in evaluated_sets(record)}
+        self._gate = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)  # of all evaluations together
 
     def due(self, version: int) -> bool:
-        every = self._config.eval.every
-        at_ends = version in (0, self._config.train.steps)
+        every = self.config.eval.every
+        at_ends = version in (0, self.config.train.steps)
         return bool(self._missing(version)) and (at_ends or (every > 0 and version % every == 0))
 
     def start(self, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, dict[str, float]]]:
@@ -86,22 +80,22 @@ class Evaluator:
         return asyncio.create_task(_all(running))
 
     def _missing(self, version: int) -> list[str]:
-        return [name for name in self._sets if (version, name) not in self._begun]
+        return [name for name in self.sets if (version, name) not in self._begun]
 
     def _start_set(self, name: str, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, float]]:
-        one = self._sets[name]
+        one = self.sets[name]
         chosen = one.settings.model_dump(mode="json")
         of = {
             "set": name,
             "settings": chosen,
-            "seed": self._config.run.seed,
-            "stop_token_ids": self._stop_token_ids,
+            "seed": self.config.run.seed,
+            "stop_token_ids": list(self.stop_token_ids),
             "prompts": zlib.crc32(b"".join(p.token_ids.tobytes() + p.answer.encode() + b"\0" for p in one.prompts)),
             "policy": policy,
         }
         if one.episodes is not None:
-            of["environment"] = self._config.environment.model_dump(mode="json")
-        answers = Answers(self._answers / name, version, of, prompts=len(one.prompts), n=one.settings.n)
+            of["environment"] = self.config.environment.model_dump(mode="json")
+        answers = SavedAnswers(self.answers / name, version, of, prompts=len(one.prompts), n=one.settings.n)
         if answers.records:
             log.info("%s: %d of %d prompts were answered before", name, len(answers.records), len(one.prompts))
         running = asyncio.gather(
@@ -113,7 +107,7 @@ class Evaluator:
         )
         return asyncio.create_task(self._record(name, answers, running))
 
-    async def _record(self, name: str, answers: Answers, running: asyncio.Future[Any]) -> dict[str, float]:
+    async def _record(self, name: str, answers: SavedAnswers, running: asyncio.Future[Any]) -> dict[str, float]:
         started = time.monotonic()
         try:
             await running
@@ -122,15 +116,15 @@ class Evaluator:
         seconds = time.monotonic() - started
         records = [answers.records[position] for position in sorted(answers.records)]
         oldest = min(sample["versions"][0] for record in records for sample in record["samples"])
-        metrics = scores(name, self._sets[name].settings, records, seconds)
+        metrics = scores(name, self.sets[name].settings, records, seconds)
         answers.finish({"step": oldest, **metrics})
-        append_json_line(self._output, {"step": oldest, **metrics})
+        append_json_line(self.output, {"step": oldest, **metrics})
         self._begun.add((oldest, name))
         log.info("policy %d: %s", oldest, describe(name, metrics))
         return metrics
 
-    async def _answer(self, name: str, version: int, prompt: Prompt, sampler: Sampler, answers: Answers) -> None:
-        one = self._sets[name]
+    async def _answer(self, name: str, version: int, prompt: Prompt, sampler: Sampler, answers: SavedAnswers) -> None:
+        one = self.sets[name]
         async with self._gate:
             samples = await (self._sampled if one.episodes is None else self._played)(name, version, prompt, sampler)
         answers.add(
@@ -142,14 +136,14 @@ class Evaluator:
                 "samples": samples,
             }
         )
-        show_progress(self._output)
+        show_progress(self.output)
 
     async def _sampled(self, name: str, version: int, prompt: Prompt, sampler: Sampler) -> list[dict[str, Any]]:
-        one = self._sets[name]
+        one = self.sets[name]
         rollouts = await sampler.sample(
             self._requests(name, version, prompt), f"held-out prompt {prompt.position} of {name}"
         )
-        texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rewards, failed = await one.rewards.score(prompt, texts, recorded=False)
         finals = await one.rewards.final_answers(prompt, texts) if len(texts) > 1 else None
         samples = [
@@ -169,7 +163,7 @@ class Evaluator:
 
     async def _played(self, name: str, version: int, prompt: Prompt, _: Sampler) -> list[dict[str, Any]]:
         """The samples where the policy answers in turns: the text is that of the last branch, prompt included."""
-        one, request = self._sets[name], self._requests(name, version, prompt)(0)
+        one, request = self.sets[name], self._requests(name, version, prompt)(0)
         assert one.episodes is not None
         samples = []
         for played in await one.episodes.play_request(prompt, request, one.rewards):
@@ -187,7 +181,7 @@ class Evaluator:
         return samples
 
     def _requests(self, name: str, version: int, prompt: Prompt) -> Callable[[int], GenerateRequest]:
-        chosen, seed = self._sets[name].settings, self._config.run.seed
+        chosen, seed = self.sets[name].settings, self.config.run.seed
 
         def request(attempt: int) -> GenerateRequest:
             words = np.random.SeedSequence([seed, zlib.crc32(name.encode()), prompt.position, attempt])
@@ -200,7 +194,7 @@ class Evaluator:
                 seeds=tuple(seeds) if chosen.temperature else (seed,),
                 temperature=chosen.temperature,
                 max_tokens=chosen.max_response_tokens,
-                stop_token_ids=self._stop_token_ids,
+                stop_token_ids=self.stop_token_ids,
                 topk=0,
                 top_p=chosen.top_p,
             )

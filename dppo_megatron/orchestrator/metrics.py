@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,27 +14,21 @@ from dppo_megatron.common.files import append_json_line
 from dppo_megatron.types import RolloutGroup
 
 
+@dataclass(eq=False)
 class StepRecorder:
     """Collects what generation cost per training step and writes one record when the step's last group is in."""
 
-    def __init__(
-        self,
-        path: Path,
-        groups_per_step: int,
-        take_metrics: Callable[[], Mapping[str, float]],
-        *,
-        alone: bool = False,
-    ):
-        """`take_metrics`: those of the `Sampler` and of the rewards. `alone`: no trainer makes these the records of the
-        run's steps, so they are."""
-        self._path = path
-        self._alone = alone
-        self._rewards: dict[int, list[float]] = {}
-        self._groups_per_step = groups_per_step
-        self._take_metrics = take_metrics
+    path: Path
+    groups_per_step: int
+    take_metrics: Callable[[], Mapping[str, float]]  # of the `Sampler` and of the rewards
+    _: KW_ONLY
+    alone: bool = False  # without a trainer these are the records of the run's steps
+
+    def __post_init__(self) -> None:
+        self._rewards: defaultdict[int, list[float]] = defaultdict(list)
         self._started: dict[int, float] = {}
-        self._finished: dict[int, int] = {}
-        self._response_tokens: dict[int, int] = {}
+        self._finished: Counter[int] = Counter()
+        self._response_tokens: Counter[int] = Counter()
         self._dropped = self._given_up = 0
 
     def count_started(self, step: int) -> None:
@@ -49,19 +45,19 @@ class StepRecorder:
 
     def count_finished(self, step: int, group: RolloutGroup) -> None:
         """Counts one group of the step; steps that an earlier orchestrator began are not timed."""
-        self._finished[step] = self._finished.get(step, 0) + 1
+        self._finished[step] += 1
         self._count_tokens(step, group)
-        self._rewards.setdefault(step, []).extend(group.rewards[~group.reward_failed].tolist())
-        if self._finished[step] < self._groups_per_step or step not in self._started:
+        self._rewards[step].extend(group.rewards[~group.reward_failed].tolist())
+        if self._finished[step] < self.groups_per_step or step not in self._started:
             return
         seconds = time.monotonic() - self._started.pop(step)
         tokens = self._response_tokens.pop(step)
-        ended = self._groups_per_step + self._dropped + self._given_up
+        ended = self.groups_per_step + self._dropped + self._given_up
         del self._finished[step]
         rewards = self._rewards.pop(step)
         own = {"time": time.time(), "time/step_s": seconds, "rollout/reward_mean": float(np.mean(rewards or [0.0]))}
         append_json_line(
-            self._path,
+            self.path,
             {
                 "step": step + 1,
                 "time/generate_s": seconds,
@@ -69,12 +65,11 @@ class StepRecorder:
                 "rollout/dropped_groups": self._dropped,
                 "rollout/too_stale_groups": self._given_up,
                 "rollout/too_stale_share": self._given_up / ended,
-                **self._take_metrics(),
-                **(own if self._alone else {}),
+                **self.take_metrics(),
+                **(own if self.alone else {}),
             },
         )
         self._dropped = self._given_up = 0
 
     def _count_tokens(self, step: int, group: RolloutGroup) -> None:
-        tokens = sum(len(r.versions) for r in group.rollouts)
-        self._response_tokens[step] = self._response_tokens.get(step, 0) + tokens
+        self._response_tokens[step] += sum(len(rollout.versions) for rollout in group.rollouts)

@@ -16,7 +16,8 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,7 @@ class Running:
     last_step: int  # that may train on it
 
 
+@dataclass(eq=False)
 class Orchestrator:
     """Fills the bank with `train.steps * rollout.prompts_per_step` groups, then evaluates the last policy.
 
@@ -67,57 +69,42 @@ class Orchestrator:
     Evaluations run beside the sampling; with staleness 0 before it, so that one policy gives all answers.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        sampler: Sampler,
-        prompts,
-        tokenizer,
-        rewards,
-        bank: BankWriter,
-        published: PublishedFollower,
-        evaluator: Evaluator | None,
-        recorder: StepRecorder,
-        stop_token_ids: Sequence[int],
-        episodes: Episodes | None = None,
-        journals: Journals | None = None,
-        prompts_in_all: int | None = None,
-        inflow: Inflow | None = None,
-    ):
-        """episodes: where the policy answers in turns; journals: of these. prompts_in_all: groups to fill the bank
-        with, all by the policy there is; None = what a trainer needs. inflow: of the engines' clients."""
-        self._config = config
-        self._episodes = episodes
-        self._journals = journals
-        self._prompts_in_all = prompts_in_all
-        self._waiting = WaitingGroups(inflow or Inflow(), RunDir(config.run.dir).bank)
-        self._sampler = sampler
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._rewards = rewards
-        self._bank = bank
-        self._published = published
-        self._evaluator = evaluator
-        self._recorder = recorder
-        self._stop_token_ids = tuple(stop_token_ids)
+    config: Config
+    _: KW_ONLY
+    sampler: Sampler
+    prompts: Any
+    tokenizer: Any
+    rewards: Any
+    bank: BankWriter
+    published: PublishedFollower
+    evaluator: Evaluator | None
+    recorder: StepRecorder
+    stop_token_ids: Sequence[int]
+    episodes: Episodes | None = None  # where the policy answers in turns
+    journals: Journals | None = None  # of the turns
+    prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = those that a trainer needs
+    inflow: Inflow | None = None  # of the engines' clients
+
+    def __post_init__(self) -> None:
+        rollout, episodes = self.config.rollout, self.episodes
+        self._waiting = WaitingGroups(self.inflow or Inflow(), RunDir(self.config.run.dir).bank)
         played = str if episodes is None else lambda: episodes.environments.frequent_failure
-        self._filter = SignalFilter(config.rollout, lambda: rewards.last_failure, played)
+        self._filter = SignalFilter(rollout, lambda: self.rewards.last_failure, played)
         self._evaluations: set[asyncio.Task] = set()  # that run
         self._writes: deque[Future] = deque()  # records on their way to the disk, in order
-        self._bound = StalenessBound(config.rollout.prompts_per_step, config.rollout.max_staleness)
+        self._bound = StalenessBound(rollout.prompts_per_step, rollout.max_staleness)
 
     async def run(self) -> None:
         """Raises `PolicyTimeout` when the trainer stops publishing, `EngineError` when an engine fails, `NoSignal` when
         dynamic sampling finds too few groups to train on, `NoReward` when all rewards fail, `BankError` when the disk
         refuses a group."""
-        rollout = self._config.rollout
-        wanted = self._prompts_in_all or self._config.train.steps * rollout.prompts_per_step
+        rollout = self.config.rollout
+        wanted = self.prompts_in_all or self.config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
         running: dict[asyncio.Task, Running] = {}
         finished: list[tuple[int, RolloutGroup]] = []  # with their last steps; they wait for slower ones
         try:
-            while (stored := self._bank.num_begun_groups) < wanted:
+            while (stored := self.bank.num_begun_groups) < wanted:
                 begun = stored + len(running) + len(finished)
                 self._take_written()
                 if not running:
@@ -125,8 +112,8 @@ class Orchestrator:
                 await self._evaluate_if_due()
                 most = rollout.max_concurrent_groups if len(self._writes) <= MOST_WRITES else 0
                 while begun < wanted and len(running) < most and self._may_begin(begun):
-                    self._recorder.count_started(begun // rollout.prompts_per_step)
-                    prompt = self._prompts.prompt(next(positions))
+                    self.recorder.count_started(begun // rollout.prompts_per_step)
+                    prompt = self.prompts.prompt(next(positions))
                     last_step = self._bound.last_step(self._oldest_version(prompt, begun))
                     running[asyncio.create_task(self._produce(prompt))] = Running(prompt, last_step)
                     begun += 1
@@ -143,7 +130,7 @@ class Orchestrator:
                     if self._keep(group):
                         finished.append((last_step, group))
                 self._store(finished, running)
-            await self._wait_for(0 if self._prompts_in_all else self._config.train.steps)
+            await self._wait_for(0 if self.prompts_in_all else self.config.train.steps)
             await asyncio.gather(*self._evaluations)
         finally:
             tasks = (*running, *self._evaluations)
@@ -153,22 +140,22 @@ class Orchestrator:
             await self._written()  # of a stopped run, too, every finished group is in the bank
 
     def _open_positions(self) -> Iterator[int]:
-        done = self._bank.done_positions()
+        done = self.bank.done_positions()
         return (position for position in itertools.count() if position not in done)
 
     def _may_begin(self, group: int) -> bool:
-        policy = self._published.current
+        policy = self.published.current
         return policy is not None and policy.version >= self._bound.needed_version(group)
 
     def _oldest_version(self, prompt: Prompt, group: int) -> int:
         """That group number `group` may hold: turns of an earlier process count, where they are not too old for it."""
-        current = self._published.current.version
-        oldest = None if self._journals is None else self._journals.oldest_version(prompt.position)
+        current = self.published.current.version
+        oldest = None if self.journals is None else self.journals.oldest_version(prompt.position)
         if oldest is None:
             return current
         if oldest < self._bound.needed_version(group):
             log.warning("prompt %d: its turns of policy %d are too old now; it begins anew", prompt.position, oldest)
-            self._journals.remove(prompt.position)
+            self.journals.remove(prompt.position)
             return current
         return min(oldest, current)
 
@@ -176,13 +163,13 @@ class Orchestrator:
         """Moves finished groups to the bank, the most urgent first, as long as the running ones stay in time."""
         finished.sort(key=lambda entry: entry[0])
         while finished:
-            group = self._bank.num_begun_groups
+            group = self.bank.num_begun_groups
             waiting = [last_step for last_step, _ in finished[1:]]
             if running and not self._may_store(group, waiting, running):
                 return
             _, first = finished.pop(0)
-            self._recorder.count_finished(group // self._config.rollout.prompts_per_step, first)
-            self._write(first.prompt.position, self._bank.begin_append(first))
+            self.recorder.count_finished(group // self.config.rollout.prompts_per_step, first)
+            self._write(first.prompt.position, self.bank.begin_append(first))
 
     def _write(self, position: int, record: Future) -> None:
         """Remembers a record on its way to the disk; once it is there, its memory is free and the prompt's journal not
@@ -195,8 +182,8 @@ class Orchestrator:
                 loop.call_soon_threadsafe(self._waiting.release, position)
 
         record.add_done_callback(release)
-        if self._journals is not None:
-            record.add_done_callback(lambda done: done.exception() or self._journals.remove(position))
+        if self.journals is not None:
+            record.add_done_callback(lambda done: done.exception() or self.journals.remove(position))
 
     def _take_written(self) -> None:
         """Raises what a finished write raised."""
@@ -222,15 +209,15 @@ class Orchestrator:
 
         Nothing is given up before the trainer needs the group: until then the running ones may end by themselves.
         """
-        step = group // self._config.rollout.prompts_per_step
+        step = group // self.config.rollout.prompts_per_step
         # One that is late already, and will be trained on late, delays no other.
         in_time = sorted((t for t in running if running[t].last_step >= step), key=lambda t: running[t].last_step)
         others = [last_step for last_step in waiting if last_step >= step]
         too_late = self._bound.count_too_late(group, [running[task].last_step for task in in_time], others)
         if not too_late:
             return True
-        beyond = self._config.rollout.beyond_bound
-        if beyond == "wait" or self._published.current.version < step:
+        beyond = self.config.rollout.beyond_bound
+        if beyond == "wait" or self.published.current.version < step:
             return False
         if beyond == "drop":
             for task in in_time[:too_late]:
@@ -241,37 +228,37 @@ class Orchestrator:
         task.cancel()  # which aborts it in the engine
         detail = f"not done when step {late.last_step} needed its last group, and no later step may train on it"
         position, row = late.prompt.position, late.prompt.row
-        self._write(position, self._bank.begin_drop(position, row, TOO_STALE, detail))
-        self._recorder.count_given_up()
+        self._write(position, self.bank.begin_drop(position, row, TOO_STALE, detail))
+        self.recorder.count_given_up()
         log.warning("prompt %d: given up, %s", late.prompt.position, detail)
 
     def _keep(self, group: RolloutGroup) -> bool:
         """Whether the run trains on `group`; when not, its prompt is recorded as dropped."""
-        step = self._bank.num_begun_groups // self._config.rollout.prompts_per_step
+        step = self.bank.num_begun_groups // self.config.rollout.prompts_per_step
         keeps = self._filter.keeps(group, step)
         if not keeps:
-            self._recorder.count_dropped(step, group)
+            self.recorder.count_dropped(step, group)
             position, row = group.prompt.position, group.prompt.row
-            self._write(position, self._bank.begin_drop(position, row, NO_SIGNAL, describe_drop(group)))
+            self._write(position, self.bank.begin_drop(position, row, NO_SIGNAL, describe_drop(group)))
         return keeps
 
     async def _produce(self, prompt: Prompt) -> RolloutGroup:
-        if self._episodes is not None:
-            group = await self._episodes.play(prompt, self._rewards)
+        if self.episodes is not None:
+            group = await self.episodes.play(prompt, self.rewards)
             return replace(group, rollouts=await self._waiting.keep(prompt.position, group.rollouts))
         rollouts = await self._waiting.keep(prompt.position, await self._sample(prompt))
-        texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
-        rewards, failed = await self._rewards.score(prompt, texts)
-        return RolloutGroup(prompt, rollouts, rewards, failed, self._config.rollout.temperature)
+        texts = self.tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        rewards, failed = await self.rewards.score(prompt, texts)
+        return RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature)
 
     async def _sample(self, prompt: Prompt):
         def request(attempt: int) -> GenerateRequest:
-            words = np.random.SeedSequence([self._config.run.seed, prompt.position, attempt])
-            seeds = [int(word) >> 1 for word in words.generate_state(self._config.rollout.group_size)]
+            words = np.random.SeedSequence([self.config.run.seed, prompt.position, attempt])
+            seeds = [int(word) >> 1 for word in words.generate_state(self.config.rollout.group_size)]
             name = f"group-{prompt.position}-{attempt}"
-            return training_request(self._config, prompt, name, seeds, self._stop_token_ids)
+            return training_request(self.config, prompt, name, seeds, self.stop_token_ids)
 
-        return await self._sampler.sample(request, f"prompt {prompt.position}")
+        return await self.sampler.sample(request, f"prompt {prompt.position}")
 
     async def _wait_for(self, version: int) -> None:
         """Waits for a policy of at least `version`, and evaluates what is due on the way there.
@@ -286,17 +273,17 @@ class Orchestrator:
             waiting.cancel()
 
     async def _published_and_evaluated(self, version: int) -> None:
-        policy = self._published.current
+        policy = self.published.current
         for number in range(0 if policy is None else policy.version, version + 1):
-            await self._published.wait_for(number)
+            await self.published.wait_for(number)
             await self._evaluate_if_due()
 
     async def _evaluate_if_due(self) -> None:
-        policy = self._published.current
-        if self._evaluator is None or policy is None or not self._evaluator.due(policy.version):
+        policy = self.published.current
+        if self.evaluator is None or policy is None or not self.evaluator.due(policy.version):
             return
-        evaluation = self._evaluator.start(policy.version, _identity(policy), self._sampler)
-        if self._config.rollout.max_staleness == 0:  # before any group: the trainer cannot publish meanwhile
+        evaluation = self.evaluator.start(policy.version, _identity(policy), self.sampler)
+        if self.config.rollout.max_staleness == 0:  # before any group: the trainer cannot publish meanwhile
             await evaluation
         else:
             self._evaluations.add(evaluation)

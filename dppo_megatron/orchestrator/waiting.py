@@ -44,7 +44,7 @@ class WaitingGroups:
         if fits or not size:
             return tuple(rollouts)
         try:
-            aside = await asyncio.to_thread(lay_aside, rollouts, self._directory)
+            aside = await asyncio.to_thread(spill, rollouts, self._directory)
         except OSError as error:
             log.warning("prompt %d waits in memory: %s: %s", position, self._directory, error)
             return tuple(rollouts)
@@ -60,7 +60,7 @@ class WaitingGroups:
         self._inflow.keep(size)
 
 
-def lay_aside(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
+def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
     """Equal samples whose arrays are mapped from a file without a name in `directory`; some hold a byte at least.
 
     Raises OSError.

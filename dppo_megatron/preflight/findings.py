@@ -16,7 +16,7 @@ MOST_SKEW_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class NodeFinding:
     text: str
     nodes: tuple[str, ...]  # at fault; none where that is unknown
     level: str = "error"  # or warning
@@ -50,15 +50,15 @@ class Reported:
 Tasks = Mapping[str, Reported]
 
 
-def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[str, str]) -> list[Finding]:
+def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[str, str]) -> list[NodeFinding]:
     """groups: names of the members of each, in the order of the checks. ended: node -> how a process there ended."""
     out = _of_nodes(tasks)
     if ended:
-        return out + [Finding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
+        return out + [NodeFinding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
     return out + (_behind(tasks) or _of_groups(tasks, groups))
 
 
-def _of_nodes(tasks: Tasks) -> list[Finding]:
+def _of_nodes(tasks: Tasks) -> list[NodeFinding]:
     """What processes found on their nodes, GPUs that ranks share, and values that differ from most other nodes'."""
     nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of nodes for each text
     users: dict[tuple[str, str], list[str]] = defaultdict(list)  # ranks of each GPU
@@ -76,36 +76,36 @@ def _of_nodes(tasks: Tasks) -> list[Finding]:
     every, out = {task.node for task in tasks.values()}, []
     for (kind, text), at in nodes.items():
         everywhere = at.keys() == every and (len(every) > 1 or kind == "problems")
-        out.append(Finding(text, tuple(at), "warning" if kind == "warnings" else "error", everywhere))
+        out.append(NodeFinding(text, tuple(at), "warning" if kind == "warnings" else "error", everywhere))
     for (node, gpu), names in users.items():
         if len(names) > 1:
             text = f"{' and '.join(names)} share GPU {gpu}; see --gpu-bind in slurm.srun_args"
-            out.append(Finding(text, (node,)))
+            out.append(NodeFinding(text, (node,)))
     for what, values in same.items():
         counts = Counter(values.values())
         common = max(counts, key=lambda value: (counts[value], value))  # of as many the highest
         odd = [node for node, value in values.items() if value != common]
-        out += [Finding(f"{what}: {values[node]}, on other nodes {common}", (node,)) for node in odd]
+        out += [NodeFinding(f"{what}: {values[node]}, on other nodes {common}", (node,)) for node in odd]
     return out
 
 
-def _behind(tasks: Tasks) -> list[Finding]:
+def _behind(tasks: Tasks) -> list[NodeFinding]:
     """Processes that failed, or never came to the groups. First causes only: all need the store of rank 0."""
     behind = {name: task for name, task in tasks.items() if task.stage not in (READY, DONE) or "error" in task.facts}
     if causes := {name: task for name, task in behind.items() if task.stage != LOOKED or name == KEEPER}:
         behind = causes
     home, away = tasks[KEEPER].node, {task.node for task in tasks.values()} - {tasks[KEEPER].node}
     if len(away) > 1 and not causes and away == {task.node for task in behind.values()}:
-        return [Finding("the store of rank 0 there is reached from no other node", (home,))]
+        return [NodeFinding("the store of rank 0 there is reached from no other node", (home,))]
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, task in behind.items():
         reasons[task.node, task.facts.get("error") or f"no answer while {task.stage}"].append(name)
-    return [Finding(f"{', '.join(names)}: {why}", (node,)) for (node, why), names in reasons.items()]
+    return [NodeFinding(f"{', '.join(names)}: {why}", (node,)) for (node, why), names in reasons.items()]
 
 
-def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[Finding]:
+def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[NodeFinding]:
     """Of processes that all met: groups that came to a wrong result or to none."""
-    out: list[Finding] = []
+    out: list[NodeFinding] = []
     worked: set[str] = set()  # nodes of groups that worked between nodes
     broken = {}
     for group, members in groups.items():
@@ -113,7 +113,7 @@ def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[Findin
         seen = {name: tasks[name].groups.get(group, {}) for name in members}
         if wrong := sorted({members[row] for facts in seen.values() for row in facts.get("wrong", ())}):
             at = tuple(sorted({tasks[name].node for name in wrong}))
-            out.append(Finding(f"group {group}: the values of {', '.join(wrong)} arrived wrong", at))
+            out.append(NodeFinding(f"group {group}: the values of {', '.join(wrong)} arrived wrong", at))
         if all("wrong" in facts for facts in seen.values()):
             worked |= nodes if len(nodes) > 1 else set()
         elif any(seen.values()):
@@ -128,6 +128,6 @@ def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[Findin
             known = at_fault != {task.node for task in tasks.values()}
             who = bounded(f"{', '.join(seen)} on {', '.join(sorted(nodes))}", 200)
             text = bounded(f"group {group} ({who}): {why}", 1000)
-            out.append(Finding(text, tuple(sorted(at_fault)) if known else ()))
+            out.append(NodeFinding(text, tuple(sorted(at_fault)) if known else ()))
         stuck |= seen.keys()
     return out

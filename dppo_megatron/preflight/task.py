@@ -36,7 +36,7 @@ def silence_timeout_s(size: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlace:
     """Trainer rank `rank`, or number `rank` of the processes that serve."""
 
     rank: int
@@ -51,7 +51,7 @@ class Place:
         return f"{'serving' if self.serves else 'rank'}-{self.rank}"
 
 
-def run_place(config_file: Path, place: Place, address: Callable[[Config], str]) -> int:
+def run_place(config_file: Path, place: ProcessPlace, address: Callable[[Config], str]) -> int:
     """Report every stage on standard output; 0 whatever is found. address: this process's own, as others reach it."""
 
     def report(**facts: Any) -> None:
@@ -68,7 +68,7 @@ def run_place(config_file: Path, place: Place, address: Callable[[Config], str])
     return 0
 
 
-def _check(config: Config, place: Place, address: str, report: Callable[..., None]) -> None:
+def _check(config: Config, place: ProcessPlace, address: str, report: Callable[..., None]) -> None:
     import torch
     import torch.distributed as dist
 

@@ -18,7 +18,7 @@ from dppo_megatron.launch.launcher import Launcher, PlanT, Process, ProcessT
 from dppo_megatron.observability.logs import append_line
 from dppo_megatron.run_dir import RunDir
 
-from .findings import Finding, Reported, Tasks, findings
+from .findings import NodeFinding, Reported, Tasks, findings
 from .groups import checked_groups
 from .node import TOKEN
 from .task import DONE, MARK, STARTED, STARTING, silence_timeout_s
@@ -34,11 +34,11 @@ class Preflight:
     """The conclusion."""
 
     nodes: dict[str, dict[str, str]]  # of each the values that are compared between nodes
-    findings: list[Finding]
+    findings: list[NodeFinding]
     seconds: float
 
     @property
-    def errors(self) -> list[Finding]:
+    def errors(self) -> list[NodeFinding]:
         return [finding for finding in self.findings if finding.level == "error"]
 
     @property

@@ -23,7 +23,7 @@ BUILTIN = {
     "arithmetic": "dppo_megatron.rewards.arithmetic:arithmetic",
     "gsm8k": "dppo_megatron.rewards.gsm8k:gsm8k",
     "dapo": "dppo_megatron.rewards.dapo:Dapo",
-    "exact": "dppo_megatron.rewards.texts:Exact",
+    "exact": "dppo_megatron.rewards.texts:ExactMatch",
     "http": "dppo_megatron.rewards.remote:RemoteReward",
     "math": "dppo_megatron.rewards.mathematics:Math",
     "multiple_choice": "dppo_megatron.rewards.texts:MultipleChoice",

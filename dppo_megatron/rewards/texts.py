@@ -11,7 +11,7 @@ from .extract import last_answer
 _LONGEST = 512  # characters of an answer
 
 
-class Exact:
+class ExactMatch:
     """1.0 when the response, without surrounding space, is the answer column, else 0.0."""
 
     def __init__(self, ignore_case: bool = False):
@@ -27,7 +27,7 @@ class Exact:
         return text.strip().casefold() if self._ignore_case else text.strip()
 
 
-class Regex(Exact):
+class Regex(ExactMatch):
     """1.0 when the last match of `pattern` in the response is the answer column, else 0.0.
 
     Of a pattern with a group the group is compared, without surrounding space.

@@ -26,7 +26,7 @@ from .attempts import TIME_LIMIT, AttemptLog, Event
 from .log_errors import NewErrors
 from .placement import check_plan, job_plan
 from .preflight import preflight_of_job
-from .step import Step, StepLauncher
+from .step import JobStep, StepLauncher
 from .submit import refuse_second_job
 
 POLL_S = 0.1
@@ -189,7 +189,7 @@ class Job:
         print_line(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
         return 128 + self._signal
 
-    def _failed(self, step: Step) -> int:
+    def _failed(self, step: JobStep) -> int:
         code = step.poll() or 1
         cause = f"{step.name}: {exit_reason(code)}"
         if error := self._errors.first_of(step.name):

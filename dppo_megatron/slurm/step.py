@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -29,7 +30,7 @@ BATCH_OPTIONS = (
 KILL_S = 10.0  # for Slurm to kill the tasks of a step
 
 
-class Step:
+class JobStep:
     """One srun. Its own messages go to the job's output, its tasks' output to the run's logs; `output`: both there."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, output: BinaryIO | None = None):
@@ -68,23 +69,23 @@ class Step:
         return True
 
 
+@dataclass(frozen=True)
 class StepLauncher:
     """Starts job steps of this allocation, which read their config from `config_file`."""
 
-    def __init__(self, config: Config, config_file: Path, allocation: Allocation):
-        self._config = config
-        self._config_file = config_file
-        self._allocation = allocation
+    config: Config
+    config_file: Path
+    allocation: Allocation
 
-    def start(self, plan: StepPlan) -> Step:
-        command = srun_command(self._config, self._config_file, plan, self._allocation)
-        log = RunDir(self._config.run.dir).log(plan.name)
+    def start(self, plan: StepPlan) -> JobStep:
+        command = srun_command(self.config, self.config_file, plan, self.allocation)
+        log = RunDir(self.config.run.dir).log(plan.name)
         with log.open("ab") if plan.collected else nullcontext() as output:
-            return Step(plan.name, command, log, output)
+            return JobStep(plan.name, command, log, output)
 
-    def end(self, processes: Sequence[Step], grace_s: float) -> None:
+    def end(self, processes: Sequence[JobStep], grace_s: float) -> None:
         """What Slurm does not kill within `KILL_S` after the grace, it ends with the job."""
-        for request, timeout_s in ((Step.request_stop, grace_s), (Step.kill, KILL_S)):
+        for request, timeout_s in ((JobStep.request_stop, grace_s), (JobStep.kill, KILL_S)):
             for step in processes:
                 request(step)
             deadline = time.monotonic() + timeout_s

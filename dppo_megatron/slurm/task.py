@@ -23,7 +23,7 @@ from dppo_megatron.fleet.registry import engine_log, free_port, read_when_writte
 from dppo_megatron.launch.local_processes import dppo_command
 from dppo_megatron.launch.rank_environment import connection_environment
 from dppo_megatron.observability.logs import last_lines
-from dppo_megatron.preflight.task import Place, run_place
+from dppo_megatron.preflight.task import ProcessPlace, run_place
 from dppo_megatron.run_dir import RunDir
 
 from .binding import bind_to_gpus
@@ -35,7 +35,7 @@ LAST_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous:
+class MasterAddress:
     host: str
     port: int
 
@@ -124,7 +124,7 @@ def run_preflight_task(config_file: Path, meeting: str, first_gpu: int, *, serve
 
     task = Task.of_this_process()
     gpu = first_gpu if serves else task.local_rank
-    return run_place(config_file, Place(task.rank, gpu, task.local_size, task.node, meeting, serves), address)
+    return run_place(config_file, ProcessPlace(task.rank, gpu, task.local_size, task.node, meeting, serves), address)
 
 
 def _wait_and_report(child: Child, task: Task) -> int:
@@ -154,7 +154,7 @@ def _wait_and_report(child: Child, task: Task) -> int:
     return code if code >= 0 else 128 - code
 
 
-def trainer_environment(run: RunDir, task: Task, place: Rendezvous, *, bound: bool) -> dict[str, str]:
+def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound: bool) -> dict[str, str]:
     """What torchrun would set, and that a collective that times out leaves what every rank was doing.
 
     bound: the CPUs of this process are the rank's own; otherwise the ranks of its node share them.
@@ -190,7 +190,7 @@ def engine_environment(config: Config, index: int, first_gpu: int, address: str)
     return environment
 
 
-def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> Rendezvous:
+def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> MasterAddress:
     """Host and port of the ranks' rendezvous: rank 0 chooses a free port of its node and writes it into the run
     directory, the others read it there.
 
@@ -199,8 +199,8 @@ def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> Rende
     """
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
-        write_json(path, asdict(Rendezvous(address, free_port(address))))
-    return read_when_written(Rendezvous, path, timeout_s, "slurm.start_timeout_s", run.log("trainer-0"))
+        write_json(path, asdict(MasterAddress(address, free_port(address))))
+    return read_when_written(MasterAddress, path, timeout_s, "slurm.start_timeout_s", run.log("trainer-0"))
 
 
 def node_address(config: Config) -> str:

@@ -138,9 +138,9 @@ def _write_everywhere(rubbish: bytes):
 
 def _replay(payload: bytes):
     """With the worker's own token, as one may who reads its memory."""
-    from dppo_megatron.common.channel import Channel
+    from dppo_megatron.common.channel import WorkerChannel
 
-    for channel in [o for o in gc.get_objects() if isinstance(o, Channel)]:
+    for channel in [o for o in gc.get_objects() if isinstance(o, WorkerChannel)]:
         channel.send(payload)
 
 

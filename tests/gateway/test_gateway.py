@@ -17,7 +17,7 @@ import pytest
 from dppo_megatron.bank.audit import audit
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.data.prompts import render_chat
-from dppo_megatron.environments.conversation import Ask, Conversation
+from dppo_megatron.environments.conversation import Conversation, TurnRequest
 from dppo_megatron.environments.dialogue import as_rollout, common_beginning, opening_tokens
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.types import Prompt, RolloutGroup
@@ -115,7 +115,7 @@ def test_turns_of_equal_text_keep_their_own_reasoning(tokenizer):
     yes = {"role": "assistant", "content": "yes"}
 
     def reads(*messages) -> str:
-        turn = asyncio.run(conversation.ask(Ask(messages)))
+        turn = asyncio.run(conversation.ask(TurnRequest(messages)))
         assert turn.content == "yes"
         return tokenizer.decode(policy.turns[-1][0], skip_special_tokens=False)
 
@@ -137,7 +137,9 @@ def test_marks_that_are_special_tokens_still_separate(tokenizer, marks):
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     policy = Policy(tokenizer, lambda before: f"<think>a thought</think> wait  {CALL}")
     conversation = Conversation(tokenizer, partial(render_chat, tokenizer), policy.sample)
-    turn = asyncio.run(conversation.ask(Ask([user("one")], [{"type": "function", "function": clients.DESCRIBED}])))
+    turn = asyncio.run(
+        conversation.ask(TurnRequest([user("one")], [{"type": "function", "function": clients.DESCRIBED}]))
+    )
     assert (turn.reasoning, turn.content, turn.calls[0].name) == ("a thought", "wait", "look_up")
 
 

@@ -19,7 +19,7 @@ from dppo_megatron.common.worker import WorkerError
 from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
-from dppo_megatron.environments.interface import EnvironmentFailed, Step
+from dppo_megatron.environments.interface import EnvironmentFailed, StepResult
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.sampling import Sampler
@@ -113,8 +113,8 @@ class TableWorkers:
             self.dies.remove(prompt.position)
             raise WorkerError("its process ended")
 
-    def step(self, text: str) -> Step:
-        return Step([{"role": "user", "content": "go on"}], 1.0, text.split()[0] == str(ENDS))
+    def step(self, text: str) -> StepResult:
+        return StepResult([{"role": "user", "content": "go on"}], 1.0, text.split()[0] == str(ENDS))
 
     def finish(self) -> float:
         return 1.0

@@ -14,7 +14,7 @@ from dppo_megatron.bank import BankReader
 from dppo_megatron.engines.inflow import Inflow
 from dppo_megatron.orchestrator import orchestrator as module
 from dppo_megatron.orchestrator import waiting
-from dppo_megatron.orchestrator.waiting import WaitingGroups, lay_aside
+from dppo_megatron.orchestrator.waiting import WaitingGroups, spill
 from tests.support.bank import make_group
 from tests.support.fakes.orchestrator import World, sampling_config
 
@@ -37,7 +37,7 @@ def test_what_is_laid_aside_is_the_same_and_leaves_no_file(tmp_path):
         return str(tmp_path) in Path("/proc/self/maps").read_text()
 
     rollouts, before = make_group(0, topk=3, experts=4).rollouts, len(os.listdir("/proc/self/fd"))
-    aside = lay_aside(rollouts, tmp_path)
+    aside = spill(rollouts, tmp_path)
     assert_equal(aside, rollouts)
     assert not any(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == before
@@ -87,9 +87,7 @@ def test_where_nothing_can_be_laid_aside_it_waits_in_memory(tmp_path, caplog):
 def test_a_run_stores_the_same_whatever_room_there_is(tmp_path, monkeypatch, most):
     """Step 1's first group is slow, and all others wait for it; with hardly any room they do so in files."""
     aside, inflows = [], []
-    monkeypatch.setattr(
-        waiting, "lay_aside", lambda rollouts, at: aside.append(len(rollouts)) or lay_aside(rollouts, at)
-    )
+    monkeypatch.setattr(waiting, "spill", lambda rollouts, at: aside.append(len(rollouts)) or spill(rollouts, at))
 
     def inflow() -> Inflow:
         inflows.append(Inflow(most))
