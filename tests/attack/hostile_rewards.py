@@ -207,17 +207,8 @@ HARMS = {
     "write later": lambda: _later(0.02, lambda: _write_everywhere(b"later")),
     "exit later": lambda: _later(0.02, lambda: os._exit(1)),
 }
-harmless = {
-    "read",
-    "fork",
-    "fork and exit",
-    "fork and hang",
-    "alarm",
-    "print",
-    "close stdout",
-    "write later",
-    "exit later",
-}
+harmless = {"read", "fork", "fork and exit", "fork and hang", "alarm", "print", "close stdout"}
+harmless |= {"write later", "exit later"}
 
 
 def act(name: str):

@@ -49,21 +49,8 @@ def change_text(content: bytes, at: random.Random) -> bytes:
     if kind == 1:
         return content[:where] + bytes([at.randrange(256)]) + content[where + 1 :]
     if kind == 2:
-        put = [
-            b"\x00",
-            b"\x1b[2J",
-            b"\t",
-            b"*",
-            b"&a ",
-            b"!!int ",
-            b"<<: ",
-            b"? ",
-            b"\xff",
-            b"\xed\xa0\x80",
-            b"---\n",
-            b"'",
-            b"|",
-        ]
+        put = [b"\x00", b"\x1b[2J", b"\t", b"*", b"&a ", b"!!int ", b"<<: ", b"? ", b"\xff", b"\xed\xa0\x80"]
+        put += [b"---\n", b"'", b"|"]
         return content[:where] + at.choice(put) + content[where:]
     if kind == 3:
         lines = content.splitlines(keepends=True)

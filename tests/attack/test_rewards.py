@@ -18,6 +18,7 @@ from dppo_megatron.rewards import RewardError, RewardPool, build_reward, import_
 from dppo_megatron.types import Prompt
 from tests.attack import cases, generator
 from tests.attack.hostile_rewards import HARMS, RAISES, RETURNS, exactly, harmless
+from tests.attack.hostile_values import change_text, change_tree
 from tests.support.tokenizers import CHAT, save_character_model
 
 PROMPT = Prompt(0, 0, np.zeros(1, np.int32), "", "1", {})
@@ -125,51 +126,30 @@ def test_a_module_that_ends_its_process_is_found_before_a_run(tmp_path, monkeypa
 GOOD = {"prompt": "1+1=", "answer": 2, "extra": {"index": [1, 2]}}
 
 
-def damaged(random) -> bytes:
+def damaged(at) -> bytes:
     """A file of three lines, one of which is damaged in some way."""
-    values = [
-        None, True, 3, -1.5, [], {}, [1], "", " ", "\x00", "\x1b[31m", "\ud800", "\udfff tail", "x" * 3_000_000,
-        float("nan"), float("inf"), [{"role": "user"}], [{"role": 3, "content": None}], {"role": "user"},
-        [{"role": "user", "content": "\ud83d"}], "1" * 5000, 10**4000, "\x0crac12", "\u202e", "\U0001f600", "{{", "{%",
-    ]  # fmt: skip
-    kind = random.choice(["value", "byte", "cut", "deep", "twice", "junk", "encoding", "big number", "keys", "column"])
-    row = dict(GOOD)
-    line = json.dumps(row).encode()
-    match kind:
-        case "value":
-            row[random.choice(["prompt", "answer"])] = random.choice(values)
-            try:
-                line = json.dumps(row, ensure_ascii=random.random() < 0.7).encode(errors="surrogatepass")
-            except ValueError:  # an integer too long to be written
-                line = b'{"prompt": "1", "answer": ' + b"9" * 6000 + b"}"
-        case "byte":
-            place = random.randrange(len(line))
-            line = line[:place] + bytes([random.randrange(256)]) + line[place + 1 :]
-        case "cut":
-            line = line[: random.randrange(len(line))]
-        case "deep":
-            deep = random.choice([b"[", b'{"a":']) * random.choice([90, 101, 500, 100_000])
-            line = b'{"prompt": "1", "answer": "1", "x": ' + deep
-            if random.random() < 0.7:
-                line = json.dumps(row)[:-1].encode() + b', "x": ' + b"[" * (n := random.choice([99, 500, 20_000]))
-                line += b"]" * n + b"}"
-        case "twice":
-            line = b'{"prompt": "1", "answer": "1", "answer": "2"}'
-        case "junk":
-            line = random.randbytes(random.choice([1, 100, 100_000]))
-        case "encoding":
-            line = line.decode().encode(random.choice(["utf-16", "utf-32", "utf-16-le", "utf-7", "cp037"]))
-        case "big number":
-            line = random.choice([b"1e999", b"-0", b"1" * 5000, b"NaN", b"1e-999", b"Infinity"])
-            line = b'{"prompt": "1", "answer": ' + line + b"}"
-        case "keys":
-            line = json.dumps({f"key {i} {'k' * random.randrange(500)}": i for i in range(3000)}).encode()
-        case "column":
-            del row[random.choice(["prompt", "answer"])]
-            line = json.dumps(row).encode()
+    numbers = [b"1e999", b"-0", b"1" * 5000, b"NaN", b"1e-999", b"Infinity", b"9" * 6000]
+    row = json.loads(json.dumps(GOOD))
+    match at.randrange(5):
+        case 0:
+            line = change_text(json.dumps(row).encode(), at).replace(b"\n", b" ")
+        case 1:
+            line = (
+                b'{"prompt": "1", "answer": "1", "x": '
+                + b"[" * (deep := at.choice([99, 500, 20_000]))
+                + b"]" * deep
+                + b"}"
+            )
+        case 2:
+            line = b'{"prompt": "1", "answer": ' + at.choice(numbers) + b"}"
+        case 3:
+            line = json.dumps({f"key {i} {'k' * at.randrange(500)}": i for i in range(3000)}).encode()
+        case _:
+            change_tree(row, at)
+            line = json.dumps(row, ensure_ascii=at.random() < 0.7).encode(errors="surrogatepass")
     lines = [json.dumps(GOOD).encode()] * 3
-    lines[random.randrange(3)] = line
-    return b"\n".join(lines) + b"\n" * random.randrange(3)
+    lines[at.randrange(3)] = line
+    return b"\n".join(lines) + b"\n" * at.randrange(3)
 
 
 @pytest.fixture(scope="module")

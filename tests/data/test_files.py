@@ -15,7 +15,6 @@ from dppo_megatron.data.files import read_rows
 from dppo_megatron.data.order import Mixture
 from dppo_megatron.data.prompts import PromptFileError, PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
-from tests.attack import cases, generator
 from tests.support.tokenizers import CHAT, save_character_model
 
 DAPO = [
@@ -193,22 +192,3 @@ def test_directories_that_are_ambiguous_or_no_data_are_refused(tmp_path, tokeniz
     pyarrow.parquet.write_table(pa.table({"prompt": ["1"], "answer": [None]}), tmp_path / "null.parquet")
     with pytest.raises(PromptFileError, match="1 malformed row\n  - row 1: the answer is NoneType"):
         source(tmp_path / "null.parquet", tokenizers[0])
-
-
-def test_a_damaged_table_is_one_clear_error(tmp_path, tokenizers):
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pa.Table.from_pylist(DAPO[:200]), path)
-    whole = path.read_bytes()
-    messages = []
-    for case in range(cases(60)):
-        random = generator("parquet", case)
-        damaged = bytearray(whole)
-        for _ in range(random.randrange(1, 5)):
-            damaged[random.randrange(len(damaged))] = random.randrange(256)
-        path.write_bytes(damaged[: random.choice([len(damaged), random.randrange(len(damaged))])])
-        try:
-            source(path, tokenizers[0], **BY_PATH)
-        except PromptFileError as error:
-            messages.append(str(error))
-    assert messages
-    assert all(str(path) in message and len(message.encode()) <= 4096 for message in messages)

@@ -51,20 +51,16 @@ def world(tmp_path):
 
 
 def test_every_step_is_sampled_by_its_own_policy_in_prompt_order(world):
-    w = world()
-    w.run_attempt(w.engine(delay=later_ones_first))
+    w = world(hopeless=lambda p: p % 3 == 0)  # kept without dynamic sampling
+    engine = w.engine(delay=later_ones_first)
+    w.run_attempt(engine)
     assert w.steps() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert [version_of(group) for group in w.groups()] == [0] * 4 + [1] * 4 + [2] * 4
     assert [group.prompt.position for group in w.groups()][:4] != [0, 1, 2, 3]  # appended as they came
     generated = [record for record in w.records() if "time/generate_s" in record]
     assert [record["step"] for record in generated] == [1, 2, 3]
     assert all(record["rollout/dropped_groups"] == 0 for record in generated)
-
-
-def test_samples_have_their_own_seeds_which_never_change(world):
-    w = world()
-    engine = w.engine()
-    w.run_attempt(engine)
+    assert w.dropped() == []
     seeds = [seed for request in engine.requests if trains(request) for seed in request.seeds]
     assert len(set(seeds)) == len(seeds) == 3 * GROUPS * 3
     assert all(request.stop_token_ids == (99,) for request in engine.requests)
@@ -105,13 +101,6 @@ def test_groups_without_signal_are_replaced(world, delay):
     assert dropped[0]["detail"] == "rewards of 3 samples are all 1, 0 failed"
     assert sorted(position(r) for r in engine.requests if trains(r)) == sorted([*kept, 0, 3, 6, 9, 12, 15])
     assert sum(record.get("rollout/dropped_groups", 0) for record in w.records()) == 6
-
-
-def test_without_dynamic_sampling_every_group_is_kept(world):
-    w = world(hopeless=lambda p: p % 3 == 0)
-    w.run_attempt(w.engine())
-    assert w.steps() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert w.dropped() == []
 
 
 def test_failed_verifiers_are_no_signal(world):
@@ -344,32 +333,21 @@ def slow_prompt_1(request) -> float:
     return 0.0 if not trains(request) else 1.0 if position(request) == 1 else 0.002
 
 
-def test_beyond_the_bound_the_step_waits_by_default(world):
-    w = world(steps=5, max_staleness=1)
-    w.run_attempt(w.engine(delay=slow_prompt_1))
-    assert sorted(g.prompt.position for g in w.groups()) == list(range(5 * GROUPS))
-    assert max(index // GROUPS - version_of(g) for index, g in enumerate(w.groups())) == 1
-
-
-def test_beyond_the_bound_a_group_is_given_up(world):
-    w = world(steps=5, max_staleness=1, beyond_bound="drop")
+@pytest.mark.parametrize("beyond", ["wait", "drop", "train"])
+def test_beyond_the_bound(world, beyond):
+    """The step waits, another prompt takes the group's place, or the group is trained on late."""
+    w = world(steps=5, max_staleness=1, beyond_bound=beyond)
     engine = w.engine(delay=slow_prompt_1)
     w.run_attempt(engine)
-    positions = [group.prompt.position for group in w.groups()]
-    assert sorted(positions) == [p for p in range(5 * GROUPS + 1) if p != 1], "another prompt takes its place"
-    assert [(record["position"], record["reason"]) for record in w.dropped()] == [(1, "too_stale")]
-    assert max(index // GROUPS - version_of(g) for index, g in enumerate(w.groups())) <= 1
-    assert sum(record.get("rollout/too_stale_groups", 0) for record in w.records()) == 1
-    assert engine.running == 0
-
-
-def test_beyond_the_bound_a_group_is_trained_on_late(world):
-    w = world(steps=5, max_staleness=1, beyond_bound="train")
-    w.run_attempt(w.engine(delay=slow_prompt_1))
     lags = {g.prompt.position: index // GROUPS - version_of(g) for index, g in enumerate(w.groups())}
-    assert lags[1] > 1
-    assert max(lag for p, lag in lags.items() if p != 1) <= 1
-    assert w.dropped() == []
+    late = lags.pop(1, None)
+    assert sorted(lags) == [p for p in range(5 * GROUPS + (beyond == "drop")) if p != 1]
+    assert max(lags.values()) <= 1
+    assert late is None if beyond == "drop" else (late > 1) == (beyond == "train")
+    given_up = [(1, "too_stale")] if beyond == "drop" else []
+    assert [(record["position"], record["reason"]) for record in w.dropped()] == given_up
+    assert sum(record.get("rollout/too_stale_groups", 0) for record in w.records()) == len(given_up)
+    assert engine.running == 0
 
 
 def test_nothing_is_given_up_while_the_trainer_is_busy(world):

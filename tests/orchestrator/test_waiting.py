@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dppo_megatron.bank import BankReader
+from dppo_megatron.bank import BankReader, BankTimeout
 from dppo_megatron.engines.inflow import Inflow
 from dppo_megatron.orchestrator import orchestrator as module
 from dppo_megatron.orchestrator import waiting
@@ -102,3 +103,21 @@ def test_a_run_stores_the_same_whatever_room_there_is(tmp_path, monkeypatch, mos
     assert bool(aside) == (most == 1)
     assert [found.kept for found in inflows] == [0]  # everything was given back
     assert BankReader(Path(config.run.dir) / "bank").refresh() == 12
+
+
+def test_a_disk_that_does_not_answer_is_named_while_it_does_not(tmp_path, monkeypatch):
+    """Closing the bank waits for the write, so what is raised is seen only once the disk is well again."""
+    w = World(sampling_config(tmp_path / "run", steps=1))
+    real, named = os.pwritev, threading.Event()
+
+    def pwritev(*call):
+        if threading.current_thread().name.startswith("bank-writer"):
+            named.wait(2)
+        return real(*call)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    monkeypatch.setattr(module, "LONGEST_WRITE_S", 0.1)
+    monkeypatch.setattr(module.log, "error", lambda *_: named.set())
+    with pytest.raises(BankTimeout, match="does not answer"):
+        w.run_attempt(w.engine())
+    assert named.is_set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import signal
@@ -11,17 +10,6 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-import numpy as np
-
-
-class TimedOut(BaseException):
-    """As math-verify's own time-out, which is no Exception."""
-
-
-class NoText(Exception):
-    def __str__(self):
-        raise ValueError
 
 
 async def judge():
@@ -34,14 +22,6 @@ def strange(prompt, response_text):
             raise KeyError("no such thing")
         case "exit":
             sys.exit(0)
-        case "cancel":
-            raise asyncio.CancelledError
-        case "base":
-            raise TimedOut
-        case "interrupt":
-            raise KeyboardInterrupt
-        case "no text":
-            raise NoText
         case "hang":
             time.sleep(1000)
         case "spin":
@@ -74,12 +54,6 @@ def strange(prompt, response_text):
                 os.chdir(directory)
         case "where":
             return float(Path.cwd() == Path(prompt.answer))
-        case "array":
-            return np.array([True, False])
-        case "generator":
-            return (value for value in [1.0])
-        case "true" | "scalar":
-            return True if response_text == "true" else np.array(0.5, np.float16)[()]
         case "pid":
             return float(os.getpid())
         case "columns":

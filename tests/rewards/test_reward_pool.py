@@ -43,17 +43,6 @@ def test_failures_cost_their_own_sample_alone(prompt, caplog):
         assert logged_failures(caplog) == {"raised": 4, "not_finite": 2, "died": 2}
 
 
-@pytest.mark.parametrize("name", ["strange", "trusted"])
-def test_what_is_no_exception_costs_its_own_sample_alone(prompt, name, caplog):
-    texts = ["cancel", "ok", "base", "interrupt", "no text", "ok"]
-    with make_pool(f"tests.rewards.strange_rewards:{name}") as pool:
-        rewards, failed = score(pool, prompt("1"), *texts)
-    assert failed == [True, False, True, True, True, False]
-    assert rewards == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    for raised in ("CancelledError", "TimedOut", "KeyboardInterrupt", "NoText"):
-        assert f"(raised): {raised}" in caplog.text
-
-
 def test_hanging_verifiers_are_replaced(prompt, caplog):
     with make_pool(timeout_s=0.5, workers=2) as pool:
         start = time.monotonic()
@@ -128,13 +117,11 @@ def test_a_hanging_expression_is_given_up(prompt, caplog):
         assert logged_failures(caplog) == {"timeout": 1}
 
 
-def test_what_counts_as_a_number(prompt, caplog):
-    """A coroutine that is only tested for truth is none, and neither are arrays and generators."""
+def test_a_coroutine_that_is_only_tested_for_truth_is_no_number(prompt, caplog):
     with make_pool() as pool:
-        texts = ["coroutine", "true", "array", "generator", "scalar", "coroutine", "fine"]
-        assert score(pool, prompt("1"), *texts) == ([0, 1, 0, 0, 0.5, 0, 1], [i in (0, 2, 3, 5) for i in range(7)])
+        assert score(pool, prompt("1"), "coroutine", "fine", "coroutine") == ([0, 1, 0], [True, False, True])
     assert "coroutine 'judge' was never awaited; call it in an async function" in caplog.text
-    assert logged_failures(caplog) == {"raised": 4}
+    assert logged_failures(caplog) == {"raised": 2}
 
 
 def test_calls_begin_in_the_directory_of_the_run(prompt):

@@ -33,26 +33,18 @@ def two_sockets(root: Path, per_socket: int) -> Path:
     return machine(root, dict(zip(GPUS, (first, first, second, second), strict=True)))
 
 
-def test_two_gpus_of_a_numa_node_share_its_cpus_evenly(tmp_path):
-    shares = cpus_for(GPUS, set(range(16)), two_sockets(tmp_path, 8))
-    assert shares == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}]
-
-
-def test_an_odd_number_of_cores_is_used_whole(tmp_path):
-    shares = cpus_for(GPUS, set(range(10)), two_sockets(tmp_path, 5))
-    assert shares == [{0, 1}, {2, 3, 4}, {5, 6}, {7, 8, 9}]
-
-
-def test_a_cpuset_smaller_than_the_node_is_kept(tmp_path):
-    """Slurm gave six CPUs of each socket."""
-    allowed = {2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}
-    shares = cpus_for(GPUS, allowed, two_sockets(tmp_path, 8))
-    assert shares == [{2, 3, 4}, {5, 6, 7}, {8, 9, 10}, {11, 12, 13}]
-
-
-def test_a_cpuset_without_a_cpu_near_a_gpu_binds_nothing(tmp_path):
-    assert cpus_for(GPUS, set(range(8)), two_sockets(tmp_path, 8)) is None
-    assert cpus_for(GPUS, {0, 8, 9}, two_sockets(tmp_path / "more", 8)) is None  # one core for two GPUs
+@pytest.mark.parametrize(
+    ("per_socket", "allowed", "shares"),
+    [
+        (8, range(16), [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}]),
+        (5, range(10), [{0, 1}, {2, 3, 4}, {5, 6}, {7, 8, 9}]),  # an odd number of cores is used whole
+        (8, range(2, 14), [{2, 3, 4}, {5, 6, 7}, {8, 9, 10}, {11, 12, 13}]),  # Slurm gave six CPUs of each socket
+        (8, range(8), None),  # none near two of the GPUs
+        (8, (0, 8, 9), None),  # one core for two GPUs
+    ],
+)
+def test_two_gpus_of_a_numa_node_share_its_cpus_evenly(tmp_path, per_socket, allowed, shares):
+    assert cpus_for(GPUS, set(allowed), two_sockets(tmp_path, per_socket)) == shares
 
 
 @pytest.mark.parametrize("siblings", [lambda c: (c % 8, c % 8 + 8), lambda c: (c // 2 * 2, c // 2 * 2 + 1)])
@@ -120,8 +112,8 @@ def children(child_environments, monkeypatch) -> list[dict]:
     return child_environments
 
 
-def start(monkeypatch, role: str, first_gpu: int = 0, **slurm) -> None:
-    config = make_config(slurm=slurm, engine={"tensor_parallel": 2})
+def start(monkeypatch, role: str, first_gpu: int = 0, parallel=None, **slurm) -> None:
+    config = make_config(slurm=slurm, engine={"tensor_parallel": 2}, parallel=parallel or {})
     monkeypatch.setattr(task, "load_config", lambda path: config)
     assert task.run_task(role, Path("config.yaml"), resume=False, index=0, first_gpu=first_gpu) == 0
 
@@ -159,3 +151,12 @@ def test_tasks_without_gpus_are_not_bound(node, children, monkeypatch):
 
 def test_binding_is_the_default():
     assert SlurmConfig().bind == "auto"
+
+
+def test_a_tensor_parallel_rank_has_one_hardware_queue_for_its_gpu(children, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
+    start(monkeypatch, "trainer", parallel={"world_size": 4, "tensor": 2})
+    (environment,) = children
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert environment["MASTER_PORT"] == "20000"

@@ -195,3 +195,14 @@ def test_what_is_no_event_of_an_attempt_is_passed_over(run, squeue):
     sound = run.restarts.read_text()
     run.restarts.write_text(sound.replace('"7"', '"7 --help"') + sound.replace("time", "tim") + "[]\n" + sound)
     assert len(AttemptLog(run).events()) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [("(null)", "n3,n4"), ("n[1-2]", "n3,n4,n[1-2]")])
+def test_nodes_are_excluded_in_addition_to_those_before(before, after, tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "JobId=7 ExcNodeList={before} Requeue=1"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    queue.exclude("7+1", ["n3", "n4"])
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked == ["show job --oneliner 7+1", f"update JobId=7+1 ExcNodeList={after}"]
