@@ -1,1 +1,1 @@
-"""What every room needs: number formats, GPUs by name, files, processes, ranks, retries."""
+"""Common parts of all rooms: number formats, GPUs by name, files, processes, ranks, retries."""

@@ -1,7 +1,7 @@
 """Messages between the pool and one of its workers, over a socket that foreign code may write to.
 
-A message is the worker's token, its length and its bytes. The pool believes nothing else: bytes without the token, too
-many of them, or JSON that is no reply end the worker. What the worker sends is never unpickled.
+A message is the worker's token, its length and its bytes. Anything else ends the worker: bytes without the token, too
+many bytes, or JSON that is no reply. Replies of a worker are never unpickled.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _HEAD = TOKEN_BYTES + _LENGTH.size
 
 
 class Rubbish(ConnectionError):
-    """Bytes that the worker's own code did not write."""
+    """Bytes that the worker's own code did not write were received."""
 
 
 class WorkerChannel:
-    """One end. Every call ends at `deadline` (`time.monotonic()`), raising `TimeoutError`; `None` waits for ever.
+    """One end. Every call ends at `deadline` (`time.monotonic()`), raising `TimeoutError`; `None` waits without limit.
 
     Raises `EOFError` or `OSError` when the other end is gone.
     """
@@ -65,7 +65,7 @@ class WorkerChannel:
 
     @property
     def quiet(self) -> bool:
-        """Whether the other end is there and has sent nothing that nobody asked for."""
+        """Whether the other end is open and has sent nothing unasked."""
         self._end.settimeout(0)
         try:
             self._end.recv(1, socket.MSG_PEEK)

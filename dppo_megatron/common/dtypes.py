@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 FloatName = Literal["fp32", "bf16", "fp16"]
-"""What weights can be cast to, as configs and options spell it."""
+"""Formats that weights can be cast to, as configs and options spell them."""
 
 
 @dataclass(frozen=True, slots=True)

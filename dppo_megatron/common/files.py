@@ -1,4 +1,4 @@
-"""Small files and directories that readers see whole or not at all, also after a power failure.
+"""Write small files and directories so that readers see them whole or not at all, also after a power failure.
 
 A file is written aside, flushed to the device and renamed; then its directory is flushed, which holds the new name.
 Without the first flush a rename may survive whose bytes do not, and the file is empty after a power failure.
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class DamagedFile(ExpectedError, ValueError):
-    """A file of a run does not hold what the run writes there."""
+    """A file of a run has other contents than the run writes there."""
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskFull(ExpectedError, OSError):
-    """A file system or quota has no room for `needed` bytes of a file; says what is free there, and the remedy."""
+    """A file system or quota has no room for `needed` bytes; the message gives the free space and the remedy."""
 
     def __init__(self, path: Path, error: OSError, needed: int):
         disk, remedy = path.parent.absolute(), "Free space there or move run.dir to a larger file system, then resume"
@@ -63,7 +63,7 @@ class OutputError(ExpectedError, OSError):
 def output(path: Path, option: str = "--out", *, directory: bool = False) -> Path:
     """The path of a file, or of a directory, that a command writes, with symbolic links followed. Makes directories.
 
-    Raises `OutputError` that names `option` if none can be written there, and for what is no file in place of one.
+    Raises `OutputError` that names `option` if none can be written there, or something other than a file has that name.
     """
     resolved = Path(os.path.realpath(path))
     place = resolved if directory else resolved.parent
@@ -130,7 +130,7 @@ def read_as(kind: type[T], path: Path) -> T | None:
 
 @cache
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """What validates a dataclass; to make it takes milliseconds."""
+    """Return the validator of a type; making one takes milliseconds."""
     return TypeAdapter(kind)
 
 
@@ -147,7 +147,7 @@ def parse_as(kind: type[T], content: bytes, source: object) -> T:
 def read_foreign_json(path: Path) -> dict[str, Any]:
     """The object in a file that another program wrote.
 
-    Raises FileNotFoundError, and `ValueError` that says what else is wrong with it.
+    Raises FileNotFoundError, and `ValueError` with any other problem.
     """
     try:
         value = json.loads(read_regular(path, _MOST_BYTES).decode())
@@ -172,9 +172,9 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """A file of at most `most` bytes. Raises FileNotFoundError, and `ValueError` that says what else is wrong with it.
+    """Return a file of at most `most` bytes. Raises FileNotFoundError, and `ValueError` with any other problem.
 
-    A pipe in its place would be waited for, and a device read for ever.
+    Pipes and devices are rejected: reading them may not end.
     """
     try:
         if os.path.lexists(path) and not path.is_file():
@@ -200,7 +200,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Flushes all that lies in `directory`, whoever wrote it."""
+    """Flush all files and names in `directory` to the device."""
     for inside, _, files in os.walk(directory):
         for name in ("", *files):
             sync(Path(inside, name))

@@ -1,4 +1,4 @@
-"""Kinds of GPU by name: how much memory each has and what it computes."""
+"""Kinds of GPU by name, with memory, compute capability and peak rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dppo_megatron.errors import ExpectedError
 
 GIB = 1 << 30
 
-# What torch reports as the device's total memory, in GiB and rounded down, and the compute capability.
+# Total memory as torch reports it, in GiB and rounded down, and the compute capability.
 _GPUS: dict[str, tuple[float, tuple[int, int]]] = {
     "a100-40": (39.3, (8, 0)),
     "a100-80": (79.1, (8, 0)),
@@ -49,7 +49,7 @@ class Hardware:
 
     @property
     def reserved_bytes(self) -> int:
-        """What libraries and communicators take before the first tensor."""
+        """Bytes that libraries and communicators take before the first tensor."""
         return CONTEXT_BYTES + NCCL_BYTES if self.cuda else 0
 
     @property

@@ -64,7 +64,7 @@ class Child:
             self._process.send_signal(number)
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL to whatever of its session is left after `grace_s`. Returns when all are gone."""
+        """Send SIGTERM, then SIGKILL to the rest of its session after `grace_s`. Returns when all have ended."""
         members = self._session()
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -100,7 +100,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
     """For `preexec_fn`: the kernel sends this process signal `number` when `parent`, which starts it, dies."""
     if number == signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)  # until exec a handler of the parent's would take it, and do nothing
+        signal.signal(number, signal.SIG_DFL)  # until exec a handler of the parent would receive it and do nothing
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before
         os._exit(1)

@@ -1,10 +1,10 @@
 """Small agreements between the ranks of torch.distributed: one acts for all or all act, and an error is raised on all.
 
-An error on one rank alone would leave the others in their next collective until its time-out.
+An error on only one rank would leave the others in their next collective until its time-out.
 
-They are made over the store by which the ranks found each other, with nothing of their own to connect: a gloo group of
-the whole world would cost every rank two descriptors for each of the others. And whoever waits here waits in no
-collective, so it may take as long as somebody reports that work goes on (`alive`).
+They use the store by which the ranks found each other and need no further connections: a gloo group of the whole world
+would cost every rank two descriptors for each other rank. Waiting happens in the store, not in a collective, so it may
+take as long as a rank reports progress (`alive`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _NAMES_SHOWN = 8
 _SIGNATURE = "sha256"
 _secret = b""  # that of the run, which values are signed with
 
-_attempts: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()  # what this one is known by, by store
+_attempts: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()  # identity of this attempt, by store
 _numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()  # of this process's agreements, by store
 
 
 def authenticate(secret: str | None) -> None:
-    """From now on the ranks take only values of whoever knows `secret`: anybody may reach their store, and a pickle of
-    somebody else's runs what it likes. To be called on every rank before the first agreement."""
+    """Accept only values signed with `secret` from now on: any process may reach the store, and a foreign pickle can
+    run code. Call it on every rank before the first agreement."""
     global _secret
     _secret = (secret or "").encode()
 
@@ -56,11 +56,11 @@ class RanksTimeout(ExpectedError, TimeoutError):
 
 
 class Ranks:
-    """All ranks of the default process group, or this process alone where torch.distributed has not started.
+    """All ranks of the default process group, or only this process where torch.distributed has not started.
 
     timeout_s: the longest wait for the others in which none of them reports progress; None: that of the default
     group's store. Every method but `alive` and `after` is collective, in the same order on all ranks and from one
-    thread, and moves pickled objects; `what` says in errors what the ranks were waiting for. Each raises `RanksTimeout`
+    thread, and moves pickled objects; `what` names the wait in errors. Each raises `RanksTimeout`
     where another rank is gone or too late. They synchronise processes, never devices.
     """
 
@@ -87,7 +87,7 @@ class Ranks:
         self._reported = 0.0
 
     def from_rank_zero(self, make: Callable[[], T], what: str) -> T:
-        """What `make` returns on rank 0, on every rank. Its error is raised on every rank, with its type and text."""
+        """Return the result of `make` on rank 0 to every rank, or raise its error there, with type and text."""
         if self.size == 1:
             return make()
         result = error = None
@@ -148,11 +148,11 @@ class Ranks:
             return self._take(everyone, self.size - 1)
 
     def begin_attempt(self) -> None:
-        """From now on values that were signed with the run's secret in an earlier attempt, and heard, are refused."""
+        """Reject values from now on that were signed with the run's secret in an earlier attempt."""
         if self.size == 1:
             return
         mine = os.urandom(16)
-        everyone = self.gather(mine, "every rank's part of what this attempt is known by")
+        everyone = self.gather(mine, "every rank's part of this attempt's identity")
         if everyone[self.rank] != mine:
             raise RanksForged(f"rank {self.rank}: the store holds values of an earlier attempt of this run")
         _attempts[self._of_attempt] = hashlib.sha256(b"".join(everyone)).digest()
@@ -177,9 +177,9 @@ class Ranks:
         self.gather(None, what)
 
     def alive(self) -> None:
-        """Reports that this rank makes progress: whoever waits for it, for anything, goes on waiting. Not collective.
+        """Report that this rank makes progress, so that other ranks keep waiting for it. Not collective.
 
-        To be called as often as the work offers; it says so once a second.
+        Call it as often as convenient; it reports once a second.
         """
         if self.size > 1 and time.monotonic() - self._reported > LOOK_S:
             self._store.add("alive", 1)
@@ -206,7 +206,7 @@ class Ranks:
         parts = range(0, len(data), MOST_BYTES)
         for index, first in enumerate(parts):
             self._store.set(f"{key}/part-{index}", data[first : first + MOST_BYTES])
-        self._store.set(key, str(len(parts)))  # last: who sees it finds the others
+        self._store.set(key, str(len(parts)))  # last, so that a reader finds all parts
 
     def _take(self, key: str, readers: int = 1) -> Any:
         """The value, which the last of its readers removes."""
@@ -217,9 +217,7 @@ class Ranks:
                 self._store.delete_key(used)
         size = len(_signature(key, b""))
         if not hmac.compare_digest(data[:size], self._signature(key, data[size:])):
-            raise RanksForged(
-                f"rank {self.rank}: what the store holds as {key} is not of a rank with this run's secret"
-            )
+            raise RanksForged(f"rank {self.rank}: the store's value of {key} was not signed with this run's secret")
         return pickle.loads(zlib.decompress(data[size:]))
 
     def _signature(self, key: str, data: bytes) -> bytes:
@@ -256,11 +254,11 @@ class _Failure(NamedTuple):
     def of(cls, error: Exception) -> _Failure:
         """Of its type, or of the nearest above it that other ranks can make: one that they cannot would leave them
         waiting, or without its text."""
-        kind = next(kind for kind in type(error).__mro__ if _can_be_told(kind))
+        kind = next(kind for kind in type(error).__mro__ if _can_be_sent(kind))
         return cls(kind, f"{error}" if kind is type(error) else f"{type(error).__name__}: {error}")
 
 
-def _can_be_told(kind: type) -> bool:
+def _can_be_sent(kind: type) -> bool:
     try:
         pickle.dumps(kind)
         return "text" in str(_error_of(kind, "text"))

@@ -1,4 +1,4 @@
-"""Arrays as a safetensors file. The library writes memory as it lies, so of a transposed array something else."""
+"""Arrays as a safetensors file. The library writes memory in storage order, so transposed arrays are copied first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process for foreign code and files, and the handle of it: one request at a time, nothing of it believed."""
+"""A process for foreign code and files, and its handle: one request at a time, every reply validated."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ Answer = Callable[[bytes], list[Any] | bytes]
 
 
 class WorkerError(Exception):
-    """The worker gave no reply and is of no more use; the text says why."""
+    """The worker gave no reply and must be replaced; the message gives the reason."""
 
 
 class WorkerTimeout(WorkerError):
-    """It gave none in time."""
+    """The worker gave no reply in time."""
 
 
 class Worker:
     """A process of its own session that runs foreign code. It answers one request at a time.
 
-    `load` comes first. Whatever raises `WorkerError` leaves a worker that is of no more use; `end` it in any case.
+    `load` comes first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
 
     def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY):
-        """module: its `main(descriptor)` calls `serve`. hello: what that loads by. what: the foreign code, in messages.
-        largest: bytes of a reply."""
+        """module: its `main(descriptor)` calls `serve`. hello: arguments of `load`. what: the foreign code, in
+        errors. largest: bytes of a reply."""
         self._hello = hello
         self._what = what
         self._largest = largest
@@ -69,7 +69,7 @@ class Worker:
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path), module],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is not for it, and what it starts ends with it
+                start_new_session=True,  # Ctrl-C does not reach it, and its children end with it
             )
         except OSError as error:
             ours.close()
@@ -79,7 +79,7 @@ class Worker:
         ours.sendall(token)  # 16 bytes never wait
 
     def load(self) -> str | None:
-        """Waits until the foreign code is imported, and returns why it cannot be. Raises `WorkerError`."""
+        """Wait until the foreign code is imported; return why it cannot be, or None. Raises `WorkerError`."""
         hello = pickle.dumps({**self._hello, "parent": os.getpid()})
         reply = self._exchange(hello, _START_S, f"for the {self._what}s to be imported")
         return checked(_Loaded, reply)["error"]
@@ -93,19 +93,19 @@ class Worker:
 
     @property
     def fresh(self) -> bool:
-        """Whether it has been asked for nothing yet, so that no other sample can have harmed it."""
+        """Whether it has had no request yet, so that no other sample can have harmed it."""
         return self._requests <= 1
 
     @property
     def usable(self) -> bool:
-        """Whether it waits in silence for the next request."""
+        """Whether it is running and has sent nothing unasked."""
         return self._process.poll() is None and self._channel.quiet
 
     def end(self) -> None:
-        """Kills it and what it started in its session, which may go on when it has ended. Harmless when repeated."""
+        """Kill it and the processes of its session, which may outlive it. Harmless when repeated."""
         if not self._ended:
             self._ended = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)
@@ -148,11 +148,11 @@ def checked(kind: type[T], value: Any) -> T:
     try:
         return adapter(kind).validate_python(value, strict=True)
     except ValidationError:
-        raise WorkerError("its process sent a reply that is none") from None
+        raise WorkerError("its process sent a reply of a wrong form") from None
 
 
 def confine(memory: int) -> None:
-    """Limits this process to `memory` more bytes than it has now. Where it crashes, it leaves no core file and no text.
+    """Limit this process to `memory` more bytes than it has now. A crash leaves no core file and no text.
 
     `signal.setitimer(signal.ITIMER_PROF, seconds)` limits how long it computes: the signal ends it.
     """
@@ -165,7 +165,7 @@ def confine(memory: int) -> None:
 
 
 def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, Answer]]) -> None:
-    """The worker: loads what the hello names and answers requests until the other end closes the channel.
+    """Run the worker: load the code that the hello names, then answer requests until the channel closes.
 
     load: hello -> (why it cannot be loaded, the function that answers).
     """
@@ -181,7 +181,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
         for number in itertools.count():
             if os.getpid() != own:  # foreign code forked, and this is the child
                 os._exit(0)
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it left behind would end the next sample
+            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would end the next sample
             _open_streams()
             _reply(channel, number, reply)
             if "bytes" in reply:
@@ -193,7 +193,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
 
 
 def _open_streams() -> None:
-    """stdout and stderr, where a sample closed them: the next one may print."""
+    """Reopen stdout and stderr where a sample closed them, so that the next one may print."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)
@@ -203,7 +203,7 @@ def _open_streams() -> None:
                 os.dup2(null, descriptor)
                 os.close(null)
         try:
-            getattr(sys, name).flush()  # what is left would fail whoever closes it
+            getattr(sys, name).flush()  # unwritten text would fail at the next close
         except Exception:
             setattr(sys, name, os.fdopen(descriptor, "w", errors="backslashreplace", closefd=False))
 

@@ -1,4 +1,4 @@
-"""Modules of the user: rewards and objectives lie where a run is started."""
+"""Import the user's rewards and objectives from the directory in which a run is started."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prompts, tokenizers, packing. Import the modules: `packing` alone needs torch, `tokenizer` transformers."""
+"""Prompts, tokenizers, packing. Import the modules: only `packing` needs torch, `tokenizer` needs transformers."""

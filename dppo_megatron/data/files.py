@@ -1,4 +1,4 @@
-"""Rows of JSON lines, parquet files and Hugging Face dataset directories, as they lie on disk."""
+"""Rows of JSON lines, parquet files and Hugging Face dataset directories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.I
 
 
 def unit(path: Path) -> str:
-    """What counts the rows of a file: `line`, or `row` of a table."""
+    """Return the unit of a file's rows: `line`, or `row` of a table."""
     files = data_files(path)
     return "row" if files[0].suffix in _TABLES else "line"
 
@@ -44,7 +44,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """(number from 1, columns) of every row; in place of columns what is wrong with a line.
+    """(number from 1, columns) of every row; a malformed line has its error in place of columns.
 
     held: whether the caller stores all of them, so that they must fit into memory. Raises `PromptFileError` for files
     that cannot be read as what their names say.

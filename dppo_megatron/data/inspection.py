@@ -1,4 +1,4 @@
-"""`dppo-megatron data inspect`: what a file holds, and what of it a run could not use."""
+"""`dppo-megatron data inspect`: the contents of a file, and the rows that a run could not use."""
 
 from __future__ import annotations
 

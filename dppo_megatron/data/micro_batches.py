@@ -1,4 +1,4 @@
-"""Which sequences are computed together, and by which rank: a plan on lengths alone."""
+"""Plan from lengths only which sequences are computed together, and by which rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which row stands at which place of a run: from seed and position alone, so that any place can be resumed at."""
+"""The order of rows in a run: it depends only on seed and position, so a run can resume at any position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class EpochOrder:
-    """An endless order of `count` rows that visits each once an epoch, in a permutation drawn anew for each."""
+    """An endless order of `count` rows that visits each once an epoch, in a new permutation for each."""
 
     def __init__(self, count: int, seed: Sequence[int], shuffle: bool):
         """`seed`: (seed of the run, ) for the first file; (seed of the run, number) for each further one."""

@@ -1,4 +1,4 @@
-"""Prompts from data files, in an order that follows from seed and position alone."""
+"""Prompts from data files, in an order that depends only on seed and position."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class PromptFile:
 class PromptSource:
     """The prompts of a run, in an order without end.
 
-    Position p is row p of a permutation drawn anew for each epoch (p // len) from `seed`; without `shuffle`
+    Position p is row p of a new permutation for each epoch (p // len) from `seed`; without `shuffle`
     it is the file's order. Of several files each has an order of its own, and they alternate by their weights.
     `Prompt.row` counts the rows of all files, in the order of the config. Raises as `PromptFile`.
     """
@@ -136,7 +136,7 @@ class PromptSource:
         more: tuple[tuple[Path, float], ...] = (),
         tools: Sequence[dict[str, Any]] = (),
     ):
-        """`more`: further files, each with its weight beside the first one's 1. tools: as chat templates take them."""
+        """`more`: further files, each with its weight; the first one's is 1. tools: as chat templates take them."""
         paths = [Path(path), *(file for file, _ in more)]
         self.files = [PromptFile(file, tokenizer, data_config, tools) for file in paths]
         self._first_rows = np.cumsum([0, *(file.total for file in self.files)])
@@ -172,7 +172,7 @@ def training_prompts(
 def parse_rows(
     path: Path, config: DataConfig, render: Render
 ) -> Iterator[tuple[int, dict[str, Any] | None, PromptRow | ValueError]]:
-    """(number, columns, the row without its tokens) of every row of a file; in place of what cannot be read or used
+    """(number, columns, the row without its tokens) of every row of a file; for a row that cannot be read or used
     None and the reason."""
     rows = read_rows(path, held=True)
     while batch := list(itertools.islice(rows, _BATCH)):
@@ -185,7 +185,7 @@ def parse_rows(
 
 
 def attempt(call: Callable[..., T], value: Any, *arguments: Any) -> T | ValueError:
-    """What `call` makes of the value, or why it refuses it. A value that is such a reason stays one."""
+    """Return the result of `call`, or its `ValueError`. A value that is such an error is returned."""
     try:
         return value if isinstance(value, ValueError) else call(value, *arguments)
     except ValueError as error:
@@ -259,7 +259,7 @@ def _fill(value: Any, config: DataConfig, chat: bool = True) -> str:
                 f"text of a lone message: data.prompt_column = {config.prompt_column}.0.content"
             )
         if len(value) != 1 or value[0]["role"] != "user":
-            raise ValueError(f"{len(value)} messages; set data.chat_template = true, or leave one of the user alone")
+            raise ValueError(f"{len(value)} messages; set data.chat_template = true, or leave only one of the user")
         value = value[0]["content"]
     if not isinstance(value, str):
         raise ValueError(f"the prompt is {type(value).__name__}, expected text")

@@ -1,7 +1,7 @@
 """`dppo-megatron data prepare`: known datasets, from files that the user has, to one JSON line a prompt.
 
-Every recipe writes the columns prompt, answer and data_source, and what else it says; it leaves out what it cannot use,
-and says how much.
+Every recipe writes the columns prompt, answer and data_source, and further ones of its own. Rows that it
+cannot use are left out and counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEVEL = re.compile(r"(?:Level\s*)?([1-5])")
 
 
 class RecipeError(ExpectedError, ValueError):
-    """The source is not what the recipe reads."""
+    """The source has another format than the recipe reads."""
 
 
 class _LeftOut(ValueError):
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (1, 5)) -> str:
-    """Writes `out` and returns what was read, written and left out. Raises `RecipeError`.
+    """Write `out` and return counts of rows read, written and left out. Raises `RecipeError`.
 
     A prompt that occurs again with the same answer is left out; one with different answers is left out altogether.
     `levels`: of MATH, from and to.

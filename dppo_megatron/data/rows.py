@@ -20,7 +20,7 @@ _LONGEST_RANGES = 300
 _LONGEST_PATH = 300
 _DEEPEST = 100  # levels of lists and objects; pickling a row and chat templates recurse over it
 _OPENING = re.compile(rb"[\[{]")
-# What JSON escapes and text for a model never has. A form feed is often what is left of an unescaped \frac.
+# Control characters, which text for a model never has. A form feed is often the rest of an unescaped \frac.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -73,7 +73,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The object of one line. Raises `ValueError` for what is none, or ambiguous, or too deep to be handed on."""
+    """The object of one line. Raises `ValueError` for a line that is no object, ambiguous or nested too deeply."""
     if not line.strip():
         raise ValueError("blank; remove it")
     try:
@@ -97,7 +97,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def check_text(text: str, what: str, *, control: bool = True) -> None:
-    """Raises `ValueError` for text that is not UTF-8's, or with control characters besides tab and line ends."""
+    """Raises `ValueError` for text that is not UTF-8's, or with control characters other than tab and line ends."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -46,7 +46,7 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
         tokenizer.decode(tokenizer("1 + 1", add_special_tokens=True)["input_ids"])  # some damage shows only in use
     except (KeyboardInterrupt, SystemExit):
         raise
-    # By kind of damage any Exception, and of a Rust panic what is none.
+    # Damage may raise any Exception, and a Rust panic raises a BaseException.
     except BaseException as error:
         raise TokenizerError(
             f"model.path = {directory}: its tokenizer cannot be loaded: {type(error).__name__}: "

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 300.0  # for a file system that stalls; the seconds that the process computes have a limit of their own
 _ROWS, _CHATS = 1024, 64  # of a reply
-_ROW_BYTES = 1000  # of a prompt in memory besides its text: objects and tokens
+_ROW_BYTES = 1000  # of a prompt in memory in addition to its text: objects and tokens
 _MOST_CHARACTERS = 1 << 23  # of a rendered prompt, and about that many of a reply
 _CHATS_S, _CHATS_MEMORY = 2.0, 1 << 30
 _idle: dict[str, list[Worker]] = {}
@@ -29,7 +29,7 @@ class ChatTemplateError(ExpectedError, ValueError):
 
 @contextmanager
 def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
-    """A process of a class of this module, started where none is idle. What raises ends it. memory: its bytes."""
+    """Lend a process of a class of this module, started where none is idle. An error ends it. memory: its bytes."""
     idle = _idle.setdefault(answer.__name__, [])
     worker = idle.pop() if idle else None
     started = worker is None or not worker.usable
@@ -139,8 +139,8 @@ class Tables:
 
 
 class Templates:
-    """Answers (what a template is given, chats) with (text, why there is none) of the first ones; with text where the
-    next would be no better."""
+    """Answers (variables of a template, chats) with (text, why there is none) of the first ones; with text where the
+    rest would fail alike."""
 
     def __init__(self, memory: int):
         from transformers.utils.chat_template_utils import render_jinja_template

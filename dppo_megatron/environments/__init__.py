@@ -1,6 +1,6 @@
 """Turns: environments in worker processes, and trajectories in which the policy and they alternate.
 
-The processes import this room, so nothing heavy is imported here: `episodes` is imported by whoever plays.
+The worker processes import this room, so nothing heavy is imported here; the orchestrator imports `episodes`.
 """
 
 from .interface import Environment, EnvironmentFailed, EnvironmentNameError, Message, StepResult

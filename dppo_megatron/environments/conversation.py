@@ -1,4 +1,4 @@
-"""What an agent of the user says and is told, as tokens: a tree, for it may edit its history and ask side by side."""
+"""Messages of a user's agent as tokens: a tree, because the agent may edit its history and send parallel requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Tool = dict[str, Any]  # of an OpenAI chat: {"type": "function", "function": {na
 
 
 class RequestRejected(Exception):
-    """What an agent asks for cannot be had; the message says why. It concerns this request alone."""
+    """A request of an agent is rejected; the message gives the reason. Other requests are not affected."""
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """One request of an agent. max_tokens: of the answer; None = what the run leaves."""
+    """One request of an agent. max_tokens: of the answer; None = the run's limit."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
@@ -35,7 +35,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy as an agent is told it. name: follows from the tokens before it."""
+    """One turn of the policy as an agent receives it. name: follows from the tokens before it."""
 
     name: str
     reasoning: str
@@ -68,8 +68,8 @@ Sample = Callable[[np.ndarray, int | None], Awaitable[Rollout]]
 class Conversation:
     """All requests of one agent, as the branches of one trajectory.
 
-    A request goes on behind the longest sampled history with which its text begins, and reads anew what it says
-    otherwise. A turn that the agent says back is written as it was sampled, reasoning included: the turn told behind
+    A request continues the longest sampled history with which its text begins; the rest of its text is tokenized.
+    A turn that the agent sends back is written as it was sampled, reasoning included: the turn that followed
     the same messages, else the only turn of that visible text. Where several turns differ in their reasoning, a later
     turn that followed one of them decides; without one, the message is written as the agent says it.
     """
@@ -83,14 +83,14 @@ class Conversation:
         # "length": the last turn was cut, or one refused for it; "max_turns": for their number
         self.finish_reason = "stop"
         self._said: dict[str, list[list[ChatMessage]]] = {}  # key of a history, or of a turn -> how it was sampled
-        self._untold: dict[str, Turn] = {}  # by name
+        self._undelivered: dict[str, Turn] = {}  # by name
 
     def finished(self) -> list[list[Piece]]:
         """The branches as they are stored."""
         return self.branches
 
     async def ask(self, ask: TurnRequest) -> Turn:
-        """Raises `RequestRejected`, and what sampling raises."""
+        """Return the next turn. Raises `RequestRejected`, and the errors of sampling."""
         if ask.max_tokens is not None and not (type(ask.max_tokens) is int and ask.max_tokens > 0):
             raise RequestRejected(f"a limit of {ask.max_tokens!r} tokens: expected a positive integer")
         written, path = self._as_sampled(ask.messages)
@@ -106,8 +106,8 @@ class Conversation:
         if not len(behind):
             raise RequestRejected("there is no message")
         name = blake2b(behind.data, digest_size=8).hexdigest()
-        if (untold := self._untold.pop(name, None)) is not None:
-            return untold
+        if (undelivered := self._undelivered.pop(name, None)) is not None:
+            return undelivered
         sampled = await self._sample(behind, ask.max_tokens)
         if len(branch) > known:  # an earlier request of this agent went on from here otherwise
             branch = inherited(kept)
@@ -116,17 +116,17 @@ class Conversation:
         whole = self._codec.decode(sampled.token_ids, skip_special_tokens=False)
         branch += [*rest, Piece(POLICY, self.turns, whole, sampled.token_ids, sampled)]
         self.turns += 1
-        turn, raw = self._told(name, len(behind), sampled, offered=bool(ask.tools))
-        for key, told in ((_key(path, turn.message), [*written, raw]), (_key("", turn.message), [raw])):
-            if told not in (known := self._said.setdefault(key, [])):
-                known.append(told)
+        turn, raw = self._parsed(name, len(behind), sampled, offered=bool(ask.tools))
+        for key, sent in ((_key(path, turn.message), [*written, raw]), (_key("", turn.message), [raw])):
+            if sent not in (known := self._said.setdefault(key, [])):
+                known.append(sent)
         return turn
 
     def hung_up(self, turn: Turn) -> None:
-        """The agent was not told `turn`: when it asks the same again, it is told that one."""
-        self._untold[turn.name] = turn
+        """The agent did not receive `turn`: the same request again returns it."""
+        self._undelivered[turn.name] = turn
 
-    def _told(self, name: str, before: int, sampled: Rollout, offered: bool) -> tuple[Turn, ChatMessage]:
+    def _parsed(self, name: str, before: int, sampled: Rollout, offered: bool) -> tuple[Turn, ChatMessage]:
         self.finish_reason = sampled.finish_reason
         truncated = sampled.finish_reason == "length"
         ids = sampled.token_ids if truncated else sampled.token_ids[:-1]
@@ -159,7 +159,7 @@ class Conversation:
 
 
 def _key(before: str, message: ChatMessage) -> str:
-    """Of a message behind the history of key `before`: of the policy's, what an agent sees of it."""
+    """Return the key of a message after the history of key `before`; reasoning of turns does not count."""
     if message["role"] == "assistant":
         calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
         message = {"turn": [(message.get("content") or "").strip(), calls]}

@@ -58,7 +58,7 @@ def training_request(
 
 @dataclass(eq=False)
 class Episodes:
-    """Plays the environment of the config. Raises what sampling raises; what an environment does costs a trajectory."""
+    """Plays the environment of the config. Errors of sampling are raised; those of an environment fail a trajectory."""
 
     config: Config
     _: KW_ONLY
@@ -132,7 +132,7 @@ class Episodes:
         return metrics | self.environments.take_metrics()
 
     async def _trajectory(self, wanted: TrajectoryRequest) -> Trajectory:
-        """What a failed environment leaves: the turns before it, without a reward.
+        """Play one trajectory. After a failure of the environment it has the turns so far and no reward.
 
         Where its process died, a new one is led by its seed and the turns so far to where it was, once.
         """
@@ -180,7 +180,7 @@ class Episodes:
                 return await self._turn(wanted, next(asked), behind, self._left(wanted, conversation, behind, most))
             except RequestRejected:
                 raise
-            except Exception as error:  # of engines or the disk: it ends the run, and not this request alone
+            except Exception as error:  # of engines or the disk: it ends the run, not only this request
                 if not broken.done():
                     broken.set_exception(error)
                 raise RequestRejected("the run cannot go on; its log says why") from None
@@ -197,7 +197,9 @@ class Episodes:
         attempt.reward = agent.result()
         attempt.finish_reason = conversation.finish_reason
         if wanted.turns.left:
-            raise EnvironmentFailed("replay", "the agent does not ask again what it asked before a process died")
+            raise EnvironmentFailed(
+                "replay", "the agent does not repeat the requests that it sent before a process died"
+            )
         if not conversation.branches:
             raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
 
@@ -249,7 +251,7 @@ class Episodes:
             if len(encoded) > data.max_prompt_tokens:
                 raise EnvironmentFailed(
                     "raised",
-                    f"what reset says makes a prompt of {len(encoded)} tokens, data.max_prompt_tokens is "
+                    f"the text of reset makes a prompt of {len(encoded)} tokens, data.max_prompt_tokens is "
                     f"{data.max_prompt_tokens}",
                 )
             ids = np.array(encoded, np.int32)
@@ -278,7 +280,7 @@ class Episodes:
             try:
                 rewritten = dialogue.answer(step.messages)
             except ValueError as error:  # of the chat template
-                raise EnvironmentFailed("raised", f"what it says to turn {turn}: {error}") from None
+                raise EnvironmentFailed("raised", f"its answer to turn {turn}: {error}") from None
             if rewritten:
                 self._say_rewritten()
         return "max_turns"
@@ -290,7 +292,7 @@ class Episodes:
             return finished
         if wanted.turns.left and self.gateway is None:
             raise EnvironmentFailed(
-                "replay", f"turn {turn}: it does not say again what it said before the process that played it died"
+                "replay", f"turn {turn}: it does not repeat its answers from before its process died"
             )
         request = partial(self._request, wanted, turn, behind, tokens)
         (sampled,) = await self.sample(request, f"prompt {wanted.prompt.position}, turn {turn}")
@@ -315,25 +317,25 @@ class Episodes:
             self._told = True
             log.warning(
                 "the chat template writes earlier turns otherwise than they were sampled (thinking removed, white "
-                "space): from there on a trajectory is a branch of its own, which is trained on beside the ones "
+                "space): from there on a trajectory is a branch of its own, which is trained on in addition to those "
                 "before. environment/rewritten_histories counts them"
             )
 
     async def _reward_of_text(self, wanted: TrajectoryRequest, branches: list[list[Piece]]) -> float | None:
-        """What `reward:` gives the last turn; None where the verifier failed."""
+        """Return the reward of the last turn by `reward:`; None where the verifier failed."""
         last = max((p for branch in branches for p in branch if p.sampled is not None), key=lambda p: p.turn)
         text = self.tokenizer.decode(last.token_ids, skip_special_tokens=True)
         (reward,), (failed,) = await wanted.rewards.score(wanted.prompt, [text], recorded=wanted.recorded)
         return None if failed else float(reward)
 
     def _group(self, prompt: Prompt, played: Sequence[Trajectory]) -> RolloutGroup:
-        """What all branches begin with is the group's prompt; without tokens of a policy it is the prompt's own."""
+        """The common beginning of all branches is the group's prompt; without sampled tokens it is the prompt's own."""
         branches = [branch for trajectory in played for branch in trajectory.branches]
         token_ids = common_beginning([opening_tokens(branch) for branch in branches] or [prompt.token_ids])
         if not len(token_ids):
             raise EnvironmentNameError(
                 f"{self.config.environment.described}: trajectories of prompt {prompt.position} begin with different "
-                "tokens, so the group has no prompt; what `reset` or an agent says first, and how the chat template "
+                "tokens, so the group has no prompt; the first text of `reset` or an agent, and how the chat template "
                 "begins, may not change"
             )
         if not np.array_equal(token_ids, prompt.token_ids):

@@ -1,4 +1,4 @@
-"""What an environment is."""
+"""The interface of environments."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class Message(TypedDict):
 class Environment(Protocol):
     """The world of one trajectory: an instance is made for each, from `environment.settings`, in a worker process.
 
-    Of these methods a class needs `tools` or `step`; any may be async. What one raises, and what takes longer than
-    `environment.timeout_s`, fails this trajectory alone.
+    Of these methods a class needs `tools` or `step`; any may be async. One that raises, or takes longer than
+    `environment.timeout_s`, fails only this trajectory.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         """Begins; the text, if any, is added to the prompt. Trajectories of a group have the same seed."""
 
     tools: Sequence[Callable[..., Any]]
-    """Plain functions with annotations and a docstring. A turn that calls some is answered by what they return, one
-    that calls none is the last. What a call raises is an answer, too, except for `EnvironmentFailed`."""
+    """Plain functions with annotations and a docstring. A turn that calls some is answered by their results, one
+    that calls none is the last. An error of a call is an answer, too, except for `EnvironmentFailed`."""
 
     def step(self, text: str) -> tuple[str, float | None, bool] | Awaitable[tuple[str, float | None, bool]]:
-        """In place of `tools`: (what the environment says to the turn `text`, its reward if it has one, whether the
+        """In place of `tools`: (the environment's answer to the turn `text`, its reward if it has one, whether the
         trajectory is over)."""
 
     def reward(self) -> float:
         """Of the trajectory, once it is over. Without this method it is the sum over turns; without rewards of turns,
-        what `reward:` of the config gives the last turn."""
+        the value that `reward:` of the config gives the last turn."""
 
 
 class StepResult(NamedTuple):
-    """What became of one turn."""
+    """The result of one turn."""
 
     messages: list[Message]
     reward: float | None
@@ -50,7 +50,7 @@ class StepResult(NamedTuple):
 
 
 class EnvironmentFailed(Exception):
-    """The environment gave no answer: the trajectory has no reward.
+    """The environment failed, so the trajectory has no reward.
 
     `reason`: raised | timeout | died | not_finite | replay (it does not repeat itself after a process died).
     """

@@ -1,4 +1,4 @@
-"""What keeps a turn from being sampled twice: the finished turns of all trajectories that are played."""
+"""The finished turns of all trajectories that are played, so that no turn is sampled twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Write = Callable[[np.ndarray, Rollout], Awaitable[None]]
 class FinishedTurns:
     """The finished turns of one trajectory, by the tokens that they were sampled behind.
 
-    Whoever plays it again, because a process died, takes each turn from here instead of sampling it.
+    When the trajectory is played again, because a process died, its turns come from here instead of an engine.
     """
 
     def __init__(self, found: Iterable[tuple[np.ndarray, Rollout]] = (), write: Write | None = None):
@@ -52,7 +52,7 @@ class FinishedTurns:
         return None
 
     async def add(self, behind: np.ndarray, sampled: Rollout) -> None:
-        """Returns once the turn is on disk: nobody may act on it before. Raises `BankWriteError`."""
+        """Return once the turn is on disk; it must not be used before. Raises `BankWriteError`."""
         if self._write is not None:
             await self._write(behind, sampled)
         self._finished.append((_key(behind), sampled))

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class EnvironmentPool:
-    """`environment.workers` trajectories at a time. What fails is counted and costs its trajectory, never the run.
+    """Runs `environment.workers` trajectories at a time. A failure is counted and fails only its trajectory.
 
     Close it, or use it as a context manager.
     """
@@ -112,7 +112,7 @@ class _Free:
     def give_back(self) -> None:
         while self._waiting:
             *_, given = heapq.heappop(self._waiting)
-            if not given.done():  # else nobody waits any more
+            if not given.done():  # else its task was cancelled
                 given.set_result(None)
                 return
         self._count += 1
@@ -149,7 +149,7 @@ class Session:
             self._pool.give_back(worker, usable=not self._asked)
 
     async def _begin(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
-        """A worker that other trajectories used may be what fails: then it is asked of a new one."""
+        """If a worker that other trajectories used dies, the request is repeated in a new worker."""
         self._worker = await self._taken(self._pool.lease)
         if not self._worker.fresh:
             try:
@@ -165,7 +165,7 @@ class Session:
         taking = self._pool.in_thread(take)
         try:
             return await self._answered(taking)
-        except asyncio.CancelledError:  # the thread goes on, and nobody would give its worker back
+        except asyncio.CancelledError:  # the thread continues, so its worker is given back later
             taking.add_done_callback(self._back)
             raise
 
@@ -191,6 +191,6 @@ class Session:
             raise EnvironmentFailed("timeout", str(error)) from None
         except WorkerError as error:
             raise EnvironmentFailed("died", str(error)) from None
-        # What cannot be sent to a worker, such as columns that do not pickle; their code is foreign too.
+        # Arguments that cannot be pickled, such as some columns; their code is foreign too.
         except Exception as error:
             raise EnvironmentFailed("raised", describe(error)) from None

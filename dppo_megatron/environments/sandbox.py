@@ -82,7 +82,7 @@ def call(what: str, function: str, *arguments: object) -> None:
 
 
 def own_users(inside: int) -> None:
-    """A user namespace in which this user, and nobody else, exists as `inside`."""
+    """A user namespace in which only this user exists, as `inside`."""
     user, group = os.geteuid(), os.getegid()
     call("user namespace", "unshare", NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
@@ -157,7 +157,7 @@ def close_calls(sockets: bool) -> None:
     call("filter on system calls", "prctl", SECCOMP, 2, ctypes.c_char_p(header), 0, 0)
 
 
-def tell(descriptor: int, **said: object) -> None:
+def report(descriptor: int, **said: object) -> None:
     os.write(descriptor, json.dumps(said).encode() + b"\n")
 
 
@@ -204,7 +204,7 @@ def become(given: dict, group: str | None) -> None:
     os.execve(given["python"], [given["python"], "-I", "-B", PROGRAM], given["env"])
 
 
-def guard(given: dict, told: int, supervisor: int, group: str | None) -> None:
+def guard(given: dict, answer: int, supervisor: int, group: str | None) -> None:
     """Be process 1: end with the program or with the supervisor, and report how the program ended. Never returns."""
     call("end with parent", "prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if select.select([supervisor], [], [], 0)[0]:  # it ended before that
@@ -217,20 +217,20 @@ def guard(given: dict, told: int, supervisor: int, group: str | None) -> None:
     ended = 0
     while ended != program:
         ended, status, usage = os.wait4(-1, 0)
-    tell(told, code=os.waitstatus_to_exitcode(status), cpu_s=usage.ru_utime + usage.ru_stime)
+    report(answer, code=os.waitstatus_to_exitcode(status), cpu_s=usage.ru_utime + usage.ru_stime)
     os._exit(0)
 
 
 def main() -> None:
     """Arguments: the process that waits for the answer, and the descriptor for it. Input: what `python_tool` gives.
 
-    The answer is one line of JSON: how the program ended, or what failed. When this process ends, so have all others.
+    The answer is one line of JSON: how the program ended, or the failure. When this process ends, so have all others.
     """
-    caller, told = int(sys.argv[1]), int(sys.argv[2])
+    caller, answer = int(sys.argv[1]), int(sys.argv[2])
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     call("end with parent", "prctl", PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    os.set_inheritable(told, False)
+    os.set_inheritable(answer, False)
     os.umask(0o022)
     try:
         given = json.load(sys.stdin)
@@ -244,9 +244,9 @@ def main() -> None:
         group = memory_group(given["memory"]) if os.getppid() == caller else os._exit(1)
         child = os.fork()
         if child == 0:
-            guard(given, told, itself, group)
+            guard(given, answer, itself, group)
     except BaseException as error:
-        tell(told, failed=str(error)[:500])
+        report(answer, failed=str(error)[:500])
         os._exit(1)
     signal.sigwait(ENDINGS)
     os.kill(child, signal.SIGKILL)

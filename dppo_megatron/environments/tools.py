@@ -33,7 +33,7 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 
 def parse_turn(text: str, offered: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
-    """(reasoning, content, calls) of a turn; offered: whether there are tools. What is no call stays content."""
+    """(reasoning, content, calls) of a turn; offered: whether there are tools. Text that is no call stays content."""
     reasoning, thought, rest = text.partition("</think>")
     if not thought:
         reasoning, rest = "", text
@@ -75,7 +75,7 @@ class Tools:
         ]
 
     def call(self, call: ToolCall) -> Any:
-        """What the function returns. Raises what it raises, and `ValueError` with what is wrong with the call."""
+        """Return the function's result. Raises its errors, and `ValueError` with the problem of the call."""
         if call.problem:
             raise ValueError(call.problem)
         function = self._functions.get(call.name)

@@ -1,4 +1,4 @@
-"""What is known of a trajectory before, while and after it is played."""
+"""A trajectory before, while and after it is played."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Trajectory:
 
 @dataclass
 class Attempt:
-    """A trajectory that is being played; one that fails keeps what it has."""
+    """A trajectory that is being played; after a failure it keeps its turns so far."""
 
     played: Dialogue | Conversation | None = None
     finish_reason: str = "abort"
@@ -63,7 +63,7 @@ class Attempt:
 
 
 class AgentGateway(Protocol):
-    """What agents reach the policy by."""
+    """The server at which agents reach the policy."""
 
     @property
     def url(self) -> str: ...

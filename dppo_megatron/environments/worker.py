@@ -23,7 +23,7 @@ _OptionalText, _OptionalReward = str | None, float | None
 
 
 class EnvironmentWorker(Worker):
-    """Every method raises `EnvironmentFailed` for what the environment did, and `WorkerError`."""
+    """Every method raises `EnvironmentFailed` for an error of the environment, and `WorkerError`."""
 
     def __init__(self, config: EnvironmentConfig):
         hello = {"setting": config.setting, "name": config.source, "settings": config.settings}
@@ -85,7 +85,7 @@ def environment_problem(
             return f"environment.name = {config.name}: has neither `tools` nor `step`; give it one of them"
         if by_turn and not steps:
             return (
-                f"objective.credit = turn: environment.name = {config.name} has no method `step`, which alone gives "
+                f"objective.credit = turn: environment.name = {config.name} has no method `step`, and only it gives "
                 "turns their rewards; set credit to trajectory, or give it one"
             )
     except (WorkerError, EnvironmentFailed) as error:
@@ -123,7 +123,7 @@ class _Host:
         self._runner = asyncio.Runner()
 
     def answer(self, request: bytes) -> list[Any]:
-        """Foreign code: whatever it raises concerns one trajectory alone."""
+        """Answer one request. Foreign code may raise anything; it fails only this trajectory."""
         try:
             kind, *arguments = pickle.loads(request)
             outcome = getattr(self, f"_{kind}")(*arguments)

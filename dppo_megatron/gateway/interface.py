@@ -10,16 +10,16 @@ from dppo_megatron.environments.conversation import ChatMessage, RequestRejected
 from dppo_megatron.environments.tools import ToolCall
 
 Body = dict[str, Any]
-MODEL = "policy"  # what replies call it that name no other
+MODEL = "policy"  # its name in replies to requests without one
 
 
 class Interface(Protocol):
-    """One of the modules beside this one."""
+    """One of the three modules of interfaces."""
 
     PATH: str
 
     def read(self, body: Body) -> TurnRequest:
-        """Raises `RequestRejected`, and KeyError, TypeError, ValueError or AttributeError for what is no request."""
+        """Raises `RequestRejected`, and KeyError, TypeError, ValueError or AttributeError for a malformed request."""
         ...
 
     def reply(self, turn: Turn, body: Body) -> Body: ...
@@ -32,19 +32,19 @@ class Interface(Protocol):
 
 
 def refuse_unless(body: Body, served: Mapping[str, Collection[Any]]) -> None:
-    """Settings that would change what is sampled in a way that nobody does here."""
+    """Reject settings that would change sampling in a way that is not supported."""
     for name, values in served.items():
         if name in body and body[name] not in values:
             raise RequestRejected(f"{name} = {json.dumps(body[name])[:100]}: not served here; leave it out")
 
 
 def text_of(content: str | list[Body] | None) -> str:
-    """The text of a message, whose parts are text alone."""
+    """Return the text of a message, all parts of which must be text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if "text" not in part:
-            raise RequestRejected(f"a part of type {part.get('type')!r}: the policy reads text alone")
+            raise RequestRejected(f"a part of type {part.get('type')!r}: the policy reads only text")
     return "".join(part["text"] for part in content)
 
 

@@ -77,7 +77,7 @@ def _put(messages: list[ChatMessage], message: Body) -> None:
             case "text":
                 said.append(block)
             case other:
-                raise RequestRejected(f"a content block of type {other!r}: the policy reads text alone")
+                raise RequestRejected(f"a content block of type {other!r}: the policy reads only text")
     if said or calls:
         messages.append({"role": role, "content": text_of(said), **({"tool_calls": calls} if calls else {})})
 

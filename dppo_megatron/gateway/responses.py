@@ -31,7 +31,7 @@ def read(body: Body) -> TurnRequest:
         _put(messages, item)
     for described in body.get("tools") or ():
         if described["type"] != "function":
-            raise RequestRejected(f"a tool of type {described['type']!r}: the policy calls functions alone")
+            raise RequestRejected(f"a tool of type {described['type']!r}: the policy calls only functions")
     tools = [tool(d["name"], d.get("description"), d.get("parameters")) for d in body.get("tools") or ()]
     return TurnRequest(messages, tools, body.get("max_output_tokens"))
 

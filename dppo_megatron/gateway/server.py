@@ -20,14 +20,14 @@ from .interface import MODEL, Body, Interface
 
 INTERFACES: tuple[Interface, ...] = (chat, responses, messages)
 LARGEST_REQUEST = 64 << 20  # bytes
-HUNG_UP = 499  # for nobody; an exception would fill the log of the orchestrator
+HUNG_UP = 499  # never received; an exception would fill the log of the orchestrator
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 @dataclass
 class _Session:
     conversation: Conversation
-    # Turns that are sampled, with what was asked and the request that is to be told.
+    # Turns being sampled, with their requests and the HTTP request that gets the reply.
     running: dict[asyncio.Task[Turn], tuple[TurnRequest, web.Request]] = field(default_factory=dict)
 
     def asking(self, ask: TurnRequest, request: web.Request) -> asyncio.Task[Turn]:
@@ -41,7 +41,7 @@ class _Session:
 class Gateway:
     """Listens on `host` while it is open, at a port of its own. An asynchronous context manager.
 
-    A session is known by its key, which nobody can guess: in `Authorization: Bearer`, in `x-api-key`, or in the URL as
+    A session is identified by its secret key: in `Authorization: Bearer`, in `x-api-key`, or in the URL as
     /sessions/KEY/v1/... Without one every route answers 401, on loopback, too.
     """
 
@@ -111,9 +111,9 @@ class Gateway:
         except RequestRejected as refused:
             return _error(interface, str(refused))
         finally:
-            if told := session.running[asking][1] is request:  # else whoever asked again is
+            if current := session.running[asking][1] is request:  # else a repeated request is
                 del session.running[asking]
-        if not told:
+        if not current:
             return web.Response(status=HUNG_UP)
         try:
             return await _send(interface, request, turn, body)
@@ -131,7 +131,7 @@ class Gateway:
 
 
 async def _send(interface: Interface, request: web.Request, turn: Turn, body: Body) -> web.StreamResponse:
-    """Raises ConnectionError where nobody listens any more."""
+    """Send the reply. Raises ConnectionError where the client has disconnected."""
     if _gone(request):
         raise ConnectionResetError
     if not body.get("stream"):

@@ -1,7 +1,7 @@
-"""The answers of an evaluation on disk: what is there is not sampled again.
+"""The answers of an evaluation on disk; stored answers are not sampled again.
 
 SET/v000020.jsonl   a line a prompt: prompt, answer, and of each sample text, final answer, reward, length, versions
-SET/v000020.json    what they are of (settings, prompts, policy) and, once all are there, what they add up to
+SET/v000020.json    settings, prompts and policy of the answers and, once all are there, their metrics
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _SavedRecord:
 
 
 class SavedAnswers:
-    """Those of one set under one policy. `of`: whatever must be equal for the answers that are there to count."""
+    """Those of one set under one policy. `of`: stored answers count only if this is equal."""
 
     def __init__(self, directory: Path, version: int, of: dict[str, Any], *, prompts: int, n: int):
         """`prompts` at positions from 0, `n` answers to each."""
@@ -54,7 +54,7 @@ class SavedAnswers:
             for record in read_records(self.path):
                 if not _is_whole(record, prompts, n):
                     log.warning("%s: a damaged record; its prompt is answered again", self.path)
-                # What was answered while the next policy came is answered again: that may be another one this time.
+                # Answers during which the policy changed are sampled again.
                 elif all(sample["versions"] == [version, version] for sample in record["samples"]):
                     self.records[record["position"]] = record
         write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in self.records.values()))
@@ -67,7 +67,7 @@ class SavedAnswers:
     def _found(self) -> Any:
         try:
             return (read_json(self._head) or {}).get("of")
-        except ValueError:  # a damaged file: what it stands beside counts for nothing
+        except ValueError:  # a damaged file: its answers do not count
             return None
 
     def finish(self, metrics: dict[str, Any]) -> None:

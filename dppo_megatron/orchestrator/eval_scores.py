@@ -1,4 +1,4 @@
-"""What the answers to a set of prompts add up to: avg@n with its standard error, pass@k, maj@n."""
+"""Scores of the answers to a set of prompts: avg@n with its standard error, pass@k, maj@n."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A set with what it takes to answer and grade it."""
+    """A set with its prompts and graders."""
 
     settings: EvalSet
     prompts: Sequence[Prompt]
@@ -71,7 +71,7 @@ class Evaluator:
     def start(self, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, dict[str, float]]]:
         """A task that returns the metrics of every set; a failed verifier counts as 0. Raises as `Sampler.sample`.
 
-        `policy`: JSON that tells it from another one of the same version. From now on `version` is not due any more.
+        `policy`: JSON that distinguishes it from others of the same version. Afterwards `version` is no longer due.
         """
         missing = self._missing(version)
         self._begun |= {(version, name) for name in missing}
@@ -211,7 +211,7 @@ async def _all(running: Mapping[str, asyncio.Task[dict[str, float]]]) -> dict[st
 
 
 def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
-    """The metrics of a set, of the answers alone but for the seconds: see `observability.names`."""
+    """Return the metrics of a set, which depend only on the answers and the seconds: see `observability.names`."""
     samples = [record["samples"] for record in records]
     flat = [sample for answers in samples for sample in answers]
     rewards = np.array([[sample["reward"] for sample in answers] for answers in samples])

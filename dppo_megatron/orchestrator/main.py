@@ -44,7 +44,7 @@ OTHER_FILES = 256  # bank, logs, reward processes, health checks
 def run_orchestrator(config: Config, prompts: int | None = None) -> None:
     """Waits for the engines, checks that they can serve this config, and samples until the bank is full.
 
-    `prompts`: how many groups the start model is to sample, without a trainer; None = what the trainer trains on.
+    `prompts`: how many groups the start model is to sample, without a trainer; None = as many as the trainer needs.
     """
     run = RunDir(config.run.dir)
     setup_logging("orchestrator", run.root)
@@ -90,7 +90,7 @@ def allow_open_files(config: Config) -> None:
 async def evaluate_once(
     config: Config, engines: Sequence[Engine], policy: object, version: int = 0
 ) -> dict[str, dict[str, float]]:
-    """The metrics of every set by what the engines serve now as `version`; `policy` tells it from what others serve.
+    """Return the metrics of every set by the policy that the engines serve now as `version`; `policy` identifies it.
 
     Records go to the run's rollout metrics.
     """
@@ -104,7 +104,7 @@ async def evaluate_once(
 
 async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> None:
     run = RunDir(config.run.dir)
-    if prompts is not None:  # nobody else publishes; every engine loads it, whatever it started with
+    if prompts is not None:  # there is no trainer; every engine loads this policy
         run.weights.mkdir(exist_ok=True)
         PublishedPolicy(0, str(start_model(config).absolute()), time.time()).write(run.published)
     groups = config.rollout.prompts_per_step
@@ -170,7 +170,7 @@ async def _check_all(config: Config, check: Callable[[Engine], Awaitable[None]])
 
 
 class _Setting:
-    """What sampling and evaluation share: the tokenizer, where a response ends, and prompts."""
+    """Common parts of sampling and evaluation: the tokenizer, the tokens that end a response, and prompts."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -191,7 +191,7 @@ class _Setting:
     async def episodes(
         self, pools: contextlib.AsyncExitStack, sampler: Sampler, journals: Journals | None = None
     ) -> Episodes | None:
-        """What plays `environment` of the config, until `pools` closes; None without one."""
+        """Return the player of `environment` of the config, until `pools` closes; None without one."""
         config = self._config
         if config.environment.source is None:
             return None

@@ -1,4 +1,4 @@
-"""What the orchestrator measured of each step, appended to a JSONL file that the trainer forwards to the trackers."""
+"""Metrics of the orchestrator for each step, in a JSONL file that the trainer forwards to the trackers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dppo_megatron.types import RolloutGroup
 
 @dataclass(eq=False)
 class StepRecorder:
-    """Collects what generation cost per training step and writes one record when the step's last group is in."""
+    """Measures the cost of generation per training step; writes one record when the step's last group is stored."""
 
     path: Path
     groups_per_step: int

@@ -60,13 +60,13 @@ class Orchestrator:
 
     Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version
     s - rollout.max_staleness. With 0, a step's batch is sampled by exactly the weights that it will update; with more,
-    sampling goes on while the trainer trains. rollout.beyond_bound sets what happens to a group that is not done when
+    sampling continues while the trainer trains. rollout.beyond_bound decides about a group that is not done when
     the last step that may train on it needs it.
 
     A prompt is begun only when a group is certainly still missing. So with staleness 0 a run uses the first prompts of
     the order and no others, whichever group ends first and however often the orchestrator is restarted.
 
-    Evaluations run beside the sampling; with staleness 0 before it, so that one policy gives all answers.
+    Evaluations run during sampling; with staleness 0 before it, so that one policy gives all answers.
     """
 
     config: Config
@@ -154,7 +154,7 @@ class Orchestrator:
         if oldest is None:
             return current
         if oldest < self._bound.needed_version(group):
-            log.warning("prompt %d: its turns of policy %d are too old now; it begins anew", prompt.position, oldest)
+            log.warning("prompt %d: its turns of policy %d are too old now; it begins again", prompt.position, oldest)
             self.journals.remove(prompt.position)
             return current
         return min(oldest, current)
@@ -186,12 +186,12 @@ class Orchestrator:
             record.add_done_callback(lambda done: done.exception() or self.journals.remove(position))
 
     def _take_written(self) -> None:
-        """Raises what a finished write raised."""
+        """Raise the error of a finished write."""
         while self._writes and self._writes[0].done():
             self._writes.popleft().result()
 
     async def _written(self) -> None:
-        """Returns once everything stored is in the bank. Raises what a write raised."""
+        """Return once all stored groups are in the bank. Raises the error of a write."""
         while self._writes:
             done, _ = await asyncio.wait([asyncio.wrap_future(self._writes[0])], timeout=LONGEST_WRITE_S)
             if not done:
@@ -261,9 +261,9 @@ class Orchestrator:
         return await self.sampler.sample(request, f"prompt {prompt.position}")
 
     async def _wait_for(self, version: int) -> None:
-        """Waits for a policy of at least `version`, and evaluates what is due on the way there.
+        """Wait for a policy of at least `version`; evaluations that become due meanwhile are started.
 
-        The trainer may need what is being written first: a write that fails is raised at once.
+        The trainer may need a group that is still being written, so a failed write is raised at once.
         """
         waiting = asyncio.ensure_future(self._published_and_evaluated(version))
         try:
@@ -290,6 +290,6 @@ class Orchestrator:
 
 
 def _identity(policy: PublishedPolicy) -> dict[str, object]:
-    """What tells a policy from another one of the same version, as after a resume: what the trainer scored with it."""
+    """Return what distinguishes a policy from another of the same version, as after a resume: the trainer's scores."""
     scored = zlib.crc32(json.dumps(policy.probe_logprobs).encode()) if policy.probe_logprobs else policy.published_at
     return {"version": policy.version, "scored": scored}

@@ -45,12 +45,12 @@ def measure(bank: Path, pass_reward: float = 1.0) -> str:
 
 
 def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: float = 1.0) -> str:
-    """Writes the rows of data.train with a share of right answers in [lowest, highest], and returns what became of all.
+    """Writes the rows of data.train with a share of right answers in [lowest, highest], and return counts of all.
 
     Rows keep their columns and get `pass_rate` and `pass_answers` (how many were graded).
 
-    The config of the run that filled the bank stands beside it. Raises `PassRateError`, also where a row is not what
-    was sampled.
+    Reads the config of the run that filled the bank, next to the bank. Raises `PassRateError`, also where a row differs
+    from the sampled one.
     """
     if not 0 <= lowest <= highest <= 1:
         raise PassRateError(f"--pass-rate {lowest:g}:{highest:g}: must be FROM:TO with 0 <= FROM <= TO <= 1")
@@ -58,10 +58,10 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
         raise PassRateError(f"{out}: exists; name another file, or remove it")
     config_path = bank.absolute().parent / "config.yaml"
     if not config_path.exists():
-        raise PassRateError(f"{config_path}: missing; a bank lies in the directory of the run that filled it")
+        raise PassRateError(f"{config_path}: missing; a bank must be in the directory of the run that filled it")
     config = read_config(config_path)
     if config.data.more:
-        raise PassRateError("data.more: rows of several files cannot be told apart by their number; sample one file")
+        raise PassRateError("data.more: rows of several files cannot be distinguished by their number; sample one file")
     found = _pass_rates(bank, pass_reward)
     file = _prompts(config)
     lines, counts = [], Counter[str]()

@@ -18,7 +18,7 @@ class StalenessBound:
         return max(0, group // self.groups_per_step - self.max_staleness)
 
     def last_step(self, version: int) -> int:
-        """The last step that may train on what policy `version` sampled."""
+        """The last step that may train on samples of policy `version`."""
         return version + self.max_staleness
 
     def leaves_room(self, group: int, running: Iterable[int]) -> bool:

@@ -1,4 +1,4 @@
-"""What is wrong, and with which nodes: pure functions of what the processes reported."""
+"""Problems and the nodes at fault: pure functions of the processes' reports."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[s
 
 
 def _of_nodes(tasks: Tasks) -> list[NodeFinding]:
-    """What processes found on their nodes, GPUs that ranks share, and values that differ from most other nodes'."""
+    """Problems that processes found on their nodes, shared GPUs, and values that differ from most other nodes'."""
     nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of nodes for each text
     users: dict[tuple[str, str], list[str]] = defaultdict(list)  # ranks of each GPU
     same: dict[str, dict[str, str]] = defaultdict(dict)

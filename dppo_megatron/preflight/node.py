@@ -1,4 +1,4 @@
-"""What one process finds on its node: its GPU, limits, and the run's files."""
+"""Checks of one process on its node: its GPU, limits, and the run's files."""
 
 from __future__ import annotations
 

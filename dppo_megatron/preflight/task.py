@@ -23,7 +23,7 @@ from .groups import KEEPER, PAIRS, WEIGHTS, checked_groups
 from .node import Observed, look_at_files, look_at_gpus, look_at_limits
 
 MARK = "preflight "
-# Stages, in their order: what a process does next.
+# Stages, in order, each named for the next action of the process.
 STARTING, STARTED = "starting", "importing torch"
 IMPORTED, LOOKED = "looking at GPUs, the model, the data and run.dir", "waiting for the store of rank 0"
 READY, DONE = "in the process groups", "done"
@@ -52,7 +52,7 @@ class ProcessPlace:
 
 
 def run_place(config_file: Path, place: ProcessPlace, address: Callable[[Config], str]) -> int:
-    """Report every stage on standard output; 0 whatever is found. address: this process's own, as others reach it."""
+    """Report every stage on standard output; always return 0. address: this process's own, as others reach it."""
 
     def report(**facts: Any) -> None:
         line = json.dumps({"task": place.name, "node": place.node, **facts})

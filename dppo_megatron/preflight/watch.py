@@ -1,4 +1,4 @@
-"""Reads what the processes of a preflight report, waits as long as any goes on, and concludes."""
+"""Read the reports of a preflight's processes, wait as long as any makes progress, and conclude."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_preflight(
     """The conclusion, also in RUN/preflight.json and the log; None once `stopped`.
 
     places: names of the processes and their nodes. plans: start all of them, with their output in the run's log
-    `preflight`. token: what they look for in the run directory.
+    `preflight`. token: part of the name of a file that they look for in the run directory.
     """
     run = RunDir(config.run.dir)
     log, file, started = run.log("preflight"), run.root / f"{TOKEN}{token}", list[ProcessT]()

@@ -22,7 +22,7 @@ def arithmetic(prompt: Prompt, response_text: str) -> float:
 
 
 def check_answer(answer: str) -> None:
-    """Raises `ValueError` for what is no integer."""
+    """Raise `ValueError` unless the answer is an integer."""
     if not _INTEGER.fullmatch(answer.strip()):
         raise ValueError(f"the answer {shown(answer.strip())} is not an integer")
 

@@ -1,4 +1,4 @@
-"""Reward functions written for other trainers, as they are: their parameters say whose they are."""
+"""Adapt unmodified reward functions of other trainers, recognised by their parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RewardError(ExpectedError, ValueError):
 
 
 def adapt(function: Callable[..., Any], name: str) -> Reward:
-    """`function` itself, or what calls it by the convention of verl or TRL.
+    """Return `function` itself, or an adapter for the convention of verl or TRL.
 
     verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, with those of them that it takes; it
     returns a number, a dict with `score`, or a sequence that begins with the number. TRL: `f(prompts, completions,

@@ -1,4 +1,4 @@
-"""Where the answer stands in a response. Every function takes time linear in the text, whatever the text."""
+"""Find the answer in a response. Every function takes time linear in the text, for any text."""
 
 from __future__ import annotations
 

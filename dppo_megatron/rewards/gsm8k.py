@@ -31,7 +31,7 @@ def gsm8k(prompt: Prompt, response_text: str) -> float:
 
     Counted in the response: a number after `####`, or the content of `\\boxed{}`; of several the last in the
     text. A number anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides.
-    The answer column ends in `#### number`, as in GSM8K, or is a number alone; raises `ValueError` otherwise.
+    The answer column ends in `#### number`, as in GSM8K, or is only a number; raises `ValueError` otherwise.
     """
     gold = _gold(prompt.answer)
     found = final_answer(response_text)
@@ -67,7 +67,7 @@ def _plain(text: str) -> str:
 
 
 def _equal(gold: Decimal, found: str) -> bool:
-    if len(found) > _LONGEST or depth(found) > _DEEPEST or "," in found:  # a list is no number, whatever is in it
+    if len(found) > _LONGEST or depth(found) > _DEEPEST or "," in found:  # a list is no number
         return False
     if _NUMBER.fullmatch(found):
         return Decimal(found) == gold

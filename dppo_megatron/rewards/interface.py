@@ -1,4 +1,4 @@
-"""What a reward is."""
+"""The interface of rewards."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dppo_megatron.types import Prompt
 class Reward(Protocol):
     """Any callable that values one response.
 
-    `prompt.answer` is the answer column, `prompt.columns` the whole source row; `response_text` is what
-    followed the prompt, special tokens removed. Returns a finite number, or `NOT_APPLICABLE`. Raising, a value that is
-    not finite, or exceeding `reward.timeout_s` scores the sample as failed: it carries no loss. It may be async.
+    `prompt.answer` is the answer column, `prompt.columns` the whole source row; `response_text` the
+    text after the prompt without special tokens. Returns a finite number, or `NOT_APPLICABLE`. Raising, a value that
+    is not finite, or exceeding `reward.timeout_s` scores the sample as failed: it carries no loss. It may be async.
 
-    It runs in worker processes, so it should depend on its arguments alone. A callable with the attribute
+    It runs in worker processes, so it should depend only on its arguments. A callable with the attribute
     `trusted = True` promises to return within microseconds and runs in the calling process, without a
     timeout. With a method `check_answer(answer)` it refuses, by ValueError, answers that it cannot compare with; they
     are reported by line before a run begins. A method `final_answer(response_text)` gives the answer in it as text, or
-    None: what responses vote for in an evaluation's maj@n.
+    None: the vote of the response in an evaluation's maj@n.
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> Any: ...
@@ -30,18 +30,18 @@ class Reward(Protocol):
 class GroupReward(Protocol):
     """Values all responses to a prompt at once, in the calling process, where it may only wait: a remote judge.
 
-    Returns a number, or None where it has none, for each response. What it raises fails all of them.
+    Returns a number, or None where it has none, for each response. If it raises, all of them fail.
     """
 
     def score_group(self, prompt: Prompt, texts: Sequence[str], timeout_s: float) -> Awaitable[list[float | None]]: ...
 
 
 class NotApplicable:
-    """Stands for no opinion on this row: the reward is what the other terms give."""
+    """A term returns this where it does not value the row; the other terms give the reward."""
 
 
 NOT_APPLICABLE = NotApplicable()
 
 
 class Ungradable(ValueError):
-    """The response is neither right nor wrong as far as this grader can tell: the sample fails and carries no loss."""
+    """The grader cannot decide whether the response is right: the sample fails and carries no loss."""

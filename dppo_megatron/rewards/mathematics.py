@@ -21,7 +21,7 @@ from .extract import boxes, depth, last_answer
 from .interface import Ungradable
 from .notation import latin, scientific, standard
 
-# It warns once that its timeouts are off: they are signals, which work in a main thread alone. The pool's holds.
+# It warns once that its timeouts are off: they are signals, which work only in a main thread. The pool has its own.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 LONGEST = 512  # characters of an answer; of MATH the longest has 159
@@ -41,7 +41,7 @@ _BY_MATH_VERIFY = (LatexExtractionConfig(boxed_match_priority=0), ExprExtraction
 class Math:
     """1.0 when the last `\\boxed{}` or `Answer:` line of the response equals the answer column, else 0.0.
 
-    As math-verify compares: LaTeX or plain, fractions, roots, intervals, sets whatever their order, tuples, matrices,
+    As math-verify compares: LaTeX or plain, fractions, roots, intervals, sets in any order, tuples, matrices,
     equations by their value, units left out, `28\\%` also as 28; decimals to six places, and to six significant digits
     below 0.001. `dy/dx`, `y'` and congruences are no numbers. Words are compared as text.
     An answer longer than 512 characters or deeper than 10 braces is wrong. One that keeps the algebra busy runs into
@@ -102,9 +102,9 @@ def _places(value: Any) -> int:
 
 
 def plain(answer: str) -> str:
-    """Without what only surrounds an answer: dollar signs, a box, a final period, Markdown."""
+    """Return an answer without its surroundings: dollar signs, a box, a final period, Markdown."""
     answer = latin(answer).replace("\\$", "").strip()
-    for _ in range(4):  # in whatever order they are put around each other
+    for _ in range(4):  # in any nesting order
         before = answer
         answer = answer.removesuffix(".").strip() if not answer.endswith("..") else answer
         for start, end in _WRAPPERS:
@@ -145,7 +145,7 @@ def _letters(answer: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """What math-verify reads in an answer; nothing for one that is empty, too long or too deep."""
+    """Return math-verify's parse of an answer; nothing for one that is empty, too long or too deep."""
     if not answer or len(answer) > LONGEST or depth(answer) > DEEPEST:
         return ()
     if _word(answer):

@@ -1,4 +1,4 @@
-"""What became of one sample: a number, or why there is none."""
+"""The outcome of one sample: a number, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dppo_megatron.types import Prompt
 from .interface import NotApplicable, Reward, Ungradable
 
 LONGEST_DETAIL = 500  # characters of an error in the log
-LONGEST_ANSWER = 200  # characters of a final answer that is told apart from others
+LONGEST_ANSWER = 200  # characters by which final answers are distinguished
 UNFIT = "; a reward takes (prompt, response_text) and returns a number"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _NOT_THE_USERS = ("<", _PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-_unawaited: list[str] = []  # what Python said of coroutines that were dropped, during the last attempt
+_unawaited: list[str] = []  # Python's warnings of dropped coroutines, during the last attempt
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -44,11 +44,11 @@ Outcome = float | Failure | None  # None: not applicable
 
 
 def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
-    """The reward as a number that fp32 holds. A reward is foreign code: whatever it raises concerns one sample alone.
+    """Return the reward as a number that fp32 holds. Foreign code may raise anything; it fails only this sample.
 
     Of an async reward the coroutine is run to its end. One that a plain function drops may have been tested for truth,
     so the sample fails. BaseException, because math-verify's own time-out, sys.exit and asyncio's CancelledError are no
-    Exceptions; here nobody cancels and no signal raises.
+    Exceptions; here no task is cancelled and no signal raises.
     """
     _unawaited.clear()
     try:
@@ -77,9 +77,9 @@ def refuse_unawaited() -> None:
 
 
 def as_outcome(returned: Any) -> float | Failure:
-    """What a reward returned, as a number: of int, float, bool, a NumPy scalar or a tensor of one element.
+    """Return the value of a reward as a number: of int, float, bool, a NumPy scalar or a tensor of one element.
 
-    Raises whatever the class of anything else does, and TypeError for text and None.
+    Raises TypeError for text and None, and any error of the conversion of another class.
     """
     if returned is None or isinstance(returned, (str, bytes, bytearray)):  # float("nan"), float("1")
         raise TypeError(f"it returned {type(returned).__name__}, expected a number")
@@ -90,7 +90,7 @@ def as_outcome(returned: Any) -> float | Failure:
 
 
 def problem_of(check: Callable[[str], None], answer: str) -> str | None:
-    """Why a grader refuses an answer to compare with, or None."""
+    """Return why a grader rejects a reference answer, or None."""
     try:
         check(answer)
     except ValueError as error:
@@ -101,7 +101,7 @@ def problem_of(check: Callable[[str], None], answer: str) -> str | None:
 
 
 def final_answer(reward: Any, text: str) -> str | None:
-    """What a grader reads as the answer in a response, None where there is none or it raises."""
+    """Return the answer that a grader finds in a response, None where there is none or it raises."""
     try:
         found = reward.final_answer(text)
         return None if found is None else str(found)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ANSWERS = 64  # read by a worker at once
 _TEXTS = 32  # whose final answers are in one reply of a worker
-_ANSWERS_S = 60.0  # for all of those at most; then each alone, within reward.timeout_s
+_ANSWERS_S = 60.0  # for all of those at most; then one by one, each within reward.timeout_s
 
 
 class RewardPool:
@@ -69,7 +69,7 @@ class RewardPool:
         return rewards, failed
 
     async def final_answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None] | None:
-        """What the row's first term with `final_answer` reads in each text, or None where no term has it."""
+        """Return the answer in each text by the row's first term with `final_answer`; None without such a term."""
         for term in self._applying(prompt.source):
             if not hasattr(self._rewards[term], "final_answer"):
                 continue
@@ -80,7 +80,7 @@ class RewardPool:
         return None
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the samples since the last call: the mean of every term of several, and how many failed and why."""
+        """Return metrics of the samples since the last call: mean of each of several terms, failures by reason."""
         return self._tally.take_metrics()
 
     @property
@@ -139,7 +139,7 @@ class RewardPool:
         return bool(getattr(self._rewards[term], "trusted", False))
 
     async def _outcomes(self, prompt: Prompt, texts: Sequence[str]) -> list[Mapping[int, Outcome]]:
-        """For each text, what every term that applies makes of it."""
+        """Return for each text the outcome of every term that applies."""
         terms = self._applying(prompt.source)
         remote = [term for term in terms if isinstance(self._rewards[term], GroupReward)]
         inline = [term for term in terms if term not in remote and self._trusted(term)]
@@ -201,8 +201,8 @@ class RewardPool:
         together_s = min(_ANSWERS_S, _ANSWERS * self._config.timeout_s)
         for batch, problems in zip(batches, self._checked(term, batches, together_s), strict=True):
             if isinstance(problems, Failure):
-                alone = self._checked(term, [[answer] for answer in batch], self._config.timeout_s)
-                problems = [p.detail if isinstance(p, Failure) else p[0] for p in alone]
+                single = self._checked(term, [[answer] for answer in batch], self._config.timeout_s)
+                problems = [p.detail if isinstance(p, Failure) else p[0] for p in single]
             out += zip(batch, problems, strict=True)
         return out
 

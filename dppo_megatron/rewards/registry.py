@@ -1,4 +1,4 @@
-"""From the name in the config to the callable."""
+"""Find the callable of a name in the config."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ BUILTIN = {
     "regex": "dppo_megatron.rewards.texts:Regex",
 }
 _ABSENT = object()
-_LINE = "Correct that line; what it imports must be installed or on PYTHONPATH"
+_LINE = "Correct that line; its imports must be installed or on PYTHONPATH"
 
 
 def build_rewards(config: RewardConfig) -> list[Reward | GroupReward]:
-    """What the terms of `config` name, in their order. Raises `RewardError`."""
+    """Return the rewards of the terms of `config`, in order. Raises `RewardError`."""
     return [load_reward(term.name, term.settings) for term in config.all_terms]
 
 
@@ -79,7 +79,7 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
 
 
 def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as: str | None = None) -> Any:
-    """What `package.module:attribute` names. Modules are found on the Python path and in the working directory.
+    """Return the object named `package.module:attribute`, from the Python path or the working directory.
 
     Raises `error`, which begins with `setting` and the nearest names that exist.
     """
@@ -108,7 +108,7 @@ def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[Expec
     try:
         return call()
     except BaseException as error:
-        # As the cause only what a traceback may print; it is for whoever wrote the code.
+        # Only an Exception may be the cause: a traceback prints it for the author of the code.
         cause = error if isinstance(error, Exception) else None
         at = place(error)
         if isinstance(error, ModuleNotFoundError) and not at:

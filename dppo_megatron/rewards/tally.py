@@ -1,4 +1,4 @@
-"""Counts what became of samples, for the log and the metrics."""
+"""Count the outcomes of samples, for the log and the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tally:
         self._clear()
 
     def add(self, prompt: Prompt, parts: Mapping[int, Outcome], total: float | Failure, recorded: bool) -> None:
-        """One sample: what each term made of it, by the term's number, and the reward."""
+        """Add one sample: the outcome of each term, by the term's number, and the reward."""
         self._scored += 1
         if isinstance(total, Failure):
             self._fail(prompt, total)

@@ -1,4 +1,4 @@
-"""Worker processes that are replaced when foreign code ruins them, and blamed on the sample that did."""
+"""Worker processes, replaced when foreign code ruins them; the sample that did so fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 
 def import_problem(config: RewardConfig) -> str | None:
-    """Why the user's modules end the process that imports them, or cannot be imported; None when all is well."""
+    """Return why the user's modules cannot be imported or end their process; None where they can."""
     named = [(term.name, term.settings) for term in config.all_terms if term.name not in BUILTIN]
     if not named:
         return None
@@ -49,7 +49,7 @@ class WorkerPool(Generic[AnyWorker]):
         self._closed = False
 
     def submit(self, ask: Callable[[AnyWorker], Result]) -> Future[Result | Failure]:
-        """What `ask` returns of a worker of its own, or why there is nothing."""
+        """Call `ask` with a worker of its own; the result is its value, or the reason why there is none."""
         return self._threads.submit(self._ask, ask)
 
     def in_thread(self, call: Callable[[], Result]) -> Future[Result]:
@@ -76,7 +76,7 @@ class WorkerPool(Generic[AnyWorker]):
         self._threads.shutdown()
 
     def _ask(self, ask: Callable[[AnyWorker], Result]) -> Result | Failure:
-        """What ends a worker is charged with it only where nothing before it can have harmed the worker."""
+        """A request that ends a worker fails only where no earlier request can have harmed that worker."""
         try:
             worker = self.lease()
             if not worker.fresh:
@@ -91,7 +91,7 @@ class WorkerPool(Generic[AnyWorker]):
             return Failure("timeout", str(error))
         except WorkerError as error:
             return Failure("died", str(error))
-        # What cannot be sent to a worker, such as columns that do not pickle; their code is foreign too.
+        # Arguments that cannot be pickled, such as some columns; their code is foreign too.
         except BaseException as error:
             return Failure("raised", describe(error))
 
@@ -116,7 +116,7 @@ class WorkerPool(Generic[AnyWorker]):
                 return None
             if worker.usable:
                 return worker
-            log.warning("%s: a process ended or wrote where it must not while nobody asked; starting anew", self._what)
+            log.warning("%s: a process ended or wrote to its channel between requests; starting another", self._what)
             self._end(worker)
 
     def start(self) -> AnyWorker:
@@ -126,7 +126,7 @@ class WorkerPool(Generic[AnyWorker]):
         try:
             if self._closed:
                 raise WorkerError(f"the {self._what}s are closed")
-            worker.load()  # an error that the worker alone has is told by every request
+            worker.load()  # its error is repeated in every reply
         except WorkerError:
             self._end(worker)
             raise

@@ -1,1 +1,1 @@
-"""Runs inside Slurm allocations: submitting a job, driving its steps, and what each step's task does."""
+"""Runs inside Slurm allocations: submitting a job, driving its steps, and the task of each step."""

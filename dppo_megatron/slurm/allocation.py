@@ -1,4 +1,4 @@
-"""What Slurm gave this job: its id, how often it was restarted, and the nodes of each component."""
+"""The allocation of this job: its id, number of restarts, and the nodes of each component."""
 
 from __future__ import annotations
 

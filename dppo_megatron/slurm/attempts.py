@@ -53,7 +53,7 @@ class AttemptLog:
     def without_progress(self) -> int:
         """Attempts in a row, this one included, that began at the newest checkpoint: none of them saved another.
 
-        Whatever ended them; counted anew where the run was submitted again.
+        For any cause of their end; the count restarts where the run was submitted again.
         """
         now, count = self._run.checkpoint_step, 0
         for start in reversed([e for e in self.events() if e.event == "started"]):
@@ -65,7 +65,7 @@ class AttemptLog:
         return count
 
     def excluded(self) -> list[str]:
-        """Nodes that the newest job avoids, by what its attempts found."""
+        """Nodes that the newest job avoids, found by its attempts."""
         events = self.events()
         return sorted({node for event in events if event.job == events[-1].job for node in event.excluded})
 

@@ -41,7 +41,7 @@ CANCELLED = (signal.SIGTERM, signal.SIGINT)
 def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int:
     """Exit code of the batch script: 0 when the run completed, else that of the first step that failed.
 
-    An attempt after the first continues under the settings that the first one saved, whatever became of the file.
+    An attempt after the first continues under the settings that the first one saved, even if the file has changed.
     """
     allocation = Allocation.of_this_job()
     note = Path(f"slurm-{allocation.job_id}.run")  # a later attempt knows the job's number, not CONFIG
@@ -106,7 +106,7 @@ class Job:
             self._driver.end_all()
 
     def _check_config(self) -> int:
-        """On a node, so that what is wrong is found before many GPUs wait for a model to load; 0 if nothing is."""
+        """Check the config on a node, before many GPUs wait for a model to load; 0 if nothing is wrong."""
         step = self._launcher.start(check_plan(self._config, self._allocation))
         while (code := step.poll()) is None and self._signal is None:
             time.sleep(POLL_S)
@@ -117,7 +117,7 @@ class Job:
         return self._failed(step) if code else 0
 
     def _preflight(self) -> int:
-        """0 if nothing is wrong. What no other node cures fails the job; else it requeues without those at fault."""
+        """Return 0 if nothing is wrong. If no other node would help, the job fails; else it avoids the bad nodes."""
         here = self._allocation.groups[0][0]
         try:
             found = preflight_of_job(self._config, self._allocation, self._launcher, lambda: self._signal is not None)
@@ -157,10 +157,10 @@ class Job:
         self._record("completed", f"{self._config.train.steps} steps done")
         print_line(f"completed {self._config.train.steps} steps; the final model is {self._run.final_model}")
         try:
-            from dppo_megatron.observability.report import write_report  # the environment may lack what it draws with
+            from dppo_megatron.observability.report import write_report  # matplotlib may be missing
 
             print_line(f"report: {write_report(self._run.root)}")
-        except Exception as error:  # whatever is wrong with it, the run is complete
+        except Exception as error:  # the run is complete all the same
             print_line(f"no report: {error}; `dppo-megatron report {self._run.root}` tries again")
         return 0
 

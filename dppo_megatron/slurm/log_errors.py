@@ -26,7 +26,7 @@ def last_error(lines: Sequence[str]) -> str | None:
 
 
 class NewErrors:
-    """Errors that appear in a run's logs from now on; what earlier attempts of the run wrote does not count."""
+    """Errors that appear in a run's logs from now on; lines of earlier attempts do not count."""
 
     def __init__(self, logs: Path):
         self._logs = logs

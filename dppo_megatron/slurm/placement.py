@@ -50,7 +50,7 @@ def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> Ste
 
 
 def check_plan(config: Config, allocation: Allocation) -> StepPlan:
-    """One task on the first node, with the GPUs of the ranks there: it finds what they would find missing."""
+    """One task on the first node, with the GPUs of the ranks there: it finds the problems that they would have."""
     gpus = config.slurm.gpus_per_node
     return StepPlan("check", ("check",), nodes=allocation.groups[0][:1], group=0, gpus_per_node=gpus)
 
@@ -79,7 +79,7 @@ def orchestrator_plan(allocation: Allocation) -> StepPlan:
 
 
 def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
-    """One step per engine, so that one can end and start again alone; engines fill their nodes in turn. An engine of
+    """One step per engine, so that each can restart by itself; engines fill their nodes in turn. An engine of
     several nodes has a task on each, and its nodes follow one another.
 
     On nodes they share with trainer ranks, engines take the GPUs after the ranks' or, colocated, the same.

@@ -13,7 +13,7 @@ from dppo_megatron.errors import ExpectedError
 
 COMMAND_TIMEOUT_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-# What slurmctld answers when it has decided. Anything else (it is restarting, busy, unreachable) may pass.
+# Final answers of slurmctld. Any other (it is restarting, busy, unreachable) may pass.
 _REFUSAL = re.compile(
     r"invalid (job|user|partition|account)|permission denied|disabled|not supported|only batch jobs|already complet"
     r"|pending execution",
@@ -50,7 +50,7 @@ def submit(script: Path) -> str:
 
 
 def jobs(job_ids: list[str]) -> list[QueuedJob]:
-    """What the queue knows of these jobs; those that ended some minutes ago are gone from it."""
+    """Return these jobs as the queue knows them; jobs that ended some minutes ago are gone from it."""
     if not job_ids:
         return []
     try:
@@ -96,7 +96,7 @@ def node_names(node_list: str) -> tuple[str, ...]:
 
 
 def slurm_command(*command: str) -> str:
-    """Standard output. Raises `SlurmError` with what the command printed, `SlurmRefused` where that is an answer."""
+    """Standard output. Raises `SlurmError` with the command's output, `SlurmRefused` where that is final."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except FileNotFoundError:

@@ -33,7 +33,7 @@ class NodeGroup:
 
     name: str
     nodes: int
-    nodes_setting: str  # what the number follows from; empty where it is fixed
+    nodes_setting: str  # the setting of the number; empty where it is fixed
     gpus_per_node: str  # 8 or h100:8; empty for none
     gpus_setting: str
     time: str

@@ -74,7 +74,7 @@ class Status:
     policy_version: int | None  # published
     engines: list[EngineStatus]
     jobs: list[queue.QueuedJob]
-    queue_note: str  # why squeue failed, or what it means that no job is in the queue
+    queue_note: str  # why squeue failed, or why no job is in the queue
     restarts: int
     excluded_nodes: list[str]
     last_event: str
@@ -139,7 +139,7 @@ def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
 async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
     async def check(service: Service) -> EngineStatus:
         if "//127.0.0.1:" in service.url and service.host not in ("", socket.gethostname()):
-            return EngineStatus(service.name, service.host, service.url, "reached from its own node alone")
+            return EngineStatus(service.name, service.host, service.url, "reached only from its own node")
         engine = build_engine(config, service.url)
         try:
             await asyncio.wait_for(engine.health(), HEALTH_TIMEOUT_S)

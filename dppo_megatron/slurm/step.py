@@ -84,7 +84,7 @@ class StepLauncher:
             return JobStep(plan.name, command, log, output)
 
     def end(self, processes: Sequence[JobStep], grace_s: float) -> None:
-        """What Slurm does not kill within `KILL_S` after the grace, it ends with the job."""
+        """Stop the steps. Tasks that Slurm has not killed `KILL_S` after the grace period end with the job."""
         for request, timeout_s in ((JobStep.request_stop, grace_s), (JobStep.kill, KILL_S)):
             for step in processes:
                 request(step)
@@ -98,7 +98,7 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: Allocation) -> list[str]:
-    """Ranks are numbered node by node; steps overlap, so none waits for what another holds; one failed task ends its
+    """Ranks are numbered node by node; steps overlap, so none waits for another's resources; one failed task ends its
     step."""
     program = config.slurm.command or (sys.executable, "-m", "dppo_megatron")
     return [

@@ -35,7 +35,7 @@ def prepare(
     if nodes is not None:
         config = scale_to_nodes(config, nodes)
     notes = check_job(config, str(config_file), resume=resume)
-    if config.slurm.command:  # what the model, the data and the plan need is in there
+    if config.slurm.command:  # only its environment can check model, data and plan
         notes += ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
     else:
         notes += check_config(config, str(config_file), place=place)
@@ -56,8 +56,8 @@ def check_config(config: Config, source: str, *, place: Place) -> list[str]:
 
 
 def check_memory(config: Config, source: str) -> str:
-    """The plan of the run on GPUs of kind `slurm.gpu`, as text. Raises `ConfigError` with what to change where it does
-    not fit."""
+    """Return the plan of the run on GPUs of kind `slurm.gpu`, as text. Raises `ConfigError` with the necessary changes
+    where it does not fit."""
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
 
     s = config.slurm
@@ -72,7 +72,7 @@ def check_memory(config: Config, source: str) -> str:
 def submit(prepared: Prepared) -> tuple[str, Path]:
     """Writes script and resolved config into the run directory and submits; returns the job id and the script's path.
 
-    The job trains what was checked here, however the config file changes while it waits in the queue.
+    The job trains the config that was checked here, even if the file changes while it waits in the queue.
     """
     run = RunDir(prepared.config.run.dir)
     attempts = AttemptLog(run)

@@ -1,4 +1,4 @@
-"""`dppo-megatron slurm-task`: one task of a job step. Turns Slurm's environment into what the program expects."""
+"""`dppo-megatron slurm-task`: one task of a job step. Translates Slurm's environment for the program."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _wait_and_report(child: Child, task: Task) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     while (code := child.poll()) is None:
         time.sleep(POLL_S)
-    child.end(GRACE_S)  # what it started and left behind
+    child.end(GRACE_S)  # processes that it left behind
     if stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return 0
     if code:
@@ -155,7 +155,7 @@ def _wait_and_report(child: Child, task: Task) -> int:
 
 
 def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound: bool) -> dict[str, str]:
-    """What torchrun would set, and that a collective that times out leaves what every rank was doing.
+    """Return torchrun's variables, and those by which a collective that times out leaves a trace of every rank.
 
     bound: the CPUs of this process are the rank's own; otherwise the ranks of its node share them.
     """
@@ -225,7 +225,7 @@ def node_address(config: Config) -> str:
 
 
 def engine_host(config: Config, address: str) -> str:
-    """Where engines listen: at the node's `address` only where somebody of the run is on another node."""
+    """Return the address of engines: the node's `address` only where the run has other nodes."""
     return address if config.slurm.trainer_nodes + config.slurm.engine_nodes > 1 else "127.0.0.1"
 
 

@@ -149,7 +149,7 @@ def test_a_value_of_somebody_who_reached_the_store_is_not_unpickled(tmp_path, mo
     entry = dist.PrefixStore("agreements", store)
     entry.set("0/part-0", forged)
     entry.set("0", "1")
-    with pytest.raises(RanksForged, match="rank 1: what the store holds as 0 is not of a rank with this run's secret"):
+    with pytest.raises(RanksForged, match="rank 1: the store's value of 0 was not signed with this run's secret"):
         Ranks.over(store, 1, 2, 5).from_rank_zero(dict, "a value")
     assert not (tmp_path / "ran").exists()
 
@@ -169,7 +169,7 @@ def test_a_value_of_an_earlier_attempt_is_refused_though_it_bears_the_runs_secre
         pool.submit(before[0].from_rank_zero, lambda: "old", "a value").result()
     for name in ("1", "1/part-0"):
         second.set(f"p/agreements/{name}", first.get(f"p/agreements/{name}"))
-    with pytest.raises(RanksForged, match="rank 1: what the store holds as 1 "):
+    with pytest.raises(RanksForged, match="rank 1: the store's value of 1 "):
         now[1].from_rank_zero(dict, "a value")
     assert before[1].from_rank_zero(dict, "a value") == "old"
 

@@ -78,6 +78,7 @@ def a_pipe(path):
     ],
 )  # fmt: skip
 def test_a_hostile_file_is_one_clear_error(tmp_path, monkeypatch, make, suffix, problem):
+    monkeypatch.setattr(files, "_SECONDS", 1.0)  # of computing, for a row that takes longer
     for module in (files, rows):
         monkeypatch.setattr(module, "memory_for_rows", lambda: 1 << 30, raising=False)
     path = tmp_path / f"hostile.{suffix}"

@@ -36,7 +36,7 @@ def test_turns_of_an_earlier_process_count_for_staleness(tmp_path, caplog, store
     assert w.journals.oldest_version(0) == 0
     w.run_attempt(w.engine())
     w.journals.close()
-    assert ("begins anew" in caplog.text) == anew
+    assert ("begins again" in caplog.text) == anew
     assert list((tmp_path / "turns").iterdir()) == []  # the bank has the group
 
 
