@@ -1,7 +1,7 @@
 """Write small files and directories so that readers see them whole or not at all, also after a power failure.
 
 A file is written aside, flushed to the device and renamed; then its directory is flushed, which holds the new name.
-Without the first flush a rename may survive whose bytes do not, and the file is empty after a power failure.
+Without the first flush a rename may survive without its bytes, and the file is empty after a power failure.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def output(path: Path, option: str = "--out", *, directory: bool = False) -> Pat
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
+    """Write or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -118,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_as(kind: type[T], path: Path) -> T | None:
-    """The dataclass whose fields `write_json` wrote, None when there is no file. Raises `DamagedFile`."""
+    """Return the dataclass that `write_json` wrote the fields of, None when there is no file. Raises `DamagedFile`."""
     try:
         content = read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
 
 
 def parse_as(kind: type[T], content: bytes, source: object) -> T:
-    """The dataclass whose fields stand in JSON. Raises `DamagedFile` that names the source and the field."""
+    """Return the dataclass that JSON has the fields of. Raises `DamagedFile` that names the source and the field."""
     try:
         return adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
@@ -191,7 +191,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file's bytes, or the names in a directory, to the device."""
+    """Flush a file's bytes, or the names in a directory, to the device."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -207,7 +207,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def replace_directory(source: Path, target: Path, *, durable: bool = True) -> None:
-    """Renames `source`, whose contents are flushed, to `target` on the same file system.
+    """Rename the flushed directory `source` to `target` on the same file system.
 
     A directory that has the name is renamed to .NAME.replaced, and removed once the new one is in its place. durable:
     its name is on the device before.
@@ -223,7 +223,7 @@ def replace_directory(source: Path, target: Path, *, durable: bool = True) -> No
 
 
 class SteadyFile(BufferedWriter):
-    """A file being written whose bytes reach the device every `FLUSH_BYTES`; `moved` is called each time.
+    """A file being written; its bytes reach the device every `FLUSH_BYTES`, and `moved` is called each time.
 
     Otherwise the system writes them all at once at the end, and a slow device looks like a dead one. durable: False =
     no bytes are flushed to the device, for files that may be lost with the machine.

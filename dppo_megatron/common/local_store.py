@@ -19,7 +19,7 @@ class LocalStore(dist.TCPStore):
 
 
 def world_store(timeout: timedelta) -> dist.Store | None:
-    """Return the store of the ranks that the environment describes; None under torchrun, whose agent keeps it.
+    """Return the store of the ranks that the environment describes; None under torchrun, which has its own.
 
     Rank 0 keeps it, with one connection (an open file) for each other rank.
     """

@@ -1,4 +1,4 @@
-"""A child process with its own session and log file, whose end leaves no process behind."""
+"""A child process with its own session and log file, which leaves no process behind."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Child:
         self._process.wait()
 
     def _session(self) -> set[psutil.Process]:
-        """Every process of the child's session, also those whose own parent is already gone."""
+        """Every process of the child's session, also orphans."""
         members = set()
         for process in psutil.process_iter():
             try:

@@ -110,7 +110,7 @@ class Ranks:
         return result
 
     def on_every_rank(self, act: Callable[[], T], what: str) -> list[T]:
-        """Runs `act` on every rank and returns all results in rank order.
+        """Run `act` on every rank and returns all results in rank order.
 
         When it raises on any, every rank raises an error of the type of the first, with the reasons of all.
         """
@@ -162,7 +162,7 @@ class Ranks:
         return f"name-{next(self._number)}" if self.size > 1 else ""
 
     def after(self, leader: int, name: str, others: int, what: str) -> None:
-        """Returns when rank `leader` has called it with this name: at once there. Of the leader and `others` ranks."""
+        """Return when rank `leader` has called it with this name: at once there. Of the leader and `others` ranks."""
         if self.size == 1:
             return
         with self._waiting_for(what):
@@ -173,7 +173,7 @@ class Ranks:
                 self._take(name, others)
 
     def barrier(self, what: str) -> None:
-        """Returns when every rank has called it."""
+        """Return when every rank has called it."""
         self.gather(None, what)
 
     def alive(self) -> None:

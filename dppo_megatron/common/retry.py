@@ -90,7 +90,7 @@ def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float)
 def look_again_s(waited_s: float) -> float:
     """Pause until the next look at a file that another process will write, after a wait of `waited_s`.
 
-    A hundredth of it, so that a wait grows by no more than that: short ones end at once, long ones cost neither the
+    A hundredth of the wait, which so grows by no more than that: short ones end at once, long ones cost neither the
     cores nor a shared file system much. Between 5 and 100 ms.
     """
     return min(max(0.005, waited_s / 100), 0.1)

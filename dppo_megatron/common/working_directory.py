@@ -7,6 +7,6 @@ import sys
 
 
 def put_on_path() -> None:
-    """Lets imports look in the working directory last, as a console script, unlike `python -m`, does not by itself."""
+    """Let imports look in the working directory last, as a console script, unlike `python -m`, does not by itself."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())

@@ -29,7 +29,7 @@ def unit(path: Path) -> str:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files that a path stands for: itself, those that it matches (`MATH/*/train-*.parquet`), or a dataset's.
+    """Return the files of a path: itself, its matches (`MATH/*/train-*.parquet`), or a dataset's.
 
     Raises `PromptFileError` when there are none, or of several splits.
     """
@@ -47,7 +47,7 @@ def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str
     """(number from 1, columns) of every row; a malformed line has its error in place of columns.
 
     held: whether the caller stores all of them, so that they must fit into memory. Raises `PromptFileError` for files
-    that cannot be read as what their names say.
+    that have another format than their names.
     """
     first = 1
     for file in data_files(path):

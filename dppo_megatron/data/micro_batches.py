@@ -23,7 +23,7 @@ class Prefixes:
 def plan_micro_batches(
     lengths: Sequence[int] | np.ndarray, data_parallel: int, budget: int, prefixes: Prefixes | None = None
 ) -> Plan:
-    """Splits sequences of the given lengths over ranks and micro-batches.
+    """Split sequences of the given lengths over ranks and micro-batches.
 
     lengths: tokens of each sequence. budget: most tokens of a micro-batch; a longer sequence gets one of its
     own. prefixes: a micro-batch computes a prefix once, however many of its group's sequences it holds.

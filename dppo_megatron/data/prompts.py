@@ -27,7 +27,7 @@ __all__ = ["PromptFile", "PromptFileError", "PromptSource", "parse_rows", "rende
 T = TypeVar("T")
 Render = Callable[[Sequence[Any]], list[str | ValueError]]
 
-_BATCH = 256  # rows whose prompts are rendered together
+_BATCH = 256  # rows that are rendered together
 _CHARACTERS_PER_TOKEN = 1000  # no token is longer; text that is need not be tokenized to be refused
 
 
@@ -44,7 +44,7 @@ class PromptFile:
     """The prompts of one file, rendered and tokenized. The whole file is read on construction.
 
     Raises `PromptFileError` naming every malformed line (not JSON, no such column, empty prompt, more than
-    `max_prompt_tokens` tokens unless `overlong` says otherwise), and for a missing or empty file; `ValueError` for an
+    `max_prompt_tokens` tokens unless `overlong` allows them), and for a missing or empty file; `ValueError` for an
     unusable template.
     """
 
@@ -56,7 +56,7 @@ class PromptFile:
         tools: Sequence[dict[str, Any]] = (),
     ):
         self.path = Path(path)
-        self.total = 0  # rows in the file, those that were dropped included
+        self.total = 0  # rows in the file, dropped ones included
         self._config = data_config
         self.rows = self._load(tokenizer, renderer(tokenizer, data_config, tools))
         self.truncated = sum(len(row.token_ids) > data_config.max_prompt_tokens for row in self.rows)

@@ -97,7 +97,7 @@ def _expectations(recipe: str, count: int) -> Iterator[str]:
 
 
 def _dapo(columns: Row) -> Row:
-    """verl's schema, or rows whose prompt is text."""
+    """Read verl's schema, or rows with text as prompt."""
     answer = str(_first(columns, "reward_model.ground_truth", "answer", "solution")).strip()
     if not _INTEGER.fullmatch(answer):
         raise _LeftOut("with an answer that is no integer")
@@ -187,7 +187,7 @@ def _user_text(value: Any) -> str:
 
 
 def _last_box(solution: str) -> str | None:
-    """Content of the last \\boxed{} whose braces close."""
+    """Return the content of the last closed \\boxed{}."""
     for match in reversed(list(_BOX.finditer(solution))):
         level = 0
         for place in range(match.end(), len(solution)):

@@ -53,7 +53,7 @@ class PromptFileError(ExpectedError, ValueError):
 
 
 def memory_for_rows() -> int:
-    """Bytes: half of what is free."""
+    """Return half of the free memory in bytes."""
     return psutil.virtual_memory().available // 2
 
 

@@ -21,7 +21,7 @@ class TokenizerError(ExpectedError, ValueError):
 
 
 def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model directory and checks it against the model.
+    """Load the tokenizer of a model directory and checks it against the model.
 
     vocab_size: embedding rows of the model; default: `vocab_size` of the directory's config.json.
     Raises `TokenizerError` when the directory or its tokenizer is missing or unreadable, when it has more

@@ -50,7 +50,7 @@ class Turn:
 
     @property
     def message(self) -> ChatMessage:
-        """As an agent says it back."""
+        """The message that an agent sends back for this turn."""
         calls = [
             {"id": self.call_id(i), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for i, c in enumerate(self.calls)
@@ -71,7 +71,7 @@ class Conversation:
     A request continues the longest sampled history with which its text begins; the rest of its text is tokenized.
     A turn that the agent sends back is written as it was sampled, reasoning included: the turn that followed
     the same messages, else the only turn of that visible text. Where several turns differ in their reasoning, a later
-    turn that followed one of them decides; without one, the message is written as the agent says it.
+    turn that followed one of them decides; without one, the message is written as the agent sent it.
     """
 
     def __init__(self, codec: Codec, render: Render, sample: Sample):

@@ -95,7 +95,7 @@ class Episodes:
         return self._group(prompt, await self._play_all(prompt, request, rewards, turns, order, recorded=True))
 
     async def play_request(self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool) -> list[Trajectory]:
-        """`request.n` trajectories that are not trained on, as `request` says of their first turn."""
+        """Play `request.n` trajectories that are not trained on; `request` describes their first turn."""
         turns = [FinishedTurns() for _ in request.seeds]
         return await self._play_all(prompt, request, rewards, turns, next(self._begun), recorded=False)
 
@@ -170,7 +170,7 @@ class Episodes:
         return Trajectory(attempt.branches, attempt.finish_reason, attempt.reward, given), failed
 
     async def _converse(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
-        """Answers the requests of an agent until it returns."""
+        """Answer the requests of an agent until it returns."""
         assert self.gateway is not None
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asked = itertools.count()
@@ -222,7 +222,7 @@ class Episodes:
         return min(left, limits.max_turn_tokens or left, most or left)
 
     async def _alternate(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
-        """Takes turns with an environment."""
+        """Take turns with an environment."""
         dialogue = attempt.played = await self._begin(wanted, session)
         attempt.finish_reason = await self._play(wanted, session, dialogue, attempt.turn_rewards)
         over, rewards = attempt.finish_reason == "stop", attempt.turn_rewards
@@ -260,7 +260,7 @@ class Episodes:
     async def _play(
         self, wanted: TrajectoryRequest, session: Session, dialogue: Dialogue, turn_rewards: list[float | None]
     ) -> str:
-        """Takes turns until it is over; returns the finish reason."""
+        """Take turns until it is over; returns the finish reason."""
         limits = self.config.environment
         for turn in range(limits.max_turns):
             behind = dialogue.token_ids
@@ -361,7 +361,7 @@ class Episodes:
         )
 
     def _nothing(self, prompt_tokens: int, trajectory: int) -> Rollout:
-        """A trajectory whose environment failed before its first turn."""
+        """Return the rollout of a trajectory that failed before its first turn."""
         rollout = self.config.rollout
         asked = {"topk": rollout.topk_logprobs, "sampling_mask": rollout.has_sampling_mask}
         columns = {

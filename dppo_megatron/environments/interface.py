@@ -61,4 +61,4 @@ class EnvironmentFailed(Exception):
 
 
 class EnvironmentNameError(ExpectedError, ValueError):
-    """`environment.name` does not lead to an environment; the message says why."""
+    """`environment.name` does not lead to an environment; the message gives the reason."""

@@ -34,16 +34,16 @@ class FinishedTurns:
         self.rewind()
 
     def rewind(self) -> None:
-        """The trajectory begins again."""
+        """Begin the trajectory again."""
         self._left = list(self._finished)
 
     @property
     def left(self) -> int:
-        """Turns that have not been taken."""
+        """The number of turns that have not been taken."""
         return len(self._left)
 
     def take(self, behind: np.ndarray) -> Rollout | None:
-        """The first turn left that was sampled behind these tokens ([P] int32)."""
+        """Return the first turn left that was sampled behind these tokens ([P] int32)."""
         key = _key(behind)
         for place, (other, sampled) in enumerate(self._left):
             if other == key:
@@ -80,12 +80,12 @@ class Journals:
             log.info("%d groups go on behind %d turns that an earlier process finished", len(self._open), turns)
 
     def oldest_version(self, position: int) -> int | None:
-        """Of the policies that sampled what an earlier process left of a group; None where it left nothing."""
+        """Return the oldest policy of a group's turns from an earlier process; None where there are none."""
         found = self._open[position].found if position in self._open else []
         return min((int(group.rollouts[0].versions.min()) for group in found), default=None)
 
     async def turns(self, position: int, trajectories: int, temperature: float) -> list[FinishedTurns]:
-        """Of each trajectory of a group. Once for a group."""
+        """Return the turns of each trajectory of a group. Call it once for a group."""
         loop = asyncio.get_running_loop()
         journal = await loop.run_in_executor(self._thread, self._opened, position)
 
@@ -100,11 +100,11 @@ class Journals:
         return [FinishedTurns(of_one, partial(write, number)) for number, of_one in enumerate(found)]
 
     def remove(self, position: int) -> None:
-        """The bank has the group, or the group is to begin anew. May be called in any thread."""
-        self._thread.submit(self._removed, position)  # behind what is being opened and written
+        """Remove a group's journal: the bank has the group, or it begins again. May be called in any thread."""
+        self._thread.submit(self._removed, position)  # after pending opens and writes
 
     def close(self) -> None:
-        """Returns once everything is written or removed."""
+        """Return once everything is written or removed."""
         self._thread.shutdown()
 
     def _opened(self, position: int) -> Journal:

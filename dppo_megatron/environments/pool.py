@@ -41,7 +41,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def session(self, order: int = 0) -> AsyncIterator[Session]:
-        """An environment for one trajectory. Of those that wait for one the lowest `order` is served first."""
+        """Lend an environment for one trajectory. The waiting trajectory with the lowest `order` is served first."""
         await self._free.take(order)
         session = Session(self._pool)
         try:
@@ -78,7 +78,7 @@ class EnvironmentPool:
         return metrics
 
     def close(self) -> None:
-        """Ends the workers at once. Harmless when repeated."""
+        """End the workers at once. Harmless when repeated."""
         self._pool.close()
 
     def __enter__(self) -> EnvironmentPool:
@@ -89,7 +89,7 @@ class EnvironmentPool:
 
 
 class _Free:
-    """How many more trajectories may be played, and who waits for that."""
+    """The number of free places for trajectories, and a queue of those waiting."""
 
     def __init__(self, count: int):
         self._count = count
@@ -143,7 +143,7 @@ class Session:
         return await self._ask(lambda worker: worker.agent(prompt, url, key))
 
     def close(self) -> None:
-        """Gives the worker back; one that was still asked something is ended."""
+        """Give the worker back; one that was still asked something is ended."""
         worker, self._worker = self._worker, None
         if worker is not None:
             self._pool.give_back(worker, usable=not self._asked)

@@ -1,7 +1,7 @@
-"""A Python tool whose programs reach nothing: no file of the machine, no network, no process, no more than its share.
+"""A Python tool with isolated programs: no file of the machine, no network, no process, limited memory and time.
 
-Kernel namespaces do it (`sandbox.py`), without root and without a package. They keep out what a policy comes to try; a
-program that breaks the kernel itself is out.
+Kernel namespaces do it (`sandbox.py`), without root and without a package. They stop a policy's attempts, but not a
+program that breaks the kernel itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ print("tried")
 
 
 class SandboxError(ExpectedError):
-    """A limit cannot be enforced on this machine; the message says which, and how to get it."""
+    """A limit cannot be enforced on this machine; the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Limits:
 
     wall_s: float = 10.0
     cpu_s: int = 10  # of a process
-    memory_mb: int = 512  # of a process, what the kernel keeps for it included
+    memory_mb: int = 512  # of a process, with the kernel's memory for it
     processes: int = 1  # and threads, the program itself included
     files_mb: int = 16  # of all files in its working directory, which is in memory
     files: int = 256  # in number
-    output: int = 8192  # characters that are said of what it prints
+    output: int = 8192  # characters of its output in the answer
     readable: tuple[str, ...] = ()  # directories and files of the machine, besides Python and its packages
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ def _run(code: str, limits: Limits) -> _ProgramRun:
 
 @cache
 def _socket_buffer() -> int:
-    """Return the bytes that the kernel keeps for a socket at most; one write exceeds the limit by half of it."""
+    """Return the bytes that the kernel keeps for a socket at most; one write exceeds the limit by half."""
     with socket.socket(socket.AF_UNIX) as local:
         return local.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 2
 

@@ -150,7 +150,7 @@ def close_calls(sockets: bool) -> None:
         else:
             body = [(0x06, 0, 0, ALLOW)]
         program += [(0x15, 0, len(body), int(number)), *body]
-    program.append((0x06, 0, 0, ENOSYS))  # of x32, too, whose numbers are others
+    program.append((0x06, 0, 0, ENOSYS))  # of x32, too, which has other numbers
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
     call("no new privileges", "prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -222,7 +222,7 @@ def guard(given: dict, answer: int, supervisor: int, group: str | None) -> None:
 
 
 def main() -> None:
-    """Arguments: the process that waits for the answer, and the descriptor for it. Input: what `python_tool` gives.
+    """Arguments: the process that waits for the answer, and its descriptor. Input: the settings of `python_tool`.
 
     The answer is one line of JSON: how the program ended, or the failure. When this process ends, so have all others.
     """

@@ -58,7 +58,7 @@ def _parse(text: str) -> ToolCall:
 
 
 class Tools:
-    """Functions by name. Raises `TypeError` for one whose arguments cannot be described."""
+    """Functions by name. Raises `TypeError` if arguments cannot be described."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
         self._functions = {function.__name__: TypeAdapter(function) for function in functions}

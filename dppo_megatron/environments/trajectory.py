@@ -19,8 +19,8 @@ from .journals import FinishedTurns
 class TrajectoryRequest:
     """One trajectory of a group.
 
-    first: the request of its first turn, as if that were all; its id names the trajectory among those that are played,
-    max_tokens is the limit of all tokens after the prompt. turns: those that are finished already. order: of its group,
+    first: the request of its first turn, as if that were all; its id names the trajectory among all running ones,
+    max_tokens is the limit of all tokens after the prompt. turns: finished before. order: of its group,
     the lower the earlier it was begun. recorded: in the metrics.
     """
 

@@ -1,4 +1,4 @@
-"""A process that holds the environment of one trajectory at a time, and the pool's handle of it."""
+"""A process that holds the environment of one trajectory at a time, and the pool's handle."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@
 | refuses it or does not suit the run | is given up: the run ends with the error | |
 | cannot be had, for none serves | waits for one | `engine.unavailable_timeout_s` |
 
-Nothing else repeats a request; the HTTP client only waits while a server answers "503, try again", within
+This is the only retry budget. Of the three layers with `generate`, only `Sampler` repeats a request; `MonitoredEngine`
+and the engine's client (`VllmEngine`) send it once. The client waits while a server answers "503, try again", within
 `engine.request_timeout_s`.
 """
 

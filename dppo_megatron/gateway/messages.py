@@ -58,7 +58,7 @@ def error(message: str, status: int) -> Body:
 
 
 def _put(messages: list[ChatMessage], message: Body) -> None:
-    """Adds a message; results of tools, which stand in one of the user, are messages of their own."""
+    """Add a message; results of tools, which stand in one of the user, are messages of their own."""
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         messages.append({"role": role, "content": content})

@@ -76,7 +76,7 @@ def _events(turn: Turn, body: Body) -> Iterator[Body]:
 
 
 def _put(messages: list[ChatMessage], item: Body) -> None:
-    """Adds an item; the items of one turn are one message, as chat templates have it."""
+    """Add an item; the items of one turn are one message, as chat templates have it."""
     match item.get("type", "message"):
         case "message":
             role = "system" if item["role"] == "developer" else item["role"]

@@ -18,7 +18,7 @@ FEWEST_FAILED = 8  # groups; fewer may be a short failure of a service
 
 
 class NoSignal(ExpectedError, RuntimeError):
-    """Nearly every prompt gives groups whose rewards are all equal."""
+    """Nearly every prompt gives groups with equal rewards."""
 
 
 class NoReward(ExpectedError, RuntimeError):
@@ -27,7 +27,7 @@ class NoReward(ExpectedError, RuntimeError):
 
 @dataclass(eq=False)
 class SignalFilter:
-    """Chooses which groups to keep: all of them, or with `rollout.dynamic_sampling` those whose rewards differ.
+    """Chooses which groups to keep: all of them, or with `rollout.dynamic_sampling` those with different rewards.
 
     Rewards are those of the verifier; failed ones do not count. At most `rollout.max_prompts_per_group` prompts
     are spent for each group of a step, on the average of the step, counted from the start of this process.
@@ -45,7 +45,7 @@ class SignalFilter:
         self._dropped: Counter[int] = Counter()
 
     def keeps(self, group: RolloutGroup, step: int) -> bool:
-        """Whether `group` is one of those that `step` trains on. Raises NoSignal when too many were not, and NoReward
+        """Return whether `step` trains on `group`. Raises NoSignal when it rejected too many groups, and NoReward
         when every reward of a step's number of groups in a row, at least `FEWEST_FAILED`, failed."""
         config = self.config
         self._failed = self._failed + 1 if group.reward_failed.all() else 0

@@ -36,7 +36,7 @@ def ks(n: int) -> list[int]:
 
 
 def majority(right: np.ndarray, answers: Sequence[Sequence[str | None]]) -> float:
-    """Share of prompts whose most frequent answer is right; of several most frequent ones each counts its part.
+    """Share of prompts with a right most frequent answer; of several most frequent ones each counts its part.
 
     Without an answer (None) a response does not vote; a prompt without any vote counts as wrong.
     """

@@ -42,7 +42,7 @@ OTHER_FILES = 256  # bank, logs, reward processes, health checks
 
 
 def run_orchestrator(config: Config, prompts: int | None = None) -> None:
-    """Waits for the engines, checks that they can serve this config, and samples until the bank is full.
+    """Wait for the engines, checks that they can serve this config, and samples until the bank is full.
 
     `prompts`: how many groups the start model is to sample, without a trainer; None = as many as the trainer needs.
     """

@@ -35,16 +35,16 @@ class StepRecorder:
         self._started.setdefault(step, time.monotonic())
 
     def count_given_up(self) -> None:
-        """Counts one group that took longer than the staleness bound allows."""
+        """Count one group that took longer than the staleness bound allows."""
         self._given_up += 1
 
     def count_dropped(self, step: int, group: RolloutGroup) -> None:
-        """Counts one group that was sampled for the step and is not trained on."""
+        """Count one group that was sampled for the step and is not trained on."""
         self._dropped += 1
         self._count_tokens(step, group)
 
     def count_finished(self, step: int, group: RolloutGroup) -> None:
-        """Counts one group of the step; steps that an earlier orchestrator began are not timed."""
+        """Count one group of the step; steps that an earlier orchestrator began are not timed."""
         self._finished[step] += 1
         self._count_tokens(step, group)
         self._rewards[step].extend(group.rewards[~group.reward_failed].tolist())

@@ -82,7 +82,7 @@ class Orchestrator:
     stop_token_ids: Sequence[int]
     episodes: Episodes | None = None  # where the policy answers in turns
     journals: Journals | None = None  # of the turns
-    prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = those that a trainer needs
+    prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = as many as a trainer needs
     inflow: Inflow | None = None  # of the engines' clients
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class Orchestrator:
         return min(oldest, current)
 
     def _store(self, finished: list[tuple[int, RolloutGroup]], running: dict[asyncio.Task, Running]) -> None:
-        """Moves finished groups to the bank, the most urgent first, as long as the running ones stay in time."""
+        """Move finished groups to the bank, the most urgent first, as long as the running ones stay in time."""
         finished.sort(key=lambda entry: entry[0])
         while finished:
             group = self.bank.num_begun_groups
@@ -172,7 +172,7 @@ class Orchestrator:
             self._write(first.prompt.position, self.bank.begin_append(first))
 
     def _write(self, position: int, record: Future) -> None:
-        """Remembers a record on its way to the disk; once it is there, its memory is free and the prompt's journal not
+        """Remember a record on its way to the disk; once it is there, its memory is free and the prompt's journal not
         needed."""
         self._writes.append(record)
         loop = asyncio.get_running_loop()
@@ -290,6 +290,6 @@ class Orchestrator:
 
 
 def _identity(policy: PublishedPolicy) -> dict[str, object]:
-    """Return what distinguishes a policy from another of the same version, as after a resume: the trainer's scores."""
+    """Return the trainer's scores, which distinguish a policy from another of that version, as after a resume."""
     scored = zlib.crc32(json.dumps(policy.probe_logprobs).encode()) if policy.probe_logprobs else policy.published_at
     return {"version": policy.version, "scored": scored}

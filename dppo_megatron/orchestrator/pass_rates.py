@@ -22,7 +22,7 @@ from dppo_megatron.types import Prompt
 
 
 class PassRateError(ExpectedError, ValueError):
-    """A bank that no pass rate can be measured from, or whose prompts are not those of the file."""
+    """A bank without pass rates, or with other prompts than the file."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ def measure(bank: Path, pass_reward: float = 1.0) -> str:
 
 
 def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: float = 1.0) -> str:
-    """Writes the rows of data.train with a share of right answers in [lowest, highest], and return counts of all.
+    """Write the rows of data.train with a share of right answers in [lowest, highest], and return counts of all.
 
     Rows keep their columns and get `pass_rate` and `pass_answers` (how many were graded).
 

@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 
 class WaitingGroups:
-    """Charges the bytes of waiting groups to `inflow`; those beyond half of its room are laid aside in `directory`.
+    """Charges the bytes of waiting groups to `inflow`; those beyond half of its room are spilled to `directory`.
 
     So at least half stays for replies that arrive. A file has no name, and is gone when its group is.
     """
@@ -61,7 +61,7 @@ class WaitingGroups:
 
 
 def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
-    """Equal samples whose arrays are mapped from a file without a name in `directory`; some hold a byte at least.
+    """Return equal samples with arrays mapped from a file without a name in `directory`; at least one must have a byte.
 
     Raises OSError.
     """

@@ -11,7 +11,7 @@ KEEPER = "rank-0"  # keeps the store at which all processes meet
 
 
 def checked_groups(config: Config, per_node: int, size: int) -> dict[str, list[str]]:
-    """Names of the members of each group, in the order of the checks. size: of all processes, also those that serve.
+    """Names of the members of each group, in the order of the checks. size: of all processes, also on serving nodes.
 
     {"tensor 0": ["rank-0", "rank-1"], ..., "weights": ["rank-0", "serving-0"]}
     """

@@ -32,7 +32,7 @@ class Observed:
 
 
 def gpu_rows(out: Observed) -> list[list[str]]:
-    """Index, UUID, name, driver and used MiB of each GPU; none where `out` says why."""
+    """Index, UUID, name, driver and used MiB of each GPU; none where `out` gets the reason."""
     try:
         return nvidia_smi("index,uuid,name,driver_version,memory.used", NVIDIA_SMI_S)
     except FileNotFoundError:

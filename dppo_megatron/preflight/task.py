@@ -1,7 +1,7 @@
 """One process at the place of a trainer rank, or on a node that serves: it reports stages as lines of JSON.
 
 The command that started all of them reads the lines (`watch`), so a process that hangs or that sees no shared directory
-is found: it is the one whose lines are missing.
+is found by its missing lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = 1024  # numbers of each member in a collective
 
 
 def silence_timeout_s(size: int) -> float:
-    """The silence of `size` processes after which those that are behind count as lost."""
+    """Return the silence of `size` processes after which processes that are behind count as lost."""
     return 9.0 + size / 16
 
 
@@ -40,7 +40,7 @@ class ProcessPlace:
     """Trainer rank `rank`, or number `rank` of the processes that serve."""
 
     rank: int
-    gpu: int  # of those that its node shows
+    gpu: int  # of its node's visible ones
     per_node: int  # trainer ranks
     node: str
     meeting: str  # HOST,PORT,SIZE: store of rank 0, number of all processes

@@ -86,7 +86,7 @@ def run_preflight(
 def _watch(
     config: Config, tasks: Tasks, log: Path, offset: int, processes: Sequence[Process], stopped: Callable[[], bool]
 ) -> Preflight | None:
-    """Returns when all are done or have ended, or when those that remain are silent for too long."""
+    """Return when all are done or have ended, or when the remaining ones are silent for too long."""
     ended: dict[str, str] = {}
     began = heard = time.monotonic()
     timeout, half_s = silence_timeout_s(len(tasks)), None  # when half of them had imported torch

@@ -13,7 +13,7 @@ _MARKDOWN = " \t\r*_`"
 
 
 def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
-    """(place, content) of every \\boxed{...} whose braces close within `longest` characters, as they close."""
+    """Yield (place, content) of every \\boxed{...} that closes within `longest` characters, in order of ends."""
     open_braces: list[tuple[int, int] | None] = []  # of a box, where it begins and where its content does
     for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]

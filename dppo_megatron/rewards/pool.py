@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
 
 _ANSWERS = 64  # read by a worker at once
-_TEXTS = 32  # whose final answers are in one reply of a worker
+_TEXTS = 32  # final answers in one reply of a worker
 _ANSWERS_S = 60.0  # for all of those at most; then one by one, each within reward.timeout_s
 
 
 class RewardPool:
     """Scores responses with the rewards that `config` names, `config.workers` at a time.
 
-    A sample whose verifier raises, returns something that is not a finite number, runs longer than
-    `config.timeout_s`, or ruins its process scores 0 and is marked failed. Processes that hang, die or write to the
-    channel of the results are replaced. Rewards with `trusted = True` are called directly, without process or timeout,
-    and remote ones are waited for here.
+    If the verifier of a sample raises, returns something that is not a finite number, runs longer than
+    `config.timeout_s`, or ruins its process, the sample scores 0 and is marked failed. Processes that hang, die or
+    write to the channel of the results are replaced. Rewards with `trusted = True` are called directly, without process
+    or timeout, and remote ones are waited for here.
 
-    Of several terms a sample's reward is the weighted sum of those that apply to the row's data source; it fails when
+    Of several terms a sample's reward is the weighted sum over those for the row's data source; it fails when
     one of them does, or none applies.
 
     Raises `RewardError` on construction when there is no such reward. Close it, or use it as a context manager.
@@ -117,7 +117,7 @@ class RewardPool:
         return [(self._terms[i].name, found) for i, f in asked.items() if isinstance(found := f.result(), Failure)]
 
     def close(self) -> None:
-        """Stops the workers at once, running verifiers included. Harmless when repeated."""
+        """Stop the workers at once, running verifiers included. Harmless when repeated."""
         if not self._closed:
             self._closed = True
             self._workers.close()

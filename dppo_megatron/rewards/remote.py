@@ -31,8 +31,8 @@ class RemoteReward:
     `{"rewards": [number or null, ...]}`, one for each response; null means that it has none.
 
     `batch`: responses in one request. `attempts`: how often a request that is refused with 408, 425, 429 or 5xx, or not
-    answered, is sent. reward.timeout_s holds for all of them together. `token_env` names an environment variable whose
-    value is sent as bearer token. `columns` of the row that are sent along.
+    answered, is sent. reward.timeout_s holds for all of them together. `token_env` names an environment variable with
+    the bearer token. `columns` of the row that are sent along.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A process that calls rewards, and the pool's handle of it."""
+"""A process that calls rewards, and the pool's handle."""
 
 from __future__ import annotations
 

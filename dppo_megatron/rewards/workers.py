@@ -53,7 +53,7 @@ class WorkerPool(Generic[AnyWorker]):
         return self._threads.submit(self._ask, ask)
 
     def in_thread(self, call: Callable[[], Result]) -> Future[Result]:
-        """Waits for one worker in a thread, of which there are as many as workers."""
+        """Wait for one worker in a thread, of which there are as many as workers."""
         return self._threads.submit(call)
 
     def lease(self) -> AnyWorker:
@@ -68,7 +68,7 @@ class WorkerPool(Generic[AnyWorker]):
             self._end(worker)
 
     def close(self) -> None:
-        """Ends the workers at once, busy ones included. Harmless when repeated."""
+        """End the workers at once, busy ones included. Harmless when repeated."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in tuple(self._all):

@@ -45,7 +45,7 @@ _FORMAT = "%i|%j|%T|%r|%N|%L"
 
 
 def submit(script: Path) -> str:
-    """Hands the script to sbatch and returns the job's id."""
+    """Hand the script to sbatch and returns the job's id."""
     return slurm_command("sbatch", "--parsable", str(script)).split(";")[0]
 
 
@@ -68,12 +68,12 @@ def _queued(line: str) -> QueuedJob:
 
 
 def requeue(job_id: str) -> None:
-    """Ends this attempt of the job, steps and batch script, and queues it again."""
+    """End this attempt of the job, steps and batch script, and queues it again."""
     slurm_command("scontrol", "requeue", job_id)
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
-    """Keeps a waiting job off `nodes`, as off those that it was kept from before."""
+    """Exclude `nodes` from a waiting job, in addition to its excluded nodes."""
     before = re.search(r"ExcNodeList=(\S+)", slurm_command("scontrol", "show", "job", "--oneliner", job_id))
     names = [*nodes, *([before[1]] if before and before[1] != "(null)" else [])]
     slurm_command("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
@@ -82,7 +82,7 @@ def exclude(job_id: str, nodes: Sequence[str]) -> None:
 def retry_until_answered(
     command: Callable[[], None], timeout_s: float, give_up: Callable[[], bool] | None = None
 ) -> None:
-    """Repeats `command`, after growing pauses, while Slurm does not answer.
+    """Repeat `command`, after growing pauses, while Slurm does not answer.
 
     Raises `SlurmRefused` at once, and the last `SlurmError` after `timeout_s` or when `give_up` returns True.
     """

@@ -85,7 +85,7 @@ class Status:
 
 
 def read_status(directory: Path) -> Status:
-    """Reads files and queries each engine and squeue once; changes nothing. Raises `NotARun`."""
+    """Read files and queries each engine and squeue once; changes nothing. Raises `NotARun`."""
     run = RunDir(directory)
     if not run.config.is_file():
         raise NotARun(f"{directory}: no {run.config.name} in it; name the run.dir of a run that was started")

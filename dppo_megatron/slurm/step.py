@@ -118,7 +118,7 @@ def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: 
 
 
 def steps_of_job(config: Config, *, resume: bool) -> str:
-    """Which node does what, then the srun line of every step in the order of its start; nodes are node1, node2, ..."""
+    """Return the work of each node, then the srun lines of steps in the order of their start. Nodes are node1, ..."""
     s = config.slurm
     nodes = [f"node{number + 1}" for number in range(s.trainer_nodes + s.engine_nodes)]
     cut = s.trainer_nodes if s.heterogeneous else len(nodes)

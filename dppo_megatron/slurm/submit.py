@@ -70,7 +70,7 @@ def check_memory(config: Config, source: str) -> str:
 
 
 def submit(prepared: Prepared) -> tuple[str, Path]:
-    """Writes script and resolved config into the run directory and submits; returns the job id and the script's path.
+    """Write script and resolved config into the run directory and submits; returns the job id and the script's path.
 
     The job trains the config that was checked here, even if the file changes while it waits in the queue.
     """

@@ -72,7 +72,7 @@ class Task:
 
 
 def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gpu: int) -> int:
-    """Runs a trainer rank, the orchestrator, engine `index` or the check of the config; returns its exit code.
+    """Run a trainer rank, the orchestrator, engine `index` or the check of the config; returns its exit code.
 
     All but the check run as a child with its own session and log file. SIGUSR1 reaches the child as SIGTERM: srun
     passes on the former, and takes the latter as the order to kill.
@@ -131,7 +131,7 @@ def _wait_and_report(child: Child, task: Task) -> int:
     """Exit code of the child, 128 + n when signal n ended it; its last lines go to the job's output if it failed.
 
     0 for one that ended by a signal from here: srun returns the largest code of its tasks, which must be that of the
-    rank that failed, not of those that were ended after it.
+    rank that failed, not of ranks that were ended after it.
     """
     stopped = False
 
@@ -175,7 +175,7 @@ def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound:
 
 
 def engine_environment(config: Config, index: int, first_gpu: int, address: str) -> dict[str, str]:
-    """The engine's GPUs among those that Slurm shows its step, and the address that its own processes use."""
+    """Return the variables of the engine's GPUs, out of its step's, and of the address of its processes."""
     environment = {"VLLM_HOST_IP": address}
     named = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible := named or visible_devices():

@@ -1,7 +1,7 @@
 """Attacks from outside, drawn at random from a seed, so that each can be repeated.
 
 ATTACK_SEED draws others (default 1). ATTACK_CASES is how many of each kind are tried (default: each test's own number).
-What an attack found is kept under a name of its own, in the tests of the room that was mended.
+A fault that an attack found has a test of its own, in the tests of the corrected room.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands run in this process, and what may be wrong with how they end."""
+"""Commands run in this process, and checks of how they end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_CPU_S, LONGEST_WALL_S = 5.0, 30.0  # the latter for a machine that does 
 
 
 def run(*arguments: str) -> str:
-    """What is wrong with the answer of `dppo-megatron ARGUMENTS`; empty for one that is as it should be."""
+    """Return the problem of the answer of `dppo-megatron ARGUMENTS`; empty for a correct one."""
     out, err = io.StringIO(), io.StringIO()
     before, sys.argv = sys.argv, ["dppo-megatron", *arguments]
     started, cpu = time.monotonic(), time.process_time()

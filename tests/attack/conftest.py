@@ -20,7 +20,7 @@ def pytest_report_header() -> str:
 
 
 class Engine:
-    """Of vLLM, without one: whatever is called of it is noted."""
+    """A stand-in for vLLM's engine that records all calls."""
 
     def __init__(self, model: Path):
         self.model_config = SimpleNamespace(

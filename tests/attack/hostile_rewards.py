@@ -1,6 +1,6 @@
-"""A reward that does whatever the response says, by dotted path from test_rewards.py.
+"""A reward that does as the response demands, by dotted path from test_rewards.py.
 
-`RAISES`, `RETURNS` and `HARMS` name what it can do; `exactly` names those returns that are rewards.
+`RAISES`, `RETURNS` and `HARMS` name its acts; `exactly` names those returns that are rewards.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _later(seconds, action):
     return 1.0
 
 
-# What may cost the sample itself, by name; whatever is not in `harmless` must.
+# Acts that may fail the sample itself, by name; all but `harmless` must.
 HARMS = {
     "rubbish": lambda: _write_everywhere(b"\x00rubbish\n" * 100),
     "one byte": lambda: _write_everywhere(b"\x80"),

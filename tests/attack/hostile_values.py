@@ -1,4 +1,4 @@
-"""What may stand where something else is expected: values, trees of them, and text damaged at random."""
+"""Unexpected values, trees of them, and text damaged at random."""
 
 from __future__ import annotations
 

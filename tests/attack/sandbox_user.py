@@ -1,7 +1,7 @@
-"""A process that runs programs in the sandbox as another user, and measures what they take and leave.
+"""A process that runs programs in the sandbox as another user, and measures their memory and processes.
 
 `python -m tests.attack.sandbox_user UID`. Each line of its input is one program: {"code": ..., "limits": {...}}. Each
-line of its output says what the tool answered, or how it failed; which processes were left; and by how many bytes of
+line of its output has the tool's answer or failure; the processes that were left; and by how many bytes of
 memory, kernel memory included, this process and its children grew, at most and afterwards. Where no cgroup can be made
 these two are null.
 """

@@ -1,4 +1,4 @@
-"""A bank that somebody damages is refused by file and line, or read with the content that was written.
+"""A damaged bank is refused by file and line, or read with the content that was written.
 
 Every byte of every index is flipped, every line dropped, repeated and swapped, every file deleted, emptied, shortened
 and exchanged, and several of these at once.
@@ -36,7 +36,7 @@ Files = dict[str, bytes]
 
 @dataclasses.dataclass
 class Bank:
-    """The files of a whole bank, and what they say."""
+    """The files of a whole bank, and their contents."""
 
     directory: Path
     files: Files
@@ -82,7 +82,7 @@ class Bank:
             return
         if self.closed:
             assert (groups, done) == (len(self.content), self.done), f"{name}: the writer lost records"
-        else:  # the last record's line may be what a crash took
+        else:  # a crash may have taken the last record's line
             assert groups >= len(self.content) - 1, f"{name}: the writer lost {len(self.content) - groups} groups"
             assert set(self.positions[:groups]) <= done <= self.done, f"{name}: the writer lost records"
 
@@ -99,7 +99,7 @@ def read_all(directory: Path) -> list[bytes]:
 
 
 def fingerprint(group, entry) -> bytes:
-    """All that is trained on: what the line says and what the blob holds."""
+    """All data that is trained on, of the line and of the blob."""
     prompt = group.prompt
     parts = [prompt.token_ids, group.rewards, group.reward_failed, entry.rewards, entry.reward_failed, entry.truncated]
     parts += [entry.response_lengths]

@@ -1,4 +1,4 @@
-"""Doors: routes without the secret, with what they do not expect, weights from elsewhere, files that run code."""
+"""Doors: routes without the secret, unexpected bodies, weights from elsewhere, files that run code."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_the_secret_is_in_the_servers_environment_and_not_on_its_command_line(tm
 
 
 def test_a_resolved_config_holds_no_secret(tmp_path):
-    """What a run writes about itself; that its logs and processes do not either, tests of real servers see."""
+    """Files of a run. Tests of real servers check its logs and processes."""
     config = run_config(tmp_path / "run", secret_file=tmp_path / "shared")
     (tmp_path / "shared").write_text("hidden")
     save_resolved(config, tmp_path / "c.yaml")
@@ -307,7 +307,7 @@ def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
 
 
 def test_a_server_that_never_lets_its_own_launcher_in_is_said_to(tmp_path, monkeypatch):
-    """A container without the environment, say: it has no secret, and so answers nobody."""
+    """A container without the environment, say: it has no secret, and so rejects all requests."""
 
     class Refused:
         async def health(self):

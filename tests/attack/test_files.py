@@ -1,4 +1,4 @@
-"""Tables, weight files and chat templates changed at random: each gives what it holds or one short error, and soon."""
+"""Tables, weight files and chat templates changed at random: each gives its contents or one short error, and soon."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PIECES = [
 
 
 def outcome(read: Callable[[], object]) -> str:
-    """What is wrong with how a file was read; empty for rows, or for one clear error."""
+    """Return the problem of reading a file; empty for rows, or for one clear error."""
     started, cpu = time.monotonic(), computed_s()
     message = ""
     try:

@@ -12,13 +12,13 @@ from tests.attack import cases, generator
 from tests.support.runs import config_tree, descendants, run, start, steps_done, write_config, write_task
 
 GONE_S = 10.0
-# What a life waits for before its launcher is killed up to so many seconds later. Most of a run's processes start then.
+# Events, and the most seconds from each to the kill of the launcher. Most of a run's processes start then.
 MOMENTS = {"command": 0.5, "processes": 6.0, "imports": 25.0, "step": 2.0}
 LONGEST_S = 120.0
 
 
 def of_the_run(directory: Path) -> list[psutil.Process]:
-    """Processes that work in `directory`, which those that they start inherit: names and environments may change."""
+    """Processes that work in `directory`, which their children inherit: names and environments may change."""
     found = []
     for process in psutil.process_iter():
         try:

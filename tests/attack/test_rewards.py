@@ -1,4 +1,4 @@
-"""A reward may do anything at all: it costs its own sample, nobody else's, and never more than its time-out."""
+"""A reward may do anything at all: it fails only its own sample, and never takes longer than its time-out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(names: list[str], rewards: np.ndarray, failed: np.ndarray) -> None:
 @pytest.mark.parametrize("kind", ["sync", "async", "inline"])
 def test_anything_raised_or_returned_costs_its_own_sample_alone(kind, caplog):
     names = [name for hostile in (*NAMED, *RETURNS) for name in ("ok", hostile)]
-    if kind != "sync":  # it was awaited already, or runs in the loop of whoever scores and cannot wait
+    if kind != "sync":  # it was awaited already, or runs in the loop of the caller and cannot wait
         names.remove("awaitable")
     with pool(kind, workers=2, timeout_s=25.0) as rewards:  # one of them imports torch first
         started = time.monotonic()
@@ -57,7 +57,7 @@ def test_anything_raised_or_returned_costs_its_own_sample_alone(kind, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(cases(2)))
 def test_a_process_that_is_ruined_costs_its_own_sample_alone(seed):
-    """All of them among samples that are not hostile, in an order drawn anew; each alone takes at most its time-out."""
+    """All of them among samples that are not hostile, in random order; each takes at most its time-out."""
     names = [*HARMS, *["ok"] * len(HARMS)]
     generator("harms", seed).shuffle(names)
     with pool("sync", workers=4, timeout_s=8.0) as rewards:

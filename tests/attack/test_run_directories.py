@@ -1,4 +1,4 @@
-"""Files of a run damaged at random: whatever reads them answers, or says in one short error which file it is."""
+"""Files of a run damaged at random: every reader answers, or names the file in one short error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
 
 
 def write_state(directory: Path, root: Path) -> None:
-    """What a running attempt under Slurm has written besides."""
+    """Write the other files of a running attempt under Slurm."""
     config = {
         "run": {"dir": str(directory)},
         "model": {"path": str(directory / "model"), "dtype": "fp32"},
@@ -67,7 +67,7 @@ def write_state(directory: Path, root: Path) -> None:
 
 
 def damage(file: Path, at: random.Random) -> str:
-    """Changes a file, or puts something else in its place; says what."""
+    """Change a file, or put something else in its place; return the kind of damage."""
     content = file.read_bytes()
     kind = at.randrange(12)
     if kind <= 1:
@@ -112,7 +112,7 @@ def damage(file: Path, at: random.Random) -> str:
 
 
 def damaged_copy(kind: str, number: int, root: Path) -> str:
-    """Makes `case`, a copy of the run, and damages it; returns what was done."""
+    """Make `case`, a damaged copy of the run; return the damage."""
     at = generator(kind, number)
     case = root / "case"
     shutil.rmtree(case, ignore_errors=True)

@@ -29,7 +29,7 @@ CASES = cases(6)
 OTHER = 4321  # a user that owns nothing
 LIMITS = {"cpu_s": 3, "wall_s": 20.0, "memory_mb": 96, "processes": 4, "files_mb": 8, "files": 8, "output": 2000}
 SHARE = (96 * 4 + 8 * 2) << 20
-OWN = 24 << 20  # the two processes that hold the sandbox, and what the kernel takes for any
+OWN = 24 << 20  # the two processes that hold the sandbox, and the kernel's memory for them
 ANSWER_S = 60.0
 
 # Each holds as much as it can of one kind, and counts the bytes that no limit of a process counts.
@@ -216,7 +216,7 @@ PLACES = {
         take()
     """,
 }
-# How it ends, and what the tool then says.
+# How it ends, and the tool's answer.
 ENDS = {
     "at once": ("", ""),
     "a code": ("os._exit(137)", "[exit code 137]"),
@@ -265,7 +265,7 @@ class User:
             group.rmdir()
 
     def attack(self, taker: str, place: str, end: str) -> str:
-        """What is wrong with how this attack ended; empty if nothing is."""
+        """Return the problem of how this attack ended; empty if there is none."""
         limits = {"wall_s": 3.0} if "ended after 3 s" in ENDS[end][1] else {}
         answer = self.run(program(taker, place, end), **limits)
         said = answer.get("said", "")

@@ -38,7 +38,7 @@ def test_sglang_s_own_requests_take_the_secret_past_proxies(monkeypatch):
     "argument", ["--grpc-port=1", "--grpc-po", "--tokenizer-w=2", "--enc", "--config", "--config=x"]
 )
 def test_arguments_of_other_doors_are_refused_however_short(monkeypatch, argument):
-    """argparse takes what an argument begins with for the whole of it, and SGLang further arguments from a file."""
+    """argparse accepts abbreviated arguments, and SGLang reads further arguments from a file."""
     monkeypatch.syspath_prepend(str(Path(guard.__file__).parent))
     with pytest.raises(SystemExit, match=f"{argument.partition('=')[0]}: .*engine.extra_args"):
         importlib.import_module("sglang_server").main(["--model-path", "m", argument])

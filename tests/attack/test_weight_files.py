@@ -1,4 +1,4 @@
-"""Versions whose files are links or special files: both engines refuse them, and go on with what sites do."""
+"""Versions with links or special files: both engines refuse them, and accept the links of sites."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _error(call) -> tuple[str, str]:
 
 
 def _slow(ranks: Ranks, rank: int) -> int:
-    """Rank 1 works for longer than the others may wait, and says so."""
+    """Rank 1 works for longer than the others may wait, and reports progress."""
     for _ in range(50 * rank):
         time.sleep(0.1)
         ranks.alive()
@@ -165,7 +165,7 @@ def test_a_value_of_an_earlier_attempt_is_refused_though_it_bears_the_runs_secre
 
     first, second = dist.HashStore(), dist.HashStore()
     before, now = attempt(first), attempt(second)
-    with ThreadPoolExecutor(1) as pool:  # what rank 0 says of the same agreement in both
+    with ThreadPoolExecutor(1) as pool:  # the value of rank 0 for the same agreement in both
         pool.submit(before[0].from_rank_zero, lambda: "old", "a value").result()
     for name in ("1", "1/part-0"):
         second.set(f"p/agreements/{name}", first.get(f"p/agreements/{name}"))

@@ -1,4 +1,4 @@
-"""Retries: how often, how long, after which errors, and what is raised in the end; waiting for a condition."""
+"""Retries: how often, how long, after which errors, and the last error; waiting for a condition."""
 
 from __future__ import annotations
 

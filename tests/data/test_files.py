@@ -153,7 +153,7 @@ def test_several_files_are_one_order(tmp_path, tokenizers):
     assert Counter(prompt.text for prompt in drawn if prompt.source == "a") == {f"a{i}": 6 for i in range(4)}
     assert Counter(prompt.text for prompt in drawn if prompt.source == "b") == {f"b{i}": 2 for i in range(6)}
     assert {(p.text, p.row) for p in drawn} == {(f"a{i}", i) for i in range(4)} | {(f"b{i}", 4 + i) for i in range(6)}
-    # The first file's own order is that of a run on it alone, and any place can be resumed at.
+    # The first file keeps the order of a run on only that file, and a run can resume anywhere.
     alone = source(tmp_path / "a.jsonl", tokenizers[0])
     assert [p.text for p in drawn if p.source == "a"] == [alone.prompt(p).text for p in range(24)]
     again = training_prompts(config, tokenizers[0])

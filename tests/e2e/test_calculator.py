@@ -1,4 +1,4 @@
-"""The example with turns learns: only what the policy wrote is trained on, and the reward reaches every turn."""
+"""The example with turns learns: only the policy's tokens are trained on, and the reward reaches every turn."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def configured(task, engine, tmp_path):
-    """Makes a config whose sums are answered 64 times each, one after the other, by top-p sampling."""
+    """Makes a config with 64 answers to each sum, one after the other, by top-p sampling."""
 
     def make(name: str) -> str:
         tree = config_tree(task, tmp_path / name, urls=(engine.url,))

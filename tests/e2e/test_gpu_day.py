@@ -1,4 +1,4 @@
-"""The script for the day GPUs are at hand, where there are none: it says why, and its parts run on tiny shapes."""
+"""The script for the day GPUs are at hand, where there are none: it gives the reason; its parts run on tiny shapes."""
 
 from __future__ import annotations
 

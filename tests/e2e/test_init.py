@@ -1,4 +1,4 @@
-"""`dppo-megatron init`: what it writes is valid, trains as it is, and serves the first environment of the docs."""
+"""`dppo-megatron init`: its files are valid, train unchanged, and serves the first environment of the docs."""
 
 from __future__ import annotations
 

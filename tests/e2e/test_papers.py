@@ -25,7 +25,7 @@ TOPK, ASYNCHRONOUS = "DPPO, top-K TV", "asynchronous (not in the papers)"
 LORA, R3 = "LoRA (in the paper with experts)", "R3, experts only"
 STEPS, SAMPLED = 3, 12
 
-# All that a rehearsal changes. What is not of these kinds stays as it is shipped.
+# All changes of a rehearsal. Settings of other kinds stay as they are shipped.
 SIZES = {
     "rollout.prompts_per_step": 8,
     "rollout.group_size": 4,
@@ -74,7 +74,7 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """data/: what `data prepare` makes of files of the published schemas. A third of the problems cannot be solved."""
+    """data/: output of `data prepare` for files of published schemas. A third of the problems cannot be solved."""
     home = tmp_path_factory.mktemp("papers")
     sums = [(number % 4, (number + 1) % 7) for number in range(SAMPLED)]
     math_rows = [

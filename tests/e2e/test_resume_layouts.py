@@ -36,7 +36,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def bank(tmp_path_factory) -> Path:
-    """Random responses with the log-probs a random policy gives: what is trained on matters not, only that it is."""
+    """Random responses with the log-probs a random policy gives: only training itself matters here."""
     generator = np.random.default_rng(0)
     directory = tmp_path_factory.mktemp("bank") / "bank"
     with BankWriter(directory, GROUPS, fsync=False) as writer:
@@ -123,7 +123,7 @@ def test_kill_9_in_a_step_then_resume_is_bit_identical(task, bank, tmp_path, mon
         steps = [r for r in records(tmp_path / "undisturbed" / "run") if "train/loss" in r]
         kept, scales = ([r[f"acceptance/{name}"] for r in steps] for name in ("fraction", "lr_scale"))
         assert any(0 < fraction < 1 for fraction in kept[SAVED:]), kept
-        assert len({*scales[SAVED:], 1.0}) > 2, scales  # what the checkpoint must have kept
+        assert len({*scales[SAVED:], 1.0}) > 2, scales  # the checkpoint must have kept them
     killed = write_layout(layout, task, bank, tmp_path / "killed", asynchronous=asynchronous)
     if layout == "data":
         fragile = tmp_path / "killed" / "fragile"

@@ -37,7 +37,7 @@ def config_tree(task, run_dir, *, urls=()):
 
 @pytest.fixture(scope="module")
 def uninterrupted(task, engine, tmp_path_factory):
-    """A run that nothing disturbed: what every resumed one must equal."""
+    """An undisturbed run, which every resumed one must equal."""
     directory = tmp_path_factory.mktemp("uninterrupted")
     run("train", write_config(config_tree(task, directory / "run", urls=(engine.url,)), directory / "c.yaml"))
     return directory / "run"
@@ -120,7 +120,7 @@ def start_until_a_step(config, run_dir, output, *options):
 
 
 def kill_a_part(process, part):
-    """kill -9 of the process whose command line has `part`; the run's exit code, when none of its processes is left."""
+    """kill -9 of the process with `part` in its command line; returns the run's exit code, once all processes ended."""
     others = descendants(process)
     next(p for p in others if part in " ".join(p.cmdline())).kill()
     code = process.wait(60)
@@ -212,7 +212,7 @@ def test_tensor_parallel_sizes_agree_on_the_same_bank(task, uninterrupted, tmp_p
     one, two = (replay(task, uninterrupted / "bank", tmp_path_factory.mktemp(f"tp{n}"), n) for n in (1, 2))
     assert len(one) == len(two) == runs.STEPS
     for a, b in zip(one, two, strict=True):
-        # Advantages of a group add up to 0, so near the rollout policy the loss is what is left of terms of ~0.1.
+        # Advantages of a group add up to 0, so near the rollout policy the loss is the remainder of terms of ~0.1.
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5, abs=1e-6)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-5)
 
@@ -240,7 +240,7 @@ def test_eval_scores_a_model_directory(task, engine, uninterrupted, tmp_path):
 
 
 def test_objectives_and_vocab_parallel_import_with_torch_alone():
-    """What `pip install .` gives: nothing of the trainer's environment may be pulled in."""
+    """Only the packages of `pip install .`, none of the trainer's environment."""
     code = (
         "import sys, dppo_megatron.objectives.on_tensors, dppo_megatron.vocab_parallel; "
         "heavy = {'megatron', 'transformers', 'vllm', 'pydantic', 'yaml', 'jaxtyping'} & set(sys.modules); "

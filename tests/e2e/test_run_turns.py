@@ -1,4 +1,4 @@
-"""A whole run whose policy takes turns with an environment, trained and evaluated."""
+"""A whole run in turns with an environment, trained and evaluated."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ VARIANTS = {
         "objective": TOPK,
     },
 }
-# Those that ask nothing of a server's start share one; the others start theirs, as runs do.
+# Variants without special server settings share one; the others start theirs, as runs do.
 SHARED = {
     **dict.fromkeys(("broadcast", "asynchronous", "truncated", "lora"), "engine"),
     **dict.fromkeys(("bf16", "bf16_engine"), "engine_in_bf16"),

@@ -1,4 +1,4 @@
-"""benchmarks/scale.py at a small size: all of its parts run, and its figures are those of what was read and stored."""
+"""benchmarks/scale.py at a small size: all of its parts run, and its figures match the data read and stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit counts every token by where it came from, and finds what is trained on twice, not at all, or otherwise."""
+"""The audit counts tokens by origin, and finds turns that are trained on twice, not at all, or changed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def only_of(rollout: Rollout, keep: np.ndarray) -> Rollout:
 
 
 def damaged(group: RolloutGroup) -> dict[str, tuple[int, Rollout]]:
-    """(branch, what stands there instead), by what is wrong with it and whether that shows without the turns."""
+    """(branch, its damaged rollout), by the damage."""
     branched = next(i for i, r in enumerate(group.rollouts) if (r.spans[:, 0] == INHERITED).any())
     heir, first = group.rollouts[branched], group.rollouts[0]
     at = int(np.flatnonzero(heir.spans[:, 0] == INHERITED)[0])

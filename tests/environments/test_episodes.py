@@ -50,9 +50,9 @@ def play(
     journals: Path | None = None, killed_at: int | None = None, agent: bool = False, credit="trajectory",
     columns=None, **environment
 ):  # fmt: skip
-    """The groups of prompts with `answers`; in turn t every trajectory says turns[t], cut to the request's limit.
+    """Return the groups of prompts with `answers`; turn t of every trajectory is turns[t], cut to the request's limit.
 
-    world: of `worlds`, or with its module. turns: or what is said to the text before the turn. columns: of every row.
+    world: of `worlds`, or with its module. turns: or a function of the text before the turn. columns: of every row.
     The last request for turn `killed_at` raises Killed. journals: their directory.
     """
     rollout = {"group_size": samples, "max_response_tokens": environment.pop("longest", 200), "topk_logprobs": 2}
@@ -269,7 +269,7 @@ def test_a_cancelled_trajectory_gives_its_place_back():
             waiting = asyncio.create_task(hold(pool, "well"))
             hanging.cancel()
             await asyncio.wait_for(waiting, 30)
-            # A worker that dies between two trajectories is nobody's fault.
+            # A worker that dies between two trajectories fails neither.
             async with pool.session() as session:
                 await session.tools()
                 pid = session._worker._process.pid

@@ -41,7 +41,7 @@ def test_a_group_goes_on_behind_its_last_turns(tokenizer, tmp_path):
     found = Journals(tmp_path / "j", ())
     assert found.oldest_version(0) == 0
     assert found.oldest_version(1) is None
-    # What would be sampled now is something else: what was sampled before stays.
+    # Now the policy would answer otherwise, but the earlier turns stay.
     (group,), metrics, requests = play(tokenizer, "Echo", ["no", "no", "ef"], journals=tmp_path / "j", **settings)
     assert turns_of(requests) == ["0.0.2-0", "0.1.2-0"]
     assert metrics["environment/replayed_turns"] == 4

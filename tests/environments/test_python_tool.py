@@ -27,7 +27,7 @@ def python():
 
 
 def attempt(code: str) -> str:
-    """A program that says what became of `code`."""
+    """Return a program that prints the error of `code`."""
     return f"try:\n{textwrap.indent(textwrap.dedent(code), '    ')}\nexcept BaseException as error: print(repr(error))"
 
 
@@ -55,7 +55,7 @@ def test_time_is_limited(python):
 
 @pytest.mark.slow
 def test_processes_and_memory_are_limited(python):
-    """That they end with the program, and what else holds memory: tests/attack/test_sandbox.py."""
+    """Their end with the program and other kinds of memory are in tests/attack/test_sandbox.py."""
     bomb = """
         import os
         made = 0

@@ -1,4 +1,4 @@
-"""Environments of the tests: what they do follows from the prompt's answer and from what the policy says."""
+"""Environments of the tests: the prompt's answer and the policy's turns decide what happens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 class Echo:
-    """Says back what was said, `turns` times; the reward of turn t is t."""
+    """Echoes each turn, `turns` times; the reward of turn t is t."""
 
     def __init__(self, turns: int = 2):
         self.left = turns
@@ -66,7 +66,7 @@ async def double(x: int) -> int:
 
 
 class Hostile:
-    """Does to itself what the prompt's answer says, at a turn that says the same."""
+    """Harms itself as the prompt's answer demands."""
 
     def reset(self, prompt, seed):
         self.how = prompt.answer
@@ -111,14 +111,14 @@ class FirstFails(Echo):
 
 
 class Unprintable(Echo):
-    """Says half of a surrogate pair."""
+    """Answers half of a surrogate pair."""
 
     def step(self, text):
         return "\ud800", None, self.turn > 0 or super().step(text)[2]
 
 
 class Moody(Echo):
-    """Says in every process something else."""
+    """Answers differently in every process."""
 
     def step(self, text):
         said, reward, done = super().step(text)

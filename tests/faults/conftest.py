@@ -1,4 +1,4 @@
-"""Two real engines that outlive the runs, and one run that nothing disturbs: what every disturbed one must equal."""
+"""Two real engines that outlive the runs, and one undisturbed run, which every disturbed one must equal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def undisturbed(task, engines, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed_slowly(task, engines, tmp_path_factory) -> Path:
-    """The run directory of one whose steps change few bits."""
+    """The run directory of one with steps that change few bits."""
     from tests.support.faults import SLOWLY
 
     return without_faults(task, engines, tmp_path_factory.mktemp("slowly"), optimizer=SLOWLY)
@@ -53,7 +53,7 @@ def without_faults(task: Path, engines, directory: Path, **sections: dict) -> Pa
 
 @pytest.fixture
 def start_run(task, tmp_path):
-    """Starts a run in the background; it is ended, whatever became of it, with the test."""
+    """Starts a run in the background; it ends with the test."""
     from tests.support.faults import Run, fault_config
 
     runs = []

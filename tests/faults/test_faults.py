@@ -23,7 +23,7 @@ from tests.support.runs import end_session, engine_tree, records, start, wait_un
 pytestmark = pytest.mark.faults
 
 RESTART_S = 90.0  # back-off, start of a server, load and weight check, on two busy cores
-REST_S = 90.0  # what is left of a run
+REST_S = 90.0  # the rest of a run
 
 
 def test_killed_while_it_generates(start_run, undisturbed):
@@ -55,7 +55,7 @@ def test_the_only_engine_is_killed_before_an_update(start_run, undisturbed):
 
 
 def test_killed_where_what_changed_is_published(start_run, undisturbed_slowly, tmp_path):
-    """The engine that comes back starts with the last whole model and loads what changed since. It is killed again as
+    """The engine that comes back starts with the last whole model and loads the changes since. It is killed again as
     the trainer publishes a delta. The run that nothing disturbs publishes all of the weights."""
     memory = tmp_path / "memory"
     run = start_run(optimizer=SLOWLY, weight_sync={"full_every": 4, "directory": str(memory)})
@@ -179,7 +179,7 @@ def test_killed_during_an_update_and_restarted_with_old_weights(task, start_run,
                 run.wait_until(lambda: process.poll() is not None, "the end of the killed engine", 30)
                 current = PublishedPolicy.read(RunDir(run.dir).published).version
                 old = PublishedPolicy(current, str(task / "random_model"), time.time())
-                old.write(RunDir(home).published)  # what the engine starts with
+                old.write(RunDir(home).published)  # the engine's start weights
                 process, registered = serve()
                 assert info(run, registered["url"])["version"] == current
                 back = len(proxy.seen)

@@ -1,7 +1,7 @@
 """The SGLang engine of a run is killed while it samples and as it gets new weights, and frozen while it samples; the
 run trains every step on samples of its policy.
 
-One engine and no undisturbed run beside it: a server takes half a minute to start.
+One engine and no undisturbed run: a server takes half a minute to start.
 """
 
 from __future__ import annotations

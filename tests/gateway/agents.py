@@ -17,7 +17,7 @@ def ask(url: str, api_key: str, messages: list) -> dict:
 
 
 def talks(url, api_key, task, turns=3, dies_in=None):
-    """Says back what was said; the reward is the number of turns. Its process ends once in this directory."""
+    """Echoes each turn; the reward is the number of turns. Its process ends once in this directory."""
     messages = [{"role": "user", "content": task["prompt"]}]
     for turn in range(turns):
         messages.append(ask(url, api_key, messages))

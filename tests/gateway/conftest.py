@@ -19,7 +19,7 @@ from dppo_megatron.types import Rollout
 from tests.support.tokenizers import save_character_model
 
 EOS = 1
-# Writes calls otherwise than any policy does: a turn that is rendered from what was parsed of it shows.
+# Writes calls as no policy does, so that a turn rendered from its parsed parts is noticed.
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{% endfor %}"
@@ -29,7 +29,7 @@ TEMPLATE = (
 
 @dataclass
 class Policy:
-    """Says what `says` returns of the text before it; keeps every turn with the tokens before it."""
+    """Answers with `says` of the text before; keeps every turn with the tokens before it."""
 
     tokenizer: object
     says: Callable[[str], str]

@@ -1,4 +1,4 @@
-"""An agent that does to its history what agents do, by a script: before a scripted policy and before real engines."""
+"""A scripted agent that edits its history as agents do, with a scripted policy and with real engines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def session(client: Client, seed: int) -> Counter[str]:
     for step in range(STEPS):
         tools = [{"type": "function", "function": clients.DESCRIBED}] if rng.random() < 0.5 else []
         match rng.integers(6):
-            case 0:  # an edit of what the policy said, or nothing yet
+            case 0:  # an edit of the policy's turns, or none yet
                 history = [m if m["role"] == "user" else {**m, "content": f"e{step}"} for m in history]
                 did["edits"] += step > 0
             case 1:
@@ -76,7 +76,7 @@ async def session(client: Client, seed: int) -> Counter[str]:
 
 
 async def agent(url, api_key, task, log):
-    """One session, which follows from the prompt; adds a line of what it did to the file `log`."""
+    """Run one session, which follows from the prompt, and add its counts as a line to the file `log`."""
     async with aiohttp.ClientSession() as http:
         did = await session(Client(http, url, api_key), seed=int(task["answer"]))
     with Path(log).open("a") as file:

@@ -1,4 +1,4 @@
-"""Agents' requests as tokens: whatever client, every turn stands once, as it was sampled, behind what it read."""
+"""Agents' requests as tokens: with every client each turn is stored once, as it was sampled, after its context."""
 
 from __future__ import annotations
 

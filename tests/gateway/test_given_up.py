@@ -26,7 +26,7 @@ SAMPLES = 3
 
 
 class Policy:
-    """Says a word; where it `hangs`, it never does."""
+    """Answers a word, or never where it `hangs`."""
 
     def __init__(self, hangs: bool):
         self.hangs, self.asked, self.cancelled = hangs, 0, 0
@@ -74,7 +74,7 @@ def test_nothing_of_it_is_left(tmp_path, waits_for):
             async with asyncio.timeout(60):
                 while policy.asked < SAMPLES:
                     await asyncio.sleep(0.01)
-                await asyncio.sleep(0.3)  # what the policy said is on its way
+                await asyncio.sleep(0.3)  # the policy's turns are on their way
             processes = [worker._process for worker in environments._pool._all]
             assert len(processes) == SAMPLES
             given_up = time.monotonic()

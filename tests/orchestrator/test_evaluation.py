@@ -1,4 +1,4 @@
-"""Named sets, sampled several times, beside the greedy one: on schedule, kept on disk, and continued where ended."""
+"""Named sets, sampled several times, and the greedy one: on schedule, kept on disk, and continued where ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(tmp_path):
 
 
 def evaluate(config, engine, policy="a", *, count=5, names=("aime", "math")):
-    """One evaluation of policy 0; what `engine` raises ends it."""
+    """Run one evaluation of policy 0; an error of `engine` ends it."""
     PublishedPolicy(0, "unused", 0.0).write(engine.published)
     directory = config.run.dir
     (directory / "records.jsonl").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""An evaluation whose policy takes turns with an environment: a real process of it, a scripted policy."""
+"""An evaluation in turns with a real environment process and a scripted policy."""
 
 from __future__ import annotations
 

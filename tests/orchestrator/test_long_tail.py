@@ -209,7 +209,7 @@ def test_what_is_trained_on_has_the_lengths_of_what_was_sampled(played, stalenes
 
 
 def test_groups_take_seats_in_the_order_in_which_they_begin(played):
-    """Many more groups than seats. One whose environment dies goes on before those that were begun after it."""
+    """Many more groups than places. After the death of its environment a group continues before later ones."""
     w = played(workers=2, max_staleness=4, dies={0, 5})
     w.play()
     assert w.workers.begun == sorted(w.workers.begun)

@@ -24,7 +24,7 @@ ANSWERS = {0: [0, 0, 0, 0], 1: [1, 0, 0, 0], 2: [1, 1, None, 0], 3: [1, 1, 1, 1]
 
 @pytest.fixture
 def sampling(tmp_path):
-    """A config without a trainer, and how a world of it is made."""
+    """A config without a trainer."""
     plain = sampling_config(tmp_path / "run", dynamic_sampling=True)
     config = sampling_only(plain, 3, tmp_path / "samples")
     assert settings_problems(config) == []

@@ -1,4 +1,4 @@
-"""Groups between sampling and the bank: counted while in memory, laid aside beyond that, and stored the same."""
+"""Groups between sampling and the bank: counted while in memory, spilled beyond that, and stored the same."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_run_stores_the_same_whatever_room_there_is(tmp_path, monkeypatch, mos
 
 
 def test_a_disk_that_does_not_answer_is_named_while_it_does_not(tmp_path, monkeypatch):
-    """Closing the bank waits for the write, so what is raised is seen only once the disk is well again."""
+    """Closing the bank waits for the write, so the error is raised only once the disk works again."""
     w = World(sampling_config(tmp_path / "run", steps=1))
     real, named = os.pwritev, threading.Event()
 

@@ -1,4 +1,4 @@
-"""From what processes reported to the nodes at fault."""
+"""From the reports of processes to the nodes at fault."""
 
 from __future__ import annotations
 

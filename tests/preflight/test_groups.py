@@ -1,4 +1,4 @@
-"""The groups that are checked are those that Megatron makes."""
+"""The checked groups are Megatron's."""
 
 from __future__ import annotations
 

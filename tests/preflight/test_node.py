@@ -1,4 +1,4 @@
-"""What a process finds on its node, with a real nvidia-smi of the test's on PATH."""
+"""Checks of a process on its node, with an nvidia-smi of the test's on PATH."""
 
 from __future__ import annotations
 

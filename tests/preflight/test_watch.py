@@ -63,7 +63,7 @@ def write(config, lines):
 
 
 class WritesLines:
-    """A launcher, whose plans are the lines of a process and its exit code."""
+    """A launcher with the lines of a process and its exit code as plans."""
 
     def __init__(self, config):
         self.config = config

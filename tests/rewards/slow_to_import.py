@@ -1,4 +1,4 @@
-"""A reward whose module takes longer to import than its timeout."""
+"""A reward in a module that takes longer to import than its timeout."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Rewards that misbehave, named by dotted path in the tests. The response text says how."""
+"""Rewards that misbehave, named by dotted path in the tests. The response text names the way."""
 
 from __future__ import annotations
 

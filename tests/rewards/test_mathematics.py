@@ -1,4 +1,4 @@
-"""The grader `math` against math-verify itself, and against what a policy may write."""
+"""The grader `math` against math-verify itself, and against possible answers of a policy."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_surrounds_an_answer_does_not_count(prompt, text):
     ],
 )
 def test_numbers_of_one_value_are_one_vote(spellings, vote):
-    """math-verify says so too, of every pair."""
+    """math-verify agrees for every pair."""
     assert {Math().final_answer(f"so \\boxed{{{text}}}") for text in spellings} == {vote}
     assert all(equal(spellings[0], other) for other in spellings)
 

@@ -147,7 +147,7 @@ def test_several_rewards_are_weighted_and_each_is_recorded(prompt):
     assert rewards == [2 - 0.25, -0.125, -1.0]
     assert not any(failed)
     assert metrics == {"reward/arithmetic": 1 / 3, f"reward/{FOREIGN}:scaled": (0.5 + 0.25 + 2) / 3}
-    # One that fails fails the sample, and says which it was.
+    # A failing term fails the sample, and is named.
     rewards, failed, metrics = score({"terms": terms}, prompt("no number", task="math"), "42")
     assert (rewards, failed, metrics["reward/failed_raised"]) == ([0], [True], 1)
 
@@ -265,7 +265,7 @@ def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
         assert len(judge.requests) == 1
     assert "status 503" in caplog.text
     assert "status 404" in caplog.text
-    assert ask(judge, prompt("1"), "a", attempts=1)[1] == [True]  # nobody listens any more
+    assert ask(judge, prompt("1"), "a", attempts=1)[1] == [True]  # the server is closed
     assert "ClientConnectorError" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""restarts.jsonl: causes, counts, and what is a crash loop."""
+"""restarts.jsonl: causes, counts and crash loops."""
 
 from __future__ import annotations
 

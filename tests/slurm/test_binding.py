@@ -1,4 +1,4 @@
-"""CPUs near each GPU, on made-up /sys trees; and what a task binds."""
+"""CPUs near each GPU, on made-up /sys trees; and the binding of a task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GPUS = ["0000:17:00.0", "0000:2a:00.0", "0000:97:00.0", "0000:ba:00.0"]  # two o
 
 
 def machine(root: Path, near: dict[str, str], *, threads: dict[int, str] | None = None) -> Path:
-    """A /sys whose devices have these local_cpulists. threads: siblings by CPU."""
+    """A /sys with these local_cpulists of devices. threads: siblings by CPU."""
     for gpu, cpus in near.items():
         device = root / "bus/pci/devices" / gpu
         device.mkdir(parents=True)

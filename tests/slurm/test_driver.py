@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm whose steps are stubs: what driver and scripts do when steps end one way or another."""
+"""Jobs on a real Slurm with stubs as steps: driver and scripts when steps end in various ways."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.slurm.runs import TIMEOUT_S, Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-# argv: slurm-task ROLE [options] CONFIG. Leaves what it sees beside itself, then does what the test asks of its role.
+# argv: slurm-task ROLE [options] CONFIG. Writes its environment to a file, then acts as the test asks.
 STUB = """
 import json, os, pathlib, signal, sys, time
 role, rank = sys.argv[2], int(os.environ["SLURM_PROCID"])
@@ -63,7 +63,7 @@ if role == "trainer":
 
 @pytest.fixture
 def stubbed(lab, task, tmp_path):
-    """Makes a run whose steps do what `behaviour` says."""
+    """Make a run with steps of the given `behaviour`."""
     runs = []
 
     def make(behaviour: str, **slurm) -> Run:

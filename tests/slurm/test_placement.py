@@ -1,4 +1,4 @@
-"""Which step runs where, what it is started with, and what is refused."""
+"""The nodes and command lines of steps, and rejected settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose preflight finds a fault: they go on without the nodes at fault, or end."""
+"""Jobs with a fault in the preflight: they go on without the nodes at fault, or end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def job(lab, task, tmp_path):
-    """A run whose preflight is real, with a fault on some nodes, and whose other steps are stubs."""
+    """A run with a real preflight, a fault on some nodes, and stubs as other steps."""
     stub, command = tmp_path / "stub.py", tmp_path / "command.sh"
     stub.write_text(STUB + SERVES)
     command.write_text(f'case "$2" in trains | serves) exec bash {FAULTY_NODE} "$@";; esac\n')

@@ -22,7 +22,7 @@ THREE_NODES = ("--nodes=3", "--gpus-per-node=1")
 
 @pytest.fixture(scope="module")
 def uninterrupted(lab, task, tmp_path_factory) -> Run:
-    """What every other run must equal."""
+    """The run that every other run must equal."""
     run = Run.write(lab, task, tmp_path_factory.mktemp("uninterrupted"), slurm={"preflight": True})
     run.gate.touch()
     run.sbatch("train.sbatch", *THREE_NODES)

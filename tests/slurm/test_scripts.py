@@ -1,4 +1,4 @@
-"""The batch scripts of the repository and those written from a config: what sbatch reads in them."""
+"""The batch scripts of the repository and scripts written from a config, as sbatch reads them."""
 
 from __future__ import annotations
 

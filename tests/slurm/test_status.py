@@ -1,4 +1,4 @@
-"""Status and submission on run directories made by hand, with a squeue that answers what the test wants."""
+"""Status and submission on run directories made by hand, with a squeue of the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.slurm.config import config
 
 @pytest.fixture
 def squeue(tmp_path, monkeypatch):
-    """Called with what squeue is to print and its exit code."""
+    """Called with the output of squeue and its exit code."""
     directory = tmp_path / "bin"
     directory.mkdir()
     monkeypatch.setenv("PATH", str(directory), prepend=":")

@@ -1,4 +1,4 @@
-"""Environments with Gymnasium's `reset` and `step` whose observations are text."""
+"""Environments with Gymnasium's `reset` and `step` and with observations as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Gym:
     """
 
     def __init__(self, make: str = "gymnasium:make", arguments: dict[str, Any] | None = None, render: bool = False):
-        """render: what is said is `render()` (of Gymnasium's with render_mode ansi), not the observation."""
+        """render: the policy reads `render()` (of Gymnasium's with render_mode ansi), not the observation."""
         self._env = load_attribute("environment.settings.make", make, EnvironmentNameError)(**(arguments or {}))
         self._render = render
 

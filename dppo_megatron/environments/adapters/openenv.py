@@ -27,7 +27,7 @@ class OpenEnv:
         if (known := _clients.get(self._url)) is not None:
             try:
                 return self._begin(known, prompt, seed)
-            except Exception:  # the server ended the session while nobody asked
+            except Exception:  # the server ended the session between requests
                 self._forget()
         # Its own thread answers the server's pings while the policy is busy; the limit is environment.timeout_s.
         _clients[self._url] = openenv.GenericEnvClient(base_url=self._url, message_timeout_s=1e6).sync()

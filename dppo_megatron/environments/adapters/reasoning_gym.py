@@ -20,7 +20,7 @@ class ReasoningGym:
         self._create = reasoning_gym.create_dataset
         self._extract = extract_answer
         self._dataset, self._config, self._tag = dataset, config or {}, tag
-        self._create(dataset, **self._config, seed=0, size=1)  # what is wrong with them is said at once
+        self._create(dataset, **self._config, seed=0, size=1)  # raises at once if they are wrong
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         self._questions = self._create(self._dataset, **self._config, seed=seed_of(prompt, seed), size=1)

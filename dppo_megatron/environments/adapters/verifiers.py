@@ -16,7 +16,7 @@ async def play(url: str, api_key: str, task: dict[str, Any], *, env: dict[str, A
     """Plays task number `idx` (a column of the row); the reward is verifiers' own, None where it has none.
 
     env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}; seats get the runtime `subprocess`
-    and the harness beside this file where it names none. path: the directory of verifiers, for this process alone.
+    and the harness next to this file where it names none. path: the directory of verifiers, only for this process.
     """
     if path is not None and os.path.abspath(path) not in sys.path:
         sys.path.insert(0, os.path.abspath(path))
