@@ -14,22 +14,21 @@ from dppo_megatron.orchestrator.evaluation import describe, scores
 RIGHT = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
 
 
-def test_the_average_and_its_standard_error_are_over_prompts():
-    """Shares 1/2, 1/4, 0: mean 1/4, deviations 1/4, 0, 1/4, so the error is sqrt((2/16) / 2 / 3) = 1/sqrt(48)."""
-    mean, error = average(RIGHT)
-    assert mean == pytest.approx(0.25)
-    assert error == pytest.approx(1 / math.sqrt(48))
+ONCE = np.array([[1], [0], [1], [0]], bool)
 
 
-def test_equal_answers_count_as_one():
-    """Eight answers that are the same say no more than one: the error of 12 answers would be 3.5 times smaller."""
-    once = np.array([[1], [0], [1], [0]], bool)
-    assert average(once)[1] == pytest.approx(math.sqrt(1 / 12))
-    assert average(np.repeat(once, 8, axis=1))[1] == pytest.approx(math.sqrt(1 / 12))
-
-
-def test_one_prompt_has_no_standard_error():
-    assert average(RIGHT[:1]) == (0.5, None)
+@pytest.mark.parametrize(
+    ("right", "expected"),
+    [
+        # Shares 1/2, 1/4, 0: mean 1/4, deviations 1/4, 0, 1/4, so the error is sqrt((2/16) / 2 / 3) = 1/sqrt(48).
+        (RIGHT, (0.25, 1 / math.sqrt(48))),
+        (ONCE, (0.5, math.sqrt(1 / 12))),
+        (np.repeat(ONCE, 8, axis=1), (0.5, math.sqrt(1 / 12))),  # eight equal answers count as one
+        (RIGHT[:1], (0.5, None)),  # a single prompt
+    ],
+)
+def test_the_average_and_its_standard_error_are_over_prompts(right, expected):
+    assert average(right) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -124,14 +124,6 @@ def test_too_few_groups_with_signal_is_an_error(world):
     assert w.steps() == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_dropping_keeps_to_the_staleness_bound(world):
-    w = world(steps=5, training_s=0.03, max_staleness=1, dynamic_sampling=True, hopeless=lambda p: p % 4 == 1)
-    w.run_attempt(w.engine(delay=later_ones_first))
-    lags = [index // GROUPS - version_of(group) for index, group in enumerate(w.groups())]
-    assert max(lags) == 1
-    assert all(group.prompt.position % 4 != 1 for group in w.groups())
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("ends", [(1,), (2, 5), (4, 6, 10)])
 def test_a_run_of_many_attempts_equals_one_of_one_attempt(world, tmp_path, dynamic, ends):
@@ -305,15 +297,6 @@ def test_a_baseline_of_the_batch_needs_the_groups_that_dynamic_sampling_drops(tm
     (violation,) = settings_problems(config.model_copy(update={"rollout": rollout, "objective": objective}))
     assert violation.startswith("rollout.dynamic_sampling = true: objective.advantage = batch_mean")
     assert settings_problems(config.model_copy(update={"objective": objective})) == []
-
-
-def test_slow_groups_are_not_overtaken_beyond_the_bound(world):
-    """Groups of step 1 that take long, while those of step 2 are begun and done: nothing may end up too stale."""
-    w = world(steps=4, max_staleness=1)
-    w.run_attempt(w.engine(delay=lambda request: 0.1 if trains(request) and 4 <= position(request) < 8 else 0.0))
-    lags = [index // GROUPS - version_of(group) for index, group in enumerate(w.groups())]
-    assert max(lags) == 1
-    assert sorted(group.prompt.position for group in w.groups()) == list(range(16))
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
