@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypedDict, TypeVar, Unpack
 
 import tenacity
 
@@ -37,43 +37,37 @@ class RetryBudget:
             raise ValueError("RetryBudget: set attempts, timeout_s or both; with neither a call could repeat forever")
 
 
-def retry(
-    call: Callable[[int], Result],
-    budget: RetryBudget,
-    *,
-    on: Errors = Exception,
-    unless: Errors = (),
-    give_up: Callable[[], bool] | None = None,
-    on_retry: Callable[[Exception], None] | None = None,
-) -> Result:
-    """Result of the first `call(attempt)` that does not raise; attempts are counted from 0.
+class RetryRules(TypedDict, total=False):
+    """Keywords of `retry` and `retry_async`; both document them."""
 
-    An error of type `on` that is not of type `unless` leads to another attempt, every other one is raised at once.
+    on: Errors
+    unless: Errors
+    give_up: Callable[[], bool] | None
+    on_retry: Callable[[Exception], None] | None
+
+
+def retry(call: Callable[[int], Result], budget: RetryBudget, **rules: Unpack[RetryRules]) -> Result:
+    """Return the result of the first `call(attempt)` that does not raise; attempts are counted from 0.
+
+    An error of type `on` (any Exception) that is not of type `unless` (none) leads to another attempt, every other one
+    is raised at once.
     When the budget is spent, or `give_up()` is true after a failure, the last attempt's own error is raised.
     `on_retry` is called with each error that another attempt follows, before the pause: to log or count it.
     """
-    settings = _tenacity_settings(budget, on, unless, give_up, on_retry)
     attempts = itertools.count()
-    return tenacity.Retrying(**settings)(lambda: call(next(attempts)))
+    return tenacity.Retrying(**_tenacity_settings(budget, **rules))(lambda: call(next(attempts)))
 
 
 async def retry_async(
-    call: Callable[[int], Awaitable[Result]],
-    budget: RetryBudget,
-    *,
-    on: Errors = Exception,
-    unless: Errors = (),
-    give_up: Callable[[], bool] | None = None,
-    on_retry: Callable[[Exception], None] | None = None,
+    call: Callable[[int], Awaitable[Result]], budget: RetryBudget, **rules: Unpack[RetryRules]
 ) -> Result:
     """As `retry`, for a coroutine function. Pauses do not block the event loop and end when the task is cancelled."""
-    settings = _tenacity_settings(budget, on, unless, give_up, on_retry)
     attempts = itertools.count()
 
     async def attempt() -> Result:
         return await call(next(attempts))
 
-    return await tenacity.AsyncRetrying(**settings)(attempt)
+    return await tenacity.AsyncRetrying(**_tenacity_settings(budget, **rules))(attempt)
 
 
 def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float) -> Result:
@@ -98,10 +92,10 @@ def look_again_s(waited_s: float) -> float:
 
 def _tenacity_settings(
     budget: RetryBudget,
-    on: Errors,
-    unless: Errors,
-    give_up: Callable[[], bool] | None,
-    on_retry: Callable[[Exception], None] | None,
+    on: Errors = Exception,
+    unless: Errors = (),
+    give_up: Callable[[], bool] | None = None,
+    on_retry: Callable[[Exception], None] | None = None,
 ) -> dict[str, Any]:
     stops: list[Any] = [] if give_up is None else [lambda _state: give_up()]
     if budget.attempts is not None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 from pydantic import ValidationError
@@ -24,8 +24,6 @@ from typing_extensions import TypedDict
 from .channel import LARGEST_REPLY, TOKEN_BYTES, Rubbish, WorkerChannel
 from .files import adapter
 from .process import end_with_parent, exit_reason
-
-T = TypeVar("T")
 
 _START_S = 300.0  # for the imports of foreign code, on a slow file system
 _EXIT_S = 10.0
@@ -84,7 +82,7 @@ class Worker:
         reply = self._exchange(hello, _START_S, f"for the {self._what}s to be imported")
         return checked(_Loaded, reply)["error"]
 
-    def ask(self, request: tuple[Any, ...], timeout_s: float, what: str, kind: type[T]) -> T:
+    def ask(self, request: tuple[Any, ...], timeout_s: float, what: str, kind: Any) -> Any:
         """Return the parts of the reply, or its bytes, as a value of type `kind`; `what` names the wait in messages.
 
         Raises `WorkerError`, or the error of pickling the request; the worker stays usable after the latter.
@@ -143,7 +141,7 @@ class _Loaded(TypedDict):
     error: str | None
 
 
-def checked(kind: type[T], value: Any) -> T:
+def checked(kind: Any, value: Any) -> Any:
     """Return a value that foreign code may have written, if it is of type `kind`. Raises `WorkerError` otherwise."""
     try:
         return adapter(kind).validate_python(value, strict=True)

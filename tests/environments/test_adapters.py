@@ -7,22 +7,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from dppo_megatron.environments import EnvironmentFailed, EnvironmentNameError
 from dppo_megatron.environments.adapters.gym import Gym
 from dppo_megatron.environments.adapters.trl import FactoryEnvironment
 from dppo_megatron.types import Prompt
 from tests.environments.test_episodes import assert_exact, play, text_of
-from tests.support.tokenizers import save_character_model
 
 GYM = "dppo_megatron.environments.adapters.gym:Gym"
 TRL = "dppo_megatron.environments.adapters.trl:FactoryEnvironment"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
 
 
 def prompt(**columns) -> Prompt:

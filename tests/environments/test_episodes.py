@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.config.task import EnvironmentConfig
@@ -26,7 +25,6 @@ from dppo_megatron.gateway import Gateway
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.configs import make_config
-from tests.support.tokenizers import save_character_model
 
 WORLDS = "tests.environments.worlds"
 EOS = 1
@@ -34,11 +32,6 @@ TOOLS = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
 
 
 class Killed(Exception):

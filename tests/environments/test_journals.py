@@ -7,20 +7,13 @@ import time
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from dppo_megatron.bank.journal import Journal
 from dppo_megatron.environments.journals import Journals
 from tests.environments.test_episodes import Killed, play, text_of
-from tests.support.tokenizers import save_character_model
 
 SAID = ["ab", "cd", "ef"]
 WHOLE = "ab<eos>[ab]cd<eos>[cd]ef<eos>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
 
 
 def turns_of(requests) -> list[str]:
