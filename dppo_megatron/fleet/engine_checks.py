@@ -1,4 +1,4 @@
-"""Checks of one engine: whether it is healthy, and whether its log-probs are those of the trainer's weights."""
+"""Check one engine: whether it is healthy, and whether its log-probs match the trainer's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ Result = TypeVar("Result")
 
 
 async def check_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
-    """What a healthy engine reports about itself.
+    """Return the description that a healthy engine gives of itself.
 
-    Raises `EngineError` when it does not within `timeout_s` (default `engine.health_timeout_s`), or when the update
-    it is busy with takes longer than `weight_sync.timeout_s`.
+    All callers decide by this check. `MonitoredEngine` and `while_healthy` count its failures in a row: the first
+    decides whether an engine gets requests, the second ends one call and, in `launch.engine`, a frozen server.
+    `LiveEngines.answering` and `slurm.status` check once.
+
+    Raises `EngineError` without an answer within `timeout_s` (default `engine.health_timeout_s`), and when an update of
+    its weights takes longer than `weight_sync.timeout_s`.
     """
     timeout_s = config.engine.health_timeout_s if timeout_s is None else timeout_s
     try:
@@ -37,13 +41,17 @@ async def check_health(engine: Engine, config: Config, timeout_s: float | None =
     return info
 
 
-async def while_healthy(engine: Engine, config: Config, call: Coroutine[Any, Any, Result]) -> Result:
-    """Result of `call`, which is cancelled when the engine fails `engine.health_failures` health checks in a row.
+async def while_healthy(
+    engine: Engine, config: Config, call: Coroutine[Any, Any, Result], failures: int | None = None
+) -> Result:
+    """Result of `call`, which is cancelled when `failures` health checks in a row fail (default
+    `engine.health_failures`).
 
-    So an engine that froze costs seconds and not the call's own time-out. Raises the last check's `EngineError`.
+    The engine is checked every `engine.health_interval_s`. A frozen engine therefore costs seconds, not the call's own
+    time-out. Raises the last check's `EngineError`.
     """
     task = asyncio.ensure_future(call)
-    failures = 0
+    failed = 0
     try:
         while True:
             await asyncio.wait((task,), timeout=config.engine.health_interval_s)
@@ -51,10 +59,10 @@ async def while_healthy(engine: Engine, config: Config, call: Coroutine[Any, Any
                 return task.result()
             try:
                 await check_health(engine, config)
-                failures = 0
+                failed = 0
             except EngineError:
-                failures += 1
-                if failures >= config.engine.health_failures and not task.done():
+                failed += 1
+                if failed >= (failures or config.engine.health_failures) and not task.done():
                     raise
     finally:
         task.cancel()

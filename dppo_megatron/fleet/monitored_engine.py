@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 
@@ -26,24 +27,10 @@ from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedPolicy
 
 from .engine_checks import ScoreDifference, check_health
-from .health import (
-    Answered,
-    Delivered,
-    EngineHealth,
-    Event,
-    Failed,
-    HealthRules,
-    Published,
-    Registered,
-    Silent,
-    State,
-    Updating,
-    Vanished,
-    Verified,
-    VerifyFailed,
-    VerifyStarted,
-)
+from .health import EngineHealth, HealthRules, State
 from .registry import Service
+
+Values = ParamSpec("Values")
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +53,10 @@ class MonitoredEngine:
         on_change: Callable[[], None],
     ):
         self.name = name
-        self.health = EngineHealth(since=time.monotonic())
+        self.health = EngineHealth(rules, since=time.monotonic())
         self.policy: PublishedPolicy | None = None  # to serve
         self.running = 0
         self._config = config
-        self._rules = rules
         self._build = build
         self._check = check
         self._counts = counts
@@ -100,7 +86,7 @@ class MonitoredEngine:
             self._counts["engine/restarts"] += 1
         self._service = service
         self._connect()
-        self.apply(Registered())
+        self.apply(EngineHealth.registered)
         if self._monitor_task is None:
             self._monitor_task = asyncio.create_task(self._monitor())
             self._monitor_task.add_done_callback(_report_failure)
@@ -109,7 +95,7 @@ class MonitoredEngine:
     def withdraw(self) -> None:
         """It is no longer registered."""
         if self.health.state is not State.DEAD:
-            self.apply(Vanished())
+            self.apply(EngineHealth.vanished)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """As `Engine.generate`. Raises `EngineUnavailable` as soon as the engine is given up, and `EngineError` for
@@ -121,12 +107,12 @@ class MonitoredEngine:
             raise  # no failure of the engine
         except EngineError as error:
             # Slow is not broken: whether an engine that takes too long still works, the health checks find out.
-            slow = isinstance(error, EngineTimeout) and not self.health.silent
+            slow = isinstance(error, EngineTimeout) and not self.health.failed_checks
             if self._epoch == epoch and not slow:
-                self.apply(Failed(str(error)))
+                self.apply(EngineHealth.request_failed, str(error))
             raise
         if self._epoch == epoch:
-            self.apply(Delivered())
+            self.apply(EngineHealth.request_done)
         return rollouts
 
     async def _generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
@@ -151,16 +137,27 @@ class MonitoredEngine:
             )
         return rollouts
 
-    def apply(self, event: Event) -> None:
+    def serve(self, policy: PublishedPolicy) -> None:
+        """Sets the published policy that it is to serve."""
+        self.policy = policy
+        self.apply(EngineHealth.policy_published, policy.version, policy.confirmed.get(self.url))
+        if self.health.state is not State.SERVING:
+            self._wake.set()
+
+    def apply(
+        self,
+        event: Callable[Concatenate[EngineHealth, float, Values], EngineHealth],
+        *values: Values.args,
+        **_: Values.kwargs,
+    ) -> None:
+        """Applies an event of `EngineHealth`, and acts on a change of state or instance."""
         before = self.health
-        after = self.health = before.advance(event, time.monotonic(), self._rules)
+        after = self.health = event(before, time.monotonic(), *values)
         died = after.state is State.DEAD and before.state is not State.DEAD
         if died:
             self._counts["engine/deaths"] += 1
-        if died or isinstance(event, Registered) or before.instance not in (None, after.instance):
+        if died or before.instance not in (None, after.instance):
             self._give_up_requests()
-        if isinstance(event, Published) and after.state is not State.SERVING:
-            self._wake.set()
         if after.state is before.state:
             return
         routine = {before.state, after.state} == _ROUTINE
@@ -198,7 +195,7 @@ class MonitoredEngine:
     async def _monitor(self) -> None:
         while True:
             if await self._check_health() and self._may_verify():
-                self.apply(VerifyStarted())
+                self.apply(EngineHealth.verification_started)
                 self._verification = asyncio.create_task(self._verify(self._client, self.policy))
             with contextlib.suppress(TimeoutError):  # not wait_for, which in Python 3.11 may swallow a cancellation
                 async with asyncio.timeout(self._config.engine.health_interval_s):
@@ -207,7 +204,7 @@ class MonitoredEngine:
 
     def _may_verify(self) -> bool:
         policy, health = self.policy, self.health
-        if policy is None or not health.may_verify(time.monotonic(), self._rules):
+        if policy is None or not health.may_verify(time.monotonic()):
             return False
         # Broadcast weights are in no directory. The instance that the publisher loaded them into may still have them;
         # the trainer notices that any other is behind, and sends them again.
@@ -217,19 +214,23 @@ class MonitoredEngine:
     async def _check_health(self) -> bool:
         """False when instance or policy changed meanwhile, so that the answer no longer counts."""
         service, policy = self._service, self.policy
+        info, problem = None, ""
         try:
             info = await check_health(self._client, self._config)
         except EngineError as error:
-            event = Silent(str(error))
-        else:
-            event = Answered(info.instance, info.version) if info.updating_s is None else Updating()
+            problem = str(error)
         if service != self._service or policy is not self.policy:
             self._wake.set()
             return False  # of an instance that is gone, or about another policy
-        if isinstance(event, Answered) and self.health.instance not in (None, event.instance):
-            self._counts["engine/restarts"] += 1  # behind the same address
-            self._connect()
-        self.apply(event)
+        if info is None:
+            self.apply(EngineHealth.check_failed, problem)
+        elif info.updating_s is not None:
+            self.apply(EngineHealth.answered_updating)
+        else:
+            if self.health.instance not in (None, info.instance):
+                self._counts["engine/restarts"] += 1  # behind the same address
+                self._connect()
+            self.apply(EngineHealth.answered, info.instance, info.version)
         return True
 
     async def _verify(self, client: Engine, policy: PublishedPolicy) -> None:
@@ -255,13 +256,13 @@ class MonitoredEngine:
                 )
         except EngineError as error:
             self._verification = None
-            self.apply(VerifyFailed(f"not admitted: {error}"))
+            self.apply(EngineHealth.verification_failed, f"not admitted: {error}")
         else:
             self._verification = None
             self._counts["engine/caught_up"] += 1
             done = "still has" if policy.path is None else "loaded"
             log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
-            self.apply(Verified(info.instance, info.version))
+            self.apply(EngineHealth.verification_passed, info.instance, info.version)
 
     async def _score_difference(self, client: Engine, policy: PublishedPolicy) -> ScoreDifference:
         if not policy.probe_tokens:

@@ -14,7 +14,7 @@ from dppo_megatron.engines.protocol import Engine, EngineUnavailable, GenerateRe
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower
 
-from .health import HealthRules, Published, State
+from .health import HealthRules, State
 from .monitored_engine import MonitoredEngine
 from .registry import Service
 from .sampling import Failures
@@ -118,13 +118,8 @@ class EnginePool:
         policy = self._published.current
         if policy is not self._policy:
             self._policy = policy
-            for engine in self._engines.values():
-                self._set_policy(engine)
-
-    def _set_policy(self, engine: MonitoredEngine) -> None:
-        if self._policy is not None:
-            engine.policy = self._policy
-            engine.apply(Published(self._policy.version, self._policy.confirmed.get(engine.url)))
+            for engine in self._engines.values() if policy is not None else ():
+                engine.serve(policy)
 
     async def _read_services(self) -> None:
         while True:
@@ -148,8 +143,8 @@ class EnginePool:
                     counts=self._counts,
                     on_change=self._on_change,
                 )
-            if engine.move_to(service):
-                self._set_policy(engine)
+            if engine.move_to(service) and self._policy is not None:
+                engine.serve(self._policy)
         for name, engine in self._engines.items():
             if name not in services:
                 engine.withdraw()

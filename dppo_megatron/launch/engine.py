@@ -24,7 +24,7 @@ from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.engines.serving import Node, start_model
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.fleet.engine_checks import check_health
+from dppo_megatron.fleet.engine_checks import while_healthy
 from dppo_megatron.fleet.registry import engine_log, forget, free_port, port_in_use, read_when_written, register
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, root_cause, setup_logging
@@ -226,28 +226,25 @@ def _wait_healthy(config: Config, url: str, server: Servers, output: Path) -> No
 
 
 async def _watch(config: Config, url: str, server: Servers) -> int:
-    """Exit code of the server. Kills one that froze: the run's driver restarts only engines that ended."""
-    settings = config.engine
-    engine = build_engine(config, url)
-    failures, due = 0, time.monotonic()
-    try:
+    """Return the exit code of the server. Kills a frozen one: the run's driver restarts only engines that ended."""
+
+    async def ended() -> int:
         while (code := server.poll()) is None:
             await asyncio.sleep(POLL_S)
-            if time.monotonic() < due:
-                continue
-            try:
-                await check_health(engine, config)
-                failures = 0
-            except EngineError as error:
-                failures += 1
-                if failures >= FAILURES_BEFORE_KILL * settings.health_failures and server.poll() is None:
-                    server.kill()
-                    server.wait()
-                    raise EngineFrozen(
-                        f"the server at {url} was killed: {failures} health checks in a row failed "
-                        f"({FAILURES_BEFORE_KILL} x engine.health_failures), the last one: {error}"
-                    ) from None
-            due = time.monotonic() + settings.health_interval_s
         return code
+
+    failures = FAILURES_BEFORE_KILL * config.engine.health_failures
+    engine = build_engine(config, url)
+    try:
+        return await while_healthy(engine, config, ended(), failures)
+    except EngineError as error:
+        if (code := server.poll()) is not None:
+            return code
+        server.kill()
+        server.wait()
+        raise EngineFrozen(
+            f"the server at {url} was killed: {failures} health checks in a row failed "
+            f"({FAILURES_BEFORE_KILL} x engine.health_failures), the last one: {error}"
+        ) from None
     finally:
         await engine.close()

@@ -18,6 +18,7 @@ from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.errors import ExpectedError, bounded
+from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import Service, engine_services
 from dppo_megatron.observability.logs import duration, last_lines
 from dppo_megatron.observability.names import accuracies, is_step_record
@@ -139,13 +140,11 @@ def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
 async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
     async def check(service: Service) -> EngineStatus:
         if "//127.0.0.1:" in service.url and service.host not in ("", socket.gethostname()):
-            return EngineStatus(service.name, service.host, service.url, "reached only from its own node")
+            return EngineStatus(service.name, service.host, service.url, "reachable only from its own node")
         engine = build_engine(config, service.url)
         try:
-            await asyncio.wait_for(engine.health(), HEALTH_TIMEOUT_S)
+            await check_health(engine, config, HEALTH_TIMEOUT_S)
             health = "answers"
-        except TimeoutError:
-            health = f"no answer within {HEALTH_TIMEOUT_S:g} s"
         except EngineError as error:
             health = f"does not answer: {error}".replace(f"engine {engine.url}: ", "")
         finally:

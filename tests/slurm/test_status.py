@@ -91,7 +91,7 @@ def test_an_engine_that_listens_on_another_nodes_loopback_is_not_asked(run, sque
     squeue("")
     write_json(run.services / "engine-0.json", asdict(Service("engine-0", "http://127.0.0.1:1", 7, "another-node")))
     (engine,) = read_status(run.root).engines
-    assert engine.health == "reached only from its own node"
+    assert engine.health == "reachable only from its own node"
 
 
 @pytest.mark.parametrize(
