@@ -49,9 +49,8 @@ from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_services, free_port
 from dppo_megatron.hf import load_into, make_random_hf_model, read_hf_config
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weight_sync import build_publisher
+from dppo_megatron.weight_sync import PublishResult, build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
-from dppo_megatron.weight_sync.publisher import Published
 from dppo_megatron.weights.place import clear
 
 CHECK_TOKENS = np.arange(3, 67, dtype=np.int32)
@@ -224,7 +223,7 @@ def main() -> None:
         layout.close()
 
 
-def side_by_side(rows: dict[str, tuple[list[Published], list[dict[str, float]]]], elements: int) -> None:
+def side_by_side(rows: dict[str, tuple[list[PublishResult], list[dict[str, float]]]], elements: int) -> None:
     """Medians; `rest` of a pause is what passes between the server's processes."""
     print(f"\n{'seconds':<16}" + "".join(f"{part:>13}" for part in ("pause", *PARTS, "rest", "to load")))
     pauses = []
@@ -259,7 +258,7 @@ def recording(parts: list[dict[str, float]], config: Config, url: str) -> Engine
 
 def publish_all(
     config: Config, actor, policies, scores, repeats: int, speed: float
-) -> tuple[list[Published], list[dict[str, float]]]:
+) -> tuple[list[PublishResult], list[dict[str, float]]]:
     run, parts = RunDir(config.run.dir), []
     engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), partial(recording, parts)))
     publisher = build_publisher(config, actor, engines, CHECK_TOKENS)

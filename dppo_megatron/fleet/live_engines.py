@@ -91,7 +91,7 @@ class LiveEngines:
         urls = list(urls)
         return dict(zip(urls, await asyncio.gather(*map(call_while_healthy, urls)), strict=True))
 
-    async def confirm(
+    async def load_and_confirm(
         self,
         version: int,
         engines: Mapping[str, EngineInfo],

@@ -22,7 +22,6 @@ from dppo_megatron.objectives import ObjectiveProtocol, build_objective
 from dppo_megatron.observability.logs import setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import build_publisher, weight_check_tokens
-from dppo_megatron.weight_sync.colocated import put_to_sleep
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
 from .acceptance import Acceptance
@@ -59,7 +58,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     if colocated:
         engines = _connect(config, run, layout, control)  # they start on empty GPUs, and sleep until the first publish
         if engines is not None:
-            put_to_sleep(engines)
+            engines.put_to_sleep()
         control.barrier()
     actor = Actor(config, layout)
     if layout.rank == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.engines.protocol import Engine, EngineInfo
+from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.hf import ModelError, export_weights
 from dppo_megatron.hf.export import overflowing
 from dppo_megatron.hf.turns import Turns
@@ -37,8 +39,7 @@ from dppo_megatron.weights.fingerprint import Fingerprint, add
 from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address, nccl_settings
 
 from .engine_thread import EngineThread
-from .errors import WeightSyncError
-from .transport import StoredAs
+from .transport import StoredAs, WeightSyncError
 
 
 class Broadcast:
@@ -181,9 +182,7 @@ class Broadcast:
         if self._ranks.rank == 0:
             # A waiting store connection is busy until it has its answer; what must not wait gets one of its own.
             self._caller = Rendezvous.connect("127.0.0.1", port, name, workers, self._timeout_s)
-            replies = self._engines.start(
-                lambda live: live.on(engines, lambda engine: self._invite(engine, self._plan_for(engine.url, engines)))
-            )
+            replies = self._engines.start(LiveEngines.on, engines, partial(self._invite, engines))
         problem = None
         if self._sender is not None:
             try:
@@ -203,9 +202,9 @@ class Broadcast:
             raise WeightSyncError("the weight group did not form:\n  " + "\n  ".join(problems))
         self._formed = True
 
-    async def _invite(self, engine: Engine, plan: WeightGroupPlan) -> None:
+    async def _invite(self, engines: Mapping[str, EngineInfo], engine: Engine) -> None:
         try:
-            await engine.join_weight_group(plan)
+            await engine.join_weight_group(self._plan_for(engine.url, engines))
         except Exception as error:
             self._caller.abort("join", str(error))
             raise

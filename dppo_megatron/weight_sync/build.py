@@ -1,4 +1,4 @@
-"""The publisher of a run, from its config."""
+"""Build the publisher of a run, and the tokens of its weight check."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dppo_megatron.actor import Actor
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
+from dppo_megatron.data.prompts import PromptSource
 
 from .broadcast import Broadcast
 from .engine_thread import EngineThread
 from .publisher import Publisher
 from .shared_storage import SharedStorage
 from .transport import StoredAs
+
+CHECK_TOKENS = 64
 
 
 def build_publisher(
@@ -31,3 +34,17 @@ def build_publisher(
         transport = SharedStorage(config, actor, ranks, stored)
     check_tokens = ranks.from_rank_zero(lambda: check_tokens, "the tokens of the weight check")
     return Publisher(config, actor, engines, ranks, transport, check_tokens)
+
+
+def weight_check_tokens(prompts: PromptSource, max_model_len: int) -> np.ndarray:
+    """[S] int32, shorter than `max_model_len`: the run's first prompts end to end.
+
+    Real text, and the same in every attempt of the run.
+    """
+    limit = min(CHECK_TOKENS, max_model_len - 1)
+    tokens: list[int] = []
+    for position in range(len(prompts)):
+        tokens.extend(prompts.prompt(position).token_ids.tolist())
+        if len(tokens) >= limit:
+            break
+    return np.array(tokens[:limit], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Asynchronous engine clients for a synchronous caller: one event loop in a thread of its own."""
+"""Asynchronous engine clients for a synchronous caller: one event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import atexit
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from dppo_megatron.fleet.live_engines import LiveEngines
 
+from .transport import WeightSyncError
+
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 
 class EngineThread:
-    """Runs coroutines on the engines while the caller goes on computing.
+    """Runs coroutines on the engines while the caller computes.
 
     The clients are made inside the loop's thread, and keep their connections between calls.
     """
@@ -31,9 +34,22 @@ class EngineThread:
         self._engines = asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
         atexit.register(self.close)  # of a trainer that an error ends
 
-    def start(self, call: Callable[[LiveEngines], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Starts `call` on the engines; the future holds its result or its error."""
-        return asyncio.run_coroutine_threadsafe(call(self._engines), self._loop)
+    def start(
+        self, call: Callable[Concatenate[LiveEngines, Arguments], Coroutine[Any, Any, Result]], *arguments: Any
+    ) -> Future[Result]:
+        """Start `call(engines, *arguments)`, a method of `LiveEngines`; the future has its result or its error."""
+        return asyncio.run_coroutine_threadsafe(call(self._engines, *arguments), self._loop)
+
+    def put_to_sleep(self) -> None:
+        """Have every engine that answers free its GPU memory. Raises `WeightSyncError` naming those that did not."""
+
+        async def sleep(live: LiveEngines) -> list[str]:
+            answering, _ = await live.answering()
+            replies = await live.on(answering, lambda engine: engine.sleep())
+            return [str(reply) for reply in replies.values() if isinstance(reply, Exception)]
+
+        if awake := self.start(sleep).result():
+            raise WeightSyncError("an engine did not free its memory for the trainer:\n  " + "\n  ".join(awake))
 
     def close(self) -> None:
         atexit.unregister(self.close)

@@ -1,4 +1,4 @@
-"""Publishes a policy version to the engines; it counts when an engine and the trainer score the same tokens alike."""
+"""Publish a policy version to the engines; it counts once an engine and the trainer score the same tokens alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,43 +15,37 @@ import numpy as np
 from dppo_megatron.actor import Actor
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
-from dppo_megatron.engines.protocol import (
-    Engine,
-    EngineIncompatible,
-    EngineInfo,
-    EngineRefused,
-)
+from dppo_megatron.engines.protocol import Engine, EngineError, EngineIncompatible, EngineInfo, EngineRefused
 from dppo_megatron.fleet.engine_checks import ScoreDifference
-from dppo_megatron.fleet.live_engines import Confirmation
+from dppo_megatron.fleet.live_engines import Confirmation, LiveEngines
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.fingerprint import differing, merged, untold
 from dppo_megatron.weights.published import PublishedPolicy
 
-from .colocated import ActorMemory, put_to_sleep
 from .engine_thread import EngineThread
-from .errors import WeightSyncError
-from .transport import Transport
+from .transport import Transport, WeightSyncError
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 SHOWN = 8  # groups of weights in an error
 ATTEMPTS = 3  # with the same engines
+Replies = Mapping[str, Confirmation | EngineError]  # by the engine's URL
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """What one publish cost and confirmed; seconds. The same on every rank."""
+class PublishResult:
+    """Cost and result of one publish; seconds. The same on every rank."""
 
     version: int
-    nbytes: int  # that travelled
+    nbytes: int  # sent
     export_s: float  # before the engines begin to load
     load_s: float  # of the slowest engine
     pause_s: float  # part of it in which an engine sampled nothing, the longest
     check_s: float  # of scoring the weight check's tokens
     difference: ScoreDifference  # of the engine that differs most, among those that agree
     unconfirmed: int = 0  # engines that were left out
-    changed_share: float | None = None  # of all elements, where only what changed was sent
+    changed_share: float | None = None  # of all elements, where only the changed ones were sent
 
     def metrics(self) -> dict[str, float]:
         changed = {} if self.changed_share is None else {"publish/changed_share": self.changed_share}
@@ -70,10 +64,10 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of one attempt: the publish, unless no engine confirmed it, and why each engine that failed did."""
+class AttemptResult:
+    """The publish, unless no engine confirmed it, and the reason of each failure by the engine's URL."""
 
-    published: Published | None = None
+    published: PublishResult | None = None
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,6 +76,19 @@ class Publisher:
 
     check_tokens: a fixed token sequence [S] that both sides score at temperature 1 after each update. engines: None on
     the other ranks.
+
+    Why an update may be lost when an engine dies: the engine has it only in memory, and the trainer does not wait for a
+    dead engine. Nothing of the run is lost with it. These places decide, in this order:
+
+    1. Does the publish continue without the engine? Yes if another one confirms the version (`_confirm`). Otherwise it
+       waits for an engine (`_Retries.wait`).
+    2. From when does the version count? From the moment the published-policy file is written (`_record`).
+    3. Is an engine that comes back believed? Not by the version that it reports: its death ended the verification
+       (`fleet.health.EngineHealth.answered`).
+    4. Who gives it the update again? With `shared_storage` the orchestrator has it load the published directory
+       (`fleet.monitored_engine.MonitoredEngine._verify`). A `broadcast` left no directory, so the trainer sends the
+       version again (`engines_lag`, asked by `trainer.control` while the trainer waits for rollouts).
+    5. Who answers the requests that ran on it? Another engine, with the same seeds (`fleet.sampling.Sampler`).
     """
 
     def __init__(
@@ -100,40 +107,39 @@ class Publisher:
         self._ranks = ranks
         self._transport = transport
         self._check_tokens = check_tokens
-        self._memory = ActorMemory(actor) if config.engine.placement == "colocated" else None
+        self._colocated = config.engine.placement == "colocated"
+        self._offloaded: ExitStack | None = None  # of a colocated actor while it is not on its device
         self._last: PublishedPolicy | None = None
         self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were noticed to lag
         self._told_little: set[str] = set()  # URLs of engines whose fingerprints do not cover all weights
 
-    def publish(self, version: int) -> Published:
-        """Sends the weights to every engine that answers, compares log-probs, and then writes the published policy.
+    def publish(self, version: int) -> PublishResult:
+        """Send the weights to every engine that answers, compare log-probs, and write the published policy.
 
         Leaves out an engine that is dead, freezes, fails, or whose log-probs differ by more than
         `weight_sync.probe_tolerance` in the mean; it does not sample before its weights are verified. With none left,
         waits for one to come back. Raises `WeightSyncError` on every rank when an engine refuses the weights, when no
         engine that loaded them agrees with the trainer, when none answers for `engine.unavailable_timeout_s`, and
-        when those that answer fail `ATTEMPTS` times.
+        when all attempts with the same engines fail (`ATTEMPTS`).
 
-        Where engines are colocated the actor is offloaded before they wake, and must not be used until
-        `onload_actor`.
+        A colocated actor is offloaded before the engines wake, and must not be used until `onload_actor`.
         """
         started = time.perf_counter()
         self._transport.prepare(version)
         expected = None
-        if self._memory is not None:
+        if self._colocated:
             expected = self._actor.score(self._check_tokens)
-            self._memory.offload()
-            self._ranks.gather(None, "the actor to be offloaded")  # an engine may be on the GPUs of several ranks
+            self._offload_actor()
         exported = time.perf_counter() - started
         retries = _Retries(version, self._config.engine.unavailable_timeout_s)
         while True:
             engines, silent = self._ranks.from_rank_zero(self._answering, "the engines that answer")
-            outcome = self._attempt(version, engines, exported, expected) if engines else Outcome()
-            failures = silent | outcome.failures
-            if outcome.published is not None:
+            result = self._attempt(version, engines, exported, expected) if engines else AttemptResult()
+            failures = silent | result.failures
+            if result.published is not None:
                 for name, reason in failures.items():
                     log.warning("policy %d is published without %s: %s", version, name, reason)
-                return replace(outcome.published, unconfirmed=len(failures))
+                return replace(result.published, unconfirmed=len(failures))
             self._ranks.from_rank_zero(partial(retries.wait, engines, failures), "an engine to publish to")
             if engines:
                 self._transport.prepare_again(version)
@@ -155,94 +161,119 @@ class Publisher:
         self._behind |= new
         return bool(new)
 
+    def onload_actor(self) -> None:
+        """Put colocated engines to sleep and the actor back on its device, where it stays until the next publish.
+
+        The actor is back even when this raises `WeightSyncError` because an engine did not go to sleep.
+        """
+        if self._colocated:
+            try:
+                self._ranks.from_rank_zero(lambda: self._engines.put_to_sleep(), "the engines to sleep")
+            finally:
+                offloaded, self._offloaded = self._offloaded, None
+                if offloaded is not None:
+                    offloaded.close()
+
+    def _offload_actor(self) -> None:
+        if self._offloaded is None:
+            self._offloaded = ExitStack()
+            freed = self._offloaded.enter_context(self._actor.offloaded())
+            log.debug("offloaded %.2f GB for the engines", freed / 1e9)
+        self._ranks.gather(None, "the actor to be offloaded")  # an engine may be on the GPUs of several ranks
+
     def _answering(self) -> tuple[dict[str, EngineInfo], dict[str, str]]:
-        engines, silent = self._engines.start(lambda live: live.answering()).result()
+        engines, silent = self._engines.start(LiveEngines.answering).result()
         return engines, {name: str(error) for name, error in silent.items()}
 
     def _attempt(
         self, version: int, engines: Mapping[str, EngineInfo], export_s: float, expected: np.ndarray | None
-    ) -> Outcome:
-        """One attempt with these engines; the same on every rank. expected: the trainer's scores, if already there."""
+    ) -> AttemptResult:
+        """Connect, load, then confirm: one attempt with these engines. The result is the same on every rank.
+
+        expected: the trainer's scores, if they exist already.
+        """
         started = time.perf_counter()
         try:
             self._transport.connect(engines)
         except WeightSyncError as error:
-            return Outcome(failures={"group": str(error)})
-        replies: Future | None = None
-        if self._engines is not None:
-            replies = self._engines.start(
-                lambda live: live.confirm(
-                    version, engines, lambda engine: self._load(engine, version), self._check_tokens
-                )
-            )
+            return AttemptResult(failures={"group": str(error)})
+        if self._engines is not None:  # rank 0: the engines load and score while all ranks send and score
+            load = partial(self._load, version=version)
+            loading = self._engines.start(LiveEngines.load_and_confirm, version, engines, load, self._check_tokens)
         problem = self._transport.send()
         # Before the next training collective: a sender waits for engines.
         everyone = self._ranks.gather((problem, self._transport.sent), "the weights to be sent")
-        problems = [problem for problem, _ in everyone if problem]
-        sent = merged(part for _, part in everyone)
         if expected is None:
-            expected = self._actor.score(self._check_tokens)  # every rank computes while the engines load
+            expected = self._actor.score(self._check_tokens)
 
-        def compare() -> Outcome:
-            results = replies.result()
-            confirmed = [reply for reply in results.values() if isinstance(reply, Confirmation)]
-            failed = {url: reply for url, reply in results.items() if isinstance(reply, Exception)}
-            for error in failed.values():
-                if isinstance(error, EngineRefused | EngineIncompatible):
-                    raise WeightSyncError(f"policy version {version}: {error}")
-            failures = {url: str(error) for url, error in failed.items()}
-            if not confirmed:
-                failures |= {f"sender {number}": problem for number, problem in enumerate(problems)}
-                return Outcome(failures=failures)
-            differences = {reply.url: ScoreDifference.between(reply.scores, expected) for reply in confirmed}
-            tolerance = self._config.probe_tolerance
-            agreed = {url: difference for url, difference in differences.items() if difference.within(tolerance)}
-            failures |= {url: self._disagreement(differences[url]) for url in differences.keys() - agreed.keys()}
-            for reply in confirmed:
-                if wrong := differing(sent, reply.held):
-                    agreed.pop(reply.url, None)
-                    failures[reply.url] = _other_weights(wrong)
-                self._report_untold(reply)
-            if not agreed:
-                reasons = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
-                raise WeightSyncError(f"policy version {version}: no engine agrees with the trainer:\n{reasons}")
-            load_s = max(confirmation.load_s for confirmation in confirmed)
-            check_s = time.perf_counter() - started - load_s
-            self._record(version, expected, [reply for reply in confirmed if reply.url in agreed])
-            worst = ScoreDifference.worst(agreed.values())
-            published = Published(
-                version,
-                self._transport.nbytes,
-                export_s,
-                load_s,
-                max(confirmation.pause_s for confirmation in confirmed),
-                check_s,
-                worst,
-                changed_share=self._transport.changed_share,
-            )
-            return Outcome(published, failures)
+        def confirm() -> AttemptResult:
+            replies = loading.result()
+            cost = {"export_s": export_s, "wall_s": time.perf_counter() - started}
+            problems = {f"sender {rank}": problem for rank, (problem, _) in enumerate(everyone) if problem}
+            return self._confirm(version, replies, expected, merged(sent for _, sent in everyone), problems, **cost)
 
-        return self._ranks.from_rank_zero(compare, f"the engines to load policy version {version}")
-
-    def onload_actor(self) -> None:
-        """Puts colocated engines to sleep and the actor back on its device, where it stays until the next publish.
-
-        The actor is back even when this raises `WeightSyncError` because an engine did not go to sleep.
-        """
-        if self._memory is not None:
-            try:
-                self._ranks.from_rank_zero(lambda: put_to_sleep(self._engines), "the engines to sleep")
-            finally:
-                self._memory.onload()
+        return self._ranks.from_rank_zero(confirm, f"the engines to load policy version {version}")
 
     async def _load(self, engine: Engine, version: int) -> float:
         try:
-            if self._memory is not None:
+            if self._colocated:
                 await engine.wake()
             return await self._transport.receive(engine, version)
         except BaseException as error:
             self._transport.abort(str(error) or f"engine {engine.url}: cancelled")
             raise
+
+    def _confirm(
+        self,
+        version: int,
+        replies: Replies,
+        expected: np.ndarray,
+        sent: Mapping[str, int],
+        problems: Mapping[str, str],
+        *,
+        export_s: float,
+        wall_s: float,
+    ) -> AttemptResult:
+        """Rank 0: compare each engine's log-probs and fingerprints with the trainer's, and record the publish.
+
+        Engines that failed or disagree are left out if another agrees. Raises `WeightSyncError` when one refused the
+        weights, and when engines loaded them but none agrees.
+        """
+        confirmed = [reply for reply in replies.values() if isinstance(reply, Confirmation)]
+        failures = {}
+        for url, reply in replies.items():
+            if isinstance(reply, EngineRefused | EngineIncompatible):
+                raise WeightSyncError(f"policy version {version}: {reply}")
+            if isinstance(reply, EngineError):
+                failures[url] = str(reply)
+        if not confirmed:
+            return AttemptResult(failures=failures | problems)
+        agreed: dict[str, ScoreDifference] = {}
+        for reply in confirmed:
+            difference = ScoreDifference.between(reply.scores, expected)
+            if wrong := differing(sent, reply.held):
+                failures[reply.url] = _other_weights(wrong)
+            elif not difference.within(self._config.probe_tolerance):
+                failures[reply.url] = self._disagreement(difference)
+            else:
+                agreed[reply.url] = difference
+            self._report_untold(reply)
+        if not agreed:
+            reasons = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
+            raise WeightSyncError(f"policy version {version}: no engine agrees with the trainer:\n{reasons}")
+        load_s = max(confirmation.load_s for confirmation in confirmed)
+        self._record(version, expected, [reply for reply in confirmed if reply.url in agreed])
+        published = PublishResult(
+            version,
+            self._transport.nbytes,
+            export_s,
+            load_s,
+            max(confirmation.pause_s for confirmation in confirmed),
+            wall_s - load_s,
+            ScoreDifference.worst(agreed.values()),
+            changed_share=self._transport.changed_share,
+        )
+        return AttemptResult(published, failures)
 
     def _disagreement(self, difference: ScoreDifference) -> str:
         engine, quantised = self._config.engine, ""
@@ -261,10 +292,11 @@ class Publisher:
     def _report_untold(self, reply: Confirmation) -> None:
         if (groups := untold(reply.held)) and reply.url not in self._told_little:
             self._told_little.add(reply.url)
-            what = "its loader makes other weights of these, so fingerprints do not cover them (docs/engines.md)"
-            log.warning("engine %s cannot tell what it holds of %s: %s", reply.url, _some(groups), what)
+            why = "its loader makes other weights of these, so fingerprints do not cover them (docs/engines.md)"
+            log.warning("engine %s cannot tell its weights of %s: %s", reply.url, _some(groups), why)
 
     def _record(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
+        """Write the published-policy file: from now on `version` is the one to serve."""
         directory = self._transport.directory(version)
         if self._last is None or self._last.version != version:
             self._behind.clear()

@@ -10,8 +10,13 @@ from typing import Protocol
 import torch
 
 from dppo_megatron.engines.protocol import Engine, EngineInfo
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf.export import Quantization
 from dppo_megatron.weights.fingerprint import Fingerprint
+
+
+class WeightSyncError(ExpectedError, RuntimeError):
+    """The engines do not serve the weights that the trainer holds. Raised on every trainer rank."""
 
 
 @dataclass(frozen=True, slots=True)

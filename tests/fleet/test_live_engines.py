@@ -46,7 +46,9 @@ def publish(world: World, version: int, *, meanwhile=None, load=None):
         try:
             async with asyncio.timeout(10):
                 answering, silent = await engines.answering()
-                outcomes = await engines.confirm(version, answering, load or load_weights, np.array(PROBE, np.int32))
+                outcomes = await engines.load_and_confirm(
+                    version, answering, load or load_weights, np.array(PROBE, np.int32)
+                )
                 failed = {url: outcome for url, outcome in outcomes.items() if isinstance(outcome, EngineError)}
                 confirmed = [outcome for outcome in outcomes.values() if isinstance(outcome, Confirmation)]
                 return confirmed, silent | failed
