@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -58,14 +58,13 @@ def export_weights(
     parameters' device and may be views of live parameters: use or clone them before the next optimizer step.
     Raises `ModelError` for a parameter without an HF counterpart.
     """
-    if quantization is not None:
-        plain = export_weights(model_chunks, config, dtype, bucket_bytes, ranks, before_gather=before_gather)
-        yield from fp8.quantize_projections(plain, emulated=quantization == "fp8_block_emulated")
-        return
     ranks = ranks or ParallelRanks.current()
     weight_map = WeightMap(config, infer_layout(model_chunks, config, ranks))
     weights = _weights(model_chunks, weight_map)
-    yield from _export_kinds(weight_map, weights, ranks, dtype, bucket_bytes, before_gather)
+    tensors = _whole_tensors(weight_map, weights, ranks, dtype, bucket_bytes, before_gather)
+    if quantization is not None:
+        tensors = fp8.quantize_projections(tensors, emulated=quantization == "fp8_block_emulated")
+    yield from tensors
 
 
 @torch.no_grad()
@@ -123,7 +122,7 @@ def export_adapters(
             _Weight(adapter.entry.b, adapter.B, times=adapter.scaling if folded else 1.0),
         )
     ]
-    yield from _export_kinds(WeightMap(config), weights, ranks, dtype, bucket_bytes, before_gather)
+    yield from _whole_tensors(WeightMap(config), weights, ranks, dtype, bucket_bytes, before_gather)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ class _Weight:
         return local if dtype is None else local.to(dtype)
 
 
-def _export_kinds(
+def _whole_tensors(
     weight_map: WeightMap,
     weights: Sequence[_Weight],
     ranks: ParallelRanks,
@@ -151,13 +150,60 @@ def _export_kinds(
     bucket_bytes: int,
     before_gather: Callable[[ShardGroup], None] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    dense = [weight for weight in weights if not weight.entry.is_expert]
-    expert = [weight for weight in weights if weight.entry.is_expert]
+    """Yield (name, whole tensor) on the source ranks: cast, gathered bucket by bucket, mapped to Hugging Face."""
     # Dense weights first: the two kinds use different groups, which every rank must enter in one order.
-    if ranks.first_replica:
-        yield from _export(weight_map, dense, _Bucket(ranks.tensor, before_gather), dtype, bucket_bytes)
-    if ranks.first_expert_replica:
-        yield from _export(weight_map, expert, _Bucket(ranks.expert_tensor, before_gather), dtype, bucket_bytes)
+    for experts, group, exports in (
+        (False, ranks.tensor, ranks.first_replica),
+        (True, ranks.expert_tensor, ranks.first_expert_replica),
+    ):
+        of_kind = (weight for weight in weights if exports and weight.entry.is_expert == experts)
+        for entry, shards in _gathered(of_kind, group, dtype, bucket_bytes, before_gather):
+            yield from weight_map.to_hf(entry, shards).items()
+
+
+def _gathered(
+    weights: Iterable[_Weight],
+    group: ShardGroup,
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    before_gather: Callable[[ShardGroup], None] | None,
+) -> Iterator[tuple[Entry, list[Tensor]]]:
+    """Yield (entry, shards of all ranks of `group`) on the group's rank 0.
+
+    Shards of one dtype share a bucket and so a gather: thousands of small gathers would each cost the latency.
+    """
+    bucket: list[tuple[Entry, Tensor]] = []
+    nbytes = 0
+    for weight in weights:
+        entry, shard = weight.entry, weight.exported(dtype)
+        if group.group is None or entry.op.replicated:
+            if group.rank == 0:
+                yield entry, [shard]
+            continue
+        if bucket and (nbytes + shard.nbytes > bucket_bytes or bucket[0][1].dtype != shard.dtype):
+            yield from _gather(bucket, group, before_gather)
+            bucket, nbytes = [], 0
+        bucket.append((entry, shard))
+        nbytes += shard.nbytes
+    if bucket:
+        yield from _gather(bucket, group, before_gather)
+
+
+def _gather(
+    bucket: Sequence[tuple[Entry, Tensor]], group: ShardGroup, before_gather: Callable[[ShardGroup], None] | None
+) -> Iterator[tuple[Entry, list[Tensor]]]:
+    """Gather the shards of a bucket in one collective; yield them by entry on the group's rank 0."""
+    flat = torch.cat([shard.reshape(-1) for _, shard in bucket])
+    if before_gather is not None:
+        before_gather(group)
+    received = [torch.empty_like(flat) for _ in range(group.size)] if group.rank == 0 else None
+    dist.gather(flat, received, dst=dist.get_global_rank(group.group, 0), group=group.group)
+    if received is None:
+        return
+    sizes = [shard.numel() for _, shard in bucket]
+    by_entry = zip(*(buffer.split(sizes) for buffer in received), strict=True)
+    for (entry, shard), of_ranks in zip(bucket, by_entry, strict=True):
+        yield entry, [part.view(shard.shape) for part in of_ranks]
 
 
 def save_hf(
@@ -243,61 +289,3 @@ def write_parts(
         if failure is not None:
             raise failure
         return writer.close()
-
-
-def _export(
-    weight_map: WeightMap,
-    weights: Sequence[_Weight],
-    bucket: _Bucket,
-    dtype: torch.dtype | None,
-    bucket_bytes: int,
-) -> Iterator[tuple[str, Tensor]]:
-    """Gathers the shards of `weights` by `bucket`, again and again, and yields the HF tensors on its group's rank 0."""
-    group = bucket.group
-    for weight in weights:
-        entry, local = weight.entry, weight.exported(dtype)
-        if group.group is None or entry.op.replicated:
-            if group.rank == 0:
-                yield from weight_map.to_hf(entry, local).items()
-            continue
-        if bucket.is_full(local, bucket_bytes):
-            yield from bucket.gather(weight_map)
-        bucket.add(entry, local)
-    yield from bucket.gather(weight_map)
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """Shards of one dtype for one gather: thousands of small gathers would each pay the latency."""
-
-    group: ShardGroup
-    before_gather: Callable[[ShardGroup], None] | None
-    shards: list[tuple[Entry, Tensor]] = field(default_factory=list)
-    nbytes: int = 0
-
-    def is_full(self, following: Tensor, bucket_bytes: int) -> bool:
-        if not self.shards:
-            return False
-        return self.nbytes + following.nbytes > bucket_bytes or self.shards[0][1].dtype != following.dtype
-
-    def add(self, entry: Entry, shard: Tensor) -> None:
-        self.shards.append((entry, shard))
-        self.nbytes += shard.nbytes
-
-    def gather(self, weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
-        """One gather to the group's rank 0, which yields the HF tensors; empties the bucket."""
-        shards, self.shards, self.nbytes = self.shards, [], 0
-        if not shards:
-            return
-        flat = torch.cat([shard.reshape(-1) for _, shard in shards])
-        if self.before_gather is not None:
-            self.before_gather(self.group)
-        is_source = self.group.rank == 0
-        received = [torch.empty_like(flat) for _ in range(self.group.size)] if is_source else None
-        dist.gather(flat, received, dst=dist.get_global_rank(self.group.group, 0), group=self.group.group)
-        if received is None:
-            return
-        sizes = [shard.numel() for _, shard in shards]
-        pieces = zip(*(buffer.split(sizes) for buffer in received), strict=True)
-        for (entry, shard), of_ranks in zip(shards, pieces, strict=True):
-            yield from weight_map.to_hf(entry, [piece.view(shard.shape) for piece in of_ranks]).items()

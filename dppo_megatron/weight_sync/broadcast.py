@@ -11,7 +11,6 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
@@ -35,14 +34,14 @@ from dppo_megatron.weights.broadcast_plan import (
     make_buckets,
     views,
 )
-from dppo_megatron.weights.fingerprint import Fingerprint, add
+from dppo_megatron.weights.fingerprint import add
 from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address, nccl_settings
 
 from .engine_thread import EngineThread
-from .transport import StoredAs, WeightSyncError
+from .transport import StoredAs, Transport, WeightSyncError
 
 
-class Broadcast:
+class Broadcast(Transport):
     """Groups are made once, and anew when the engines are others or a transfer failed.
 
     Source ranks are those that `export_weights` yields on: tensor-parallel rank 0 of every pipeline stage, and the
@@ -50,6 +49,7 @@ class Broadcast:
     """
 
     def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, stored: StoredAs):
+        super().__init__()
         self._actor = actor
         self._engines = engines
         self._ranks = ranks
@@ -70,9 +70,6 @@ class Broadcast:
         self._caller: Rendezvous | None = None  # rank 0's second connection, for aborting
         self._channel: Channel | None = None
         self._step = 0
-        self.nbytes = 0
-        self.changed_share = None
-        self.sent: Fingerprint = {}
         self._fingerprints = config.weight_sync.fingerprint
 
     def prepare(self, version: int) -> None:
@@ -92,9 +89,6 @@ class Broadcast:
             self._streams = tuple(everyone[rank] for rank in senders)
             self._sender = senders.index(self._ranks.rank) if self._ranks.rank in senders else None
             self.nbytes = sum(bucket_bytes(bucket) for stream in self._streams for bucket in stream)
-
-    def prepare_again(self, version: int) -> None:
-        pass
 
     def connect(self, engines: Mapping[str, EngineInfo]) -> None:
         self._step += 1
@@ -148,12 +142,6 @@ class Broadcast:
 
     def abort(self, reason: str) -> None:
         self._caller.abort(self._step_name, reason)
-
-    def directory(self, version: int) -> Path | None:
-        return None
-
-    def after_confirmation(self, version: int) -> None:
-        pass
 
     def close(self) -> None:
         """Ends this rank's part of the group; whoever waits for it fails at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from dppo_megatron.actor import Actor
 from dppo_megatron.actor.lora import without_adapters
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
-from dppo_megatron.engines.protocol import Engine, EngineInfo
+from dppo_megatron.engines.protocol import Engine
 from dppo_megatron.hf import export_weights, save_hf
 from dppo_megatron.hf.peft import save_peft
 from dppo_megatron.run_dir import RunDir
@@ -23,16 +23,17 @@ from dppo_megatron.weights.fingerprint import Fingerprint, add, merged
 from dppo_megatron.weights.place import lead
 
 from .delta_writer import DeltaTooLarge, write_delta
-from .transport import StoredAs
+from .transport import StoredAs, Transport
 
 log = logging.getLogger(__name__)
 
 
-class SharedStorage:
+class SharedStorage(Transport):
     """Every version is one directory, of a model, a delta or an adapter, written by its source ranks and read by all
     engines. A delta changes the version that this process wrote before it, so the first one is whole."""
 
     def __init__(self, config: Config, actor: Actor, ranks: Ranks, stored: StoredAs):
+        super().__init__()
         self._config = config
         self._ranks = ranks
         self._run = RunDir(config.run.dir)
@@ -40,9 +41,6 @@ class SharedStorage:
         self._stored = stored
         self._kept = self._take_over() if ranks.rank == 0 else []
         self._prepared: Path | None = None
-        self.nbytes = 0
-        self.sent: Fingerprint = {}
-        self.changed_share: float | None = None
         self._deltas_left = 0  # before the next version that is whole in any case
         self._too_large = False  # one of them was, and no other is tried
         self._frozen: Fingerprint | None = None  # of this rank's share of the weights beside the adapters
@@ -137,17 +135,8 @@ class SharedStorage:
             observe=observe,
         )
 
-    def connect(self, engines: Mapping[str, EngineInfo]) -> None:
-        pass
-
     async def receive(self, engine: Engine, version: int) -> float:
         return await engine.load_weights(self._prepared, version, self._config.rollout.on_update)
-
-    def send(self) -> str | None:
-        return None
-
-    def abort(self, reason: str) -> None:
-        pass
 
     def directory(self, version: int) -> Path | None:
         return self._run.weights_of(version).resolve()
@@ -164,9 +153,6 @@ class SharedStorage:
             if self._run.weights_of(old) not in needed:
                 shutil.rmtree(self._run.weights_of(old), ignore_errors=True)
                 self._kept.remove(old)
-
-    def close(self) -> None:
-        pass
 
 
 def _made_from(directory: Path) -> list[Path]:

@@ -1,11 +1,11 @@
-"""How a policy gets from the trainer ranks to the engines: one shape, two ways."""
+"""The interface of the two transports that send a policy from the trainer ranks to the engines."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -21,53 +21,55 @@ class WeightSyncError(ExpectedError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """How the exporter hands weights to the engines, whichever way they travel."""
+    """The dtype and quantisation in which weights are exported, for every transport."""
 
     dtype: torch.dtype
     quantization: Quantization | None = None
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """`prepare`, `connect` and `send` are collective over all trainer ranks; `receive` runs on rank 0, for each engine.
 
-    One `prepare` a version; then for each attempt `connect`, after it `send` on every rank while the engines `receive`.
+    Each version has one `prepare`. Each attempt has one `connect`, then `send` on every rank while the engines
+    `receive`.
     """
 
-    nbytes: int  # that travel of one version, once prepared
-    changed_share: float | None  # of its elements, where a delta travels
-    sent: Fingerprint  # of what this rank sent of the version, once sent
+    nbytes = 0  # of one version, once prepared
+    changed_share: float | None = None  # of its elements, where a delta is sent
 
+    def __init__(self) -> None:
+        self.sent: Fingerprint = {}  # of the weights that this rank sent of the version, once sent
+
+    @abstractmethod
     def prepare(self, version: int) -> None:
-        """Does once what all attempts share."""
-        ...
+        """Do the work that all attempts share."""
 
-    def prepare_again(self, version: int) -> None:
-        """Before another attempt with engines that answer: sends the whole where they did not take what changed."""
-        ...
+    def prepare_again(self, version: int) -> None:  # noqa: B027
+        """Before another attempt with engines that answer: send the whole where they did not take a delta."""
 
-    def connect(self, engines: Mapping[str, EngineInfo]) -> None:
-        """Prepares to send to these engines, by URL. Raises `WeightSyncError` on every rank."""
-        ...
+    def connect(self, engines: Mapping[str, EngineInfo]) -> None:  # noqa: B027
+        """Prepare to send to these engines, by URL. Raises `WeightSyncError` on every rank."""
 
+    @abstractmethod
     async def receive(self, engine: Engine, version: int) -> float:
-        """Has one engine receive and load the policy; returns the seconds in which it sampled nothing. Raises what the
-        engine's client raises."""
-        ...
+        """Have one engine receive and load the policy; return the seconds in which it sampled nothing.
+
+        Raises the errors of the engine's client.
+        """
 
     def send(self) -> str | None:
-        """Sends this rank's weights; returns why it failed, or None. An engine that fails raises nothing here."""
-        ...
+        """Send this rank's weights; return the reason of a failure, or None. A failed engine raises nothing here."""
+        return None
 
-    def abort(self, reason: str) -> None:
-        """Rank 0, in the engines' thread, when one of them failed: ends the transfer for all."""
-        ...
+    def abort(self, reason: str) -> None:  # noqa: B027
+        """Rank 0, in the engines' thread, when one of them failed: end the transfer for all."""
 
     def directory(self, version: int) -> Path | None:
-        """Where an engine that starts finds the policy; None where it must be sent again."""
-        ...
+        """Return the directory that an engine that starts loads; None if the policy must be sent again."""
+        return None
 
-    def after_confirmation(self, version: int) -> None:
+    def after_confirmation(self, version: int) -> None:  # noqa: B027
         """Rank 0, after the engines confirmed the policy."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """End this rank's part of the transfer."""

@@ -1,24 +1,32 @@
-"""A version of the weights as what changed since the version before it, on storage that trainer and engines share.
+"""A version of the weights as the changes since the version before it, on storage that trainer and engines share.
 
-The directory of such a version, a delta, holds no model. `delta.json` names the directory beside it that it changes:
-a model, or a delta of its own. Its safetensors files hold, of each tensor of which a bit changed:
+The directory of such a version, a delta, has no model. `delta.json` names the directory next to it that it changes: a
+model, or another delta. Its safetensors files have, for each tensor of which a bit changed:
 
     NAME:gaps    int16 [N]  elements from one entry to the next; from element 0 to the first entry
-    NAME:values  [N]        what these elements become, in the tensor's dtype
+    NAME:values  [N]        the new values of these elements, in the tensor's dtype
     NAME:checks  int64 [2]  checksums of the tensor before and after
 
-and NAME, the tensor as a whole, instead of gaps and values where it takes no more room. An entry that is further than
-`FAR` from the one before it has others in between, which repeat what is there. Earlier releases wrote NAME:sums
-instead of NAME:checks, sums of the 64-bit words regardless of their order.
+Example, a flat bf16 tensor of 40,003 elements:
 
-So a directory says by itself what the weights are, whatever an engine holds that reads it.
+    before   element 2 = 0.5    element 40,002 = 1.0
+    after    element 2 = 0.75   element 40,002 = 2.0
+    entries  positions [2, 32769, 40002], gaps [2, 32767, 7233], values [0.75, unchanged, 2.0]
 
-In need of torch and safetensors alone, and of no other module: an SGLang server loads this file by its path.
+The second entry repeats the value that is there: a gap is at most `FAR` = 32,767, so an entry fills each longer one.
+A tensor is stored whole, as NAME, instead of gaps and values, where that takes no more room.
+
+A directory therefore defines the weights whatever weights an engine has that reads it: `Version` reads the model, then
+applies the deltas in order, v0 (model) <- v1 <- v2. `PrefetchedVersion` does so before the engine pauses.
+
+Depends only on torch and safetensors and on no other module: an SGLang server loads this file by its path.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -35,13 +43,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DamagedDelta(RuntimeError):
-    """A delta cannot be read, or the tensors that it changes are not those that it was made for."""
+    """A delta cannot be read, or was made for other tensors than it finds."""
 
 
 class Change(NamedTuple):
-    """Of one tensor: element `positions` [N] int64 (ascending) of the flat tensor were `old` and become `new` [N].
+    """The change of one tensor: elements `positions` [N] int64 (ascending) of the flat tensor were `old` and become
+    `new` [N].
 
-    positions: None where all of it is sent; `old` and `new` are the whole tensors then.
+    positions: None if the whole tensor is sent; then `old` and `new` are whole tensors.
     """
 
     positions: torch.Tensor | None
@@ -51,7 +60,7 @@ class Change(NamedTuple):
     sums: tuple[int, int]
 
     def stored(self, name: str) -> dict[str, torch.Tensor]:
-        """What the files hold of it."""
+        """Return the tensors that the files have for it, by name."""
         sums = {f"{name}:checks": torch.tensor(self.sums)}
         if self.positions is None:
             return {name: self.new} | sums
@@ -61,11 +70,11 @@ class Change(NamedTuple):
 
 @torch.no_grad()
 def change(old: torch.Tensor, new: torch.Tensor) -> Change | None:
-    """From `old` to `new`, tensors on the CPU of one shape and dtype; None where every bit is the same."""
+    """Return the change from `old` to `new`, CPU tensors of one shape and dtype; None if every bit is the same."""
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"{tuple(new.shape)} {new.dtype} cannot change {tuple(old.shape)} {old.dtype}")
     before, after = _words(old), _words(new)
-    differ = before != after  # an eighth of the comparisons and less, and hardly any further ones
+    differ = before != after  # by words of 8 bytes: few of them need a comparison by elements
     words = int(differ.count_nonzero())
     if not words:
         return None
@@ -81,7 +90,7 @@ def change(old: torch.Tensor, new: torch.Tensor) -> Change | None:
 
 
 def _positions(before: torch.Tensor, after: torch.Tensor, differ: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """Of the elements with other bits."""
+    """Return the positions of the elements with other bits."""
     words = differ.nonzero().squeeze(1)
     old, new = (_bits(side[words].view(torch.uint8), itemsize).view(len(words), -1) for side in (before, after))
     word, place = (old != new).nonzero(as_tuple=True)
@@ -89,7 +98,7 @@ def _positions(before: torch.Tensor, after: torch.Tensor, differ: torch.Tensor, 
 
 
 def _reachable(positions: torch.Tensor) -> torch.Tensor:
-    """`positions` with others in between, so that no gap is larger than `FAR`."""
+    """Return `positions` with fillers, so that no gap is larger than `FAR`: [2, 40002] becomes [2, 32769, 40002]."""
     before = torch.cat([positions.new_zeros(1), positions[:-1]])
     missing = ((positions - before - 1) // FAR).clamp_(min=0)
     if not bool(missing.any()):
@@ -99,11 +108,9 @@ def _reachable(positions: torch.Tensor) -> torch.Tensor:
     return torch.cat([positions, before.repeat_interleave(missing) + FAR * number]).sort().values
 
 
-def checksum(tensor: torch.Tensor, places: bool = True) -> int:
-    """Sum of a mix of each 64-bit word and its place, modulo 2**64 (as a signed number); else of the words only."""
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the sum of a mix of each 64-bit word and its place, modulo 2**64, as a signed number."""
     words, total = _words(tensor), 0
-    if not places:
-        return int(words.sum())
     factor = torch.arange(1, 1 + min(len(words), _SPAN)) * _MIX | 1
     for span, part in enumerate(words.split(_SPAN), 1):
         mixed = part * factor[: len(part)]
@@ -112,8 +119,10 @@ def checksum(tensor: torch.Tensor, places: bool = True) -> int:
 
 
 def chain(directory: Path) -> tuple[Path, list[Path]]:
-    """The model from which the version in `directory` is made, and the deltas that change it, in order. Raises
-    `DamagedDelta`; that the model is there, and whole, is not looked at."""
+    """Return the model that the version in `directory` is made from, and the deltas that change it, in order.
+
+    Raises `DamagedDelta`. Does not check that the model exists and is complete.
+    """
     deltas: list[Path] = []
     while is_delta(directory):
         deltas.insert(0, directory)
@@ -122,7 +131,7 @@ def chain(directory: Path) -> tuple[Path, list[Path]]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedDelta(f"{directory / FILE}: not readable: {error!r}") from None
         if not isinstance(base, str) or Path(base).name != base or directory.with_name(base) in deltas:
-            raise DamagedDelta(f"{directory / FILE}: {str(base)[:100]!r} is no directory beside it that it can change")
+            raise DamagedDelta(f"{directory / FILE}: {str(base)[:100]!r} is no directory next to it that it can change")
         directory = directory.with_name(base)
     return directory, deltas
 
@@ -132,15 +141,15 @@ def is_delta(directory: Path) -> bool:
 
 
 def write_base(directory: Path, base: str) -> None:
-    """Makes `directory` a delta that changes the version in the directory `base` beside it."""
+    """Make `directory` a delta that changes the version in the directory `base` next to it."""
     (directory / FILE).write_text(json.dumps({"format": 1, "base": base}) + "\n")
 
 
 class Version:
-    """The tensors of a version, in a directory that holds a model or a delta.
+    """The tensors of a version, from a directory with a model or a delta.
 
-    Opening reads headers. Raises `DamagedDelta`, as its methods, for files that cannot be read and for checksums that
-    are not those of the delta.
+    Opening reads headers. It and its methods raise `DamagedDelta` for files that cannot be read and for checksums that
+    differ from the delta's.
     """
 
     def __init__(self, directory: Path):
@@ -159,17 +168,16 @@ class Version:
 
     @property
     def changed(self) -> set[str]:
-        """Names of the tensors that are not as in the model."""
-        return {_tensor(name) for delta in self._deltas for name in delta.names}
+        """Names of the tensors that differ from the model's."""
+        return {name.partition(":")[0] for delta in self._deltas for name in delta.names}
 
     def is_in(self, directory: Path) -> bool:
-        """Whether `directory` still holds it: its name is that of the version, which is written again only as a whole,
-        in the place of a delta that no engine took."""
+        """Return whether `directory` still has this version. A delta that no engine took is replaced by the whole model
+        under the same name."""
         return self.directory == directory and is_delta(directory) == bool(self._deltas)
 
     @property
     def model_bytes(self) -> int:
-        """Of its tensors."""
         return sum(file.stat().st_size for file in self._model.files)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -177,37 +185,95 @@ class Version:
 
     @torch.no_grad()
     def tensor(self, name: str) -> torch.Tensor:
-        """On the CPU; a view of a mapped file where nothing changed it."""
+        """Return the tensor on the CPU; a view of a mapped file if nothing changed it."""
         tensor = self._model.get(name)
-        info = (tensor.shape, tensor.dtype)
-        flat = after = None
+        shape, dtype = tensor.shape, tensor.dtype
+        changed, expected = False, None
         for delta in self._deltas:
-            places = f"{name}:checks" in delta.names
-            sums = delta.find(f"{name}:{'checks' if places else 'sums'}")
-            if sums is None:
+            checks = delta.find(f"{name}:checks")
+            if checks is None:
                 continue
-            before, result = sums.tolist() if sums.shape == (2,) else (None, None)
-            if after is not None and after[1] is places and after[0] != before:
-                raise DamagedDelta(f"{delta.directory}: {name} is not what the version before it made of it")
-            after, whole = (result, places), delta.find(name)
+            if checks.shape != (2,):
+                raise DamagedDelta(f"{delta.directory}: {name} has {checks.numel()} checksums instead of 2")
+            before, after = checks.tolist()
+            if expected not in (None, before):
+                raise DamagedDelta(f"{delta.directory}: {name} was made for other values than the version before has")
+            expected, whole = after, delta.find(name)
             if whole is not None:
-                if (whole.shape, whole.dtype) != info:
+                if (whole.shape, whole.dtype) != (shape, dtype):
                     raise DamagedDelta(f"{delta.directory}: {name} has another shape or dtype than in {self.model}")
-                tensor, flat = whole, None
+                tensor, changed = whole, False
                 continue
-            if flat is None:
-                flat = tensor.reshape(-1).clone()
+            if not changed:
+                tensor, changed = tensor.clone(), True
+            flat = tensor.view(-1)
             positions = delta.get(f"{name}:gaps").to(torch.int64).cumsum(0)
             if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(flat):
                 raise DamagedDelta(f"{delta.directory}: {name} has entries outside its {len(flat)} elements")
             values = delta.get(f"{name}:values")
-            if (values.shape, values.dtype) != (positions.shape, info[1]):
+            if (values.shape, values.dtype) != (positions.shape, dtype):
                 raise DamagedDelta(f"{delta.directory}: {name} has {len(values)} values for {len(positions)} entries")
             _bits(flat)[positions] = _bits(values)
-        result = tensor if flat is None else flat.view(tensor.shape)
-        if after is not None and checksum(result, after[1]) != after[0]:
-            raise DamagedDelta(f"{self.directory}: {name} has another checksum than the trainer wrote down")
-        return result
+        if expected is not None and checksum(tensor) != expected:
+            raise DamagedDelta(f"{self.directory}: {name} has another checksum than the trainer recorded")
+        return tensor
+
+
+class PrefetchedVersion:
+    """A `Version` that a thread reads while the engine samples, so that the engine pauses only to load it.
+
+    A server's workers start to read, continue their work, are polled until all have read, and are then paused to load.
+    Damage is therefore found before anything stops. Tensors that deltas change are kept in the host's memory, at most
+    `most_bytes` and one tensor more; the others are read when they are loaded.
+    """
+
+    def __init__(self, version: Version, most_bytes: int):
+        self.version = version
+        self.read_s = 0.0  # that the load waited for files and for applying deltas
+        self._kept: dict[str, torch.Tensor] = {}
+        self._wanted = True
+        self._problem: Exception | None = None
+        self._thread = threading.Thread(target=self._read, args=(most_bytes,), name="weights-prefetch", daemon=True)
+        self._thread.start()
+
+    def drop(self) -> None:
+        """Stop reading and free the memory."""
+        self._wanted = False
+        self._thread.join()
+        self._kept.clear()
+
+    def finished(self) -> bool:
+        """Return whether the thread has ended. Raises the thread's error."""
+        if self._thread.is_alive():
+            return False
+        if self._problem is not None:
+            raise self._problem
+        return True
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors. Each is freed once it is taken, and read again if it is taken again."""
+        began = time.perf_counter()
+        self._thread.join()
+        self.finished()
+        for name in self.version.names:
+            tensor = self._kept.pop(name, None)
+            if tensor is None:
+                tensor = self.version.tensor(name)
+            self.read_s += time.perf_counter() - began
+            yield name, tensor
+            began = time.perf_counter()
+
+    def _read(self, most_bytes: int) -> None:
+        try:
+            changed, size = self.version.changed, 0
+            for name in self.version.names:
+                if size >= most_bytes or not self._wanted:
+                    break
+                if name in changed:  # the others are mapped files
+                    self._kept[name] = self.version.tensor(name)
+                    size += self._kept[name].nbytes
+        except Exception as error:  # an error in a thread would be lost
+            self._problem = error
 
 
 class _Files:
@@ -234,10 +300,6 @@ class _Files:
         return self.get(name) if name in self.names else None
 
 
-def _tensor(name: str) -> str:
-    return name.partition(":")[0]
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1)
 
@@ -247,7 +309,7 @@ def _bits(tensor: torch.Tensor, itemsize: int | None = None) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes as int64, with zeros after the last."""
+    """Return the bytes as int64, padded with zeros."""
     raw = _flat(tensor).view(torch.uint8)
     if len(raw) % 8:
         raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8))

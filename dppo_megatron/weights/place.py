@@ -10,7 +10,9 @@ import os
 import re
 import shutil
 import stat
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.errors import ExpectedError
@@ -65,10 +67,11 @@ def lead(run: RunDir, directory: Path | None) -> None:
     if found := problem(run, directory):
         raise ExpectedError(found)
     try:
-        directory.mkdir(mode=0o700, exist_ok=True)  # never makes what a link points to
-        if (found := problem(run, directory)) is not None:  # somebody was quicker
-            raise ExpectedError(found)
-        _claim(run, directory)
+        make = partial(directory.mkdir, 0o700, exist_ok=True)  # which follows no link
+        for prepare in (make, partial(_claim, run, directory)):
+            prepare()
+            if found := problem(run, directory):  # another process may have been quicker
+                raise ExpectedError(found)
         if there == directory:
             return
         clear(run)
@@ -123,9 +126,5 @@ def _owner(directory: Path) -> str | None:
 
 
 def _claim(run: RunDir, directory: Path) -> None:
-    try:
-        with open(directory / OWNER, "x") as file:
-            file.write(_name(run))
-    except FileExistsError:
-        if (owner := _owner(directory)) != _name(run):
-            raise ExpectedError(f"{SETTING} = {directory}: is that of the run {owner}; choose another one") from None
+    with suppress(FileExistsError), open(directory / OWNER, "x") as file:
+        file.write(_name(run))

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dppo_megatron.weights.delta import FAR, DamagedDelta, Version, chain, change, checksum, write_base
+from dppo_megatron.weights.delta import (
+    FAR,
+    DamagedDelta,
+    PrefetchedVersion,
+    Version,
+    chain,
+    change,
+    checksum,
+    write_base,
+)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,28 +173,6 @@ def of_another_shape(root: Path) -> None:
     (root / "v2/part.safetensors").unlink()
 
 
-def test_deltas_of_an_earlier_release_are_read(tmp_path, model):
-    """Their checksums are sums of words regardless of the order."""
-    directory = stored(tmp_path / "v1", tmp_path / "v0", moved(model, 0.01, 1))
-    tensors = load_file(directory / "part.safetensors")
-    changed = dict(Version(directory).tensors())
-    for name in [name for name in tensors if name.endswith(":checks")]:
-        del tensors[name]
-        which = name.removesuffix(":checks")
-        sums = [
-            int(torch.nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64).sum())
-            for raw in (bits(model[which]), bits(changed[which]))
-        ]
-        tensors[f"{which}:sums"] = torch.tensor(sums)
-    save_file(tensors, directory / "part.safetensors")
-    assert all(torch.equal(bits(changed[name]), bits(tensor)) for name, tensor in Version(directory).tensors())
-    stored(tmp_path / "v2", directory, model)
-    assert all(torch.equal(bits(model[name]), bits(tensor)) for name, tensor in Version(tmp_path / "v2").tensors())
-    times_two("v1/part.safetensors", "embedding:values")(tmp_path)
-    with pytest.raises(DamagedDelta):
-        list(Version(directory).tensors())
-
-
 def times_two(file: str, name: str):
     def act(root: Path) -> None:
         tensors = load_file(root / file)
@@ -227,7 +215,7 @@ DAMAGE = {
     "checksums": times_two("v2/part.safetensors", "embedding:checks"),
     "a value short": shortened("v2/part.safetensors", "embedding:values"),
     "an entry short": shortened("v2/part.safetensors", "embedding:gaps", "embedding:values"),
-    "a checksum short": shortened("v2/part.safetensors", "embedding:checks"),
+    "a checksum short": shortened("v1/part.safetensors", "embedding:checks"),
     "another shape": of_another_shape,
     "an unknown tensor": lambda root: save_file({"new": torch.ones(1)}, root / "v2/more.safetensors"),
     "half a file": cut("v2/part.safetensors"),
@@ -248,3 +236,73 @@ def test_damage_is_refused(tmp_path, model, damage):
     with pytest.raises(DamagedDelta):
         for _ in Version(tmp_path / "v2").tensors():
             pass
+
+
+PREFETCHED = [
+    "model.embed_tokens.weight",
+    *(f"model.layers.{n}.mlp.up_proj.weight" for n in range(8)),
+    "model.norm.weight",
+]
+CHANGED = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+
+
+@pytest.fixture
+def directories(tmp_path) -> list[Path]:
+    """A model, a delta that changes all of it, and one that changes `CHANGED`."""
+    torch.manual_seed(0)
+    model = {name: torch.randn(50, 20).bfloat16() for name in PREFETCHED}
+    (tmp_path / "v0").mkdir()
+    save_file(model, tmp_path / "v0" / "model.safetensors")
+    every = {name: tensor.clone() for name, tensor in model.items()}
+    for tensor in every.values():
+        tensor[3, 4] += 1
+    some = {name: tensor + 1 if name in CHANGED else tensor for name, tensor in every.items()}
+    stored(tmp_path / "v1", tmp_path / "v0", every)
+    stored(tmp_path / "v2", tmp_path / "v1", some)
+    return [tmp_path / f"v{number}" for number in range(3)]
+
+
+def waited(prefetched: PrefetchedVersion) -> PrefetchedVersion:
+    deadline = time.monotonic() + 10
+    while not prefetched.finished():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return prefetched
+
+
+def same(prefetched: PrefetchedVersion, directory: Path) -> bool:
+    expected = dict(Version(directory).tensors())
+    read = dict(prefetched.tensors())
+    return list(read) == list(expected) and all(torch.equal(tensor, read[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5000, 1 << 30])
+def test_no_more_is_kept_than_the_budget_and_one_tensor(directories, budget):
+    prefetched = waited(PrefetchedVersion(Version(directories[2]), budget))
+    kept = sum(tensor.nbytes for tensor in prefetched._kept.values())
+    assert min(budget, 2000 * len(PREFETCHED)) <= kept < budget + 2000
+    assert same(prefetched, directories[2])
+    assert not prefetched._kept, "let go as it is taken"
+    assert same(prefetched, directories[2]), "again, as by a server that tries twice"
+
+
+def test_tensors_that_the_model_has_are_not_kept(directories, tmp_path):
+    model = dict(Version(directories[0]).tensors())
+    stored(tmp_path / "v3", directories[0], {name: tensor + (name in CHANGED) for name, tensor in model.items()})
+    prefetched = waited(PrefetchedVersion(Version(tmp_path / "v3"), 1 << 30))
+    assert sorted(prefetched._kept) == sorted(CHANGED), "the others are mapped files"
+    assert same(prefetched, tmp_path / "v3")
+
+
+def test_damage_is_found_before_the_pause(directories):
+    times_two("v2/part.safetensors", "model.norm.weight")(directories[2].parent)
+    prefetched = PrefetchedVersion(Version(directories[2]), 1 << 30)
+    for look in (lambda: waited(prefetched), lambda: next(prefetched.tensors())):
+        with pytest.raises(DamagedDelta):
+            look()
+
+
+def test_a_dropped_one_keeps_nothing(directories):
+    prefetched = PrefetchedVersion(Version(directories[2]), 1 << 30)
+    prefetched.drop()
+    assert not prefetched._kept

@@ -14,9 +14,8 @@ import torch
 
 from dppo_megatron.engines.protocol import EngineError, EngineInfo, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.vllm.extension.receiver import WeightReceiver
-from dppo_megatron.weights.ahead import Ahead
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
-from dppo_megatron.weights.delta import DamagedDelta, Version
+from dppo_megatron.weights.delta import DamagedDelta, PrefetchedVersion, Version
 from dppo_megatron.weights.fingerprint import Fingerprint, add
 from dppo_megatron.weights.process_group import WeightGroupError
 
@@ -89,7 +88,7 @@ class FakeEngine:
         def load() -> dict[str, torch.Tensor]:
             self._freeze_at("receive")
             try:
-                ahead = Ahead(Version(path), READ_AHEAD)
+                ahead = PrefetchedVersion(Version(path), READ_AHEAD)
                 self.weights = {name: tensor.clone() for name, tensor in ahead.tensors()}
             except DamagedDelta as error:
                 raise EngineError(f"engine {self.url}: {error}") from error

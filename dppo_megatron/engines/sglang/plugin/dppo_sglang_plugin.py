@@ -9,7 +9,7 @@ SGLang finds the metadata beside this file because the server's PYTHONPATH names
 - /update_weights_from_disk of a server with --enable-lora takes a directory with an adapter. It takes the place of the
   one before it, as weights do, and every request is answered by it: a request that names an adapter would keep its own
   to its end, under a version that is not the adapter's.
-- It takes a directory with a delta (`weights/delta.py`), too. /weights_checker has one read ahead (`weights/ahead.py`).
+- It also takes a directory with a delta (`weights/delta.py`). /weights_checker has one prefetched.
 - /release_memory_occupation and /resume_memory_occupation may be repeated, for an answer can be lost: over the second
   of two SGLang's scheduler ends.
 - With `engine.exact` it computes as the trainer does (`exact_server.py`).
@@ -126,7 +126,7 @@ def read_ahead(model, most_bytes, directory):
         before.drop()
     try:
         guard.inside_roots(directory, guard.roots_of_environment())
-        _aheads[model] = _ours("ahead").Ahead(_ours("delta").Version(Path(directory)), int(most_bytes))
+        _aheads[model] = _ours("delta").PrefetchedVersion(_ours("delta").Version(Path(directory)), int(most_bytes))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return READING

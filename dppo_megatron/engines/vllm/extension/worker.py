@@ -29,9 +29,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from dppo_megatron.common.process import end_with_parent
 from dppo_megatron.engines import exact
 from dppo_megatron.engines.trace import Recorder
-from dppo_megatron.weights.ahead import Ahead
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
-from dppo_megatron.weights.delta import Version
+from dppo_megatron.weights.delta import PrefetchedVersion, Version
 from dppo_megatron.weights.fingerprint import Shares, add_shares
 from dppo_megatron.weights.process_group import WeightGroupError
 
@@ -70,8 +69,8 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*arguments)
         self._receiver: WeightReceiver | None = None
         self.held = HeldWeights.of(self.model)
-        self._ahead: Ahead | None = None  # read for the update to come
-        self._loading: Ahead | None = None  # of the update that goes on
+        self._ahead: PrefetchedVersion | None = None  # read for the update to come
+        self._loading: PrefetchedVersion | None = None  # of the update that goes on
         self._began = 0.0
         self.parts: dict[str, float] = {}  # seconds of the update before
 
@@ -85,7 +84,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         before, self._ahead = self._ahead, None
         if before is not None:
             before.drop()
-        self._ahead = Ahead(Version(directory), most_bytes)
+        self._ahead = PrefetchedVersion(Version(directory), most_bytes)
 
     def has_read(self) -> bool:
         """Raises what reading raised."""
@@ -106,9 +105,11 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         for bucket in self._receiver.receive(update_info.step):
             self.model.load_weights(bucket)
 
-    def _taken(self, directory: Path) -> Ahead:
+    def _taken(self, directory: Path) -> PrefetchedVersion:
         ahead, self._ahead = self._ahead, None
-        return ahead if ahead is not None and ahead.version.is_in(directory) else Ahead(Version(directory), 0)
+        return (
+            ahead if ahead is not None and ahead.version.is_in(directory) else PrefetchedVersion(Version(directory), 0)
+        )
 
     def finish_weight_update(self) -> None:
         loading, self._loading = self._loading, None
