@@ -122,14 +122,14 @@ class Group:
 
     def __post_init__(self) -> None:
         from dppo_megatron.weights.broadcast_plan import TensorSpec, WeightGroupPlan, make_buckets
-        from dppo_megatron.weights.process_group import Rendezvous, nccl_version
+        from dppo_megatron.weights.process_group import WeightRendezvous, nccl_version
 
         self._device, timeout_s, workers = device_of(self.kind, 0), TIMEOUT_S[self.kind], len(self.receivers)
         specs = [TensorSpec.of(name, tensor) for name, tensor in same_tensor(self._device, self.kind)]
         self.buckets = make_buckets(specs, BUCKET[self.kind])
         self.nbytes = sum(spec.nbytes for spec in specs)
         backend, nccl = ("nccl", nccl_version()) if self.kind == "cuda" else ("gloo", "")
-        self._rendezvous = Rendezvous.host(self.name, workers, timeout_s, loopback=True)
+        self._rendezvous = WeightRendezvous.host(self.name, workers, timeout_s, loopback=True)
         port = self._rendezvous.port
         plan = WeightGroupPlan(self.name, "127.0.0.1", port, backend, timeout_s, workers, (self.buckets,), nccl=nccl)
         started = time.monotonic()
@@ -143,14 +143,14 @@ class Group:
 
     def send(self, step: str, weights: Any, *, add_up: bool = False, dies: Receiver | None = None) -> dict[str, int]:
         """Return the fingerprint of what was sent. Aborts the step before raising WeightGroupError, as trainers do."""
-        from dppo_megatron.weight_sync.broadcast import _Stream
+        from dppo_megatron.weight_sync.broadcast import _BucketStream
         from dppo_megatron.weights.fingerprint import add
         from dppo_megatron.weights.process_group import WeightGroupError
 
         sent: dict[str, int] = {}
         for each in self.receivers:
             each.tell(step=step, sum=add_up, die=each is dies)
-        stream = _Stream(self._channel, self.buckets, self._device, self._rendezvous, step)
+        stream = _BucketStream(self._channel, self.buckets, self._device, self._rendezvous, step)
         try:
             for name, tensor in weights:
                 stream.add(name, tensor)

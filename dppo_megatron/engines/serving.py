@@ -49,7 +49,7 @@ def cpu_threads(config: Config) -> dict[str, str]:
 
 def start_model(config: Config) -> Path:
     """`model.path`, or with `engine.quantization: fp8_block` the quantised copy in the run directory
-    (`launch.quantized`), for an engine takes only weights that are stored as those it started with."""
+    (`launch.engine`), for an engine takes only weights that are stored as those it started with."""
     if not config.engine.serves_fp8 or read_hf_config(config.model.path).quantization is not None:
         return config.model.path
     return RunDir(config.run.dir).quantized_start

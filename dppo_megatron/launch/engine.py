@@ -16,8 +16,11 @@ from pathlib import Path
 
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import end_with_parent, exit_reason
-from dppo_megatron.common.retry import RetryBudget, retry_async
+from dppo_megatron.common.retry import RetryBudget, retry_async, wait_until
 from dppo_megatron.config import Config
+from dppo_megatron.convert.job import Worker
+from dppo_megatron.convert.processes import convert
+from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
 from dppo_megatron.engines.protocol import EngineError
@@ -31,8 +34,6 @@ from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, root_cau
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import chain, is_delta
 from dppo_megatron.weights.published import PublishedPolicy
-
-from .quantized import ensure_start_model
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ class EngineStartError(ExpectedError, RuntimeError):
 
 class EngineFrozen(ExpectedError, RuntimeError):
     """The server runs and does not answer; it was killed."""
+
+
+class StartModelTimeout(ExpectedError, TimeoutError):
+    """The quantised model was not made in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,27 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
         path, _ = chain(path)
         return path, run.version_of(path)
     return path, published.version
+
+
+def ensure_start_model(config: Config, index: int) -> Path:
+    """Return the directory that engine `index` starts with. Engine 0 makes a quantised copy; the others wait for it.
+
+    Continues an interrupted copy. Raises `ModelError` as `convert` does, and `StartModelTimeout` when engine 0 did not
+    make it within `engine.start_timeout_s`.
+    """
+    directory, quantization = start_model(config), config.engine.quantization
+    if directory == config.model.path or directory.exists():
+        return directory
+    if index == 0:
+        log.info("quantising %s to %s (engine.quantization = %s)", config.model.path, directory, quantization)
+        build = partial(ToHF, config.model.path, directory, config.model.path, quantization=quantization)
+        convert(build, resume=True, worker=Worker())
+    elif not wait_until(directory.exists, config.engine.start_timeout_s, POLL_S):
+        raise StartModelTimeout(
+            f"engine-0 did not quantise {config.model.path} to {directory} within "
+            f"{config.engine.start_timeout_s:.0f} s (engine.start_timeout_s); see its log"
+        )
+    return directory
 
 
 def _wait_healthy(config: Config, url: str, server: Servers, output: Path) -> None:

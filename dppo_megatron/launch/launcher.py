@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 
-class Plan(Protocol):
+class NamedPlan(Protocol):
     """How to start one process, or one group of processes that end together; each launcher has its own kind."""
 
     @property
@@ -25,7 +25,7 @@ class Process(Protocol):
         """Exit code, negative for a signal; None while it runs."""
 
 
-PlanT = TypeVar("PlanT", bound=Plan)
+PlanT = TypeVar("PlanT", bound=NamedPlan)
 ProcessT = TypeVar("ProcessT", bound=Process)
 
 

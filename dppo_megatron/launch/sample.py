@@ -16,6 +16,7 @@ from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.run_dir import RunDir
 
+from .evaluate import with_settings
 from .launcher import RunPlan
 from .local_processes import ProcessPlan, engine_plans
 from .local_run import LocalRun
@@ -48,7 +49,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
     available = len(training_prompts(config, load_tokenizer(config.model.path), tools))
     prompts = prompts or available
     steps = math.ceil(prompts / config.rollout.prompts_per_step)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
+    config = with_settings(config, train={"steps": steps})
     check_run_dir(config, source, resume=resume)
     run = RunDir(config.run.dir)
     plan = RunPlan(
@@ -63,20 +64,18 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
 
 def sampling_only(config: Config, n: int, directory: Path) -> Config:
     """`config` with what concerns training and evaluation as it is by default: one policy, never replaced."""
-    rollout = {
-        **{"group_size": n, "bank": None, "dynamic_sampling": False},
-        **{"max_staleness": ANY_AGE, "beyond_bound": "wait", "on_update": "keep"},
-    }
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"dir": directory}),
-            "parallel": ParallelConfig(),
-            "objective": ObjectiveConfig(),
-            "train": config.train.model_copy(update={"updates_per_step": 1}),
-            "data": config.data.model_copy(update={"eval": None}),
-            "eval": EvalConfig(),
-            "rollout": config.rollout.model_copy(update=rollout),
-            "engine": config.engine.model_copy(update={"placement": "disaggregated"}),
-            "weight_sync": config.weight_sync.model_copy(update={"directory": None}),
-        }
+    return with_settings(
+        config,
+        run={"dir": directory},
+        parallel=ParallelConfig(),
+        objective=ObjectiveConfig(),
+        train={"updates_per_step": 1},
+        data={"eval": None},
+        eval=EvalConfig(),
+        rollout={
+            **{"group_size": n, "bank": None, "dynamic_sampling": False},
+            **{"max_staleness": ANY_AGE, "beyond_bound": "wait", "on_update": "keep"},
+        },
+        engine={"placement": "disaggregated"},
+        weight_sync={"directory": None},
     )

@@ -35,7 +35,13 @@ from dppo_megatron.weights.broadcast_plan import (
     views,
 )
 from dppo_megatron.weights.fingerprint import add
-from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address, nccl_settings
+from dppo_megatron.weights.process_group import (
+    SenderGroup,
+    WeightGroupError,
+    WeightRendezvous,
+    local_address,
+    nccl_settings,
+)
 
 from .engine_thread import EngineThread
 from .transport import StoredAs, Transport, WeightSyncError
@@ -57,7 +63,7 @@ class Broadcast(Transport):
         self._stored = stored
         self._timeout_s = config.weight_sync.timeout_s
         self._on_update = config.rollout.on_update
-        # See `Rendezvous.channel`.
+        # See `WeightRendezvous.channel`.
         self._first_byte = actor.layout.device if KINDS[config.engine.kind].own_receiver else None
         self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
         self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
@@ -66,9 +72,9 @@ class Broadcast(Transport):
         self._plan: WeightGroupPlan | None = None
         self._formed = False  # the group of `_plan`, and no step of it failed on this rank
         self._members: Sequence[str] = ()
-        self._rendezvous: Rendezvous | None = None
-        self._caller: Rendezvous | None = None  # rank 0's second connection, for aborting
-        self._channel: Channel | None = None
+        self._rendezvous: WeightRendezvous | None = None
+        self._caller: WeightRendezvous | None = None  # rank 0's second connection, for aborting
+        self._channel: SenderGroup | None = None
         self._step = 0
         self._fingerprints = config.weight_sync.fingerprint
 
@@ -104,7 +110,7 @@ class Broadcast(Transport):
     def send(self) -> str | None:
         stream = None
         if self._sender is not None:
-            stream = _Stream(
+            stream = _BucketStream(
                 self._channel, self._streams[self._sender], self._actor.layout.device, self._rendezvous, self._step_name
             )
         problem = None
@@ -158,7 +164,7 @@ class Broadcast(Transport):
 
         def host() -> int:
             loopback = all(local_address(peer).startswith("127.") for peer in [first, *hosts])
-            self._rendezvous = Rendezvous.host(name, workers, self._timeout_s, loopback=loopback)
+            self._rendezvous = WeightRendezvous.host(name, workers, self._timeout_s, loopback=loopback)
             return self._rendezvous.port
 
         port = self._ranks.from_rank_zero(host, "the weight group's store")
@@ -169,12 +175,14 @@ class Broadcast(Transport):
         replies = None
         if self._ranks.rank == 0:
             # A waiting store connection is busy until it has its answer; what must not wait gets one of its own.
-            self._caller = Rendezvous.connect("127.0.0.1", port, name, workers, self._timeout_s)
+            self._caller = WeightRendezvous.connect("127.0.0.1", port, name, workers, self._timeout_s)
             replies = self._engines.start(LiveEngines.on, engines, partial(self._invite, engines))
         problem = None
         if self._sender is not None:
             try:
-                self._rendezvous = self._rendezvous or Rendezvous.connect(first, port, name, workers, self._timeout_s)
+                self._rendezvous = self._rendezvous or WeightRendezvous.connect(
+                    first, port, name, workers, self._timeout_s
+                )
                 self._rendezvous.wait("join")
                 self._channel = self._rendezvous.channel(
                     self._plan.group(self._sender), 0, self._backend, local_address(hosts[0]), self._first_byte
@@ -218,11 +226,16 @@ class Broadcast(Transport):
         )
 
 
-class _Stream:
+class _BucketStream:
     """Packs tensors into the announced buckets; one is on its way while the next fills."""
 
     def __init__(
-        self, channel: Channel, buckets: tuple[Bucket, ...], device: torch.device, rendezvous: Rendezvous, step: str
+        self,
+        channel: SenderGroup,
+        buckets: tuple[Bucket, ...],
+        device: torch.device,
+        rendezvous: WeightRendezvous,
+        step: str,
     ):
         self._channel = channel
         self._buckets = buckets

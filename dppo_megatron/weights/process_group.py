@@ -33,7 +33,7 @@ class WeightGroupError(RuntimeError):
     """The group is of no more use: a peer is gone, did not answer in time, or refused. Make a new one."""
 
 
-class Rendezvous:
+class WeightRendezvous:
     """The store at which senders and workers find each other and agree on every step before bytes flow.
 
     A step begins when all workers reported that they are ready, and is aborted for everybody by one `abort`: those that
@@ -49,7 +49,7 @@ class Rendezvous:
         store.set_timeout(timedelta(seconds=timeout_s))
 
     @classmethod
-    def host(cls, plan_name: str, workers: int, timeout_s: float, *, loopback: bool) -> Rendezvous:
+    def host(cls, plan_name: str, workers: int, timeout_s: float, *, loopback: bool) -> WeightRendezvous:
         """Opens the store on a free port, of the loopback interface alone where nobody is elsewhere.
 
         The first to open it keeps it; other parties, of this process too, `connect`.
@@ -67,7 +67,7 @@ class Rendezvous:
         return cls(store, plan_name, workers, timeout_s)
 
     @classmethod
-    def connect(cls, host: str, port: int, plan_name: str, workers: int, timeout_s: float) -> Rendezvous:
+    def connect(cls, host: str, port: int, plan_name: str, workers: int, timeout_s: float) -> WeightRendezvous:
         try:
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
         except Exception as error:
@@ -105,7 +105,7 @@ class Rendezvous:
 
     def channel(
         self, name: str, rank: int, backend: Backend, address: str, device: torch.device | None = None
-    ) -> Channel:
+    ) -> SenderGroup:
         """The group `name` of one sender, as its `rank`; `address` is this process's own. Blocks for all others.
 
         With a `device` its first byte is sent there and then, for NCCL connects no sooner; an SGLang server would not
@@ -116,7 +116,7 @@ class Rendezvous:
         store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", dist.PrefixStore(f"{name}/", store))
         try:
             group = new_group(store, rank, 1 + self._workers, backend, address, self._timeout_s)
-            channel = Channel(group, self, self._timeout_s)
+            channel = SenderGroup(group, self, self._timeout_s)
             if device is not None:
                 channel.finish(channel.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)), "join")
         except Exception as error:
@@ -124,7 +124,7 @@ class Rendezvous:
         return channel
 
 
-class Channel:
+class SenderGroup:
     """One sender and all workers.
 
     Gloo's connections live as long as anything refers to the group or to an operation on it. Nothing but this object
@@ -132,7 +132,7 @@ class Channel:
     is under way, which gloo cannot end before its time-out.
     """
 
-    def __init__(self, group: Any, rendezvous: Rendezvous, timeout_s: float):
+    def __init__(self, group: Any, rendezvous: WeightRendezvous, timeout_s: float):
         self._group = group
         self._rendezvous = rendezvous
         self._works: dict[int, Any] = {}

@@ -10,7 +10,7 @@ import torch
 
 from dppo_megatron.config import Config
 from dppo_megatron.hf import SafetensorsDirectory, fp8, make_random_hf_model, read_hf_config
-from dppo_megatron.launch.quantized import StartModelTimeout, ensure_start_model
+from dppo_megatron.launch.engine import StartModelTimeout, ensure_start_model
 from dppo_megatron.weights.manifest import BadWeights, Manifest
 from tests.support.configs import make_config
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dppo_megatron.weights.broadcast_plan import TensorSpec, WeightGroupPlan, bucket_bytes, make_buckets, views
-from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError
+from dppo_megatron.weights.process_group import WeightGroupError, WeightRendezvous
 
 
 def test_scales_travel_with_their_weights_in_few_aligned_buckets():
@@ -33,8 +33,8 @@ def test_scales_travel_with_their_weights_in_few_aligned_buckets():
 
 def test_a_bucket_under_way_ends_when_its_step_is_aborted():
     """The sender froze: it keeps its connections, and says nothing for as long as a step may take."""
-    rendezvous = Rendezvous.host("group", 1, 30.0, loopback=True)
-    visit = partial(Rendezvous.connect, "127.0.0.1", rendezvous.port, "group", 1, 30.0)
+    rendezvous = WeightRendezvous.host("group", 1, 30.0, loopback=True)
+    visit = partial(WeightRendezvous.connect, "127.0.0.1", rendezvous.port, "group", 1, 30.0)
     joined = partial(rendezvous.channel, "sender", 0, "gloo", "127.0.0.1", torch.device("cpu"))
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(joined)
@@ -62,7 +62,7 @@ def test_nccl_groups_have_no_watchdog(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    Rendezvous.host("group", 1, 5.0, loopback=True).channel("sender", 0, "nccl", "127.0.0.1")
+    WeightRendezvous.host("group", 1, 5.0, loopback=True).channel("sender", 0, "nccl", "127.0.0.1")
     assert seen == ["1"]
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 

@@ -20,7 +20,7 @@ from dppo_megatron.hf.peft import adapter_problems
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.manifest import BadWeights, Manifest, UnreadableWeights
-from dppo_megatron.weights.process_group import Rendezvous, WeightGroupError, nccl_problem
+from dppo_megatron.weights.process_group import WeightGroupError, WeightRendezvous, nccl_problem
 
 from .plugin.dppo_sglang_plugin import CUMEM, HAS_READ, NCCL, READ, READ_AHEAD, READING, STATE
 from .wire import ASLEEP, EMPTY, reported_version
@@ -41,7 +41,7 @@ class _Group:
     """The trainer's weight group that the server joined through this client."""
 
     plan: WeightGroupPlan
-    rendezvous: Rendezvous
+    rendezvous: WeightRendezvous
     workers: int
 
 
@@ -161,7 +161,7 @@ class SglangWeights:
             await self._leave_group()
             address = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
-                rendezvous = await asyncio.to_thread(Rendezvous.connect, *address)
+                rendezvous = await asyncio.to_thread(WeightRendezvous.connect, *address)
                 rendezvous.ready("join", workers)  # for the server, which has no part in the rendezvous
             except WeightGroupError as error:
                 raise EngineError(f"engine {self.url}: {what}: {error}") from None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dppo_megatron.weights.broadcast_plan import Bucket, WeightGroupPlan, bucket_bytes, views
-from dppo_megatron.weights.process_group import Channel, Rendezvous, WeightGroupError, local_address
+from dppo_megatron.weights.process_group import SenderGroup, WeightGroupError, WeightRendezvous, local_address
 
 
 class WeightReceiver:
@@ -20,8 +20,8 @@ class WeightReceiver:
     def __init__(self, plan: WeightGroupPlan, worker: int, device: torch.device):
         self._plan = plan
         self._device = device
-        self._channels: list[Channel] = []
-        self._rendezvous = Rendezvous.connect(plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
+        self._channels: list[SenderGroup] = []
+        self._rendezvous = WeightRendezvous.connect(plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
         self._rendezvous.ready("join")
         self._rendezvous.wait("join")
         rank, address = 1 + plan.first_worker + worker, local_address(plan.host, plan.port)
