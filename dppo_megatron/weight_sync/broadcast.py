@@ -227,7 +227,7 @@ class Broadcast(Transport):
 
 
 class _BucketStream:
-    """Packs tensors into the announced buckets; one is on its way while the next fills."""
+    """Packs tensors into the planned buckets; one is on its way while the next fills."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class _BucketStream:
         place_name, place = self._open.pop()
         if (place_name, place.dtype, place.shape) != (name, tensor.dtype, tensor.shape):
             raise WeightGroupError(
-                f"exported {TensorSpec.of(name, tensor)} where {TensorSpec.of(place_name, place)} was announced"
+                f"exported {TensorSpec.of(name, tensor)} where {TensorSpec.of(place_name, place)} was planned"
             )
         place.copy_(tensor)
         if not self._open:
@@ -264,14 +264,14 @@ class _BucketStream:
 
     def finish(self) -> None:
         if self._open or len(self._tickets) != len(self._buckets):
-            raise WeightGroupError(f"exported {len(self._tickets)} of {len(self._buckets)} announced buckets")
+            raise WeightGroupError(f"exported {len(self._tickets)} of {len(self._buckets)} planned buckets")
         for number in range(max(0, len(self._tickets) - 2), len(self._tickets)):
             self._wait(number)
 
     def _next(self) -> None:
         number = len(self._tickets)
         if number >= len(self._buckets):
-            raise WeightGroupError(f"exported more than the {number} announced buckets")
+            raise WeightGroupError(f"exported more than the {number} planned buckets")
         if number >= 2:
             self._wait(number - 2)
         bucket = self._buckets[number]

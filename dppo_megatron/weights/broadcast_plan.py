@@ -1,6 +1,14 @@
-"""What a broadcast of weights sends: which tensors, in which buckets, from which trainer rank, in which order.
+"""The plan of a broadcast: tensors, their buckets, the trainer rank that sends them, and the order.
 
-Used by both sides and in need of torch alone. A trainer rank that sends weights is a sender.
+A sender is a trainer rank that sends weights. Example: 2 senders, 2 engines of 2 workers, 2 layers with experts:
+
+    sender 0   bucket 0: embed_tokens, attention of layers 0, 1   bucket 1: layer 0 experts 0-3   bucket 2: layer 1 ...
+    sender 1   bucket 0: final norm, lm_head                      bucket 1: layer 0 experts 4-7   bucket 2: layer 1 ...
+    order      (0, 0) (1, 0) | (0, 1) (1, 1) | (0, 2) (1, 2)      of (sender, bucket): dense, then expert layer by layer
+    groups     "weights-1f-0": sender 0 as rank 0, then workers 1 to 4;  "weights-1f-1": sender 1, the same workers
+
+Every worker receives every bucket whole and keeps its shard of each tensor. Both sides use this module; it depends only
+on torch.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ _EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
 
 
 class TensorSpec(NamedTuple):
-    """One tensor in Hugging Face names."""
+    """Name, dtype and shape of one tensor, named as in Hugging Face."""
 
     name: str
     dtype: str  # as torch spells it: "bfloat16"
@@ -43,9 +51,9 @@ Bucket = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightGroupPlan:
-    """Everything a worker must know to join.
+    """The data that a worker needs to join.
 
-    `streams[s]` is, in order, what sender `s` sends in every update; workers take the buckets in `order`.
+    `streams[s]` has the buckets that sender `s` sends in every update; workers take the buckets in `order`.
     """
 
     name: str  # unique to this group
@@ -74,22 +82,22 @@ class WeightGroupPlan:
         return cls(**{**value, "streams": streams})
 
     def group(self, sender: int) -> str:
-        """Name of the group of that sender."""
+        """Return the name of the group of that sender."""
         return f"{self.name}-{sender}"
 
     def order(self) -> Iterator[tuple[int, int, Bucket]]:
-        """(sender, number in its stream, bucket) of every bucket, as all workers take them.
+        """Yield (sender, number in its stream, bucket) in the order in which all workers take them.
 
-        Dense weights sender by sender, then experts layer by layer across senders: a worker may hold what it got of a
-        layer until the layer is complete, and one sender has a few experts of every layer.
+        Dense weights come sender by sender, then experts layer by layer across senders. A worker may buffer the experts
+        of a layer until the layer is complete, and one sender has a few experts of every layer.
         """
 
         def with_keys(sender: int, stream: tuple[Bucket, ...]) -> Iterator[tuple[tuple[int, int, int], int, Bucket]]:
             for number, bucket in enumerate(stream):
                 yield (expert_layer(bucket[0].name), sender, number), sender, bucket
 
-        parts = (with_keys(sender, stream) for sender, stream in enumerate(self.streams))
-        for (_, _, number), sender, bucket in heapq.merge(*parts, key=lambda part: part[0]):
+        keyed = (with_keys(sender, stream) for sender, stream in enumerate(self.streams))
+        for (_, _, number), sender, bucket in heapq.merge(*keyed, key=lambda entry: entry[0]):
             yield sender, number, bucket
 
     def tensors(self) -> Iterator[TensorSpec]:
@@ -97,15 +105,15 @@ class WeightGroupPlan:
 
 
 def expert_layer(name: str) -> int:
-    """Number of the layer whose expert the tensor belongs to; -1 for all other tensors."""
+    """Return the layer of an expert's tensor; -1 for all other tensors."""
     found = _EXPERT.search(name)
     return int(found[1]) if found else -1
 
 
 def make_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """In the order of `specs`, as many to a bucket as fit; one larger than `bucket_bytes` is alone.
+    """Fill buckets in the order of `specs`; a tensor larger than `bucket_bytes` has its own bucket.
 
-    Experts of another layer begin a bucket. So does a tensor that would not be aligned: they lie end to end.
+    Experts of another layer begin a bucket, and so does a tensor that would not be aligned: there is no padding.
     """
     buckets: list[list[TensorSpec]] = []
     filled, layer = 0, -1
@@ -125,7 +133,7 @@ def bucket_bytes(bucket: Bucket) -> int:
 
 
 def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor of `bucket` as views of its bytes, `flat` [bucket_bytes] uint8."""
+    """Yield (name, tensor) for every tensor of `bucket`, as views of its bytes, `flat` [bucket_bytes] uint8."""
     start = 0
     for spec in bucket:
         yield spec.name, flat[start : start + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -1,9 +1,10 @@
 """Fingerprints of weights: one number for each layer, expert and tensor outside the layers, as Hugging Face names them.
 
-The sum over all elements of a mix of the element's bits and its column, times weights of its row and of the part of the
-layer (q_proj, gate_proj ...), modulo 2**64. Rows and columns are those of the whole tensor in Hugging Face's layout. So
-fused, sharded and padded weights have the sum of the whole: zeros add nothing. It changes with a single bit, and where
-rows, columns, shards or parts are exchanged. Floats of 16 and 8 bits count as the fp32 of the same value.
+A fingerprint is a sum over all elements, modulo 2**64. Each element adds a mix of its bits and its column, times a
+factor of its row and a factor of its projection (q_proj, gate_proj ...). Rows and columns are those of the whole tensor
+in Hugging Face's layout, so fused, sharded and padded weights have the sum of the whole tensor: zeros add nothing. A
+single changed bit changes the sum, and so do exchanged rows, columns, shards or projections. Floats of 16 and 8 bits
+count as the fp32 of the same value.
 
 Depends only on torch and on no other module: an SGLang server loads this file by its path.
 """
@@ -37,13 +38,16 @@ _DERIVED = {"MLAAttention"}  # vLLM's: all its parameters are made of those of k
 _DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang's, of the same; parameters where a CPU with AMX packs them
 
 Fingerprint = dict[str, int | None]
-"""None: an engine cannot tell, for it changed what it loaded and keeps nothing else."""
-Shares = dict[str, tuple[int, int] | None]
-"""Of one worker, by group: what adds up over the workers, and what each of them holds whole. None as above."""
+"""By group: {"layer 3": 0x5f...}. None: the engine cannot compute it, because it changed the loaded weights."""
+WorkerSums = dict[str, tuple[int, int] | None]
+"""One worker's sums by group: (of its shards, of tensors that every worker has whole). None as above.
+
+Two workers with {"layer 0": (5, 7)} and {"layer 0": (6, 7)} make {"layer 0": 5 + 6 + 7}.
+"""
 
 
 def group_of(name: str) -> str:
-    """The group of a tensor: "layer 3", "layer 3 expert 5", or the name of a module outside the layers."""
+    """Return the group of a tensor: "layer 3", "layer 3 expert 5", or the name of a module outside the layers."""
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     if layer is None:
         return name.rpartition(".")[0].rpartition(".")[2]
@@ -51,19 +55,19 @@ def group_of(name: str) -> str:
 
 
 def part_of(name: str) -> str:
-    """The layer's part that a tensor belongs to, "q_proj" for "model.layers.3.self_attn.q_proj.weight"; "" outside."""
+    """Return a tensor's projection: "q_proj" for "model.layers.3.self_attn.q_proj.weight"; "" outside the layers."""
     return _PARAMETER.sub("", name).rpartition(".")[2] if _LAYER.search(name) else ""
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
-    """The sum over the elements' bits regardless of their order, modulo 2**64; checkpoints of adapters store it."""
+    """Return the sum of the elements' bits in any order, modulo 2**64; checkpoints of adapters store it."""
     return int(_row_sums(tensor, None).sum()) * _MIX[1] % MODULUS if tensor.numel() else 0
 
 
 def sum_of(name: str, tensor: torch.Tensor, positions: torch.Tensor | None = None, columns: int = 1) -> int:
-    """What a tensor adds to its group, modulo 2**64. name, rows and columns as in Hugging Face.
+    """Return the sum that a tensor adds to its group, modulo 2**64. name, rows and columns as in Hugging Face.
 
-    positions: [N] int64, ascending; `tensor` [N] has the elements there of a flat tensor of so many columns.
+    positions: [N] int64, ascending; `tensor` [N] then has only these elements of a flat tensor of `columns` columns.
     """
     if positions is None:
         return _placed(part_of(name), _row_sums(tensor))[0] if tensor.numel() else 0
@@ -75,14 +79,14 @@ def sum_of(name: str, tensor: torch.Tensor, positions: torch.Tensor | None = Non
 
 
 def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
-    """Counts a tensor in, under its name in Hugging Face."""
+    """Add a tensor under its name in Hugging Face."""
     group = group_of(name)
     fingerprint[group] = (fingerprint.get(group, 0) + sum_of(name, tensor)) % MODULUS
 
 
 @torch.no_grad()
 def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
-    """int64 [n] of [n, ...], modulo 2**64. left: number of its first column in the whole tensor; None: any order."""
+    """Return int64 [n] of [n, ...], modulo 2**64. left: first column in the whole tensor; None: columns in any order."""
     rows = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, -1)
     columns = torch.arange(rows.shape[1], device=rows.device)
     factor = torch.full_like(columns, _MIX[0]) if left is None else _odd(columns + left)
@@ -97,7 +101,7 @@ def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
 
 
 def _mix(part: torch.Tensor, factor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """int64, in `room` [2, elements and more]: of each element's bits as an fp32; 0 for a zero."""
+    """Mix the bits of each element as an fp32 into int64, in the buffer `room` [2, >= elements]; 0 for a zero."""
     mixed, upper = (buffer[: part.numel()].view(part.shape) for buffer in room)
     if part.dtype == torch.bfloat16:  # the upper half of an fp32, so its own bits will do
         mixed.copy_(part.view(torch.int16)).mul_(factor << 16)
@@ -108,24 +112,24 @@ def _mix(part: torch.Tensor, factor: torch.Tensor, room: torch.Tensor) -> torch.
 
 
 def _odd(places: torch.Tensor) -> torch.Tensor:
-    """An odd number for each row or column: a product with it loses no bit, and exchanged places show."""
+    """Return an odd factor for each row or column. Odd, so that a product with it loses no bit."""
     mixed = (places + 1) * _MIX[0]
     return (mixed ^ (mixed >> 29)) * _MIX[1] | 1
 
 
 def _salt(part: str) -> int:
-    """Odd, of the first eight letters; 1 outside the layers, where a tied head has the sum of the embedding."""
+    """Return an odd factor of the first eight letters; 1 outside the layers, so a tied head has the embedding's sum."""
     return int.from_bytes(part.encode(), "little") * _MIX[0] % MODULUS | 1
 
 
 def _placed(part: str, sums: torch.Tensor, row: int = 0) -> list[int]:
-    """Of tensors whose rows from number `row` on have `sums` [..., n]."""
+    """Return the sums of tensors with row sums `sums` [..., n]; their first row is number `row` of the whole."""
     total = (sums * _odd(torch.arange(row, row + sums.shape[-1], device=sums.device))).sum(-1)
     return [value * _salt(part) % MODULUS for value in total.reshape(-1).tolist()]
 
 
 def merged(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Of weights that lie in several places, each once."""
+    """Add up fingerprints of disjoint weights."""
     whole: dict[str, int] = {}
     for part in parts:
         for group, value in part.items():
@@ -133,8 +137,8 @@ def merged(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return whole
 
 
-def of_workers(workers: Iterable[Shares]) -> tuple[Fingerprint, list[str]]:
-    """Of an engine, and the groups of which its workers hold unequal copies."""
+def of_workers(workers: Iterable[WorkerSums]) -> tuple[Fingerprint, list[str]]:
+    """Return the engine's fingerprint, and the groups whose copies differ between its workers."""
     by_group: dict[str, list[tuple[int, int] | None]] = {}
     for worker in workers:
         for group, share in worker.items():
@@ -154,7 +158,7 @@ def of_workers(workers: Iterable[Shares]) -> tuple[Fingerprint, list[str]]:
 
 
 def differing(expected: Mapping[str, int], held: Mapping[str, int | None]) -> list[str]:
-    """Groups of which an engine holds other bits, in order. A head of its own that is tied holds the embedding's."""
+    """Return the groups whose bits differ in the engine, in order. A separate tied head must equal the embedding."""
     if "lm_head" in held and "lm_head" not in expected:
         expected = {**expected, "lm_head": expected.get("embed_tokens", 0)}
     told = (expected.keys() | held.keys()) - set(untold(held))
@@ -162,7 +166,7 @@ def differing(expected: Mapping[str, int], held: Mapping[str, int | None]) -> li
 
 
 def untold(held: Mapping[str, int | None]) -> list[str]:
-    """Groups of which an engine cannot tell what it loaded, in order."""
+    """Return the groups whose fingerprint the engine cannot compute, in order."""
     return in_order(group for group, value in held.items() if value is None)
 
 
@@ -170,28 +174,30 @@ def in_order(groups: Iterable[str]) -> list[str]:
     return sorted(groups, key=lambda group: [int(part) if part.isdecimal() else part for part in group.split()])
 
 
-def module_shares(name: str, module: Any, seen: set[int]) -> Shares:
-    """What a worker holds in the parameters of one module of vLLM's or SGLang's, submodules apart.
+def module_shares(name: str, module: Any, seen: set[int]) -> WorkerSums:
+    """Return a worker's sums of the parameters of one vLLM or SGLang module, without its submodules.
 
-    seen: parameters that count already, as those of a tied head; changed here.
+    seen: ids of parameters that count already, such as those of a tied head; updated here.
     """
-    shares: Shares = {}
+    shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(module).__mro__}
     changed = _changed_in_place(module)
     for parameter_name, parameter in module.named_parameters(recurse=False):
         if id(parameter) in seen or not parameter.numel() or not _is_sent(classes, parameter_name, parameter):
             continue
         seen.add(id(parameter))
-        for group, value, whole in _parts(f"{name}.{parameter_name}", module, classes, parameter):
-            part = (0, value) if whole else (value, 0)
-            add_shares(shares, {group: None if changed else part})
+        for group, value, whole in _parameter_sums(f"{name}.{parameter_name}", module, classes, parameter):
+            pair = (0, value) if whole else (value, 0)
+            add_shares(shares, {group: None if changed else pair})
     return shares
 
 
-def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Shares:
-    """What a worker multiplies with for the adapter of one module of vLLM's or SGLang's, `layer`: A's [..., r, in] and
-    B's [..., out, r] of the layers that it fuses, in their order, without room that is not used."""
-    shares: Shares = {}
+def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> WorkerSums:
+    """Return a worker's sums of the adapter of one vLLM or SGLang module, `layer`.
+
+    a, b: A's [..., r, in] and B's [..., out, r] of the projections that it fuses, in their order, without padding.
+    """
+    shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(layer).__mro__}
     for sharded, parts in {"RowParallelLinear": a, "ColumnParallelLinear": b}.items():
         whole = sharded not in classes or place(layer)[1] == 1
@@ -204,7 +210,7 @@ def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence
     return shares
 
 
-def add_shares(shares: Shares, more: Shares) -> None:
+def add_shares(shares: WorkerSums, more: WorkerSums) -> None:
     for group, share in more.items():
         before = shares.get(group, (0, 0))
         if share is None or before is None:
@@ -214,10 +220,10 @@ def add_shares(shares: Shares, more: Shares) -> None:
 
 
 def _changed_in_place(module: Any) -> bool:
-    """Whether an engine replaced loaded values, or moved them to places that are not known here.
+    """Return whether the engine replaced loaded values, or moved them to places that are unknown here.
 
-    SGLang scales FP8 weights again for DeepGEMM on Blackwell, by powers of two, packs weights for AMX, and lays experts
-    out for a kernel; vLLM cuts FP8 experts in blocks of which several workers hold a part.
+    SGLang scales FP8 weights again for DeepGEMM on Blackwell, by powers of two, packs weights for AMX, and reorders
+    experts for a kernel; vLLM cuts FP8 experts in blocks of which several workers hold a part.
     """
     method, config = (getattr(module, of, None) for of in ("quant_method", "moe_config"))
     marks = (
@@ -230,7 +236,7 @@ def _changed_in_place(module: Any) -> bool:
 
 
 def _is_sent(classes: set[str], name: str, parameter: torch.Tensor) -> bool:
-    """Whether it is one of the trainer's weights, and not another's that this module refers to.
+    """Return whether it is one of the trainer's weights, and not a reference to another module's.
 
     SGLang marks the scales of its cache, which it sets itself. Vectors of experts are the router's
     `e_score_correction_bias`, which counts there.
@@ -240,8 +246,21 @@ def _is_sent(classes: set[str], name: str, parameter: torch.Tensor) -> bool:
     return not classes & _EXPERTS or parameter.ndim > 1
 
 
-def _parts(name: str, module: Any, classes: set[str], parameter: torch.Tensor) -> Iterator[tuple[str, int, bool]]:
-    """(group, sum, whether every worker holds it whole) of one parameter."""
+def _parameter_sums(
+    name: str, module: Any, classes: set[str], parameter: torch.Tensor
+) -> Iterator[tuple[str, int, bool]]:
+    """Yield (group, sum, whether every worker has it whole) for each projection in one parameter.
+
+    Example: 4 query heads and 2 KV heads of 8 rows, 2 workers. Worker 1 of `layers.3...qkv_proj` has 32 rows:
+
+        its rows    projection   rows of the whole tensor     yields
+        0 to 15     q_proj       16 to 31  (shard 1 x 16)     ("layer 3", sum, False)
+        16 to 23    k_proj       8 to 15   (shard 1 x 8)      ("layer 3", sum, False)
+        24 to 31    v_proj       8 to 15   (shard 1 x 8)      ("layer 3", sum, False)
+
+    With 1 KV head both workers have its rows; only worker 0 counts them, worker 1 yields q_proj. A row-parallel
+    `o_proj` of 32 columns is split by columns: worker 1 starts at column 16. A norm is whole on every worker: True.
+    """
     if classes & _EXPERTS:
         layer, first = group_of(name), getattr(module, "moe_ep_rank", 0) == 0
         for expert, value in zip(_experts(module, len(parameter)), _of_experts(name, module, parameter), strict=True):
@@ -264,16 +283,16 @@ def _parts(name: str, module: Any, classes: set[str], parameter: torch.Tensor) -
 
 
 def _fused(name: str, module: Any, whole: bool) -> Iterator[tuple[int, str, int]]:
-    """Of the parts that a module fuses: their place, name, and which of the part's shards this worker holds."""
+    """Yield (index, name, number of this worker's shard) for each projection that a module fuses."""
     rank, leaf = place(module)[0], part_of(name)
     for index, part in enumerate(_FUSED.get(leaf, (leaf,))):
         copies = getattr(module, "num_kv_head_replicas", 1) if index > 0 else 1
-        if whole or rank % copies == 0:  # keys and values of one head are on several workers, of which one counts
+        if whole or rank % copies == 0:  # several workers have the keys and values of one head; one counts
             yield index, part, 0 if whole else rank // copies
 
 
 def _of_experts(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
-    """Of each expert, without what vLLM adds for a kernel's sake: a load writes nothing there."""
+    """Return the sum of each expert, without vLLM's padding for a kernel: a load writes nothing there."""
     config = getattr(module, "moe_config", None)
     rank = getattr(config, "tp_rank", getattr(module, "moe_tp_rank", 0))
     used = getattr(config, "intermediate_size_per_partition_unpadded", None) if name.endswith("_weight") else None
@@ -288,9 +307,9 @@ def _of_experts(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
 
 
 def place(module: Any) -> tuple[int, int]:
-    """This worker's number among those that share the module's weights, and how many they are.
+    """Return this worker's rank among the workers that shard the module, and their number.
 
-    SGLang's linear layers name a group, or None where every worker has all.
+    SGLang's linear layers name a group, or None if every worker has all weights.
     """
     if hasattr(module, "tp_group"):
         group = module.tp_group
@@ -299,7 +318,7 @@ def place(module: Any) -> tuple[int, int]:
 
 
 def _experts(module: Any, count: int) -> list[int | None]:
-    """Number in the model of each expert that the module holds; None for a shared one that runs as one of them."""
+    """Return each expert's number in the model; None for a shared expert that runs as one of them."""
     numbers: list[int | None] = list(range(count))
     placed = getattr(module, "_expert_map", None)  # vLLM: [experts of the model], place here or -1
     if placed is not None:

@@ -13,7 +13,7 @@ import torch
 from dppo_megatron.engines.sglang.plugin import dppo_sglang_plugin
 from dppo_megatron.engines.vllm.extension.adapter import NUMBER, adapter_in, adapter_shares
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
-from dppo_megatron.weights.fingerprint import Fingerprint, Shares, add, of_workers
+from dppo_megatron.weights.fingerprint import Fingerprint, WorkerSums, add, of_workers
 from dppo_megatron.weights.manifest import BadWeights
 
 R, ROOM = 2, 8  # of the adapter, and of the slots
@@ -62,7 +62,7 @@ def worker(rank: int, size: int, replicas: int = 1) -> Any:
     return SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
 
 
-def sglang_shares(rank: int, size: int, replicas: int = 1) -> Shares:
+def sglang_shares(rank: int, size: int, replicas: int = 1) -> WorkerSums:
     """Of a worker of SGLang's with the same adapter: it lays out A's and B's one below another, by the adapter's r."""
 
     def laid_out(parts: Sequence[torch.Tensor], room: int, dim: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ def sglang_shares(rank: int, size: int, replicas: int = 1) -> Shares:
     return dppo_sglang_plugin.held_weights(model)
 
 
-def vllm_shares(*place: int) -> Shares:
+def vllm_shares(*place: int) -> WorkerSums:
     return adapter_shares(worker(*place))
 
 

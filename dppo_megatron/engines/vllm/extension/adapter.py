@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.weights import fingerprint
-from dppo_megatron.weights.fingerprint import Shares, add_shares
+from dppo_megatron.weights.fingerprint import WorkerSums, add_shares
 from dppo_megatron.weights.manifest import BadWeights
 
 NUMBER = 1  # vLLM's of the adapter; there is no other
@@ -41,10 +41,10 @@ def load(model_runner: Any, directory: str) -> None:
     model_runner.lora_manager.add_adapter(request)
 
 
-def adapter_shares(model_runner: Any) -> Shares:
+def adapter_shares(model_runner: Any) -> WorkerSums:
     """What this worker multiplies with for the adapter: nothing where it has none."""
     manager = getattr(getattr(model_runner, "lora_manager", None), "_adapter_manager", None)
-    shares: Shares = {}
+    shares: WorkerSums = {}
     if manager is None or NUMBER not in manager.lora_index_to_id:
         return shares
     slot = manager.lora_index_to_id.index(NUMBER)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from vllm.distributed.parallel_state import get_pp_group, model_parallel_is_initialized
 
-from dppo_megatron.weights.fingerprint import Shares, add_shares, module_shares
+from dppo_megatron.weights.fingerprint import WorkerSums, add_shares, module_shares
 
 
 class HeldWeights:
@@ -32,7 +32,7 @@ class HeldWeights:
     def __init__(self, model: torch.nn.Module):
         self._model = model
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
-        self._processed: WeakKeyDictionary[torch.nn.Module, tuple[Shares, Shares]] = WeakKeyDictionary()
+        self._processed: WeakKeyDictionary[torch.nn.Module, tuple[WorkerSums, WorkerSums]] = WeakKeyDictionary()
         self.fingerprint_s = self.pack_s = 0.0  # of the layers that were processed since `follow`
 
     def follow(self) -> None:
@@ -62,8 +62,8 @@ class HeldWeights:
         yield
         self.pack_s += time.perf_counter() - began - (self.pack_s + self.fingerprint_s - counted)
 
-    def shares(self) -> Shares:
-        shares: Shares = {}
+    def shares(self) -> WorkerSums:
+        shares: WorkerSums = {}
         seen: set[int] = set()
         modules = dict(self._model.named_modules())
         heads = {name for name, module in modules.items() if _is(module, "ParallelLMHead")}

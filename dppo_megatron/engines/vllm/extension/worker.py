@@ -31,7 +31,7 @@ from dppo_megatron.engines import exact
 from dppo_megatron.engines.trace import Recorder
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import PrefetchedVersion, Version
-from dppo_megatron.weights.fingerprint import Shares, add_shares
+from dppo_megatron.weights.fingerprint import WorkerSums, add_shares
 from dppo_megatron.weights.process_group import WeightGroupError
 
 from . import adapter
@@ -191,7 +191,7 @@ class WorkerExtension:
         """From now on requests that name the adapter are answered by the one in `directory`; None, or why not."""
         return _problem(lambda: adapter.load(self.model_runner, directory))
 
-    def dppo_held_weights(self) -> Shares:
+    def dppo_held_weights(self) -> WorkerSums:
         """Fingerprints of this worker's share of the weights, and of the adapter."""
         shares = self.weight_transfer_engine.held.shares()
         add_shares(shares, adapter.adapter_shares(self.model_runner))
