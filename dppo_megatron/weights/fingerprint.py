@@ -86,7 +86,7 @@ def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
-    """Return int64 [n] of [n, ...], modulo 2**64. left: first column in the whole tensor; None: columns in any order."""
+    """Return row sums, int64 [n] of [n, ...]. left: first column in the whole tensor; None: columns in any order."""
     rows = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, -1)
     columns = torch.arange(rows.shape[1], device=rows.device)
     factor = torch.full_like(columns, _MIX[0]) if left is None else _odd(columns + left)
