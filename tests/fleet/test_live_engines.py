@@ -13,25 +13,7 @@ import pytest
 
 from dppo_megatron.engines.protocol import EngineError, EngineRefused
 from dppo_megatron.fleet.live_engines import Confirmation, LiveEngines
-from tests.support.fakes.fleet import PROBE, FakeServer, World, policy_scores
-from tests.support.fakes.orchestrator import sampling_config
-
-A, B = "http://a", "http://b"
-
-
-@pytest.fixture
-def world(tmp_path):
-    def make(*servers: FakeServer, update_s: float = 600, **engine) -> World:
-        config = sampling_config(tmp_path / "run")
-        config = config.model_copy(
-            update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": update_s})}
-        )
-        settings = {"health_interval_s": 0.02, "health_timeout_s": 0.1, "health_failures": 2}
-        settings |= {"unavailable_timeout_s": 5.0} | engine
-        config = config.model_copy(update={"engine": config.engine.model_copy(update=settings)})
-        return World(config, dict(zip((A, B), servers, strict=False)))
-
-    return make
+from tests.support.fakes.fleet import PROBE, A, B, FakeServer, World, policy_scores
 
 
 def publish(world: World, version: int, *, meanwhile=None, load=None):
@@ -108,7 +90,7 @@ def test_a_load_may_take_long_but_not_longer_than_an_update(world):
     assert "longer than weight_sync.timeout_s = 1.2" in str(left_out[B])
 
 
-def test_one_that_was_announced_elsewhere_is_found(world):
+def test_one_that_registered_elsewhere_is_found(world):
     w = world(FakeServer(up=False), FakeServer())
     w.registered = {"engine-0": B}
     confirmed, left_out = publish(w, 3)

@@ -16,6 +16,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import is_delta
 from tests.support.fakes.engine import FakeEngine
 from tests.weight_sync.trainer_ranks import trainer
+from tests.weights.test_delta import bits
 
 RESTARTED, DAMAGED_FILE, DAMAGED_BASE, LOST_REPLY = 2, 12, 15, 18  # versions
 
@@ -23,7 +24,7 @@ RESTARTED, DAMAGED_FILE, DAMAGED_BASE, LOST_REPLY = 2, 12, 15, 18  # versions
 def deltas(models: Path, run: Path, updates: int, quantization: str = "none", **layout: Any) -> dict:
     """Updates that change one weight in a hundred, and what can go wrong between them; afterwards what the engines hold
     beside a model written there and then."""
-    settings = {"transport": "shared_storage", "bucket_bytes": None, "full_every": 30}
+    settings = {"transport": "shared_storage", "full_every": 30}
     settings["engine"] = {"dtype": "bf16", "quantization": quantization}
     with trainer(models, run, engines=2, **settings, **layout) as t:
         lost: list[int] = []
@@ -79,7 +80,7 @@ def deltas(models: Path, run: Path, updates: int, quantization: str = "none", **
 
 
 def all_changes(models: Path, run: Path) -> dict:
-    settings = {"transport": "shared_storage", "bucket_bytes": None, "full_every": 3}
+    settings = {"transport": "shared_storage", "full_every": 3}
     with trainer(models, run, "qwen3", tp=2, **settings) as t, captured_log("dppo_megatron.weight_sync") as told:
         published = []
         for version in range(7):
@@ -87,10 +88,6 @@ def all_changes(models: Path, run: Path) -> dict:
             published.append(t.publisher.publish(version))
         left = [path.name for path in RunDir(run).weights.iterdir() if is_delta(path)]
         return {"told": told, "published": published, "deltas": left}
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @contextmanager

@@ -17,12 +17,10 @@ from megatron.core import parallel_state
 
 from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTimeout
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weight_sync import WeightSyncError
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes.engine import SCORES, FakeEngine
 from tests.weight_sync.delta_scenarios import RESTARTED, all_changes, deltas
-from tests.weight_sync.fp16_scenarios import overflows
-from tests.weight_sync.trainer_ranks import TIMEOUT_S, trainer
+from tests.weight_sync.trainer_ranks import TIMEOUT_S, error_of, trainer
 
 LONG_TIMEOUT_S = 30.0
 FREEZES: dict[str, list[str | int]] = {
@@ -62,19 +60,14 @@ def in_fp8(models: Path, run: Path, engine: dict[str, str] = FP8, **layout: Any)
                 names = sorted(t.engines[0].weights)
         for engine in t.engines:
             engine.score_offset = 1.5
-        try:
-            t.publisher.publish(2)
-            message = "nothing raised"
-        except WeightSyncError as error:
-            message = str(error)
+        message = error_of(t.publisher.publish, 2)
         streams = getattr(t.publisher._transport, "_streams", ())
         return {"unlike": unlike, "names": names, "message": message, "buckets": [len(s) for s in streams]}
 
 
 def colocated(models: Path, run: Path) -> dict:
     """Two publishes to an engine on the trainer's GPUs; at the second turn it does not go to sleep."""
-    settings = {"engine": {"placement": "colocated"}, "transport": "shared_storage", "bucket_bytes": None}
-    with trainer(models, run, "qwen3", tp=2, **settings) as t:
+    with trainer(models, run, "qwen3", tp=2, engine={"placement": "colocated"}, transport="shared_storage") as t:
         events: list[str] = []
         at_home = {id(p): p.data for chunk in t.actor.model_chunks for p in chunk.parameters()}
 
@@ -104,11 +97,7 @@ def colocated(models: Path, run: Path) -> dict:
 
         for engine in t.engines:
             engine.sleep = stay_awake
-        try:
-            t.publisher.onload_actor()
-            message = "nothing raised"
-        except WeightSyncError as error:
-            message = str(error)
+        message = error_of(t.publisher.onload_actor)
         differences = [t.difference("b")] if t.engines else []
         return {"events": t.publisher._ranks.gather(events, "events"), "message": message, "differences": differences}
 
@@ -124,8 +113,7 @@ def one_of_two_disagrees(models: Path, run: Path) -> dict:
 
 def one_of_two_keeps_a_layer(models: Path, run: Path, transport: str) -> dict:
     """The second engine reports the new version, and holds one expert's weights of the version before."""
-    settings = {"transport": transport, "bucket_bytes": 6000 if transport == "broadcast" else None}
-    with trainer(models, run, "qwen3_moe", ep=2, engines=2, **settings) as t:
+    with trainer(models, run, "qwen3_moe", ep=2, engines=2, transport=transport) as t:
         t.load("a")
         t.publisher.publish(0)
         for engine in t.engines[1:]:
@@ -140,11 +128,7 @@ def one_of_two_keeps_a_layer(models: Path, run: Path, transport: str) -> dict:
         confirmed = PublishedPolicy.read(RunDir(run).published).confirmed if t.engines else {}
         for engine in t.engines:
             engine.corrupt = lambda name, tensor: -tensor
-        try:
-            t.publisher.publish(2)
-            message = "nothing raised"
-        except WeightSyncError as error:
-            message = str(error)
+        message = error_of(t.publisher.publish, 2)
         return {"unconfirmed": published.unconfirmed, "confirmed": confirmed, "message": message}
 
 
@@ -176,9 +160,8 @@ def one_of_two_freezes(models: Path, run: Path) -> dict:
 def one_of_two_freezes_at(models: Path, run: Path, place: str | int, transport: str) -> dict:
     """The second engine freezes, and what serves its routes does not: nothing shows but that an update takes its whole
     time-out. That of the trainer's own collectives is the same."""
-    settings = {"transport": transport, "bucket_bytes": 6000 if transport == "broadcast" else None}
     checks = {"health_interval_s": 0.1, "health_timeout_s": 0.2, "health_failures": 2}
-    with trainer(models, run, "qwen3", tp=2, engines=2, engine=checks, **settings) as t:
+    with trainer(models, run, "qwen3", tp=2, engines=2, engine=checks, transport=transport) as t:
         training = parallel_state.get_tensor_model_parallel_group()
         for group in (training, torch.distributed.group.WORLD):
             torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
@@ -280,7 +263,7 @@ def fails_once(models: Path, run: Path) -> dict:
 
 def scores_late(models: Path, run: Path) -> dict:
     """The engine scores after longer than its updates may take, and within `engine.request_timeout_s`."""
-    settings = {"transport": "shared_storage", "bucket_bytes": None, "timeout_s": 0.3}
+    settings = {"transport": "shared_storage", "timeout_s": 0.3}
     with trainer(models, run, "qwen3", tp=2, engine={"unavailable_timeout_s": 0.3}, **settings) as t:
         for engine in t.engines:
             score = engine.score
@@ -299,14 +282,30 @@ def fails(models: Path, run: Path, corrupt: Callable[[FakeEngine], None], **sett
         for engine in t.engines:
             corrupt(engine)
         started = time.monotonic()
-        try:
-            t.publisher.publish(1)
-            message = "nothing raised"
-        except WeightSyncError as error:
-            message = str(error)
-        everyone = t.publisher._ranks.gather(message, "messages")
+        everyone = t.publisher._ranks.gather(error_of(t.publisher.publish, 1), "messages")
         written = RunDir(run).published.exists()
         return {"messages": everyone, "seconds": time.monotonic() - started, "written": written}
+
+
+def overflows(models: Path, run: Path, **weight_sync: Any) -> dict:
+    """A policy that fits, then one with a value beyond fp16 on the last rank alone."""
+    with trainer(models, run, "qwen3", tp=2, engine={"dtype": "fp16"}, **weight_sync) as t:
+        t.load("a")
+        t.publisher.publish(0)
+        before = dict(t.engines[0].weights) if t.engines else {}
+        t.load("b")
+        if torch.distributed.get_rank() == 1:
+            t.actor.model_chunks[0].decoder.layers[1].mlp.linear_fc2.weight.data[3, 4] = 70_000.0
+        everyone = [""] * 2
+        torch.distributed.all_gather_object(everyone, error_of(t.publisher.publish, 1))
+        held = t.engines[0].weights if t.engines else {}
+        kept = all(torch.equal(held[name], tensor) for name, tensor in before.items())
+        return {
+            "messages": everyone,
+            "kept": kept and held.keys() == before.keys(),
+            "dtypes": {tensor.dtype for tensor in before.values()},
+            "left": sorted(path.name for path in run.glob("weights/*1*")),
+        }
 
 
 def change(engine: FakeEngine, **values: Any) -> None:
@@ -314,26 +313,12 @@ def change(engine: FakeEngine, **values: Any) -> None:
         setattr(engine, name, value)
 
 
-def _frozen(engine: FakeEngine) -> None:
-    """Says nothing and takes nothing until the client gives up."""
+def receive_fails(engine: FakeEngine, error: type[EngineError], text: str, after_s: float = 0.0) -> None:
+    """The engine receives nothing and answers this error."""
 
-    async def nothing(*_: Any) -> None:
-        await asyncio.sleep(TIMEOUT_S / 4)
-        raise EngineTimeout(f"engine {engine.url}: no answer")
-
-    engine.receive_weights = nothing
-
-
-def _refuses(engine: FakeEngine) -> None:
-    async def refuse(*_: Any) -> None:
-        raise EngineRefused(f"engine {engine.url}: not the served model")
-
-    engine.receive_weights = refuse
-
-
-def _fails(engine: FakeEngine) -> None:
     async def fail(*_: Any) -> None:
-        raise EngineError(f"engine {engine.url}: out of memory")
+        await asyncio.sleep(after_s)
+        raise error(f"engine {engine.url}: {text}")
 
     engine.receive_weights = fail
 
@@ -380,9 +365,11 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     },
     "dead": partial(fails, corrupt=partial(change, down=True)),
     "dies_for_good": partial(fails, corrupt=partial(change, dies_at=2)),
-    "frozen": partial(fails, corrupt=_frozen),
-    "refuses": partial(fails, corrupt=_refuses),
-    "cannot_load": partial(fails, corrupt=_fails),
+    "frozen": partial(
+        fails, corrupt=partial(receive_fails, error=EngineTimeout, text="no answer", after_s=TIMEOUT_S / 4)
+    ),
+    "refuses": partial(fails, corrupt=partial(receive_fails, error=EngineRefused, text="not the served model")),
+    "cannot_load": partial(fails, corrupt=partial(receive_fails, error=EngineError, text="out of memory")),
     "other_weights": partial(fails, corrupt=partial(change, score_offset=0.5)),
     "not_a_number": partial(fails, corrupt=partial(change, score_offset=float("nan"))),
     "other_weights_stored": partial(fails, corrupt=partial(change, score_offset=0.5), transport="shared_storage"),

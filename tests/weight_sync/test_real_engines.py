@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from dppo_megatron.config import Config
 from dppo_megatron.engines.sglang.server import sglang_environment, sglang_python
 from dppo_megatron.fleet.registry import free_port
 from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server
@@ -106,23 +108,12 @@ def two_servers(dense, tmp_path_factory):
 def test_broadcast_there_and_back(tmp_path, kind, experts):
     a, b = (make_model(tmp_path / name, seed, experts=experts) for seed, name in enumerate("ab"))
     config = engine_config(a, kind=kind)
-    if kind == "sglang" and not sglang_python(config).with_name("sglang").exists():
-        pytest.skip("needs SGLang's environment (make sglang)")
+    if kind == "sglang":
+        needs_sglang(config)
     with running_server(config, tmp_path / "log", version=0) as url:
-        processes, out = publish(
-            tmp_path,
-            a,
-            [url],
-            [b, a, b],
-            engine={"kind": kind},
-            transport="broadcast",
-            bucket_bytes=200_000,
-            timeout_s=60,
-        )
-        records = finished(processes, out)
-    for record, policy in zip(records, (b, a, b), strict=True):
-        (scores,) = record["scores"].values()
-        assert np.abs(np.array(scores) - Reference(policy).score(PROBE)).max() < TOLERANCE
+        settings = {"transport": "broadcast", "bucket_bytes": 200_000, "timeout_s": 60}
+        records = finished(*publish(tmp_path, a, [url], [b, a, b], engine={"kind": kind}, **settings))
+    check_scores(records, (b, a, b), [url], TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -136,32 +127,15 @@ def test_broadcast_there_and_back(tmp_path, kind, experts):
 )
 def test_there_and_back_on_two_engines(two_servers, dense, tmp_path, transport, ranks, parallel):
     a, b = dense
-    records = finished(
-        *publish(
-            tmp_path,
-            a,
-            two_servers,
-            [a, b, a],
-            ranks=ranks,
-            parallel=parallel,
-            transport=transport,
-            bucket_bytes=50_000,
-        )
-    )
-    assert [record["engines"] for record in records] == [2, 2, 2]
-    for record, policy in zip(records, (a, b, a), strict=True):
-        expected = Reference(policy).score(PROBE)
-        assert set(record["scores"]) == set(two_servers)
-        for scores in record["scores"].values():
-            assert np.abs(np.array(scores) - expected).max() < TOLERANCE
+    settings = {"ranks": ranks, "parallel": parallel, "transport": transport, "bucket_bytes": 50_000}
+    check_scores(finished(*publish(tmp_path, a, two_servers, [a, b, a], **settings)), (a, b, a), two_servers, TOLERANCE)
 
 
 @pytest.fixture
 def forgetful_sglang(dense, tmp_path):
     """One server, whose weights and cache are NaN once it has slept."""
     config = engine_config(dense[0], kind="sglang")
-    if not sglang_python(config).with_name("sglang").exists():
-        pytest.skip("needs SGLang's environment (make sglang)")
+    needs_sglang(config)
     path = os.pathsep.join((sglang_environment(config, 0)["PYTHONPATH"], str(FORGETFUL)))
     engine = config.engine.model_copy(update={"env": config.engine.env | {"PYTHONPATH": path}})
     with running_server(config.model_copy(update={"engine": engine}), tmp_path / "log", version=0) as url:
@@ -176,11 +150,7 @@ def test_colocated_engines_sleep_while_the_trainer_trains(request, dense, tmp_pa
     a, b = dense
     settings = {"placement": "colocated", "kind": kind}
     processes, out = publish(tmp_path, a, servers, [a, b, a], engine=settings, fingerprint=True)
-    records = finished(processes, out)
-    for record, policy in zip(records, (a, b, a), strict=True):
-        assert record["engines"] == len(servers)
-        for scores in record["scores"].values():
-            assert np.abs(np.array(scores) - Reference(policy).score(PROBE)).max() < TOLERANCE
+    check_scores(finished(processes, out), (a, b, a), servers, TOLERANCE)
 
 
 def test_an_engine_killed_during_an_update_is_named_within_the_time_out(dense, tmp_path):
@@ -195,6 +165,20 @@ def test_an_engine_killed_during_an_update_is_named_within_the_time_out(dense, t
     assert first["engines"] == 1
     assert url in second["error"]
     assert second["seconds"] < 3 * 10
+
+
+def needs_sglang(config: Config) -> None:
+    if not sglang_python(config).with_name("sglang").exists():
+        pytest.skip("needs SGLang's environment (make sglang)")
+
+
+def check_scores(records: list[dict], policies: Sequence[Path], urls: Sequence[str], tolerance: float) -> None:
+    """Every engine scores as the policy that was published."""
+    for record, policy in zip(records, policies, strict=True):
+        assert record["engines"] == len(urls)
+        expected = Reference(policy).score(PROBE)
+        for url in urls:
+            assert np.abs(np.array(record["scores"][url]) - expected).max() < tolerance
 
 
 class FreezesAt:
@@ -225,39 +209,41 @@ class FreezesAt:
             process.resume()
 
 
+def publish_frozen(
+    servers: Sequence[str], directory: Path, model: Path, routes: Sequence[str], policies: list[Path], **settings
+) -> list[dict]:
+    """Records of publishes to two servers. In every second one, the second server freezes at one of `routes`."""
+    server, out = listening(servers[1]), directory / "records.json"
+    frozen = {2 * place + 1: route for place, route in enumerate(routes)}
+    hook = FreezesAt([server, *server.children(recursive=True)], out, frozen)
+    checks = {"health_interval_s": 0.5, "health_timeout_s": 2, "health_failures": 3}
+    settings["engine"] = checks | settings.get("engine", {})
+    try:
+        with Proxy(servers[1], hook) as proxy:
+            records = finished(*publish(directory, model, [servers[0], proxy.url], policies, **settings), 300)
+    finally:
+        hook.thaw()
+    assert hook.frozen == list(routes)
+    return records
+
+
 @pytest.mark.parametrize(
     ("transport", "phases"),
     [
-        ("shared_storage", ("load_weights", "score", "held_weights")),
-        ("broadcast", ("join_weight_group", "receive_weights", "score", "held_weights")),
+        ({"transport": "shared_storage"}, ("load_weights", "score", "held_weights")),
+        (
+            {"transport": "broadcast", "bucket_bytes": 4096},
+            ("join_weight_group", "receive_weights", "score", "held_weights"),
+        ),
     ],
+    ids=["shared_storage", "broadcast"],
 )
 def test_an_engine_frozen_in_any_phase_is_left_out(two_servers, dense, tmp_path, transport, phases):
-    """The other one goes on with the new policy, and so do the trainer's ranks, whose collectives may take less time
+    """The other one continues with the new policy, and so do the trainer's ranks, whose collectives may take less time
     than it takes to find out. The next publish has both again, or nothing would freeze in it."""
     a, b = dense
-    server = listening(two_servers[1])
-    routes = {2 * place + 1: f"/dppo/{phase}" for place, phase in enumerate(phases)}
-    hook = FreezesAt([server, *server.children(recursive=True)], tmp_path / "records.json", dict(routes))
-    settings = {"shared_storage": {}, "broadcast": {"bucket_bytes": 4096}}[transport]
-    try:
-        with Proxy(two_servers[1], hook) as proxy:
-            processes, out = publish(
-                tmp_path,
-                a,
-                [two_servers[0], proxy.url],
-                [a, WAIT, b, WAIT] * (len(phases) // 2) + [a] * (len(phases) % 2),
-                ranks=2,
-                parallel={"tensor": 2, "timeout_s": 10},
-                engine={"health_interval_s": 0.5, "health_timeout_s": 2, "health_failures": 3},
-                transport=transport,
-                timeout_s=10,
-                **settings,
-            )
-            records = finished(processes, out, 300)
-    finally:
-        hook.thaw()
-    assert hook.frozen == list(routes.values())
-    for record, policy in zip(records, (a, b) * 2, strict=False):
-        assert record["engines"] == 1
-        assert np.abs(np.array(record["scores"][two_servers[0]]) - Reference(policy).score(PROBE)).max() < TOLERANCE
+    policies = [a, WAIT, b, WAIT] * (len(phases) // 2) + [a] * (len(phases) % 2)
+    settings = {"ranks": 2, "parallel": {"tensor": 2, "timeout_s": 10}, "timeout_s": 10, **transport}
+    routes = [f"/dppo/{phase}" for phase in phases]
+    records = publish_frozen(two_servers, tmp_path, a, routes, policies, **settings)
+    check_scores(records, ((a, b) * 2)[: len(phases)], two_servers[:1], TOLERANCE)

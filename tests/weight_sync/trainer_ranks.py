@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from dppo_megatron import hf
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import Service
 from dppo_megatron.weight_sync import build_publisher
@@ -72,6 +74,15 @@ class Trainer:
             return torch.equal(held[name].view(torch.uint8), expected[name].view(torch.uint8))
 
         return sorted(name for name in expected.keys() | held.keys() if not same(name))
+
+
+def error_of(call: Callable[..., Any], *arguments: Any) -> str:
+    """Message of the error that `call` raises."""
+    try:
+        call(*arguments)
+    except ExpectedError as error:
+        return str(error)
+    return "nothing raised"
 
 
 @contextmanager

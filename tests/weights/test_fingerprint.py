@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,14 @@ from dppo_megatron.weights.fingerprint import (
 )
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
+
+
+def module(kind: str = "Module", **attributes: Any) -> torch.nn.Module:
+    """A module of a class of this name, which decides; tensors become parameters."""
+    made = type(kind, (torch.nn.Module,), {})()
+    for name, value in attributes.items():
+        setattr(made, name, torch.nn.Parameter(value) if isinstance(value, torch.Tensor) else value)
+    return made
 
 
 def summed(tensor: torch.Tensor) -> tuple[int, int]:
@@ -189,8 +198,6 @@ PLACES = {
 def test_the_workers_of_an_engine_add_up(weight, place):
     """Tensor-parallel 4 with 2 heads of keys and values: shards, replicated heads with fewer rows of scales, and norms
     that all hold."""
-    ColumnParallelLinear = type("ColumnParallelLinear", (torch.nn.Module,), {})  # the name decides
-    RowParallelLinear = type("RowParallelLinear", (torch.nn.Module,), {})
     query, key, value, out = weight[:32], weight[32:40], weight[40:48], weight[48:64]
     scales = {name: tensor[::2, :10] for name, tensor in (("q_proj", query), ("k_proj", key), ("v_proj", value))}
     expected: dict[str, int] = {}
@@ -201,24 +208,22 @@ def test_the_workers_of_an_engine_add_up(weight, place):
     for name, tensor in scales.items():
         add(expected, f"model.layers.0.{name}.weight_scale_inv", tensor)
 
-    def shard(rank: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.nn.Parameter:
-        of_head = [tensor.chunk(2)[rank // 2] for tensor in (keys, values)]
-        return torch.nn.Parameter(torch.cat([queries.chunk(4)[rank], *of_head]))
+    def shard(rank: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([queries.chunk(4)[rank], keys.chunk(2)[rank // 2], values.chunk(2)[rank // 2]])
 
     def worker(rank: int, query=query, key=key, out=out) -> dict[str, tuple[int, int]]:
-        fused, row, norm = ColumnParallelLinear(), RowParallelLinear(), torch.nn.Module()
-        fused.weight = shard(rank, query, key, value)
-        fused.weight_scale_inv = shard(rank, *scales.values())
-        fused.__dict__.update(place(rank), output_partition_sizes=[8, 4, 4], num_kv_head_replicas=2)
-        row.weight = torch.nn.Parameter(out.chunk(4, 1)[rank])
-        row.__dict__.update(place(rank))
-        norm.weight = torch.nn.Parameter(weight[70].clone())
-        table = type("VocabParallelEmbedding", (torch.nn.Module,), {})()  # of 25 rows, padded; SGLang's names no rank
-        table.weight = torch.nn.Parameter(torch.nn.functional.pad(weight[71:], (0, 0, 0, 3)).chunk(4)[rank])
-        table.__dict__.update(tp_size=4, shard_indices=SimpleNamespace(padded_org_vocab_start_index=7 * rank))
+        heads = {"output_partition_sizes": [8, 4, 4], "num_kv_head_replicas": 2}
+        scale = shard(rank, *scales.values())
+        fused = shard(rank, query, key, value)
+        fused = module("ColumnParallelLinear", weight=fused, weight_scale_inv=scale, **heads, **place(rank))
+        row = module("RowParallelLinear", weight=out.chunk(4, 1)[rank], **place(rank))
+        norm = module(weight=weight[70].clone())
+        rows = torch.nn.functional.pad(weight[71:], (0, 0, 0, 3)).chunk(4)[rank]  # of 25; SGLang's names no rank
+        first = SimpleNamespace(padded_org_vocab_start_index=7 * rank)
+        table = module("VocabParallelEmbedding", weight=rows, tp_size=4, shard_indices=first)
         shares: dict[str, tuple[int, int]] = {}
-        for name, module in (("qkv_proj", fused), ("o_proj", row), ("norm", norm)):
-            add_shares(shares, module_shares(f"model.layers.0.{name}", module, set()))
+        for name, part in (("qkv_proj", fused), ("o_proj", row), ("norm", norm)):
+            add_shares(shares, module_shares(f"model.layers.0.{name}", part, set()))
         return shares | module_shares("model.embed_tokens", table, set())
 
     workers = [worker(rank) for rank in range(4)]
@@ -236,8 +241,7 @@ def test_the_workers_of_an_engine_add_up(weight, place):
 
 def test_what_every_worker_of_sglang_has_is_a_copy(weight):
     """A linear layer that is not sharded names no group."""
-    linear = type("ColumnParallelLinear", (torch.nn.Module,), {})()
-    linear.weight, linear.tp_group = torch.nn.Parameter(weight), None
+    linear = module("ColumnParallelLinear", weight=weight, tp_group=None)
     assert module_shares("model.layers.0.shared", linear, set()) == {
         "layer 0": (0, sum_of("layers.0.shared.weight", weight))
     }
@@ -246,18 +250,12 @@ def test_what_every_worker_of_sglang_has_is_a_copy(weight):
 def test_parameters_that_nobody_sends_do_not_count(weight):
     """Of vLLM's latent attention, those made of kv_b_proj; of SGLang's attention in an FP8 model, the cache's scales;
     of vLLM's experts, the router's bias."""
-    latent = type("MLAAttention", (torch.nn.Module,), {})()
-    latent.W_UV = torch.nn.Parameter(weight)
-    assert module_shares("model.layers.0.self_attn.mla_attn", latent, set()) == {}
-
-    attention = torch.nn.Module()
-    attention.k_scale = torch.nn.Parameter(torch.tensor(1.0))
+    latent = module("MLAAttention", W_UV=weight)
+    attention = module(k_scale=torch.tensor(1.0))
     attention.k_scale._skip_weight_check = True
-    assert module_shares("model.layers.0.self_attn.attn", attention, set()) == {}
-
-    experts = type("RoutedExperts", (torch.nn.Module,), {})()
-    experts.e_score_correction_bias = torch.nn.Parameter(weight[0])
-    assert module_shares("model.layers.0.mlp.experts", experts, set()) == {}
+    experts = module("RoutedExperts", e_score_correction_bias=weight[0])
+    for name, part in (("self_attn.mla_attn", latent), ("self_attn.attn", attention), ("mlp.experts", experts)):
+        assert module_shares(f"model.layers.0.{name}", part, set()) == {}
 
 
 def fused(gate_up: torch.Tensor) -> int:
@@ -267,24 +265,19 @@ def fused(gate_up: torch.Tensor) -> int:
 
 
 def test_experts_have_the_numbers_of_the_model(weight):
-    FusedMoE = type("FusedMoE", (torch.nn.Module,), {})
-    module = FusedMoE()
-    module.w13_weight = torch.nn.Parameter(weight.view(4, 24, 40).clone())
-    module.__dict__.update(SimpleNamespace(moe_ep_rank=2, num_fused_shared_experts=1).__dict__)
-    shares = module_shares("model.layers.5.mlp.experts", module, set())
+    experts = module("FusedMoE", w13_weight=weight.view(4, 24, 40).clone(), moe_ep_rank=2, num_fused_shared_experts=1)
+    shares = module_shares("model.layers.5.mlp.experts", experts, set())
     numbers = {f"layer 5 expert {6 + place}": (fused(weight.view(4, 24, 40)[place]), 0) for place in range(3)}
     assert shares == numbers, "the shared one counts on the first worker"
 
 
 def test_shared_experts_that_every_worker_has_count_once(weight):
-    FusedMoE = type("FusedMoE", (torch.nn.Module,), {})
     routed, shared = weight.view(4, 24, 40)[:2], weight.view(4, 24, 40)[3:]
     workers = []
     for rank in range(2):
-        module = FusedMoE()
-        module.w13_weight = torch.nn.Parameter(torch.cat([routed[rank : rank + 1], shared]))
-        module.moe_ep_rank, module.num_fused_shared_experts = rank, 1
-        workers.append(module_shares("model.layers.5.mlp.experts", module, set()))
+        weights = torch.cat([routed[rank : rank + 1], shared])
+        experts = module("FusedMoE", w13_weight=weights, moe_ep_rank=rank, num_fused_shared_experts=1)
+        workers.append(module_shares("model.layers.5.mlp.experts", experts, set()))
     expected = {f"layer 5 expert {rank}": fused(routed[rank]) for rank in range(2)} | {"layer 5": fused(shared[0])}
     assert of_workers(workers) == (expected, [])
 
@@ -299,14 +292,12 @@ def test_shards_of_experts_add_up_without_what_pads_them(weight, gated, size):
     for rank in range(size):
         padded = torch.full((2, 2, used + 8, 20), torch.nan)
         padded[:, :, :used] = torch.stack([part[:, rank * used :][:, :used] for part in (gate, up)], 1)
-        module = type("RoutedExperts", (torch.nn.Module,), {})()
-        module.w13_weight = torch.nn.Parameter(padded.flatten(1, 2) if gated else padded[:, 1].contiguous())
-        down_padded = torch.full((2, 20, used + 8), torch.nan)
-        down_padded[..., :used] = down[..., rank * used :][..., :used]
-        module.w2_weight = torch.nn.Parameter(down_padded)
+        w13 = padded.flatten(1, 2) if gated else padded[:, 1].contiguous()
+        w2 = torch.full((2, 20, used + 8), torch.nan)
+        w2[..., :used] = down[..., rank * used :][..., :used]
         config = {"intermediate_size_per_partition_unpadded": used, "is_act_and_mul": gated, "tp_rank": rank}
-        module.moe_config = SimpleNamespace(**config)
-        workers.append(module_shares("model.layers.3.mlp.experts", module, set()))
+        experts = module("RoutedExperts", w13_weight=w13, w2_weight=w2, moe_config=SimpleNamespace(**config))
+        workers.append(module_shares("model.layers.3.mlp.experts", experts, set()))
     expected: dict[str, int] = {}
     for expert in range(2):
         for name, tensor in (("gate", gate), ("up", up), ("down", down))[0 if gated else 1 :]:
@@ -318,19 +309,16 @@ def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
     """SGLang on Blackwell scales FP8 weights by powers of two, for DeepGEMM; of CPUs with AMX it packs what it makes of
     kv_b_proj; vLLM pads FP8 experts by what their neighbours hold. SGLang packs weights for AMX and lays experts
     out for a kernel."""
-    linear = type("ColumnParallelLinear", (torch.nn.Module,), {})()
-    linear.weight, linear.weight_scale_inv = torch.nn.Parameter(weight), torch.nn.Parameter(weight[0])
+    linear = module("ColumnParallelLinear", weight=weight, weight_scale_inv=weight[0])
     linear.weight_scale_inv.format_ue8m0 = True
-    norm, attention = torch.nn.Module(), torch.nn.Module()
-    norm.weight, attention.w_kc = torch.nn.Parameter(weight[1]), torch.nn.Parameter(weight)
-    experts = type("RoutedExperts", (torch.nn.Module,), {})()
-    experts.w13_weight = torch.nn.Parameter(weight.view(4, 24, 40))
-    experts.moe_config = SimpleNamespace(tp_shard_with_padding=True)
-    packed, first = (type("ColumnParallelLinear", (torch.nn.Module,), {})() for _ in range(2))
-    packed.use_intel_amx_backend, first.quant_method = True, SimpleNamespace(load_up_proj_weight_first=True)
-    packed.weight = first.weight = torch.nn.Parameter(weight)
+    norm, attention = module(weight=weight[1]), module(w_kc=weight)
+    padding = SimpleNamespace(tp_shard_with_padding=True)
+    experts = module("RoutedExperts", w13_weight=weight.view(4, 24, 40), moe_config=padding)
+    packed = module("ColumnParallelLinear", weight=weight, use_intel_amx_backend=True)
+    up_first = SimpleNamespace(load_up_proj_weight_first=True)
+    first = module("ColumnParallelLinear", weight=weight, quant_method=up_first)
     shares: dict[str, tuple[int, int] | None] = {}
-    for name, module in {
+    for name, part in {
         "model.layers.0.norm": norm,
         "model.layers.0.proj": linear,
         "model.layers.1.norm": norm,
@@ -339,7 +327,7 @@ def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
         "model.layers.3.packed": packed,
         "model.layers.4.first": first,
     }.items():
-        add_shares(shares, module_shares(name, module, set()))
+        add_shares(shares, module_shares(name, part, set()))
     held, unequal = of_workers([shares, shares])
     assert unequal == []
     moved = [f"layer {number}" for number in (3, 4)]
@@ -352,14 +340,11 @@ def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
 
 def test_latent_attention_is_split_where_sglang_does_not_tell(weight):
     """Its fused projection names no sizes; the model's config has the first. Scales have fewer rows."""
-    linear = type("ReplicatedLinear", (torch.nn.Module,), {})()
-    linear.weight, linear.weight_scale_inv = torch.nn.Parameter(weight), torch.nn.Parameter(weight[:6])
+    linear = module("ReplicatedLinear", weight=weight, weight_scale_inv=weight[:6], output_size=96)
     expected: dict[str, int] = {}
     for name, rows, scales in (("q_a_proj", weight[:32], weight[:2]), ("kv_a_proj_with_mqa", weight[32:], weight[2:6])):
         add(expected, f"model.layers.1.self_attn.{name}.weight", rows)
         add(expected, f"model.layers.1.self_attn.{name}.weight_scale_inv", scales)
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
-    model.layers[1].fused_qkv_a_proj_with_mqa = linear
-    linear.output_size, model.config = 96, SimpleNamespace(q_lora_rank=32)
+    layers = torch.nn.ModuleList([module(), module(fused_qkv_a_proj_with_mqa=linear)])
+    model = module(layers=layers, config=SimpleNamespace(q_lora_rank=32))
     assert of_workers([held_weights(model)]) == (expected, [])
