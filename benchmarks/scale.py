@@ -47,10 +47,8 @@ from table_engines import TableSettings
 from dppo_megatron.bank import BankReader
 from dppo_megatron.common.retry import look_again_s
 from dppo_megatron.config import Config, read_config
-from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.fleet.live_engines import LiveEngines
-from dppo_megatron.fleet.registry import engine_services
 from dppo_megatron.observability.tail import read_records
 from dppo_megatron.plan.pace import Pace, PaceSettings, predict
 from dppo_megatron.run_dir import RunDir
@@ -114,7 +112,7 @@ def orchestrator(config: Path, log: Path) -> Iterator[subprocess.Popen]:
 async def publish(config: Config, version: int) -> None:
     """As the trainer does, without weights: every engine that answers serves `version`, then the orchestrator knows."""
     run = RunDir(config.run.dir)
-    engines = LiveEngines(config, lambda: engine_services(config, run), build_engine)
+    engines = LiveEngines(config)
     path = run.weights_of(version)
     path.mkdir(exist_ok=True)
     try:

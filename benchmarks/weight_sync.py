@@ -46,7 +46,7 @@ from dppo_megatron.engines.kinds import build_engine, server_command, server_env
 from dppo_megatron.engines.protocol import Engine
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.fleet.live_engines import LiveEngines
-from dppo_megatron.fleet.registry import engine_services, free_port
+from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.hf import load_into, make_random_hf_model, read_hf_config
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import PublishResult, build_publisher
@@ -259,8 +259,8 @@ def recording(parts: list[dict[str, float]], config: Config, url: str) -> Engine
 def publish_all(
     config: Config, actor, policies, scores, repeats: int, speed: float
 ) -> tuple[list[PublishResult], list[dict[str, float]]]:
-    run, parts = RunDir(config.run.dir), []
-    engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), partial(recording, parts)))
+    parts = []
+    engines = EngineThread(lambda: LiveEngines(config, build=partial(recording, parts)))
     publisher = build_publisher(config, actor, engines, CHECK_TOKENS)
     published = []
     for number in range(repeats + 1):

@@ -25,8 +25,6 @@ from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineRefused, GenerateRequest
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.trace import Trace
-from dppo_megatron.fleet.live_engines import LiveEngines
-from dppo_megatron.fleet.registry import engine_services
 from dppo_megatron.observability.logs import append_line, setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout
@@ -84,9 +82,9 @@ def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = N
 
 def _publish(config: Config, actor: Actor, rank: int) -> str:
     """Publish the weights to the engine, as after an update; return the name of the transport."""
-    run, engines, tokens = RunDir(config.run.dir), None, None
+    engines, tokens = None, None
     if rank == 0:
-        engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
+        engines = EngineThread.of_run(config)
         prompts = training_prompts(config, load_tokenizer(config.model.path))
         tokens = weight_check_tokens(prompts, config.engine.max_model_len)
     publisher = build_publisher(config, actor, engines, tokens)

@@ -1,4 +1,4 @@
-"""The engines a policy is published to: those that answer now, at the addresses they have now."""
+"""The engines that a policy is published to: those that answer now, at their current addresses."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from dppo_megatron.config import Config
+from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineUnavailable
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.fingerprint import Fingerprint
 
 from .engine_checks import check_health, while_healthy
-from .registry import Service
+from .registry import Service, engine_services
 
 SILENT_TIMEOUT_S = 1.0  # of an engine that was silent before: leaving it out costs one load by the orchestrator
 
@@ -24,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """What one instance of one engine says after it loaded the new weights."""
+    """The reply of one instance of one engine after it loaded the new weights."""
 
     url: str
     instance: str
@@ -35,26 +38,26 @@ class Confirmation:
 
 
 class LiveEngines:
-    """Hands weights to every engine that answers. Used inside one event loop.
+    """Calls every engine that answers, to give it weights. Used inside one event loop.
 
-    `services` returns the registered engines by name; `build` makes a client. An engine that is dead or freezes is
-    left out and not waited for: it does not serve until its weights are verified again.
+    `services` returns the registered engines by name, by default those of the run; `build` makes a client. A dead or
+    frozen engine is left out and not waited for: it does not serve until its weights are verified again.
     """
 
     def __init__(
         self,
         config: Config,
-        services: Callable[[], Mapping[str, Service]],
-        build: Callable[[Config, str], Engine],
+        services: Callable[[], Mapping[str, Service]] | None = None,
+        build: Callable[[Config, str], Engine] = build_engine,
     ):
         self._config = config
-        self._services = services
+        self._services = services or partial(engine_services, config, RunDir(config.run.dir))
         self._build = build
         self._clients: dict[Service, Engine] = {}
         self._silent: set[Service] = set()  # did not answer the last time
 
     async def answering(self) -> tuple[dict[str, EngineInfo], dict[str, EngineError]]:
-        """What every engine that answers reports, by URL, and the errors of the others, by name."""
+        """Return the description of every engine that answers, by URL, and the errors of the others, by name."""
         await self._follow_services()
         engine = self._config.engine
 
@@ -79,7 +82,7 @@ class LiveEngines:
     async def on(
         self, urls: Iterable[str], call: Callable[[Engine], Awaitable[Result]]
     ) -> dict[str, Result | EngineError]:
-        """`call` on each engine while it is healthy; its result, or the engine's error, by URL."""
+        """Await `call` on each engine while it is healthy; return its result or the engine's error, by URL."""
         by_url = {service.url: client for service, client in self._clients.items()}
 
         async def call_while_healthy(url: str) -> Result | EngineError:
@@ -98,8 +101,11 @@ class LiveEngines:
         load: Callable[[Engine], Awaitable[float]],
         tokens: np.ndarray,
     ) -> dict[str, Confirmation | EngineError]:
-        """Has each of `engines` serve `version` by `load`, which returns for how long it paused, and score `tokens`; a
-        confirmation or its error, by URL."""
+        """Have each of `engines` load `version` and score `tokens`; return its confirmation or its error, by URL.
+
+        `load` returns the seconds for which the engine paused. An engine that was restarted or loaded with another
+        version meanwhile is an error.
+        """
 
         async def load_and_score(client: Engine) -> Confirmation:
             started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Restarts of a server that ended: after growing delays, and only so often."""
+"""Restart a server that ended, after growing delays and a limited number of times."""
 
 from __future__ import annotations
 
@@ -16,19 +16,12 @@ ORPHANS_S = 1.0  # for the processes that a dead server left behind to end by th
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Delays between the end of a server and its next start, in seconds. Pure: time comes as an argument."""
+    """Delays between the end of a server and its next start, in seconds."""
 
     limit: int  # restarts in a row
     first_s: float = 1.0
     longest_s: float = 60.0
-    healthy_s: float = 300.0  # a server that served so long ends for a new reason: counting begins anew
-
-    def in_a_row(self, before: int, served_s: float) -> int:
-        """Number of the restart that is due, when `before` came just before it and the server served since."""
-        return 1 if served_s >= self.healthy_s else before + 1
-
-    def delay_s(self, number: int) -> float:
-        return doubling_delay_s(self.first_s, number - 1, self.longest_s)
+    healthy_s: float = 300.0  # a server that served so long ends for a new reason: the count restarts
 
 
 class RestartedServer(Generic[PlanT, ProcessT]):
@@ -59,8 +52,8 @@ class RestartedServer(Generic[PlanT, ProcessT]):
         self.failed = False  # it ended and is not started again
 
     def check(self, now: float) -> str | None:
-        """What happened to it since the last call, as a line for people, or None. Sets `failed` when the run cannot
-        go on with it."""
+        """Return a line for the log about the events since the last call, or None. Sets `failed` when the run cannot
+        continue with it."""
         if self._due is not None:
             if now >= self._due:
                 self._due, self.process = None, self._launcher.start(self._plan)
@@ -75,22 +68,22 @@ class RestartedServer(Generic[PlanT, ProcessT]):
         return f"{self._plan.name} serves again" if serves and self._restarts else None
 
     def _plan_restart(self, reason: str, now: float) -> str | None:
-        """After it ended; or sets `failed`."""
+        """Schedule its next start after it ended, or set `failed`."""
         self._withdraw()
         self._launcher.end([self.process], ORPHANS_S)
         served_s = 0.0 if self._serving_since is None else now - self._serving_since
-        self._restarts = self._policy.in_a_row(self._restarts, served_s)
+        self._restarts = 1 if served_s >= self._policy.healthy_s else self._restarts + 1
         self._serving_since = None
         if not self._ever_served:  # misconfigured, not unlucky
             self.failed = True
             return None
-        name, limit = self._plan.name, self._policy.limit
-        if self._restarts > limit:
+        name, policy = self._plan.name, self._policy
+        if self._restarts > policy.limit:
             self.failed = True
-            return f"{name} is not started again after {limit} restarts in a row (engine.restarts)"
-        delay = self._policy.delay_s(self._restarts)
+            return f"{name} is not started again after {policy.limit} restarts in a row (engine.restarts)"
+        delay = doubling_delay_s(policy.first_s, self._restarts - 1, policy.longest_s)
         self._due = now + delay
         return (
-            f"{name} ended: {reason}. Restart {self._restarts} of {limit} (engine.restarts) in {delay:g} s; "
+            f"{name} ended: {reason}. Restart {self._restarts} of {policy.limit} (engine.restarts) in {delay:g} s; "
             f"see {self.process.log}"
         )

@@ -12,10 +12,8 @@ from dppo_megatron.common.ranks import Ranks, authenticate
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
-from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.secret import make_secret, read_secret
-from dppo_megatron.fleet.live_engines import LiveEngines
-from dppo_megatron.fleet.registry import engine_services, engine_urls
+from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.hf import save_hf
 from dppo_megatron.hf.peft import save_peft
 from dppo_megatron.objectives import ObjectiveProtocol, build_objective
@@ -134,7 +132,7 @@ def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> E
     engines = None
     if layout.rank == 0:
         engine_urls(config, run)
-        engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
+        engines = EngineThread.of_run(config)
     control.barrier()
     return engines
 

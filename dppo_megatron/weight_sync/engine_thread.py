@@ -7,8 +7,10 @@ import atexit
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from dppo_megatron.config import Config
 from dppo_megatron.fleet.live_engines import LiveEngines
 
 from .transport import WeightSyncError
@@ -33,6 +35,11 @@ class EngineThread:
 
         self._engines = asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
         atexit.register(self.close)  # of a trainer that an error ends
+
+    @classmethod
+    def of_run(cls, config: Config) -> EngineThread:
+        """Connect to the registered engines of the run."""
+        return cls(partial(LiveEngines, config))
 
     def start(
         self, call: Callable[Concatenate[LiveEngines, Arguments], Coroutine[Any, Any, Result]], *arguments: Any

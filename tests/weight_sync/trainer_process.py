@@ -25,12 +25,8 @@ def main(config_path: str, out: str, *policies: str) -> None:
     from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.common.ranks import Ranks
     from dppo_megatron.config import Config
-    from dppo_megatron.engines.kinds import build_engine
-    from dppo_megatron.fleet.live_engines import LiveEngines
-    from dppo_megatron.fleet.registry import engine_services
     from dppo_megatron.hf import save_hf
     from dppo_megatron.objectives import build_objective
-    from dppo_megatron.run_dir import RunDir
     from dppo_megatron.weight_sync import WeightSyncError, build_publisher
     from dppo_megatron.weight_sync.engine_thread import EngineThread
     from tests.support.actor_cases import micro_batches, sequences
@@ -38,10 +34,7 @@ def main(config_path: str, out: str, *policies: str) -> None:
     config = Config.model_validate(json.loads(Path(config_path).read_text()))
     layout = init_layout(config)
     actor = Actor(config, layout)
-    engines = None
-    if layout.rank == 0:
-        run = RunDir(config.run.dir)
-        engines = EngineThread(lambda: LiveEngines(config, lambda: engine_services(config, run), build_engine))
+    engines = EngineThread.of_run(config) if layout.rank == 0 else None
     publisher = build_publisher(config, actor, engines, PROBE)
     records = []
     for version, policy in enumerate(policies, 1):
