@@ -1,1 +1,1 @@
-"""All engines of a run together: which are registered, which are healthy, which hold the weights of which version."""
+"""All engines of a run: their registry, their health, and the policy version that each serves."""

@@ -44,7 +44,7 @@ async def check_health(engine: Engine, config: Config, timeout_s: float | None =
 async def while_healthy(
     engine: Engine, config: Config, call: Coroutine[Any, Any, Result], failures: int | None = None
 ) -> Result:
-    """Result of `call`, which is cancelled when `failures` health checks in a row fail (default
+    """Return the result of `call`, which is cancelled when `failures` health checks in a row fail (default
     `engine.health_failures`).
 
     The engine is checked every `engine.health_interval_s`. A frozen engine therefore costs seconds, not the call's own
@@ -71,10 +71,10 @@ async def while_healthy(
 
 @dataclass(frozen=True, slots=True)
 class ScoreDifference:
-    """Between an engine's and the trainer's log-probs of the tokens of the weight check, nats.
+    """Difference of an engine's and the trainer's log-probs of the weight check's tokens, in nats.
 
-    The mean separates other weights from other rounding: in 16 bits a single token may differ by several nats, where
-    the router of a mixture of experts decides otherwise; with stale experts the mean does.
+    The mean separates wrong weights from rounding. In 16 bits a single token may differ by several nats, if the router
+    of a mixture of experts chooses other experts; stale experts change the mean.
     """
 
     mean: float  # NaN where a score is

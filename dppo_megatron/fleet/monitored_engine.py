@@ -79,7 +79,7 @@ class MonitoredEngine:
         return f"{self.name} at {self.url}: {self.health.state} for {time.monotonic() - self.health.since:.0f} s{why}"
 
     def move_to(self, service: Service) -> bool:
-        """Follows the registry; True when the address is another than before, and so the instance."""
+        """Follow the registry. Return True if the address changed, and with it the instance."""
         if service == self._service:
             return False
         if self._service is not None:
@@ -98,15 +98,15 @@ class MonitoredEngine:
             self.apply(EngineHealth.vanished)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """As `Engine.generate`. Raises `EngineUnavailable` as soon as the engine is given up, and `EngineError` for
-        tokens of an older policy than it was admitted with. The outcome counts for its health."""
+        """Call `Engine.generate`; success and failure count for the engine's health. Raises `EngineUnavailable` as soon
+        as the engine dies, and `EngineError` for tokens of an older policy than it was admitted with."""
         epoch = self._epoch
         try:
             rollouts = await self._generate(request)
         except (EngineRefused, EngineIncompatible):
             raise  # no failure of the engine
         except EngineError as error:
-            # Slow is not broken: whether an engine that takes too long still works, the health checks find out.
+            # Slow is not broken: the health checks decide whether an engine that takes too long still works.
             slow = isinstance(error, EngineTimeout) and not self.health.failed_checks
             if self._epoch == epoch and not slow:
                 self.apply(EngineHealth.request_failed, str(error))
@@ -138,7 +138,7 @@ class MonitoredEngine:
         return rollouts
 
     def serve(self, policy: PublishedPolicy) -> None:
-        """Sets the published policy that it is to serve."""
+        """Set the published policy that it is to serve."""
         self.policy = policy
         self.apply(EngineHealth.policy_published, policy.version, policy.confirmed.get(self.url))
         if self.health.state is not State.SERVING:
@@ -150,7 +150,7 @@ class MonitoredEngine:
         *values: Values.args,
         **_: Values.kwargs,
     ) -> None:
-        """Applies an event of `EngineHealth`, and acts on a change of state or instance."""
+        """Apply an event of `EngineHealth` and act on a change of state or instance."""
         before = self.health
         after = self.health = event(before, time.monotonic(), *values)
         died = after.state is State.DEAD and before.state is not State.DEAD
@@ -177,7 +177,7 @@ class MonitoredEngine:
             await self._client.close()
 
     def _connect(self) -> None:
-        """A new client: a client belongs to one instance of a server."""
+        """Make a new client: a client belongs to one instance of a server."""
         if self._client is not None:
             closing = asyncio.create_task(self._client.close())
             self._closing.add(closing)
@@ -212,7 +212,7 @@ class MonitoredEngine:
         return policy.path is not None or (health.instance, health.version) == loaded
 
     async def _check_health(self) -> bool:
-        """False when instance or policy changed meanwhile, so that the answer no longer counts."""
+        """Check the engine once. Return False if instance or policy changed meanwhile: the answer is outdated."""
         service, policy = self._service, self.policy
         info, problem = None, ""
         try:
@@ -234,7 +234,7 @@ class MonitoredEngine:
         return True
 
     async def _verify(self, client: Engine, policy: PublishedPolicy) -> None:
-        """Loads the published weights, whatever the engine claims to serve, and compares log-probs.
+        """Load the published weights, whichever version the engine reports, and compare log-probs.
 
         Weights that were broadcast are not loaded: see `_may_verify`.
         """

@@ -1,4 +1,4 @@
-"""Which engine gets a request: of a run's monitored engines, which may die and come back, or of a fixed few."""
+"""Choose the engine for a request: among a run's monitored engines, or among a few fixed ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EnginePool:
     that comes back, or is behind, is loaded with the published weights and scored before it gets a request.
 
     An asynchronous context manager. `check` raises `EngineError` for an engine that does not suit the run; `build`
-    makes a client. Without a `trainer`, which would be publishing it, a later policy in an engine is another run's.
+    makes a client. Without a `trainer`, a later policy in an engine is another run's and is replaced.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class EnginePool:
             await engine.close()
 
     async def select(self, request_id: str, failures: Failures) -> MonitoredEngine | None:
-        """The least loaded engine that serves the published policy, waited for if there is none at the moment.
+        """Return the least loaded engine that serves the published policy; wait if there is none.
 
-        One that returned an invalid sample is avoided; one that failed otherwise may have come back. None when only
-        those to avoid are alive. Raises `NoEngineServes` after `engine.unavailable_timeout_s`.
+        Avoids an engine that returned an invalid sample; one that failed otherwise may have come back. Returns None if
+        only avoided engines are alive. Raises `NoEngineServes` after `engine.unavailable_timeout_s`.
         """
         avoid = {name for name, error in failures.items() if isinstance(error, InvalidSample)}
         deadline = time.monotonic() + self._config.engine.unavailable_timeout_s
@@ -96,7 +96,7 @@ class EnginePool:
                     await self._changed.wait()
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened to the engines since the last call, and how many serve now."""
+        """Return the events since the last call, counted, and the number of engines that serve now."""
         counted = {name: float(self._counts[name]) for name in ("engine/deaths", "engine/restarts", "engine/caught_up")}
         self._counts.clear()
         return {"engine/serving": float(len(self._serving())), **counted}
@@ -114,7 +114,7 @@ class EnginePool:
         )
 
     def _follow_policy(self) -> None:
-        """Before every request: no engine may be given one under a policy that is no longer the published one."""
+        """Follow the published policy, before every request: no engine may get one under an outdated policy."""
         policy = self._published.current
         if policy is not self._policy:
             self._policy = policy

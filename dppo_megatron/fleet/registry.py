@@ -1,4 +1,4 @@
-"""The registry of a run's services: which engine answers at which address, as files in the run directory."""
+"""The registry of a run's services: the address of each engine, as files in the run directory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Service:
 
 
 def register(run: RunDir, name: str, url: str, pid: int) -> None:
-    """Registers a healthy service; call only once it answers."""
+    """Register a healthy service; call it only once the service answers."""
     service = Service(name, url, pid, socket.gethostname())
     write_json(run.services / f"{name}.json", asdict(service))
 
 
 def forget(run: RunDir, name: str, pid: int | None = None) -> None:
-    """Withdraws a service that ended; with `pid` only when it is still that process that is registered."""
+    """Remove a service that ended; with `pid` only if that process is still the registered one."""
     path = run.services / f"{name}.json"
     registered = read_as(Service, path)
     if registered is not None and pid in (None, registered.pid):
@@ -48,14 +48,14 @@ def forget(run: RunDir, name: str, pid: int | None = None) -> None:
 
 
 def forget_all(run: RunDir) -> None:
-    """Removes what an earlier attempt of the run registered: none of it answers any more."""
+    """Remove the registrations of an earlier attempt of the run: none of its services answers any more."""
     for path in run.services.glob("*.json") if run.services.exists() else ():
         path.unlink(missing_ok=True)
     run.published.unlink(missing_ok=True)
 
 
 def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda: None) -> list[str]:
-    """URLs of every engine of the run, waiting until those that the run starts have registered.
+    """Return the URLs of every engine of the run. Waits until the engines that the run starts have registered.
 
     `check` is called while waiting and may raise to end the wait. Raises `ServiceTimeout` naming the engines that did
     not register within `engine.start_timeout_s`.
@@ -77,7 +77,7 @@ def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda:
 
 
 def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
-    """The engines of `engine.urls`, or those that are registered at this moment, by name."""
+    """Return the engines of `engine.urls`, or the ones registered at this moment, by name."""
     if config.engine.urls:
         return {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(config.engine.urls)}
     registered = {name: read_as(Service, run.services / f"{name}.json") for name in engine_names(config)}
@@ -85,7 +85,7 @@ def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
 
 
 def read_when_written(kind: type[Record], path: Path, timeout_s: float, setting: str, log: Path) -> Record:
-    """The record that another process, which writes `log`, puts into `path`. Raises `ServiceTimeout` without one."""
+    """Wait for the record that another process writes to `path`. `log` is its log. Raises `ServiceTimeout`."""
     if (record := wait_until(lambda: read_as(kind, path), timeout_s, POLL_S)) is None:
         raise ServiceTimeout(f"waited {timeout_s:.0f} s ({setting}) for {log.stem} to write {path}; see {log}")
     return record
@@ -98,14 +98,14 @@ def engine_names(config: Config) -> Sequence[str]:
 
 
 def engine_log(index: int, node: int) -> str:
-    """Name of the log of an engine's node: engine-0 for its first, then engine-0.1, engine-0.2, ..."""
+    """Return the name of the log of an engine's node: engine-0 for its first, then engine-0.1, engine-0.2, ..."""
     return f"engine-{index}.{node}" if node else f"engine-{index}"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody has, for a server that will listen on it some seconds later.
+    """Return an unused port, for a server that will listen on it some seconds later.
 
-    Below those that systems hand to outgoing connections: in seconds a busy machine may take any of them.
+    It is below the ports that systems give to outgoing connections: a busy machine may take any of those in seconds.
     """
     for port in SystemRandom().sample(_SERVER_PORTS, 64):
         if not port_in_use(host, port):

@@ -43,18 +43,19 @@ def export_weights(
     quantization: Quantization | None = None,
     before_gather: Callable[[ShardGroup], None] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (HF name, whole tensor) of every weight whose source rank this is. Every rank must exhaust its iterator.
+    """Yield (HF name, whole tensor) of every weight of which this is the source rank. Every rank must exhaust its
+    iterator.
 
     Weights that have an adapter are exported with it: one tensor at a time is W + (alpha / r) B A.
     The source rank of a weight is tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the
     first data-parallel replica: over all ranks each HF tensor is yielded exactly once.
     Collectives: one `gather` to the source rank per bucket of at most `bucket_bytes` of local shards, in the
     tensor- or expert-tensor-parallel group of the first replica; none where those have one rank.
-    Each rank of the group calls `before_gather` first: where the source rank may be long in coming, wait there.
+    Each rank of the group calls `before_gather` first; a caller whose source rank may come late waits there.
 
     `dtype` casts before gathering (None keeps each parameter's). With `quantization` "fp8_block" the source rank
     quantises each whole projection and yields its scales too, as `hf.fp8` describes; with "fp8_block_emulated" it
-    yields the values that these stand for, in the weight's dtype. Tensors are on the
+    yields the dequantised values in the weight's dtype. Tensors are on the
     parameters' device and may be views of live parameters: use or clone them before the next optimizer step.
     Raises `ModelError` for a parameter without an HF counterpart.
     """
@@ -71,10 +72,10 @@ def export_weights(
 def overflowing(
     model_chunks: Sequence[nn.Module], config: HFModelConfig, dtype: torch.dtype, ranks: ParallelRanks | None = None
 ) -> list[str]:
-    """A line for each weight of which this rank's part has values that `dtype` cannot hold. No collectives.
+    """Return a line for each weight of which this rank's part overflows in `dtype`. No collectives.
 
-    Before `export_weights` sends them on its way; what is written is looked at as it is written. One pass over all
-    weights for fp16, none for other dtypes, whose range is that of fp32.
+    For broadcasts, before `export_weights` sends anything; files are checked as they are written. One pass over all
+    weights for fp16, none for other dtypes, because they have the range of fp32.
     """
     if dtype != torch.float16:
         return []
@@ -109,7 +110,7 @@ def export_adapters(
     before_gather: Callable[[ShardGroup], None] | None = None,
     folded: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `export_weights`, (PEFT's name, whole tensor) of every A and B whose source rank this is, and nothing else.
+    """Yield (PEFT's name, whole tensor) of every A and B of which this is the source rank, as `export_weights` does.
 
     `folded`: (alpha / r) B instead of B, multiplied in fp32 and rounded once.
     """
@@ -219,19 +220,17 @@ def save_hf(
     observe: Callable[[str, Tensor], None] | None = None,
     durable: bool = True,
 ) -> None:
-    """Writes a complete HF directory that transformers and the engines load. Collective over all ranks.
+    """Write a complete HF directory that transformers and the engines load. Collective over all ranks.
 
     Every source rank (see `export_weights`) writes its own files, so `directory` must be on storage
     that all ranks share; config, tokenizer and generation config come from `template_dir`. The directory
     appears by one rename when everything is in it and on the disk, before any rank returns. `dtype` None keeps
     the parameters' dtype. `quantization` as in `export_weights`.
-    `observe` is called with each tensor that this rank writes. durable: False = for readers of now: what is written may
-    be lost with the machine.
+    `observe` is called with each tensor that this rank writes. durable: False if the machine may lose the files.
 
-    Collectives: those of `export_weights`, and three agreements of all ranks. However slow the disk is, nobody waits
-    for it in a collective; the others wait as long as it takes bytes, and no longer than `Ranks()` says when it does
-    not.
-    Raises on every rank what any rank raised: `ModelError` without enough disk space or for an existing
+    Collectives: those of `export_weights`, and three agreements of all ranks. No rank waits for a disk in a collective.
+    The other ranks wait while the disk takes bytes, and at most the time-out of `Ranks()` while it does not.
+    Raises the error of any rank on every rank: `ModelError` without enough disk space or for an existing
     directory without `overwrite`, `OSError`. Nothing is left behind then.
     """
     config = config or read_hf_config(template_dir)
@@ -258,8 +257,8 @@ def save_hf(
 
     def complete(staging: Path, parts: list[Part]) -> None:
         assemble(staging, parts)
-        told = fp8.quantization_config(config) if quantization == "fp8_block" else None
-        copy_metadata(template_dir, staging, stored, told)
+        stored_config = fp8.quantization_config(config) if quantization == "fp8_block" else None
+        copy_metadata(template_dir, staging, stored, stored_config)
 
     write_staged(directory, expected, everyone, write=write, complete=complete, overwrite=overwrite, durable=durable)
 
@@ -273,8 +272,10 @@ def write_parts(
     *,
     durable: bool = True,
 ) -> list[Part]:
-    """Writes what `pack` makes of each of this rank's tensors to files of `staging`. Exhausts `exported`, whose
-    iteration is collective, before it raises what went wrong: `ModelError` for values beyond fp16 too."""
+    """Write the tensors that `pack` returns for each of this rank's tensors to files of `staging`.
+
+    Exhausts `exported`, whose iteration is collective, before it raises an error: `ModelError` for values beyond fp16.
+    """
     failure = None
     with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive, durable=durable) as writer:
         for name, tensor in exported:

@@ -1,4 +1,4 @@
-"""Starts, watches and ends the processes of a run: the same on one machine and on Slurm."""
+"""Start, watch and end the processes of a run: the same on one machine and on Slurm."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class Failed(Generic[ProcessT]):
 
 @dataclass(frozen=True, slots=True)
 class TrainerStopped:
-    """Before its last step, by a signal that the driver did not send."""
+    """The trainer ended before its last step, by a signal that the driver did not send."""
 
 
 class RunDriver(Generic[PlanT, ProcessT]):
     """Runs engines, orchestrator and trainer ranks until orchestrator and trainer are done or one of them fails.
 
-    An engine that ends is started again and serves the newest published policy (`engine.restarts`). What becomes of
-    the run otherwise (exit code, messages, requeue) is the caller's: it calls `check` in a loop and decides.
+    An engine that ends is started again and serves the newest published policy (`engine.restarts`). The caller
+    calls `check` in a loop and decides about exit code, messages and requeue.
     """
 
     def __init__(self, config: Config, launcher: Launcher[PlanT, ProcessT], report: Callable[[str], None]):
         self._config = config
         self._run = RunDir(config.run.dir)
         self._launcher = launcher
-        self._report = report  # a line about an engine or a finding, to whoever watches the run
+        self._report = report  # shows the user a line about an engine or a finding
         self._examination = Examination(self._run.root)
         self._warnings = Warnings(self._run.log(name) for name in ("orchestrator", "trainer-0"))
         self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # run until ended
@@ -59,7 +59,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
 
     def start(self, plan: RunPlan[PlanT]) -> None:
         """Engines first: they take the longest to start."""
-        self._examine(rollouts=False)  # what an earlier attempt left was said by it
+        self._examine(rollouts=False)  # an earlier attempt reported its own findings
         lead(self._run, self._config.weight_sync.directory if self._config.samples else None)
         forget_all(self._run)
         if plan.engines:
@@ -72,7 +72,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
             self.trainers.append(self._launcher.start(trainer))
 
     def check(self) -> Completed | Failed[ProcessT] | TrainerStopped | None:
-        """How the run ended, or None while it goes on. Restarts engines where due; call it often, it does not block."""
+        """Return how the run ended, or None while it runs. Restarts engines; call it often, it does not block."""
         for finding in self._examine(rollouts=True):
             self._report(f"doctor: {finding}")
         for warning in self._warnings.poll():
@@ -93,7 +93,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
 
     @property
     def trained(self) -> bool:
-        """Whether the trainer ended with its last step done: what remains takes no time."""
+        """Return whether the trainer ended with its last step done: the rest takes no time."""
         return self._trainers_ended and self._run.done(self._config.train.steps)
 
     def end_all(self) -> None:
@@ -102,7 +102,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._launcher.end([server.process for server in self._servers], GRACE_S)
         self._examination.close()
         if self._config.weight_sync.directory is not None:
-            with contextlib.suppress(ExpectedError, OSError):  # a run is not failed by what it leaves
+            with contextlib.suppress(ExpectedError, OSError):  # files that remain do not fail a run
                 clear(self._run)
 
     def _examine(self, *, rollouts: bool) -> list[Finding]:
@@ -113,12 +113,12 @@ class RunDriver(Generic[PlanT, ProcessT]):
 
     @property
     def _workers(self) -> list[ProcessT]:
-        """Those that end by themselves when their work is done."""
+        """The processes that end by themselves when their work is done."""
         return [*self._orchestrator, *self.trainers]
 
     @property
     def _trainers_ended(self) -> bool:
-        """With exit code 0: at their last step, or after a signal."""
+        """Return whether all ended with exit code 0: at their last step, or after a signal."""
         return bool(self.trainers) and all(trainer.poll() == 0 for trainer in self.trainers)
 
     def _server(self, plan: PlanT) -> RestartedServer[PlanT, ProcessT]:

@@ -38,9 +38,9 @@ from dppo_megatron.weights.published import PublishedPolicy
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-# A server that is asked to end waits for its last requests, and a dead engine core answers them no more.
+# A server that ends waits for its last requests, which a dead engine core no longer answers.
 STOP_S = 15.0
-# Times engine.health_failures. The pool gives up on an engine earlier: it only avoids it, and it may answer again.
+# Times engine.health_failures. The pool avoids an engine earlier, because that one may answer again.
 FAILURES_BEFORE_KILL = 2
 
 
@@ -58,8 +58,8 @@ class StartModelTimeout(ExpectedError, TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """What every node of an engine starts with. Node 0 decides: nodes that each looked for the published policy at a
-    moment of their own could load different ones."""
+    """The parameters with which every node of an engine starts. Node 0 decides: nodes that looked for the published
+    policy at different moments could load different ones."""
 
     model: str  # directory
     version: int  # policy version of its weights
@@ -69,7 +69,7 @@ class EngineStart:
 
 
 class Servers:
-    """The servers of an engine's nodes on this machine. When one ends, the others cannot serve either."""
+    """The server processes of an engine's nodes on this machine. When one ends, the others cannot serve either."""
 
     def __init__(self, processes: Sequence[subprocess.Popen]):
         self._processes = processes
@@ -78,7 +78,7 @@ class Servers:
 
     @classmethod
     def start(cls, config: Config, start: EngineStart, nodes: Sequence[int]) -> Servers:
-        """Starts the servers of `nodes` in this process's session, with its output."""
+        """Start the servers of `nodes` in this process's session, with its output."""
         environment, processes = {**os.environ, **server_environment(config, start.version)}, []
         for node in nodes:
             line = command(config, start, node)
@@ -88,7 +88,7 @@ class Servers:
         return cls(processes)
 
     def poll(self) -> int | None:
-        """Exit code of the first that is found to have ended, negative for a signal; None while all run."""
+        """Return the exit code of the first that ended, negative for a signal; None while all run."""
         return next((code for process in self._processes if (code := process.poll()) is not None), None)
 
     def terminate(self) -> None:
@@ -106,7 +106,7 @@ class Servers:
 
 
 def command(config: Config, start: EngineStart, node: int) -> list[str]:
-    """Command line of the server of `node`."""
+    """Return the command line of the server of `node`."""
     place = Node(node, start.host, start.rendezvous_port) if config.engine.nodes > 1 else None
     return server_command(config, start.port, Path(start.model), start.version, place)
 
@@ -155,7 +155,7 @@ def _start(config: Config, run: RunDir, index: int) -> EngineStart:
 
 
 def _serve(config: Config, run: RunDir, index: int, start: EngineStart, server: Servers) -> int:
-    """Exit code of the server, which is registered from its first answer until it ends."""
+    """Register the server from its first answer until it ends; return its exit code."""
     url, started = f"http://{config.engine.host}:{start.port}", time.monotonic()
     _wait_healthy(config, url, server, run.log(engine_log(index, 0)))
     log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
@@ -173,7 +173,7 @@ def _wait_for_end(server: Servers) -> int:
 
 
 def _pass_on_signals(server: Servers) -> None:
-    """SIGTERM and SIGINT end the server, by SIGKILL where it takes longer than `STOP_S`."""
+    """Have SIGTERM and SIGINT end the server, by SIGKILL if it takes longer than `STOP_S`."""
 
     def stop(number: int, _: object) -> None:
         log.info("%s %s", signal.Signals(number).name, SERVER_STOP)
@@ -187,9 +187,12 @@ def _pass_on_signals(server: Servers) -> None:
 
 
 def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int]:
-    """Model directory and version. The policy that was published last, so that an engine that restarts is current; the
-    start model as version 0 where no directory holds all of it: none was published yet, or an adapter, which the run
-    loads then, or it was broadcast, and the trainer sends it again. Also where the run went from one to the other."""
+    """Return model directory and version: the last published policy, so that an engine that restarts is current.
+
+    Without a directory of a whole model it is the start model as version 0: nothing was published yet, or an adapter,
+    which the run loads then, or the weights were broadcast, and the trainer sends them again. The same holds if a
+    resumed run publishes in another way.
+    """
     published = PublishedPolicy.read(run.published)
     path = None if published is None or published.path is None else Path(published.path)
     if path is None or config.weight_sync.lora == "adapter" or (path / ADAPTER_CONFIG).is_file():
@@ -198,7 +201,7 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
         inside_roots(str(path), [str(start_model(config)), str(path.parent)])
     except RefusedPath as error:
         raise EngineStartError(f"policy {published.version}: {error}") from None
-    if is_delta(path):  # the run has it load what changed since
+    if is_delta(path):  # the run has it load the version
         path, _ = chain(path)
         return path, run.version_of(path)
     return path, published.version

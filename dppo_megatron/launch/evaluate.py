@@ -1,4 +1,4 @@
-"""`dppo-megatron eval`: any model on the config's sets of held-out prompts, by engines of its own or running ones."""
+"""`dppo-megatron eval`: evaluate any model on the config's held-out sets, with new or running engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dppo_megatron.run_dir import RunDir
 
 from .own_engines import running_engines
 
-MODEL = "model.json"  # what is evaluated
+MODEL = "model.json"  # identifies the evaluated model
 
 Metrics = dict[str, dict[str, float]]  # by set
 
@@ -34,22 +34,22 @@ Metrics = dict[str, dict[str, float]]  # by set
 def evaluate_model(
     config: Config, model: Path | None, source: str, *, urls: Sequence[str] = (), resume: bool = False
 ) -> Metrics:
-    """The metrics of every set, of `model`: a Hugging Face directory or a checkpoint of a run.
+    """Return the metrics of `model` on every set: a Hugging Face directory or a checkpoint of a run.
 
     Starts the engines in a new directory under `run.dir`, or with `resume` in the newest one of this model, evaluates
-    once, and ends them. With `urls` those engines are used, which must serve no run meanwhile: they load the model, or
-    where it is None give the answers of what they serve.
+    once, and ends them. With `urls` it uses these engines, which must serve no run meanwhile: they load the model, or
+    if it is None answer with the model that they serve.
 
-    Raises `ConfigError` without sets, with too few GPUs or when what was interrupted was another evaluation, and what
-    `running_engines` raises for engines that do not start.
+    Raises `ConfigError` without sets, with too few GPUs and when the interrupted evaluation was another one, and the
+    errors of `running_engines` for engines that do not start.
     """
     if not config.eval_sets:
         raise ConfigError(source, ["data.eval: not set, and eval.sets is empty; name a file of held-out prompts"])
     run_dir = RunDir(config.run.dir)
-    # A run on given answers or given rollouts has no engines; its evaluation samples all the same.
+    # A run on given answers or given rollouts has no engines, but its evaluation samples.
     config = with_settings(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine={"urls": tuple(urls)})
     if model is not None:
-        config = with_settings(config, weight_sync={"lora": "merged"})  # whole models alone are loaded
+        config = with_settings(config, weight_sync={"lora": "merged"})  # only whole models are loaded
     if urls:
         config = with_settings(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
     config = fit_engines(config, visible_devices())
@@ -92,13 +92,13 @@ async def _evaluate(config: Config, urls: Sequence[str], load: Path | None, iden
 
 
 async def _take(config: Config, engines: Sequence[Engine], load: Path | None, identity: Any) -> tuple[int, Any]:
-    """Running engines that suit the evaluation and serve one policy: its version, and what tells it from others."""
+    """Check that running engines suit the evaluation and serve one policy; return its version and its identity."""
     if load is not None:
         await asyncio.gather(*(engine.load_weights(load.absolute(), 0) for engine in engines))
     found = await asyncio.gather(*(engine.check_compatible(config) for engine in engines))
     if len(versions := {info.version for info in found}) > 1:
         raise EngineIncompatible(f"the engines serve several policies, versions {sorted(versions)}; name those of one")
-    # What an instance serves may have been loaded later than it started, but not be of another version.
+    # An instance may have loaded its policy after it started, but all serve the same version.
     served = [] if load else sorted((info.model, info.instance) for info in found)
     return found[0].version, {"identity": identity, "served": served}
 
@@ -113,7 +113,7 @@ def with_settings(config: Config, **sections: Any) -> Config:
 
 
 def _identity(model: Path) -> dict[str, Any]:
-    """What changes when other weights are written to the same place."""
+    """Return values that change when other weights are written to the same place."""
     if (model / "config.json").is_file():
         return fingerprint_of(model)
     return fingerprint_of(checkpoint_at(model))

@@ -1,4 +1,4 @@
-"""What a run's driver needs of the place where its processes run: this machine, or a Slurm allocation."""
+"""The interface between a run's driver and the place of its processes: this machine, or a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NamedPlan(Protocol):
 
 
 class Process(Protocol):
-    """One that was started."""
+    """A started process."""
 
     name: str
     log: Path
@@ -31,10 +31,10 @@ ProcessT = TypeVar("ProcessT", bound=Process)
 
 class Launcher(Protocol[PlanT, ProcessT]):
     def start(self, plan: PlanT) -> ProcessT:
-        """Starts it and returns at once. Its output is appended to its log."""
+        """Start it and return at once. Its output is appended to its log."""
 
     def end(self, processes: Sequence[ProcessT], grace_s: float) -> None:
-        """Requests all of them to stop, waits up to `grace_s`, and kills what still runs. Some may have ended."""
+        """Ask all of them to stop, wait up to `grace_s`, and kill the ones that still run. Some may have ended."""
 
 
 @dataclass(frozen=True, slots=True)

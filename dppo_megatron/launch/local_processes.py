@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: what each is started with, and how they start and end."""
+"""The processes of a run on this machine: their commands and environments, and how they start and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalLauncher:
         return Child(plan.name, command, self._run.log(plan.name), plan.environment, self._lock)
 
     def end(self, processes: Sequence[Child], grace_s: float) -> None:
-        """Also ends what is left of a session whose first process is gone. Returns when all are gone."""
+        """End all processes of each session, also if its first process is gone. Returns when all are gone."""
         for child in processes:
             child.signal(signal.SIGTERM)
         for child in processes:
@@ -46,12 +46,12 @@ class LocalLauncher:
 
 
 def dppo_command(*arguments: str) -> list[str]:
-    """This program under this interpreter, whatever is on PATH."""
+    """Return the command line of this program under this interpreter, regardless of PATH."""
     return [sys.executable, "-m", "dppo_megatron", *arguments]
 
 
 def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
-    """Every process of a run, the ranks one by one; the config is read from the run directory."""
+    """Return every process of a run, the ranks one by one; they read the config from the run directory."""
     path = str(RunDir(config.run.dir).config)
     return RunPlan(
         engines=engine_plans(config),
@@ -61,7 +61,7 @@ def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
 
 
 def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[ProcessPlan]:
-    """`parallel.world_size` processes NAME-0, NAME-1, ... of one group, each with `arguments`."""
+    """Return `parallel.world_size` processes NAME-0, NAME-1, ... of one group, each with `arguments`."""
     world_size = config.parallel.world_size
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
@@ -79,7 +79,7 @@ def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[Pr
 
 
 def engine_plans(config: Config, *, trains: bool = True) -> list[ProcessPlan]:
-    """The engines that the run starts, each with its GPUs. `trains`: the first GPUs are those of trainer ranks."""
+    """Return the engines that the run starts, each with its GPUs. `trains`: trainer ranks use the first GPUs."""
     path, visible = str(RunDir(config.run.dir).config), visible_devices()
     plans = []
     for index, name in enumerate(engine_names(config)):

@@ -27,7 +27,7 @@ LAST_LINES = 25
 
 
 def finished(config: Config) -> bool:
-    """Whether the run has nothing left to do: its last checkpoint, the final model and its evaluations are there."""
+    """Return whether the run is complete: its last checkpoint, the final model and its evaluations exist."""
     run, steps = RunDir(config.run.dir), config.train.steps
     last, latest = run.final_adapter if config.model.lora.r else run.final_model, run.checkpoints / "latest"
     if not run.done(steps) or not last.exists() or last.stat().st_mtime < latest.stat().st_mtime:  # of fewer steps
@@ -38,7 +38,7 @@ def finished(config: Config) -> bool:
 
 class LocalRun:
     """A process that fails, but for an engine that can be restarted, ends the run: the others are ended, its last
-    lines are shown, and what the bank and the checkpoints hold stays for `--resume`."""
+    lines are shown, and bank and checkpoints stay for `--resume`."""
 
     def __init__(
         self, config: Config, plan: RunPlan[ProcessPlan], lock: FileLock | None = None, *, resume_command: str = ""
@@ -68,13 +68,13 @@ class LocalRun:
                 signal.signal(number, handler)
 
     def _watch(self, driver: RunDriver) -> int:
-        told, started = None, time.monotonic()
+        shown, started = None, time.monotonic()
         while True:
             if self._view.poll(self._run.metrics):
                 started = math.inf
-            elif time.monotonic() > started + 5 and (waits := self._waits_for()) != told:
+            elif time.monotonic() > started + 5 and (waits := self._waits_for()) != shown:
                 self._view.note(f"waiting for the first step: {waits}")
-                told = waits
+                shown = waits
             if self._stop_signal is not None:
                 name = signal.Signals(self._stop_signal).name
                 self._view.note(f"{name}: stopping; {self._next()}")
@@ -103,7 +103,7 @@ class LocalRun:
         return f"the trainer loads the model, and on GPUs compiles kernels; see {self._run.log('trainer-0')}"
 
     def _report(self, line: str) -> None:
-        """To whoever watches, and to a log that stays."""
+        """Show a line to the user and append it to a log."""
         self._view.note(line)
         with contextlib.suppress(OSError):  # of a full disk, too, the reason is shown
             append_line(self._run.log("train"), line)

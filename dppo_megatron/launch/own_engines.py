@@ -1,4 +1,4 @@
-"""Engines for something other than a run: started on this machine, waited for, and ended with what needs them."""
+"""Engines for an evaluation, a study or a certificate: started on this machine and ended with their user."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LAST_LINES = 25
 
 @contextmanager
 def running_engines(config: Config, *, trains: bool = True) -> Iterator[list[str]]:
-    """URLs of the engines of `config`, once all of them answer; those that it starts are ended on leaving, however.
+    """Yield the URLs of the engines of `config`, once all answer. Ends the ones that it started, also on errors.
 
-    Their config, logs and registrations are in `run.dir`. `trains`: the first GPUs are left to trainer ranks. Raises
-    `EngineStartError` with the last lines of an engine that ends while starting, and `ServiceTimeout` naming those
+    Their config, logs and registrations are in `run.dir`. `trains`: trainer ranks use the first GPUs. Raises
+    `EngineStartError` with the last lines of an engine that ends while starting, and `ServiceTimeout` naming the ones
     that did not register within `engine.start_timeout_s`.
     """
     run = RunDir(config.run.dir)

@@ -1,4 +1,4 @@
-"""Environment of a trainer rank that must be set before its process starts, wherever that is."""
+"""Environment of a trainer rank that must be set before its process starts, on any machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 def connection_environment(config: Config) -> dict[str, str]:
-    """Variables for CUDA's queues and NCCL's buffers. One that is set already stays.
+    """Return variables for CUDA's queues and NCCL's buffers. Does not replace variables that are set.
 
     `NCCL_CUMEM_ENABLE=0` where SGLang receives broadcasts: it sets 0 for itself, and both ends must agree.
     """
@@ -37,7 +37,7 @@ def _hardware_queues(config: Config) -> dict[str, str]:
 
 
 def _oldest_gpu() -> float | None:
-    """Lowest compute capability of this machine's GPUs; None where nvidia-smi does not say.
+    """Return the lowest compute capability of this machine's GPUs; None if nvidia-smi does not report it.
 
     Not by torch, which would open a context on the ranks' first GPU.
     """

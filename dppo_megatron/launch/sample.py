@@ -1,4 +1,4 @@
-"""`dppo-megatron sample`: fills a bank with answers of the start model to the training prompts, without a trainer."""
+"""`dppo-megatron sample`: fill a bank with the start model's answers to the training prompts, without a trainer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ANY_AGE = 10**9  # of a policy: there is no other
 
 
 def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: Path | None, resume: bool) -> int:
-    """Samples `n` answers to each of the first `prompts` prompts of the order, by default to every row of data.train,
-    and returns the exit code of the run, whose directory is `out` or `run.dir`/samples.
+    """Sample `n` answers to each of the first `prompts` prompts of the order, by default to every row of data.train,
+    and return the exit code of the run, whose directory is `out` or `run.dir`/samples.
 
     Engines, retries, rewards and the bank are those of a training run, and so is a resume. Raises `ConfigError`.
     """
@@ -63,7 +63,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
 
 
 def sampling_only(config: Config, n: int, directory: Path) -> Config:
-    """`config` with what concerns training and evaluation as it is by default: one policy, never replaced."""
+    """Return `config` with the defaults for training and evaluation: one policy that is never replaced."""
     return with_settings(
         config,
         run={"dir": directory},

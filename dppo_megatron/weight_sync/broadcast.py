@@ -1,8 +1,8 @@
 """Transport by broadcast: each source rank sends its weights straight to the workers of all engines.
 
-By hand, although vLLM has a transfer over NCCL (https://github.com/vllm-project/vllm/tree/main/vllm/distributed/
-weight_transfer): an engine that dies within a bucket must not end the trainer, nor keep the other engines waiting
-(`weights/process_group.py`). To be decided anew with the first measurement on GPUs.
+vLLM has a transfer over NCCL (https://github.com/vllm-project/vllm/tree/main/vllm/distributed/weight_transfer). It is
+not used, because an engine that dies within a bucket must not end the trainer or block the other engines
+(`weights/process_group.py`). Reconsider this with the first measurement on GPUs.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from .transport import StoredAs, Transport, WeightSyncError
 
 
 class Broadcast(Transport):
-    """Groups are made once, and anew when the engines are others or a transfer failed.
+    """Groups are made once, and again when other engines answer or a transfer failed.
 
-    Source ranks are those that `export_weights` yields on: tensor-parallel rank 0 of every pipeline stage, and the
+    Source ranks are the ranks on which `export_weights` yields: tensor-parallel rank 0 of every pipeline stage, and the
     first rank of each group that shards an expert. The engines receive their buckets in `WeightGroupPlan.order`.
     """
 
@@ -79,8 +79,8 @@ class Broadcast(Transport):
         self._fingerprints = config.weight_sync.fingerprint
 
     def prepare(self, version: int) -> None:
-        """Finds out who sends what; shapes do not change, so once is enough. Raises `ModelError` on every rank for
-        weights beyond fp16, of which nothing is sent."""
+        """Plan the buckets of every sender, once, because shapes do not change. Raises `ModelError` on every rank for
+        weights beyond fp16, before anything is sent."""
         if self._stored.dtype == torch.float16:
             own = overflowing(self._actor.model_chunks, self._actor.hf, self._stored.dtype)
             everyone = self._ranks.gather(own, "the weights to be looked at")
@@ -90,7 +90,7 @@ class Broadcast(Transport):
             specs = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
             everyone = self._ranks.gather(make_buckets(specs, self._bucket_bytes), "the buckets of all source ranks")
             # The engines receive in the order in which every rank exports: dense weights, then experts layer by layer.
-            # So a rank whose bucket is not yet wanted never holds up a gather that the wanted bucket needs.
+            # A rank whose bucket comes later therefore never blocks a gather that the next bucket needs.
             senders = [rank for rank, buckets in enumerate(everyone) if buckets]
             self._streams = tuple(everyone[rank] for rank in senders)
             self._sender = senders.index(self._ranks.rank) if self._ranks.rank in senders else None
@@ -115,7 +115,7 @@ class Broadcast(Transport):
             )
         problem = None
         self.sent = {}
-        for name, tensor in self._export():  # to the end in any case: other ranks wait in its gathers
+        for name, tensor in self._export():  # always to the end: other ranks wait in its gathers
             if stream is None or problem is not None:
                 continue
             try:
@@ -132,9 +132,9 @@ class Broadcast(Transport):
         return problem
 
     def _give_up(self, error: WeightGroupError) -> str:
-        """Ends this rank's part of the step and tells everybody: gloo does not end a bucket under way elsewhere.
+        """End this rank's part of the step and abort it for all: gloo does not end a bucket under way elsewhere.
 
-        The store stays until the next group: those who wait read there that it is off.
+        The store stays until the next group, so that waiting peers read the abort there.
         """
         problem = f"trainer rank {self._ranks.rank}: {error}"
         self._rendezvous.abort(self._step_name, problem)
@@ -150,7 +150,7 @@ class Broadcast(Transport):
         self._caller.abort(self._step_name, reason)
 
     def close(self) -> None:
-        """Ends this rank's part of the group; whoever waits for it fails at once."""
+        """End this rank's part of the group; peers that wait for it fail at once."""
         if self._channel is not None:
             self._channel.close()
         self._channel = self._rendezvous = self._caller = None
@@ -174,7 +174,7 @@ class Broadcast(Transport):
         self._members = tuple(engines)
         replies = None
         if self._ranks.rank == 0:
-            # A waiting store connection is busy until it has its answer; what must not wait gets one of its own.
+            # A waiting connection to the store is blocked until its answer, so aborts have a second connection.
             self._caller = WeightRendezvous.connect("127.0.0.1", port, name, workers, self._timeout_s)
             replies = self._engines.start(LiveEngines.on, engines, partial(self._invite, engines))
         problem = None
@@ -206,7 +206,7 @@ class Broadcast(Transport):
             raise
 
     def _plan_for(self, url: str, engines: Mapping[str, EngineInfo]) -> WeightGroupPlan:
-        """The plan with the engine's first worker, and this machine's address as that engine reaches it."""
+        """Return the plan with the engine's first worker and this machine's address as that engine reaches it."""
         before = 0
         for member, info in engines.items():
             if member == url:
@@ -227,7 +227,7 @@ class Broadcast(Transport):
 
 
 class _BucketStream:
-    """Packs tensors into the planned buckets; one is on its way while the next fills."""
+    """Pack tensors into the planned buckets; one is sent while the next fills."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Writing a version of the weights as what changed since the version in another directory."""
+"""Write a version of the weights as a delta of the version in another directory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LARGEST_SHARE = 0.8  # of a model's bytes: a delta that would take more is not w
 
 
 class DeltaTooLarge(RuntimeError):
-    """It would take nearly what the model takes; nothing is left of it."""
+    """The delta would be nearly as large as the model; its files are removed."""
 
 
 @dataclass
 class Changes:
-    """Of the tensors that this rank exports."""
+    """Counts of the tensors that this rank exports."""
 
     tensors: int = 0
     elements: int = 0
@@ -40,10 +40,10 @@ class Changes:
 def write_delta(
     chunks: Sequence[nn.Module], hf: HFModelConfig, directory: Path, base: Path, stored: StoredAs
 ) -> tuple[Changes, float]:
-    """Writes the weights to `directory` as a delta of the version in `base` beside it.
+    """Write the weights to `directory` as a delta of the version in `base` next to it.
 
-    Returns what changed in this rank's tensors, and the share of all elements that did. As `save_hf` otherwise, with
-    two agreements of all ranks more; raises on every rank `DeltaTooLarge`, and `DamagedDelta` where `base` cannot be
+    Returns the changes in this rank's tensors, and the share of all elements that changed. Otherwise as `save_hf`, with
+    two more agreements of all ranks; raises on every rank `DeltaTooLarge`, and `DamagedDelta` where `base` cannot be
     read or is not of the same tensors.
     """
     everyone = Ranks()

@@ -111,7 +111,7 @@ class Publisher:
         self._offloaded: ExitStack | None = None  # of a colocated actor while it is not on its device
         self._last: PublishedPolicy | None = None
         self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were noticed to lag
-        self._told_little: set[str] = set()  # URLs of engines whose fingerprints do not cover all weights
+        self._partly_covered: set[str] = set()  # URLs of engines whose fingerprints do not cover all weights
 
     def publish(self, version: int) -> PublishResult:
         """Send the weights to every engine that answers, compare log-probs, and write the published policy.
@@ -290,8 +290,8 @@ class Publisher:
         )
 
     def _report_untold(self, reply: Confirmation) -> None:
-        if (groups := untold(reply.held)) and reply.url not in self._told_little:
-            self._told_little.add(reply.url)
+        if (groups := untold(reply.held)) and reply.url not in self._partly_covered:
+            self._partly_covered.add(reply.url)
             why = "its loader makes other weights of these, so fingerprints do not cover them (docs/engines.md)"
             log.warning("engine %s cannot tell its weights of %s: %s", reply.url, _some(groups), why)
 
@@ -321,7 +321,7 @@ class Publisher:
 def _other_weights(groups: Sequence[str]) -> str:
     return (
         f"holds other weights than the trainer sent: {_some(groups)}. Its version says otherwise; do not train on its "
-        "rollouts (weight_sync.fingerprint; docs/failures.md says what it covers)"
+        "rollouts (weight_sync.fingerprint; docs/failures.md lists the coverage)"
     )
 
 
@@ -330,10 +330,10 @@ def _some(groups: Sequence[str]) -> str:
 
 
 class _Retries:
-    """Rank 0: how long to wait while no engine answers (`timeout_s`), how often to try those that do (`ATTEMPTS`).
+    """Rank 0: limits the wait for an engine (`timeout_s`) and the attempts with the same engines (`ATTEMPTS`).
 
-    An attempt takes what time it takes, and the wait begins anew after it: an engine answered. Engines die one after
-    the other, so only attempts with the same engines are counted.
+    Attempts are not timed; each one restarts the wait, because an engine answered. Engines die one after the other, so
+    only attempts with the same engines are counted.
     """
 
     def __init__(self, version: int, timeout_s: float):
@@ -344,8 +344,10 @@ class _Retries:
         self._reported = ""
 
     def wait(self, attempted: Collection[str], failures: Mapping[str, str]) -> None:
-        """After an attempt with the engines `attempted`, or with none for none answered: returns after `RETRY_S` for
-        another one. Raises `WeightSyncError` when time or attempts are used up."""
+        """Wait `RETRY_S` after an attempt with the engines `attempted`, or after a look that found none.
+
+        Raises `WeightSyncError` when time or attempts are used up.
+        """
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in failures.items()) or "  none is registered"
         if attempted:
             self._deadline = time.monotonic() + self._timeout_s

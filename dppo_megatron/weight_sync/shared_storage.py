@@ -1,4 +1,4 @@
-"""Transport by directories that trainer and engines share: of models, of what changed in them, or of adapters."""
+"""Transport by directories that trainer and engines share: of models, deltas or adapters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class SharedStorage(Transport):
-    """Every version is one directory, of a model, a delta or an adapter, written by its source ranks and read by all
-    engines. A delta changes the version that this process wrote before it, so the first one is whole."""
+    """Every version is one directory of a model, a delta or an adapter, written by its source ranks and read by all
+    engines. A delta changes the version that this process wrote before it, so the first version is whole."""
 
     def __init__(self, config: Config, actor: Actor, ranks: Ranks, stored: StoredAs):
         super().__init__()
@@ -43,10 +43,10 @@ class SharedStorage(Transport):
         self._prepared: Path | None = None
         self._deltas_left = 0  # before the next version that is whole in any case
         self._too_large = False  # one of them was, and no other is tried
-        self._frozen: Fingerprint | None = None  # of this rank's share of the weights beside the adapters
+        self._frozen: Fingerprint | None = None  # of this rank's weights without adapters
 
     def _take_over(self) -> list[int]:
-        """Versions that earlier attempts of the run left, oldest first; unfinished ones are removed."""
+        """Return the versions that earlier attempts of the run left, oldest first; remove unfinished ones."""
         lead(self._run, self._config.weight_sync.directory)
         for unfinished in self._run.weights.glob(".v*.writing"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -66,12 +66,12 @@ class SharedStorage(Transport):
     def prepare_again(self, version: int) -> None:
         if self.changed_share is not None:
             if self._ranks.rank == 0:
-                log.warning("policy %d: no engine took what changed; the whole is published", version)
+                log.warning("policy %d: no engine loaded the delta; the whole model is published", version)
             self._save_whole()
             self._measure()
 
     def _save_delta(self, base: Path) -> bool:
-        """False where the version must be written as a whole."""
+        """Write a delta; return False if the version must be written as a whole."""
         self._deltas_left -= 1
         if self._too_large:
             return False
@@ -89,7 +89,7 @@ class SharedStorage(Transport):
                 self.sent = merged([self.sent, changes.fingerprint])
             return True
         if self._ranks.rank == 0:
-            log.warning("the whole of the weights is published instead of what changed: %s", reason)
+            log.warning("the whole model is published instead of a delta: %s", reason)
         return False
 
     def _save_whole(self) -> None:
@@ -102,7 +102,7 @@ class SharedStorage(Transport):
             quantization=self._stored.quantization,
             overwrite=True,
             observe=self._observe(),
-            durable=False,  # a resumed run publishes anew
+            durable=False,  # a resumed run publishes again
         )
 
     def _measure(self) -> None:
@@ -112,7 +112,7 @@ class SharedStorage(Transport):
         return partial(add, self.sent) if self._config.weight_sync.fingerprint else None
 
     def _save_adapters(self) -> None:
-        """An engine holds them beside the weights that it started with, which must be the trainer's."""
+        """Write the adapters. An engine applies them to its start weights, which must equal the trainer's."""
         chunks, model = self._actor.model_chunks, self._config.model
         self.sent = {}
         observe = self._observe()
@@ -142,8 +142,8 @@ class SharedStorage(Transport):
         return self._run.weights_of(version).resolve()
 
     def after_confirmation(self, version: int) -> None:
-        """Keeps those published last, the published one always: an engine that restarts loads it. And what they are
-        made from."""
+        """Keep the last published versions and the directories that they are made from. The published one always stays,
+        because an engine that restarts loads it."""
         if version in self._kept:
             self._kept.remove(version)
         self._kept.append(version)
@@ -156,9 +156,9 @@ class SharedStorage(Transport):
 
 
 def _made_from(directory: Path) -> list[Path]:
-    """The directories that a reader of this one reads."""
+    """Return the directories that a reader of this one reads."""
     try:
         model, deltas = chain(directory)
-    except DamagedDelta:  # nobody can read it
+    except DamagedDelta:  # not readable for any engine
         return []
     return [model, *deltas]

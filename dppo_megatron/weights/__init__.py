@@ -1,1 +1,1 @@
-"""What trainer and engines both read of a published policy: its manifest, its marker, its process group."""
+"""A published policy on disk and on its way: the code that trainer and engines share."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 MODULUS = 1 << 64
-CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: what a CPU's cache holds
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: they fit a CPU's cache
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -37,13 +37,11 @@ _SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding
 _DERIVED = {"MLAAttention"}  # vLLM's: all its parameters are made of those of kv_b_proj, W_UV and W_UK_T
 _DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang's, of the same; parameters where a CPU with AMX packs them
 
+# By group: {"layer 3": 0x5f...}. None: the engine cannot compute it, because it changed the loaded weights.
 Fingerprint = dict[str, int | None]
-"""By group: {"layer 3": 0x5f...}. None: the engine cannot compute it, because it changed the loaded weights."""
+# One worker's sums by group: (of its shards, of tensors that every worker has whole). None as above. Two workers with
+# {"layer 0": (5, 7)} and {"layer 0": (6, 7)} make {"layer 0": 5 + 6 + 7}.
 WorkerSums = dict[str, tuple[int, int] | None]
-"""One worker's sums by group: (of its shards, of tensors that every worker has whole). None as above.
-
-Two workers with {"layer 0": (5, 7)} and {"layer 0": (6, 7)} make {"layer 0": 5 + 6 + 7}.
-"""
 
 
 def group_of(name: str) -> str:
@@ -146,12 +144,12 @@ def of_workers(workers: Iterable[WorkerSums]) -> tuple[Fingerprint, list[str]]:
     whole: Fingerprint = {}
     unequal = []
     for group, shares in by_group.items():
-        told = [share for share in shares if share is not None]
-        if len(told) < len(shares):
+        known = [share for share in shares if share is not None]
+        if len(known) < len(shares):
             whole[group] = None
             continue
-        copies = {copy for _, copy in told}
-        whole[group] = (sum(own for own, _ in told) + min(copies)) % MODULUS
+        copies = {copy for _, copy in known}
+        whole[group] = (sum(own for own, _ in known) + min(copies)) % MODULUS
         if len(copies) > 1:
             unequal.append(group)
     return whole, unequal
@@ -161,8 +159,8 @@ def differing(expected: Mapping[str, int], held: Mapping[str, int | None]) -> li
     """Return the groups whose bits differ in the engine, in order. A separate tied head must equal the embedding."""
     if "lm_head" in held and "lm_head" not in expected:
         expected = {**expected, "lm_head": expected.get("embed_tokens", 0)}
-    told = (expected.keys() | held.keys()) - set(untold(held))
-    return in_order(group for group in told if expected.get(group) != held.get(group))
+    known = (expected.keys() | held.keys()) - set(untold(held))
+    return in_order(group for group in known if expected.get(group) != held.get(group))
 
 
 def untold(held: Mapping[str, int | None]) -> list[str]:
@@ -223,7 +221,7 @@ def _changed_in_place(module: Any) -> bool:
     """Return whether the engine replaced loaded values, or moved them to places that are unknown here.
 
     SGLang scales FP8 weights again for DeepGEMM on Blackwell, by powers of two, packs weights for AMX, and reorders
-    experts for a kernel; vLLM cuts FP8 experts in blocks of which several workers hold a part.
+    experts for a kernel; vLLM cuts FP8 experts into blocks that several workers share.
     """
     method, config = (getattr(module, of, None) for of in ("quant_method", "moe_config"))
     marks = (
@@ -266,7 +264,7 @@ def _parameter_sums(
         for expert, value in zip(_experts(module, len(parameter)), _of_experts(name, module, parameter), strict=True):
             if expert is not None:
                 yield f"{layer} expert {expert}", value, False
-            elif first:  # shared ones are on every worker that holds other experts, of which one counts
+            elif first:  # every worker with other experts has the shared ones; one counts
                 yield layer, value, False
         return
     rank, size = place(module)

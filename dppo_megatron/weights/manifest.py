@@ -1,4 +1,4 @@
-"""Names, shapes and FP8 of a model's weights, from safetensors headers or from a sender's specs: no tensor data."""
+"""Names, shapes and FP8 tensors of a model, from safetensors headers or from a broadcast plan, without tensor data."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ class Manifest:
 
     @classmethod
     def of(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
-        """Of what a sender will broadcast, instead of files."""
+        """Return the manifest of a broadcast, from its plan."""
         specs = list(tensors)
         fp8 = frozenset(spec.name for spec in specs if spec.dtype == _FP8.long)
         return cls(source, {spec.name: spec.shape for spec in specs}, fp8)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Without the tensors that the model does not need, such as those of a layer that predicts further tokens.
+        """Read a directory, without tensors that the model does not need, such as those of a multi-token prediction
+        layer.
 
-        Of a delta (`weights.delta`), what the model that it changes holds, once its own headers were read too.
-        Raises UnreadableWeights when the directory is missing, empty, or damaged, and BadWeights when it holds a tensor
-        twice or in a dtype of no use. A safetensors header is checked against the file's size, so a file still being
-        copied is found too.
+        For a delta (`weights.delta`) this is the manifest of the model that it changes; its own headers are read too.
+        Raises UnreadableWeights when the directory is missing, empty, or damaged, and BadWeights for a tensor that is
+        in two files or of an unusable dtype. A safetensors header is checked against the file's size, so an unfinished
+        copy is found too.
         """
         source = str(directory)
         try:
@@ -84,12 +85,12 @@ class Manifest:
     def check_replaces(self, served: Manifest) -> None:
         """Raises BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""
         problems = []
-        for what, names in (
+        for kind, names in (
             ("missing", served.shapes.keys() - self.shapes.keys()),
             ("unknown", self.shapes.keys() - served.shapes.keys()),
         ):
             if names:
-                problems.append(f"{len(names)} {what} tensors ({_some(names)})")
+                problems.append(f"{len(names)} {kind} tensors ({_some(names)})")
         wrong = [
             f"{name} is {self.shapes[name]}, served {shape}"
             for name, shape in served.shapes.items()
@@ -99,13 +100,13 @@ class Manifest:
             problems.append(f"{len(wrong)} tensors of another shape ({_some(wrong)})")
         common = self.shapes.keys() & served.shapes.keys()
         if cast := (self.fp8 ^ served.fp8) & common:  # an engine would cast them, and their scales mean nothing then
-            problems.append(f"{len(cast)} tensors are FP8 on one side alone ({_some(cast)})")
+            problems.append(f"{len(cast)} tensors are FP8 only on one side ({_some(cast)})")
         if problems:
             raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")
 
 
 def _model(directory: Path) -> tuple[bool, Callable[[str], bool]]:
-    """Whether the model ties its head to its embedding, and whether it can do without a tensor."""
+    """Return whether the model ties its head to its embedding, and a test for tensors that it does not need."""
     model = read_hf_config(directory)
     return model.tied_embeddings, WeightMap(model).is_ignored
 

@@ -1,7 +1,7 @@
-"""Where a run's versions lie: in RUN/weights, or in `weight_sync.directory`, to which RUN/weights then leads.
+"""The directory of a run's versions: RUN/weights, or `weight_sync.directory`, to which RUN/weights then links.
 
-So whoever reads them knows the run directory alone. The other directory may be in memory that everybody shares, such as
-/dev/shm: it is made for its owner alone, never through a link that somebody put there, and belongs to one run.
+Readers therefore need only the run directory. The other directory may be on shared memory such as /dev/shm. It is made
+for its owner only (0700), never through a link of another user, and belongs to one run.
 """
 
 from __future__ import annotations
@@ -21,41 +21,45 @@ from dppo_megatron.run_dir import RunDir
 from .published import PublishedPolicy
 
 SETTING = "weight_sync.directory"
-OWNER = "run"  # the file that says whose it is
+OWNER = "run"  # the file with the name of the run
 _OURS = re.compile(r"v\d+|\.v\d+\..*|start|\.start\..*|published\.json|" + OWNER)
 
 
 def problem(run: RunDir, directory: Path) -> str | None:
-    """Why versions cannot be written to `directory`, or None. Makes nothing."""
-    what, directory = f"{SETTING} = {directory}", directory.absolute()
+    """Return why versions cannot be written to `directory`, or None. Changes nothing."""
+    setting, directory = f"{SETTING} = {directory}", directory.absolute()
     parent = directory.parent
     if not parent.is_dir():
-        return f"{what}: {parent} is no directory; make it, or choose another one"
+        return f"{setting}: {parent} is no directory; make it, or choose another one"
     about = parent.stat()
     if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
-        return f"{what}: anybody may replace what is in {parent} (it is not sticky); choose another one"
+        return f"{setting}: any user may replace files in {parent} (it is not sticky); choose another one"
     if directory.parent.resolve() / directory.name == run.weights.parent.resolve() / run.weights.name:
-        return f"{what}: that is where versions are without it; remove the setting"
+        return f"{setting}: that is where versions are without it; remove the setting"
     if not os.path.lexists(directory):
         if os.access(parent, os.W_OK | os.X_OK):
             return None
-        return f"{what}: {parent} cannot be written here; choose another one"
+        return f"{setting}: {parent} cannot be written here; choose another one"
     about = directory.lstat()
     if not stat.S_ISDIR(about.st_mode):
-        return f"{what}: is no directory of its own (a link or a file); remove it, or choose another one"
+        return f"{setting}: is a link or a file, not a directory; remove it, or choose another one"
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        return f"{what}: others may read or write it; it must be yours, of mode 0700; choose one that does not exist"
+        return f"{setting}: others may read or write it; it must be yours, of mode 0700; choose one that does not exist"
     owner = _owner(directory)
     if owner is None and any(directory.iterdir()):
-        return f"{what}: holds files that no run wrote; choose an empty one, or one that does not exist"
+        return f"{setting}: holds files that no run wrote; choose an empty one, or one that does not exist"
     if owner not in (None, _name(run)):
-        return f"{what}: is that of the run {owner}; choose another one for each run, or remove it if that run is over"
+        return (
+            f"{setting}: is that of the run {owner}; choose another one for each run, or remove it if that run is over"
+        )
     return None
 
 
 def lead(run: RunDir, directory: Path | None) -> None:
-    """Makes RUN/weights lead to `directory`, which is made where it is not there, or be a directory itself. What an
-    earlier attempt of the run left elsewhere is removed. Raises `ExpectedError`. May be called again."""
+    """Make RUN/weights a link to `directory`, which is made if it does not exist; or with None a directory itself.
+
+    Removes the versions of an earlier attempt elsewhere. Raises `ExpectedError`. May be called again.
+    """
     there = run.weights.readlink() if run.weights.is_symlink() else None
     if directory is None:
         clear(run)
@@ -75,7 +79,7 @@ def lead(run: RunDir, directory: Path | None) -> None:
         if there == directory:
             return
         clear(run)
-        if run.weights.is_symlink():  # the user's own
+        if run.weights.is_symlink():  # the user made it
             run.weights.unlink()
         elif run.weights.exists():
             _remove_versions(run.weights)
@@ -87,12 +91,14 @@ def lead(run: RunDir, directory: Path | None) -> None:
 
 
 def clear(run: RunDir) -> None:
-    """At the end of the run, or of an attempt: gives back what its versions take in a directory that `lead` led to.
-    The last one's number stays in RUN/weights."""
+    """Remove the versions from the directory that `lead` linked to, at the end of the run or of an attempt.
+
+    The number of the last version stays in RUN/weights.
+    """
     if not run.weights.is_symlink():
         return
     directory = run.weights.readlink()
-    if _owner(directory) != _name(run):  # a link of the user's own
+    if _owner(directory) != _name(run):  # the user made this link
         return
     last = PublishedPolicy.read(run.published)
     run.weights.unlink()
@@ -104,9 +110,9 @@ def clear(run: RunDir) -> None:
 
 
 def _remove_versions(directory: Path) -> None:
-    """Raises `ExpectedError` where something else is in it."""
+    """Remove all versions. Raises `ExpectedError` if the directory has other files."""
     if foreign := [path.name for path in directory.iterdir() if not _OURS.fullmatch(path.name)]:
-        raise ExpectedError(f"{directory}: holds {foreign[0]}, which is not of published weights; move it away")
+        raise ExpectedError(f"{directory}: holds {foreign[0]}, which is no published version; move it away")
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

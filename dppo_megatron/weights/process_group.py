@@ -1,8 +1,8 @@
 """The process groups that broadcast weights from trainer ranks to engine workers, and the rendezvous of both sides.
 
-Used by both sides and in need of torch alone. One group exists for each sender: rank 0 is the sender, the workers of
-all engines follow, engine by engine. The bytes go over gloo or NCCL, everything else over one TCP store that the
-trainer hosts.
+Both sides use this module; it depends only on torch. One group exists for each sender: rank 0 is the sender, the
+workers of all engines follow, engine by engine. The bytes go over gloo or NCCL, everything else over one TCP store that
+the trainer hosts.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dppo_megatron.common.environment import environment
 from .broadcast_plan import Backend
 
 POLL_S = 0.0005  # of a bucket under way
-ABORT_POLL_S = 0.25  # of the store, by those whose bucket is late
+ABORT_POLL_S = 0.25  # of the store, while a bucket is late
 
 
 class WeightGroupError(RuntimeError):
-    """The group is of no more use: a peer is gone, did not answer in time, or refused. Make a new one."""
+    """The group cannot be used any more: a peer is gone, did not answer in time, or refused. Make a new one."""
 
 
 class WeightRendezvous:
     """The store at which senders and workers find each other and agree on every step before bytes flow.
 
-    A step begins when all workers reported that they are ready, and is aborted for everybody by one `abort`: those that
-    wait for it to begin never start a collective, and those within one give it up.
+    A step begins when all workers reported that they are ready. One `abort` aborts it for all: peers that wait for its
+    begin never start a collective, and peers within a collective abandon it.
     """
 
     def __init__(self, store: dist.TCPStore, plan_name: str, workers: int, timeout_s: float):
@@ -50,7 +50,7 @@ class WeightRendezvous:
 
     @classmethod
     def host(cls, plan_name: str, workers: int, timeout_s: float, *, loopback: bool) -> WeightRendezvous:
-        """Opens the store on a free port, of the loopback interface alone where nobody is elsewhere.
+        """Open the store on a free port, with `loopback` only for this machine.
 
         The first to open it keeps it; other parties, of this process too, `connect`.
         """
@@ -80,7 +80,7 @@ class WeightRendezvous:
             self._store.set(f"{step}/begin", "")
 
     def abort(self, step: str, reason: str) -> None:
-        """The first reason stays. Does nothing where the store is gone: then nobody waits at it."""
+        """Abort `step`; the first reason stays. Does nothing if the store is gone, because then no peer waits at it."""
         with suppress(Exception):
             first = self._store.compare_set(f"{step}/off", "", reason)
             self._store.set(f"{step}/begin", first)
@@ -127,9 +127,9 @@ class WeightRendezvous:
 class SenderGroup:
     """One sender and all workers.
 
-    Gloo's connections live as long as anything refers to the group or to an operation on it. Nothing but this object
-    does, so that `close` really closes them and whoever still waits for this process fails at once; unless a broadcast
-    is under way, which gloo cannot end before its time-out.
+    Gloo's connections live as long as the group or an operation on it is referenced. Only this object does so, so that
+    `close` closes them and peers that wait for this process fail at once. A broadcast under way is an exception: gloo
+    cannot end it before its time-out.
     """
 
     def __init__(self, group: Any, rendezvous: WeightRendezvous, timeout_s: float):
@@ -186,13 +186,13 @@ def _completed(works: Iterable[Any]) -> bool:
 
 
 def _outlive(_group: Any, works: list[Any]) -> None:
-    """Holds a group until nothing is under way: its destructor would wait for that, and the caller with it."""
+    """Keep a group until its operations ended, because its destructor would block the caller until then."""
     while not _completed(works):
         time.sleep(ABORT_POLL_S)
 
 
 def nccl_version() -> str:
-    """Of this process's torch; "" where it has none."""
+    """Return the NCCL version of this process's torch; "" if it has none."""
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError, ImportError):
@@ -205,7 +205,7 @@ def nccl_settings() -> tuple[str, str]:
 
 
 def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: str) -> str | None:
-    """Why a trainer and an engine of these `nccl_settings` cannot form a group. NCCL itself would hang or fail."""
+    """Return why a trainer and an engine of these `nccl_settings` cannot form a group. NCCL would hang or fail."""
     remedy = "or set weight_sync.transport to shared_storage"
     if trainer not in ("", engine):
         return (
@@ -222,7 +222,7 @@ def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: st
 
 
 def local_address(peer: str, port: int = 9) -> str:
-    """This machine's address on the route to `peer`, where a peer that we can reach can reach us. Sends nothing."""
+    """Return this machine's address on the route to `peer`, at which the peer can reach it. Sends nothing."""
     family, kind, _, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)
@@ -230,7 +230,7 @@ def local_address(peer: str, port: int = 9) -> str:
 
 
 def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address: str, timeout_s: float) -> Any:
-    """A backend of its own: the process's default group, where there is one, knows nothing of it."""
+    """Make a backend that is independent of the process's default group."""
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()
@@ -245,6 +245,6 @@ def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address
 
 
 def _brief(error: BaseException) -> str:
-    """The message of an error of torch's, without source position, advice, and the stack that it carries along."""
+    """Return the message of a torch error, without source position, advice and stack."""
     text = re.sub(r"^\[\S+:\d+\]\s*", "", str(error).partition("\n")[0])
     return text.partition(". This is typically")[0] or type(error).__name__

@@ -21,7 +21,7 @@ class PublishedPolicy:
     published_at: float  # unix seconds
     confirmed: dict[str, str] = field(default_factory=dict)  # URL -> instance of the engines seen to serve it
     probe_tokens: list[int] = field(default_factory=list)  # [P]; empty = not recorded
-    probe_logprobs: list[float] = field(default_factory=list)  # [P - 1] what the trainer scores them
+    probe_logprobs: list[float] = field(default_factory=list)  # [P - 1] of the trainer
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -48,7 +48,7 @@ class PublishedFollower:
     @property
     def current(self) -> PublishedPolicy | None:
         try:
-            # Opened anew each time: network file systems revalidate what they cached on open, not on stat.
+            # Opened each time: network file systems revalidate what they cached on open, not on stat.
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 fingerprint = (stat.st_mtime_ns, stat.st_ino)

@@ -113,13 +113,13 @@ def replaceable(place: Path) -> None:
 
 
 UNFIT = {
-    "a link": (link, "is no directory of its own"),
-    "a dangling link": (lambda place: place.symlink_to("nowhere"), "is no directory of its own"),
-    "a file": (lambda place: place.touch(), "is no directory of its own"),
+    "a link": (link, "is a link or a file"),
+    "a dangling link": (lambda place: place.symlink_to("nowhere"), "is a link or a file"),
+    "a file": (lambda place: place.touch(), "is a link or a file"),
     "open to others": (open_to_others, "others may read or write it"),
     "another run's": (of_another_run, "is that of the run /another/run"),
     "with files": (with_files, "holds files that no run wrote"),
-    "replaceable": (replaceable, "anybody may replace what is in"),
+    "replaceable": (replaceable, "any user may replace files in"),
     "nowhere": (lambda place: place.parent.rmdir(), "is no directory; make it"),
 }
 
