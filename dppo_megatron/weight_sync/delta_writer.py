@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from dppo_megatron.hf.safetensors_writer import Part
 from dppo_megatron.hf.staged import write_staged
 from dppo_megatron.hf.turns import Turns
 from dppo_megatron.weights.delta import DamagedDelta, Version, change, write_base
-from dppo_megatron.weights.fingerprint import MODULUS, group_of, sum_of
 
 from .transport import StoredAs
 
@@ -26,48 +25,38 @@ class DeltaTooLarge(RuntimeError):
     """The delta would be nearly as large as the model; its files are removed."""
 
 
-@dataclass
-class Changes:
-    """Counts of the tensors that this rank exports."""
-
-    tensors: int = 0
-    elements: int = 0
-    changed: int = 0
-    nbytes: int = 0
-    fingerprint: dict[str, int] = field(default_factory=dict)  # to be added to that of the version before
-
-
 def write_delta(
-    chunks: Sequence[nn.Module], hf: HFModelConfig, directory: Path, base: Path, stored: StoredAs
-) -> tuple[Changes, float]:
+    chunks: Sequence[nn.Module],
+    hf: HFModelConfig,
+    directory: Path,
+    base: Path,
+    stored: StoredAs,
+    observe: Callable[[str, Tensor], None] | None,
+) -> float:
     """Write the weights to `directory` as a delta of the version in `base` next to it.
 
-    Returns the changes in this rank's tensors, and the share of all elements that changed. Otherwise as `save_hf`, with
-    two more agreements of all ranks; raises on every rank `DeltaTooLarge`, and `DamagedDelta` where `base` cannot be
-    read or is not of the same tensors.
+    Returns the share of all elements that changed. Otherwise as `save_hf`, with two more agreements of all ranks;
+    raises on every rank `DeltaTooLarge`, and `DamagedDelta` where `base` cannot be read or is not of the same tensors.
     """
     everyone = Ranks()
     opened: list[Version] = []
     everyone.on_every_rank(lambda: opened.append(Version(base)), f"{base} to be opened")
     (before,) = opened
     most = LARGEST_SHARE * before.model_bytes
-    mine = Changes()
+    counts: Counter[str] = Counter()  # of the tensors that this rank exports
     turns = Turns(everyone, f"writes to {directory}")
 
     def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        mine.tensors += 1
-        mine.elements += tensor.numel()
+        if observe is not None:
+            observe(name, tensor)
+        counts.update(tensors=1, elements=tensor.numel())
         found = change(before.tensor(name), tensor.detach().to("cpu"))
         if found is None:
             return {}
         packed = found.stored(name)
-        mine.changed += found.changed
-        mine.nbytes += sum(part.nbytes for part in packed.values())
-        if mine.nbytes > most:
+        counts.update(changed=found.changed, nbytes=sum(part.nbytes for part in packed.values()))
+        if counts["nbytes"] > most:
             raise DeltaTooLarge(f"{directory}: more than {LARGEST_SHARE:.0%} of the model")
-        group, columns = group_of(name), tensor.shape[1:].numel()
-        old, new = (sum_of(name, side, found.positions, columns) for side in (found.old, found.new))
-        mine.fingerprint[group] = (mine.fingerprint.get(group, 0) + new - old) % MODULUS
         return packed
 
     def write(staging: Path) -> list[Part]:
@@ -80,8 +69,8 @@ def write_delta(
         write_base(staging, base.name)
 
     write_staged(directory, None, everyone, write=write, complete=complete, overwrite=True, durable=False)
-    counts = everyone.gather((mine.tensors, mine.elements, mine.changed), "how much of the weights changed")
-    tensors, elements, changed = map(sum, zip(*counts, strict=True))
+    mine = [counts[name] for name in ("tensors", "elements", "changed")]
+    tensors, elements, changed = map(sum, zip(*everyone.gather(mine, "how much of the weights changed"), strict=True))
     if tensors != len(before.names):
         raise DamagedDelta(f"{directory}: {tensors} tensors were exported, {base} has {len(before.names)}")
-    return mine, changed / max(elements, 1)
+    return changed / max(elements, 1)

@@ -19,7 +19,7 @@ from dppo_megatron.hf import export_weights, save_hf
 from dppo_megatron.hf.peft import save_peft
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import DamagedDelta, chain
-from dppo_megatron.weights.fingerprint import Fingerprint, add, merged
+from dppo_megatron.weights.fingerprint import Fingerprint, add
 from dppo_megatron.weights.place import lead
 
 from .delta_writer import DeltaTooLarge, write_delta
@@ -76,8 +76,9 @@ class SharedStorage(Transport):
         if self._too_large:
             return False
         try:
-            changes, self.changed_share = write_delta(
-                self._actor.model_chunks, self._actor.hf, self._prepared, base, self._stored
+            self.sent = {}
+            self.changed_share = write_delta(
+                self._actor.model_chunks, self._actor.hf, self._prepared, base, self._stored, self._observe()
             )
         except DeltaTooLarge as error:
             self._too_large = True
@@ -85,8 +86,6 @@ class SharedStorage(Transport):
         except DamagedDelta as error:
             reason = str(error)
         else:
-            if self._config.weight_sync.fingerprint:
-                self.sent = merged([self.sent, changes.fingerprint])
             return True
         if self._ranks.rank == 0:
             log.warning("the whole model is published instead of a delta: %s", reason)

@@ -47,14 +47,12 @@ class DamagedDelta(RuntimeError):
 
 
 class Change(NamedTuple):
-    """The change of one tensor: elements `positions` [N] int64 (ascending) of the flat tensor were `old` and become
-    `new` [N].
+    """The change of one tensor: elements `positions` [N] int64 (ascending) of the flat tensor become `new` [N].
 
-    positions: None if the whole tensor is sent; then `old` and `new` are whole tensors.
+    positions: None if the whole tensor is sent; then `new` is the whole tensor.
     """
 
     positions: torch.Tensor | None
-    old: torch.Tensor
     new: torch.Tensor
     changed: int  # elements with other bits
     sums: tuple[int, int]
@@ -85,8 +83,8 @@ def change(old: torch.Tensor, new: torch.Tensor) -> Change | None:
     if positions is not None:
         positions = _reachable(positions)
     if positions is None or len(positions) > most:
-        return Change(None, old, new, changed, sums)
-    return Change(positions, _flat(old)[positions], _flat(new)[positions], changed, sums)
+        return Change(None, new, changed, sums)
+    return Change(positions, _flat(new)[positions], changed, sums)
 
 
 def _positions(before: torch.Tensor, after: torch.Tensor, differ: torch.Tensor, itemsize: int) -> torch.Tensor:

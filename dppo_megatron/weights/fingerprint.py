@@ -62,18 +62,9 @@ def bit_sum(tensor: torch.Tensor) -> int:
     return int(_row_sums(tensor, None).sum()) * _MIX[1] % MODULUS if tensor.numel() else 0
 
 
-def sum_of(name: str, tensor: torch.Tensor, positions: torch.Tensor | None = None, columns: int = 1) -> int:
-    """Return the sum that a tensor adds to its group, modulo 2**64. name, rows and columns as in Hugging Face.
-
-    positions: [N] int64, ascending; `tensor` [N] then has only these elements of a flat tensor of `columns` columns.
-    """
-    if positions is None:
-        return _placed(part_of(name), _row_sums(tensor))[0] if tensor.numel() else 0
-    total = 0
-    for at, part in zip(positions.split(CHUNK["cpu"]), tensor.split(CHUNK["cpu"]), strict=True):
-        mixed = _mix(part, _odd(at % columns), torch.empty(2, len(part), dtype=torch.int64))
-        total += int((mixed * _odd(at // columns)).sum())
-    return total * _salt(part_of(name)) % MODULUS
+def sum_of(name: str, tensor: torch.Tensor) -> int:
+    """Return the sum that a tensor adds to its group, modulo 2**64. name, rows and columns as in Hugging Face."""
+    return _placed(part_of(name), _row_sums(tensor))[0] if tensor.numel() else 0
 
 
 def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
