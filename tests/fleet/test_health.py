@@ -36,129 +36,72 @@ def after(*events, start: EngineHealth | None = None, at: float = 0.0) -> Engine
     return health
 
 
-def serving(version: int = 4, instance: str = "a") -> EngineHealth:
-    health = after(
-        registered(), answered(instance, version), policy_published(version, instance), answered(instance, version)
-    )
-    assert health.state is State.SERVING
-    return health
+SERVES = (registered(), answered("a", 4), policy_published(4, "a"), answered("a", 4))
+NAMELESS = (registered(), answered("", 4), policy_published(4, ""), answered("", 4))
+VERIFIES = (registered(), policy_published(4), answered("a", 2), verification_started())
+DIES = (check_failed("frozen"),) * 3
+TRANSITIONS = {
+    "confirmed by the publisher, it must report the version": (SERVES[:3], State.STALE),
+    "and serves once it does": (SERVES, State.SERVING),
+    "another version than was confirmed": ((registered(), policy_published(4, "a"), answered("a", 3)), State.STALE),
+    "another instance than was confirmed": ((registered(), policy_published(4, "a"), answered("b", 4)), State.STALE),
+    "an answer does not verify": ((*VERIFIES, answered("a", 4)), State.VERIFYING),
+    "the pool verified it": ((*VERIFIES, verification_passed("a", 4)), State.SERVING),
+    "the pool verified an older policy": ((*VERIFIES, verification_passed("a", 3)), State.STALE),
+    "restarted before its verification ended": ((*VERIFIES, verification_passed("b", 4)), State.STALE),
+    "restarted during its verification": ((*VERIFIES, answered("b", 0)), State.STALE),
+    "overtaken by a policy": ((*VERIFIES, policy_published(5), verification_passed("a", 4)), State.STALE),
+    "being updated, it is alive": ((*SERVES, answered_updating()), State.SERVING),
+    "confirmed for the next policy": ((*SERVES, policy_published(5, "a")), State.SERVING),
+    "it lost the next policy": ((*SERVES, policy_published(5, "a"), answered("a", 4)), State.STALE),
+    "not confirmed for the next policy": ((*SERVES, policy_published(5), answered("a", 5)), State.STALE),
+    "another instance confirmed": ((*SERVES, policy_published(5, "b"), answered("a", 5)), State.STALE),
+    "the next policy came before it was published": ((*SERVES, answered("a", 5)), State.SERVING),
+    "silent": ((*SERVES, check_failed("no answer")), State.SUSPECT),
+    "silent for a moment": ((*SERVES, check_failed("no answer"), answered("a", 4)), State.SERVING),
+    "silent for too long": ((*SERVES, *DIES), State.DEAD),
+    "back from the dead": ((*SERVES, *DIES, answered("a", 4), answered("a", 4)), State.STALE),
+    "back with an older policy": ((*SERVES, *DIES, answered("a", 3), answered("a", 3)), State.STALE),
+    "restarted behind its address": ((*SERVES, answered("b", 4)), State.STALE),
+    "restarted while it was silent": ((*SERVES, check_failed("refused"), answered("b", 4)), State.STALE),
+    "without a name for its instance": ((*NAMELESS, answered("", 4)), State.SERVING),
+    "without a name, after silence": ((*NAMELESS, check_failed("refused"), answered("", 4)), State.STALE),
+    "a delivery forgives failures": (
+        (*SERVES, *(request_failed("x"), answered("a", 4)) * 2, request_done(), *(request_failed("x"),) * 2),
+        State.SUSPECT,
+    ),
+    "starting is no failure": ((registered(), *(check_failed("refused"),) * 10), State.STARTING),
+}
 
 
-def test_confirmed_by_the_publisher_it_serves_once_it_reports_the_version():
-    published = after(registered(), answered("a", 0), policy_published(0, "a"))
-    assert published.state is State.STALE
-    assert after(answered("a", 0), start=published).state is State.SERVING
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_events_lead_to_a_state(name):
+    events, state = TRANSITIONS[name]
+    health = after(*events)
+    assert health.state is state
+    assert health.alive == (state not in (State.STARTING, State.DEAD))
+    if state is State.STALE:  # the pool loads it, and then it serves
+        assert health.may_verify(0.0)
+        passed = verification_passed(health.instance, health.published)
+        assert after(verification_started(), passed, start=health).state is State.SERVING
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [answered("a", 3), answered("b", 4)],
-    ids=["another version than was confirmed", "another instance than was confirmed"],
-)
-def test_a_claim_that_nobody_confirmed_is_not_believed(answer):
-    health = after(registered(), policy_published(4, "a"), answer)
-    assert health.state is State.STALE
-    assert health.may_verify(0.0)
-
-
-def test_an_unconfirmed_engine_serves_after_the_pool_verified_it():
-    health = after(registered(), policy_published(4), answered("a", 4), verification_started())
-    assert health.state is State.VERIFYING
-    assert after(answered("a", 4), start=health).state is State.VERIFYING  # answering is not enough
-    assert after(verification_passed("a", 4), start=health).state is State.SERVING
-
-
-@pytest.mark.parametrize(
-    "verified", [verification_passed("a", 3), verification_passed("b", 4)], ids=["behind", "restarted meanwhile"]
-)
-def test_a_verification_of_something_else_does_not_admit(verified):
-    health = after(registered(), policy_published(4), answered("a", 2), verification_started(), verified)
-    assert health.state is State.STALE
-    assert health.may_verify(0.0)
-
-
-def test_one_that_was_restarted_while_it_is_verified_must_be_verified_anew():
-    health = after(registered(), policy_published(4), answered("a", 2), verification_started(), answered("b", 0))
-    assert health.state is State.STALE
-    assert health.may_verify(0.0)
-
-
-def test_one_that_is_being_updated_is_alive_and_left_alone():
+def test_one_that_is_being_updated_is_not_loaded():
     """The publisher is loading the next policy into it: the published one must not be loaded over that."""
-    stale = after(
-        registered(),
-        policy_published(4),
-        answered("a", 2),
-        check_failed("busy"),
-        check_failed("busy"),
-        answered_updating(),
-    )
+    stale = after(registered(), policy_published(4), answered("a", 2), *DIES[:2], answered_updating())
     assert (stale.state, stale.failed_checks, stale.may_verify(0.0)) == (State.STALE, 0, False)
     assert after(answered("a", 2), start=stale).may_verify(0.0)
-    assert after(answered_updating(), start=serving()).state is State.SERVING
 
 
-def test_a_verification_overtaken_by_the_next_policy_does_not_admit():
-    health = after(
-        registered(),
-        policy_published(4),
-        answered("a", 2),
-        verification_started(),
-        policy_published(5),
-        verification_passed("a", 4),
-    )
-    assert health.state is State.STALE
-
-
-def test_a_new_policy_that_the_publisher_confirmed_is_served_at_once():
-    health = after(policy_published(5, "a"), start=serving(4))
-    assert health.state is State.SERVING
-    assert health.verified == ("a", 5)
-    assert after(answered("a", 4), start=health).state is State.STALE  # not what the publisher left
-
-
-@pytest.mark.parametrize("confirmed", [None, "b"])
-def test_a_new_policy_without_confirmation_ends_serving(confirmed):
-    health = after(policy_published(5, confirmed), start=serving(4))
-    assert health.state is State.STALE
-    assert after(answered("a", 5), start=health).state is State.STALE
-
-
-def test_an_engine_that_the_next_policy_reached_already_is_left_alone():
-    health = after(answered("a", 5), start=serving(4))
-    assert health.state is State.SERVING
+def test_one_that_reports_a_later_policy_is_loaded_only_when_no_publish_can_be_under_way():
     unproven = after(registered(), policy_published(4), answered("a", 5))
     assert unproven.state is State.STALE
-    assert not unproven.may_verify(RULES.publish_s)  # loading would undo what the trainer is doing
-    assert unproven.may_verify(RULES.publish_s + 1)  # nobody is: it only says so
+    assert not unproven.may_verify(RULES.publish_s)  # loading would undo the publish
+    assert unproven.may_verify(RULES.publish_s + 1)
 
 
-def test_silence_makes_it_suspect_and_then_dead():
-    health = after(check_failed("no answer"), start=serving())
-    assert health.state is State.SUSPECT
-    assert after(answered("a", 4), start=health).state is State.SERVING
-    dead = after(check_failed("no answer"), check_failed("still none"), start=health)
-    assert dead.state is State.DEAD
-    assert dead.reason == "still none"
-
-
-@pytest.mark.parametrize("version", [3, 4])
-def test_a_dead_engine_that_answers_again_must_be_verified(version):
-    dead = after(*[check_failed("frozen")] * 3, start=serving(4))
-    back = after(answered("a", version), answered("a", version), start=dead)
-    assert back.state is State.STALE
-    assert after(verification_started(), verification_passed("a", 4), start=back).state is State.SERVING
-
-
-def test_one_that_was_restarted_behind_its_address_must_be_verified():
-    assert after(answered("b", 4), start=serving(4)).state is State.STALE
-    assert after(check_failed("refused"), answered("b", 4), start=serving(4)).state is State.STALE
-
-
-def test_one_that_cannot_name_its_life_must_be_verified_after_every_silence():
-    health = serving(4, instance="")
-    assert after(answered("", 4), start=health).state is State.SERVING
-    assert after(check_failed("refused"), answered("", 4), start=health).state is State.STALE
+def test_the_last_reason_is_kept():
+    assert after(*DIES[:2], check_failed("still none"), start=after(*SERVES)).reason == "still none"
 
 
 def test_an_engine_that_never_verifies_is_quarantined_for_ever():
@@ -171,7 +114,7 @@ def test_an_engine_that_never_verifies_is_quarantined_for_ever():
 
 
 def test_failed_requests_quarantine_it_for_longer_each_time():
-    health, now, waits = serving(), 0.0, []
+    health, now, waits = after(*SERVES), 0.0, []
     for _ in range(5):
         health = after(*[request_failed("garbage")] * 3, start=health, at=now)
         assert health.state is State.DEAD
@@ -182,13 +125,6 @@ def test_failed_requests_quarantine_it_for_longer_each_time():
         assert health.state is State.SERVING
     assert waits == [2, 4, 8, 10, 10]
     assert after(request_done(), *[request_failed("x")] * 3, start=health, at=now).quarantined_until == now + 2
-
-
-def test_a_delivery_between_them_forgives_failures():
-    health = after(
-        request_failed("x"), answered("a", 4), request_failed("x"), answered("a", 4), request_done(), start=serving()
-    )
-    assert after(request_failed("x"), request_failed("x"), start=health).state is State.SUSPECT
 
 
 def test_a_failed_verification_is_tried_again_after_a_wait():
@@ -203,14 +139,8 @@ def test_a_failed_verification_is_tried_again_after_a_wait():
     assert after(answered("a", 4), start=health, at=2.0).may_verify(2.0)
 
 
-def test_starting_is_no_failure():
-    health = after(registered(), *[check_failed("refused")] * 10)
-    assert health.state is State.STARTING
-    assert not health.alive
-
-
 def test_since_is_the_time_of_the_last_change_of_state():
-    health = serving().request_done(5.0).check_failed(7.0, "x")
+    health = after(*SERVES).request_done(5.0).check_failed(7.0, "x")
     assert health.check_failed(9.0, "x").since == 7.0
 
 
