@@ -12,8 +12,19 @@ import pytest
 
 from dppo_megatron.common.process import Child, exit_reason
 
+PRELUDE = """
+import os, pathlib, signal, subprocess, sys, time
+from pathlib import Path
 
-def wait_until(condition, timeout_s=10.0):
+IGNORES_SIGTERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+def note(name, pid):
+    Path(f"{name}.tmp").write_text(str(pid))
+    Path(f"{name}.tmp").rename(name)
+"""
+
+
+def wait_until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"
@@ -21,7 +32,21 @@ def wait_until(condition, timeout_s=10.0):
 
 
 def python(source):
-    return [sys.executable, "-c", textwrap.dedent(source)]
+    return [sys.executable, "-c", PRELUDE + textwrap.dedent(source)]
+
+
+def gone(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def check_ends_with_its_parent(source, directory, *names):
+    """The processes that `source` notes in files of these names are gone after its own process was killed."""
+    parent = subprocess.Popen(python(source), cwd=directory)
+    wait_until(lambda: all((directory / name).exists() for name in names))
+    processes = [psutil.Process(int((directory / name).read_text())) for name in names]
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: all(map(gone, processes)))
 
 
 def test_output_and_exit_code_are_kept(tmp_path):
@@ -32,63 +57,40 @@ def test_output_and_exit_code_are_kept(tmp_path):
 
 
 def test_ending_a_child_ends_its_whole_session_even_orphans_that_ignore_sigterm(tmp_path):
-    grandchild = tmp_path / "grandchild.pid"
-    child = Child(
-        "x",
-        python(f"""
-            import os, signal, subprocess, sys, time
-            code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-            open({str(grandchild)!r} + ".tmp", "w").write(str(subprocess.Popen([sys.executable, "-c", code]).pid))
-            os.rename({str(grandchild)!r} + ".tmp", {str(grandchild)!r})
-            time.sleep(600)
-        """),
-        tmp_path / "x.out",
-    )
+    grandchild = tmp_path / "grandchild"
+    source = f"""
+        note({str(grandchild)!r}, subprocess.Popen([sys.executable, "-c", IGNORES_SIGTERM]).pid)
+        time.sleep(600)
+    """
+    child = Child("x", python(source), tmp_path / "x.out")
     wait_until(grandchild.exists)
     orphan = psutil.Process(int(grandchild.read_text()))
     os.kill(child.pid, signal.SIGKILL)  # the parent dies first, as a crashed server does
     child.end(grace_s=0.5)
-    wait_until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: gone(orphan))
 
 
 def test_a_child_does_not_outlive_its_killed_parent(tmp_path):
-    pid_file = tmp_path / "child.pid"
-    source = f"""
-        import sys, time
-        from pathlib import Path
+    source = """
         from dppo_megatron.common.process import Child
-        child = Child("x", [sys.executable, "-c", "import time; time.sleep(600)"], Path({str(tmp_path / "x.out")!r}))
-        Path({str(pid_file)!r} + ".tmp").write_text(str(child.pid))
-        Path({str(pid_file)!r} + ".tmp").rename({str(pid_file)!r})
+        note("child", Child("x", [sys.executable, "-c", "import time; time.sleep(600)"], Path("x.out")).pid)
         time.sleep(600)
     """
-    parent = subprocess.Popen(python(source))
-    wait_until(pid_file.exists, 60)
-    child = psutil.Process(int(pid_file.read_text()))
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: gone(child))
-
-
-def gone(process):
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    check_ends_with_its_parent(source, tmp_path, "child")
 
 
 @pytest.mark.parametrize("delay", ["before", "after"])
 def test_a_parent_killed_between_fork_and_exec_leaves_nothing(tmp_path, delay):
-    """A delay at the spot, for the moment is short: before the kernel is told, and after, while a signal still runs the
-    handler that the child inherited."""
+    """A delay at the spot, because the moment is short: before the kernel is told, and after, while a signal still runs
+    the handler that the child inherited."""
     source = f"""
-        import os, signal, time
-        from pathlib import Path
         from dppo_megatron.common import process
 
         class Slow:
             def prctl(self, *arguments):
                 if {delay!r} == "after":
                     libc.prctl(*arguments)
-                Path({str(tmp_path / "pid.tmp")!r}).write_text(str(os.getpid()))
-                Path({str(tmp_path / "pid.tmp")!r}).rename({str(tmp_path / "pid")!r})
+                note("pid", os.getpid())
                 deadline = time.monotonic() + 1
                 while time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -97,44 +99,27 @@ def test_a_parent_killed_between_fork_and_exec_leaves_nothing(tmp_path, delay):
 
         libc, process._LIBC = process._LIBC, Slow()
         signal.signal(signal.SIGTERM, lambda *_: None)
-        process.Child("x", ["sleep", "600"], Path({str(tmp_path / "x.out")!r}))
+        process.Child("x", ["sleep", "600"], Path("x.out"))
     """
-    parent = subprocess.Popen(python(source))
-    wait_until((tmp_path / "pid").exists, 60)
-    child = psutil.Process(int((tmp_path / "pid").read_text()))
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: gone(child))
+    check_ends_with_its_parent(source, tmp_path, "pid")
 
 
 def test_a_command_that_waits_after_sigterm_ends_with_its_parent_and_with_its_workers(tmp_path):
     """As a trainer does that finishes its step, and a server with workers."""
     body = """
-        import pathlib, signal, subprocess, sys, time
         from dppo_megatron.common.process import follow_parent
         follow_parent()
         signal.signal(signal.SIGTERM, lambda *_: None)
-        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-        worker = subprocess.Popen([sys.executable, "-c", code])
-        pathlib.Path("pids.tmp").write_text(str(worker.pid))
-        pathlib.Path("pids.tmp").rename("pids")
+        note("worker", subprocess.Popen([sys.executable, "-c", IGNORES_SIGTERM]).pid)
         while True:
             time.sleep(1)
     """
     source = f"""
-        import time
-        from pathlib import Path
         from dppo_megatron.common.process import Child
-        child = Child("x", {python(body)!r}, Path("x.out"))
-        Path("child").write_text(str(child.pid))
+        note("child", Child("x", {python(body)!r}, Path("x.out")).pid)
         time.sleep(600)
     """
-    parent = subprocess.Popen(python(source), cwd=tmp_path)
-    wait_until((tmp_path / "pids").exists, 60)
-    processes = [psutil.Process(int((tmp_path / name).read_text())) for name in ("child", "pids")]
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: all(map(gone, processes)))
+    check_ends_with_its_parent(source, tmp_path, "child", "worker")
 
 
 @pytest.mark.parametrize(
