@@ -10,6 +10,7 @@ import pytest
 
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weights import place
 from dppo_megatron.weights.place import OWNER, clear, lead, problem
 from dppo_megatron.weights.published import PublishedPolicy
 
@@ -53,10 +54,10 @@ def test_without_the_setting_it_is_a_directory_of_the_run(run):
 
 def test_the_setting_may_come_go_and_change_between_attempts(run, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    for place in (None, one, two, None, two):
-        lead(run, place)
+    for directory in (None, one, two, None, two):
+        lead(run, directory)
         publish(run, 1)
-        assert run.weights.resolve() == (place or run.weights).resolve()
+        assert run.weights.resolve() == (directory or run.weights).resolve()
     assert not one.exists()
 
 
@@ -142,6 +143,19 @@ def test_a_directory_of_somebody_else_is_refused(run, tmp_path, monkeypatch):
     (tmp_path / "memory").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert "it must be yours" in problem(run, tmp_path / "memory")
+
+
+def test_a_run_that_is_quicker_keeps_the_directory(run, tmp_path, monkeypatch):
+    def overtaken(run: RunDir, directory: Path) -> str | None:
+        found = problem(run, directory)
+        if not directory.exists():
+            of_another_run(directory)
+        return found
+
+    monkeypatch.setattr(place, "problem", overtaken)
+    with pytest.raises(ExpectedError, match="is that of the run /another/run"):
+        lead(run, tmp_path / "memory")
+    assert not run.weights.is_symlink()
 
 
 def test_the_run_directory_itself_is_refused(run):
