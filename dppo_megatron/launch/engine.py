@@ -18,8 +18,7 @@ from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import end_with_parent, exit_reason
 from dppo_megatron.common.retry import RetryBudget, retry_async, wait_until
 from dppo_megatron.config import Config
-from dppo_megatron.convert.job import Worker
-from dppo_megatron.convert.processes import convert
+from dppo_megatron.convert.job import Worker, convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
