@@ -1,7 +1,7 @@
-"""The rule book: every rule about a config is once in this folder. CONTRIBUTING.md says which command checks it.
+"""Every rule about a config is in this folder, once. CONTRIBUTING.md lists which command checks it.
 
 A rule file has one subject and a function `problems(config, ...)` that returns lines `setting = value: why; remedy`.
-Everything that can be known to be wrong is reported at once, before a process starts. Nothing imports torch before a
+All problems that can be found are reported together, before a process starts. Nothing imports torch before a
 rule needs it: the node that drives a Slurm job may have none.
 """
 
@@ -15,37 +15,19 @@ from typing import Any, Literal
 from dppo_megatron.config import Config, ConfigError, read_config
 from dppo_megatron.observability.trackers import missing_packages
 
-from . import (
-    data,
-    devices,
-    engine,
-    environment,
-    evaluation,
-    exact,
-    interpreter,
-    layout,
-    model,
-    objective,
-    precision,
-    reward,
-    sampling,
-    secret,
-    serving,
-    slurm,
-    training,
-)
+from . import data, devices, engine, exact, model, sampling, slurm, training, user_code
 from .resume import check_run_dir, unusable_directory, unusable_weights_directory
 from .resume import problems as run_dir_problems
 
 __all__ = ["SETTINGS", "Place", "check_job", "check_run_dir", "load_config", "preflight", "settings_problems"]
 
-SETTINGS = (layout, sampling, evaluation, engine, exact, precision, training)
+SETTINGS = (sampling, engine, exact, training)
 
 Place = Literal["run", "node", "elsewhere", "unstaged"]
 
 
 def settings_problems(config: Config) -> list[str]:
-    """Every broken rule between settings. Pure: no files, no network, no torch."""
+    """Return every broken rule between settings. Pure: no files, no network, no torch."""
     return [problem for rule in SETTINGS for problem in rule.problems(config)]
 
 
@@ -76,16 +58,15 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     rules = [
         partial(unusable_directory, config),
         *([] if elsewhere else [partial(unusable_weights_directory, config)]),
-        partial(objective.problems, config, notes),
+        partial(user_code.objective_problems, config, notes),
         partial(model.problems, config, hf, absent, elsewhere=elsewhere),
         partial(exact.model_problems, config, hf, elsewhere=elsewhere),
         partial(missing_packages, config.tracking),
-        partial(interpreter.problems, config, elsewhere=elsewhere),
-        partial(secret.problems, config),
-        partial(serving.problems, config, hf),
-        partial(environment.problems, config, tools),  # before the prompts, which show them
+        partial(engine.environment_problems, config, elsewhere=elsewhere),
+        partial(engine.model_problems, config, hf),
+        partial(user_code.environment_problems, config, tools),  # before the prompts, which show them
         partial(data.problems, config, hf, notes, absent, tools),
-        partial(reward.problems, config),
+        partial(user_code.reward_problems, config),
     ]
     if place == "run":
         rules.append(partial(devices.problems, config))
@@ -114,7 +95,7 @@ def check_job(
 
 
 def _started_elsewhere(config: Config, source: str) -> list[str]:
-    """That relative paths and modules are not in the working directory, but in a directory above the config."""
+    """Return that relative paths and modules exist only in a directory above the config."""
     names = (config.reward.name, config.objective.name, config.environment.source)
     modules = [Path(f"{name.partition(':')[0].replace('.', '/')}.py") for name in names if name and ":" in name]
     paths = [config.model.path, config.model.weights, config.data.train, config.data.eval, *modules]
@@ -127,7 +108,7 @@ def _started_elsewhere(config: Config, source: str) -> list[str]:
 
 
 def _check(rule: Callable[[], list[str]]) -> list[str]:
-    """The rule's problems; a rule that cannot be checked reports why, and does not hide the others."""
+    """Return the rule's problems. A rule that cannot be checked reports why and does not hide the others."""
     try:
         return rule()
     except (ValueError, OSError, ImportError) as error:

@@ -59,8 +59,8 @@ def problems(
 
 
 def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]], notes: list[str]) -> list[str]:
-    """Rows that no response could be scored for, and rewards that score none. Adds to `notes` rewards that raise for
-    the first row. An environment may score by itself, whatever `reward` is."""
+    """Return rows that no response could be scored for, and rewards that score none. Adds to `notes` rewards that
+    raise for the first row. An environment may score by itself, whatever `reward` is."""
     from dppo_megatron.rewards import RewardError, RewardPool
     from dppo_megatron.rewards.outcome import UNFIT
     from dppo_megatron.types import Prompt
@@ -83,5 +83,5 @@ def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardCon
                     line = f"reward.name = {name}: called with row 1's prompt and answer: {failure.detail}"
                     (out if UNFIT in line else notes).append(line)
         except RewardError:
-            continue  # `reward` says so
+            continue  # `reward_problems` reports it
     return out

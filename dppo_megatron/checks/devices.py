@@ -1,4 +1,7 @@
-"""Rules of this machine: free ports, and GPUs. Ranks take the first ones, engines the next or, colocated, the same."""
+"""Rules of devices and ports, of this machine and of a cluster.
+
+Ranks take the first GPUs, engines the next or, colocated, the same.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import socket
 from urllib.parse import urlsplit
 
 from dppo_megatron.config import Config
+from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.errors import ExpectedError
 
-from .cluster import devices_needed
 from .engine import LAST_PORT
 
 
 def visible_devices() -> list[str]:
-    """The GPUs this process may use, by the names CUDA_VISIBLE_DEVICES gives them; empty without CUDA."""
+    """Return the GPUs this process may use, named as in CUDA_VISIBLE_DEVICES; empty without CUDA."""
     import torch
 
     count = torch.cuda.device_count()
@@ -23,7 +26,7 @@ def visible_devices() -> list[str]:
 
 
 def require_gpu() -> None:
-    """Raises where torch was built for GPUs and shows none: a rank on the CPU among ranks on GPUs."""
+    """Raise if torch was built for GPUs and sees none: this rank would train on the CPU among ranks on GPUs."""
     import torch
 
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
@@ -35,14 +38,14 @@ def require_gpu() -> None:
 
 
 def engine_devices(config: Config, index: int, visible: list[str], *, trains: bool = True) -> list[str]:
-    """GPUs of engine `index` on this machine; empty where there are none. `trains`: the first ones are the ranks'."""
+    """Return the GPUs of engine `index` on this machine, if any. `trains`: ranks use the first GPUs."""
     each = config.engine.devices
     first = (_first_of_engines(config) if trains else 0) + index * each
     return visible[first : first + each]
 
 
 def problems(config: Config) -> list[str]:
-    """Why trainer ranks and the engines to start do not fit on this machine's GPUs, and ports that are taken."""
+    """Return why ranks and the engines to start do not fit on this machine's GPUs, and ports that are taken."""
     from dppo_megatron.fleet.registry import port_in_use
 
     engine = config.engine
@@ -67,7 +70,7 @@ def unreached(config: Config) -> list[str]:
 
 
 def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> list[str]:
-    """Why ranks (where it `trains`) and engines do not fit on these GPUs; a machine without any computes on the CPU."""
+    """Return why ranks (if it `trains`) and engines do not fit on these GPUs; without any, the CPU computes."""
     engine, engines = config.engine, config.started_engines
     if not visible:
         if config.slurm.gpu is not None:
@@ -76,8 +79,8 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
                 "nvidia-smi and torch.version.cuda say there, start it by `dppo-megatron slurm` from a login node, or "
                 "set it to null for a run on CPUs"
             ]
-        if engines and engine.expert_parallel and engine.kind == "vllm":
-            return ["engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false"]
+        if engines and (found := kind_of(config).cpu_problems(config)):
+            return found
         if not engines or not engine.serves_fp8:
             return []
         return [
@@ -104,7 +107,7 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
 
 
 def fit_engines(config: Config, visible: list[str]) -> Config:
-    """`config` with no more engines than `visible` GPUs serve, where no rank trains. Prints a lower number."""
+    """Return `config` with as many engines as fit on `visible` GPUs if no rank trains. Prints a lower number."""
     most = len(visible) // config.engine.devices
     if not most or config.started_engines <= most:
         return config
@@ -114,3 +117,45 @@ def fit_engines(config: Config, visible: list[str]) -> Config:
 
 def _first_of_engines(config: Config) -> int:
     return 0 if config.engine.placement == "colocated" else config.parallel.world_size
+
+
+def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
+    """Return why `nodes` of `per_node` devices are too few for ranks and engines, or cannot hold one engine."""
+    engine, serving, needed = config.engine, config.engine_devices, devices_needed(config)
+    if serving and engine.devices_per_node > per_node:
+        return [
+            f"engine.nodes = {engine.nodes}: an engine has {engine.devices_per_node} devices on each of its nodes, and "
+            f"a node has {per_node}; set it to {-(-engine.devices // per_node)}"
+        ]
+    if needed > nodes * per_node:
+        engines = f" and {engine.count} engines of {engine.devices}" if serving else ""
+        shared = ", which share devices," if serving and engine.placement == "colocated" else ""
+        return [
+            f"parallel.world_size = {config.parallel.world_size}: trainer ranks{engines}{shared} need {needed} "
+            f"devices, {nodes} x {per_node} are {nodes * per_node}; lower one of them or add nodes"
+        ]
+    if serving and (slots := _slots(config, nodes, per_node)) < engine.count:
+        return [
+            f"engine.count = {engine.count}: {nodes} x {per_node} devices, with trainer ranks on "
+            f"{config.parallel.world_size}, hold {slots} engines of {engine.devices_per_node} devices on "
+            f"{engine.nodes} nodes each; lower it or engine.tensor_parallel"
+        ]
+    return []
+
+
+def devices_needed(config: Config) -> int:
+    """Return the number of devices of trainer ranks and started engines; colocated engines use the ranks'."""
+    if config.engine.placement == "colocated":
+        return max(config.parallel.world_size, config.engine_devices)
+    return config.parallel.world_size + config.engine_devices
+
+
+def _slots(config: Config, nodes: int, per_node: int) -> int:
+    """Return how many engines find devices: on those that the ranks, which fill node after node, leave, or colocated on
+    the ranks' own. Engines of several nodes take whole nodes that the ranks leave."""
+    full, begun = divmod(config.parallel.world_size, per_node)
+    if config.engine.placement == "colocated":
+        full = begun = 0
+    each, span = config.engine.devices_per_node, config.engine.nodes
+    free = (nodes - full - bool(begun)) // span
+    return free * (per_node // each) + (bool(begun) and span == 1) * ((per_node - begun) // each)

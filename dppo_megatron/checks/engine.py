@@ -1,13 +1,23 @@
-"""Rules of `engine` and `weight_sync`: where engines run, how weights reach them, what they compute in."""
+"""Rules of `engine` and `weight_sync`. Those of one kind of engine are in its folder: `engines/<kind>/kind.py`."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
 from dppo_megatron.config import Config
+from dppo_megatron.engines.kinds import kind_of
+
+if TYPE_CHECKING:
+    from dppo_megatron.hf import HFModelConfig
 
 LAST_PORT = 65535
 OF_ONE_MACHINE = ("/dev/shm", "/run", "/tmp")
-MOST_LORA_RANK = 512  # of a vLLM server
+MOST_LORA_RANK = 512
 MOST_SENDERS = 32  # of broadcast weights: a communicator for each, with buffers of its own in every engine worker
+ANSWER_S = 25.0  # for an interpreter on a slow file system to find a package
 
 
 def problems(config: Config) -> list[str]:
@@ -22,8 +32,7 @@ def problems(config: Config) -> list[str]:
             f"engine.port = {e.port}: with engine.count = {e.count} the last port would be "
             f"{e.port + config.started_engines - 1}, above {LAST_PORT}; set it to a lower one, or to 0 for free ones"
         )
-    if e.kind != "sglang" and not e.seeded:
-        out.append(f"engine.seeded = false: {e.kind} gives every request its seed at no such price; remove it")
+    out += kind_of(config).problems(config)
     if e.placement == "colocated":
         out += _colocated(config)
     parts = (_layout, _transport, _directory, _deltas, _quantization, _adapters)
@@ -31,22 +40,19 @@ def problems(config: Config) -> list[str]:
 
 
 def _layout(config: Config) -> list[str]:
-    """Of an engine's own GPUs."""
+    """Rules of the GPUs of one engine."""
     e, out = config.engine, []
     if e.devices % e.nodes:
         out.append(
             f"engine.nodes = {e.nodes}: does not divide an engine's {e.devices} GPUs (engine.tensor_parallel x "
             "engine.pipeline_parallel); change one of them"
         )
-    if e.pipeline_parallel == 1:
-        return out
-    what = f"engine.pipeline_parallel = {e.pipeline_parallel}"
-    why_not = (
-        (e.kind == "sglang", "SGLang numbers workers of a broadcast within their stage (engine.kind = sglang)"),
-        (config.rollout.routing_replay, "vLLM returns no experts from several stages (rollout.routing_replay = true)"),
-        (config.weight_sync.lora == "adapter", "adapters were not tried in stages (weight_sync.lora = adapter)"),
-    )
-    return out + [f"{what}: {why}; set it to 1 and use engine.tensor_parallel" for is_so, why in why_not if is_so]
+    if e.pipeline_parallel > 1 and config.weight_sync.lora == "adapter":
+        out.append(
+            f"engine.pipeline_parallel = {e.pipeline_parallel}: adapters were not tried in stages (weight_sync.lora = "
+            "adapter); set it to 1 and use engine.tensor_parallel"
+        )
+    return out
 
 
 def _colocated(config: Config) -> list[str]:
@@ -81,7 +87,7 @@ def _directory(config: Config) -> list[str]:
     here = next((root for root in OF_ONE_MACHINE if w.directory.absolute().is_relative_to(root)), None)
     why_not = (
         (w.transport == "broadcast", "a broadcast writes nothing (weight_sync.transport = broadcast)"),
-        (here is not None and nodes > 1, f"{here} is each machine's own, and the run is to have {nodes} nodes"),
+        (here is not None and nodes > 1, f"each machine has its own {here}, and the run is to have {nodes} nodes"),
     )
     return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
 
@@ -94,14 +100,14 @@ def _deltas(config: Config) -> list[str]:
     why_not = (
         (
             w.transport == "broadcast",
-            "a broadcast is of the whole, for ranks and engine workers keep no copy of the version before on their "
-            "hosts (weight_sync.transport = broadcast)",
+            "a broadcast always sends all weights, because ranks and engine workers keep no copy of the version before "
+            "(weight_sync.transport = broadcast)",
         ),
         (w.lora == "adapter", "adapters are published as they are (weight_sync.lora = adapter)"),
         (
             config.engine.placement == "colocated",
-            "where engines do not take what changed, the whole is written again, from an actor that has left its "
-            "device for them (engine.placement = colocated)",
+            "if an engine rejects a delta, the whole model is written again, from an actor that has left its device "
+            "for the engines (engine.placement = colocated)",
         ),
     )
     return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
@@ -109,20 +115,12 @@ def _deltas(config: Config) -> list[str]:
 
 def _quantization(config: Config) -> list[str]:
     e = config.engine
-    if not e.serves_fp8:
+    if not e.serves_fp8 or e.dtype != "fp32":
         return []
-    out = []
-    if e.dtype == "fp32":
-        out.append(
-            f"engine.dtype = fp32: what engine.quantization = {e.quantization} leaves as it is must be bf16 or fp16; "
-            "set engine.dtype to bf16"
-        )
-    if e.urls and e.kind == "sglang":
-        out.append(
-            f"engine.quantization = {e.quantization}: not with engine.urls of SGLang servers, whose weights are "
-            "checked against a model that the run makes for engines it starts; let it start them, or use vllm"
-        )
-    return out
+    return [
+        f"engine.dtype = fp32: tensors that engine.quantization = {e.quantization} leaves unquantized must be bf16 or "
+        "fp16; set engine.dtype to bf16"
+    ]
 
 
 def _adapters(config: Config) -> list[str]:
@@ -141,3 +139,116 @@ def _adapters(config: Config) -> list[str]:
         (m.weights is not None, "engines start from model.path, the trainer from model.weights"),
     )
     return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
+
+
+def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
+    """Return why engines cannot serve the model. Both kinds split attention by whole heads, and FP8 by whole blocks.
+
+    hf: the model's config.json; None if it cannot be read.
+    """
+    from dppo_megatron.hf import fp8
+
+    if not config.samples or hf is None:
+        return []
+    engine, out = config.engine, kind_of(config).model_problems(config, hf)
+    setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
+    prompt, positions = config.data.max_prompt_tokens, hf.max_position_embeddings
+    if max(prompt + response, engine.max_model_len) > positions:
+        wrong, remedy = f"engine.max_model_len = {engine.max_model_len}", "remove it, or lower it to that"
+        if prompt + response > positions:
+            wrong, remedy = f"data.max_prompt_tokens = {prompt} + {setting} = {response}", "lower one of them"
+        out.append(f"{wrong}: the model was made for {positions} positions (max_position_embeddings); {remedy}")
+    if unknown := [token for token in config.rollout.stop_token_ids if token >= hf.vocab_size]:
+        out.append(
+            f"rollout.stop_token_ids = {unknown[0]}: the model has the tokens 0 to {hf.vocab_size - 1}, so no response "
+            "would stop there; correct or remove it"
+        )
+    if config.rollout.topk_logprobs > hf.vocab_size:
+        out.append(
+            f"rollout.topk_logprobs = {config.rollout.topk_logprobs}: the model has {hf.vocab_size} tokens; set it to "
+            "at most that"
+        )
+    if config.weight_sync.lora == "adapter" and (hf.moe is not None or hf.mla is not None):
+        out.append(
+            "weight_sync.lora = adapter: no engine here multiplies by adapters of experts or of latent attention; "
+            "set it to merged"
+        )
+    tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
+    if hf.num_heads % tensor:
+        out.append(f"engine.tensor_parallel = {tensor}: does not divide {hf.num_heads} attention heads; lower it")
+    elif hf.mla is None and kv_heads % tensor and tensor % kv_heads:
+        out.append(
+            f"engine.tensor_parallel = {tensor}: {kv_heads} key-value heads are neither a multiple nor a divisor of "
+            "it; change it"
+        )
+    if engine.pipeline_parallel > hf.num_layers:
+        out.append(
+            f"engine.pipeline_parallel = {engine.pipeline_parallel}: the model has {hf.num_layers} layers; lower it"
+        )
+    if engine.expert_parallel and (hf.moe is None or hf.moe.num_experts % tensor):
+        experts = 0 if hf.moe is None else hf.moe.num_experts
+        out.append(
+            f"engine.expert_parallel = true: {tensor} GPUs cannot share {experts} experts evenly; set it to false"
+        )
+    if engine.serves_fp8:
+        out += [
+            f"engine.tensor_parallel = {tensor}: shards {name} = {width} into parts that are no multiple of the "
+            f"{fp8.BLOCK} values of an FP8 block; {'lower it, or ' * (tensor > 1)}set engine.quantization to none"
+            for name, width in _feed_forwards(hf).items()
+            if width % (tensor * fp8.BLOCK) and not (engine.expert_parallel and name.startswith("moe"))
+        ]
+    return out
+
+
+def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:
+    """Return the widths of the model's feed-forward layers by their names in config.json."""
+    if hf.moe is None:
+        return {"intermediate_size": hf.ffn_hidden_size}
+    widths = {"moe_intermediate_size": hf.moe.ffn_hidden_size}
+    if not all(hf.moe.layers):
+        widths["intermediate_size"] = hf.ffn_hidden_size
+    return widths
+
+
+def environment_problems(config: Config, *, elsewhere: bool = False) -> list[str]:
+    """Return why this environment cannot start the servers, or reach those of `engine.urls`.
+
+    Starts the interpreter to look for the engine's packages, without importing them. elsewhere: the run has other
+    devices than this machine.
+    """
+    from dppo_megatron.engines.serving import device_here
+
+    secret, out = config.engine.secret_file, []
+    if secret is not None and not (secret.is_file() and os.access(secret, os.R_OK)):
+        out.append(
+            f"engine.secret_file = {secret}: no file that can be read; it holds the DPPO_SECRET of the servers of "
+            "engine.urls. Remove the setting if the run starts its engines"
+        )
+    if not config.started_engines:
+        return out
+    kind, name = kind_of(config), config.engine.kind
+    python = str(kind.python(config))
+    remedy = f"install {name} there, or set engine.python to the interpreter of an environment that has it"
+    remedy += kind.install
+    cuda = config.slurm.gpus_per_node > 0 if elsewhere else device_here() == "cuda"
+    packages = {name: f"engine.kind = {name}: {{python}} has no package {name}; {remedy}"}
+    try:
+        for package, problem in (packages | kind.more_packages(config, cuda=cuda)).items():
+            if not _finds(python, package):
+                return [*out, problem.format(python=python)]
+    except OSError as error:
+        out.append(f"engine.python = {python}: cannot be run ({error}); {remedy}")
+    return out
+
+
+def _finds(python: str, package: str) -> bool:
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    null = subprocess.DEVNULL  # its output may be endless
+    with subprocess.Popen(
+        [python, "-c", look], stdin=null, stdout=null, stderr=null, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(ANSWER_S) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            raise OSError(f"no answer in {ANSWER_S:g} s") from None

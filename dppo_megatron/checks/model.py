@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def read(config: Config) -> HFModelConfig | None:
-    """The model's config.json; None where `problems` reports why it cannot be read."""
+    """Return the model's config.json; None if it cannot be read, which `problems` reports."""
     from dppo_megatron.hf import ModelError, read_hf_config
 
     try:
@@ -22,7 +22,7 @@ def read(config: Config) -> HFModelConfig | None:
 
 
 def problems(config: Config, hf: HFModelConfig | None, absent: list[str], *, elsewhere: bool) -> list[str]:
-    """`absent` takes the problems of files that are not here. `elsewhere`: the run has the GPUs of `slurm.gpu`."""
+    """Return why the model cannot be built; adds missing files to `absent`. `elsewhere`: it runs on `slurm.gpu`."""
     from dppo_megatron.actor import check_model
 
     out = check_model(on_any_machine(config) if elsewhere else config)
@@ -35,7 +35,7 @@ def problems(config: Config, hf: HFModelConfig | None, absent: list[str], *, els
 
 
 def _weights(config: Config, hf: HFModelConfig, absent: list[str]) -> list[str]:
-    """Why trainer or engines cannot start from their weights: from the files' headers, in milliseconds a file."""
+    """Return why trainer or engines cannot start from their weights. Reads only headers: milliseconds a file."""
     from dppo_megatron.hf import ModelError, WeightMap, header_problems, open_weights
     from dppo_megatron.hf.torch_dist_place import is_torch_dist
 
@@ -66,13 +66,13 @@ def _adapter(config: Config, hf: HFModelConfig) -> list[str]:
 
 
 def on_any_machine(config: Config) -> Config:
-    """The same model without the settings that not every machine can compute; no parameter depends on them."""
+    """Return the model without the settings that need certain devices; no parameter depends on them."""
     model = config.model.model_copy(update={"layers": "local", "fp8": "none"})
     return config.model_copy(update={"model": model})
 
 
 def _capability(config: Config) -> list[str]:
-    """A GPU of an unknown kind is taken for one that computes everything."""
+    """Return what the GPUs cannot compute; a GPU of an unknown kind is assumed to compute everything."""
     from dppo_megatron.actor.precision import RECIPES, capability_problems
     from dppo_megatron.common.hardware import hardware
 

@@ -19,13 +19,13 @@ RESUMABLE_CHANGES = (
 
 
 def check_run_dir(config: Config, source: str, *, resume: bool) -> None:
-    """Raises `ConfigError` for a new run in the directory of an old one, and for a resume that would be another run."""
+    """Raise `ConfigError` for a new run in an old run's directory, or a resume that would be another run."""
     if found := problems(config, resume=resume):
         raise ConfigError(source, found)
 
 
 def unusable_directory(config: Config) -> list[str]:
-    """Why the run directory cannot be made, or be written where it exists."""
+    """Return why the run directory cannot be created or written."""
     directory = config.run.dir.absolute()
     existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not existing.is_dir():
@@ -36,7 +36,7 @@ def unusable_directory(config: Config) -> list[str]:
 
 
 def unusable_weights_directory(config: Config) -> list[str]:
-    """Why versions cannot be written to `weight_sync.directory`."""
+    """Return why versions cannot be written to `weight_sync.directory`."""
     directory = config.weight_sync.directory
     found = problem(RunDir(config.run.dir), directory) if config.samples and directory is not None else None
     return [found] if found else []
@@ -54,7 +54,7 @@ def problems(config: Config, *, resume: bool) -> list[str]:
 
 
 def changed_settings(config: Config, saved: Config) -> list[str]:
-    """Settings that differ from the saved ones and would make the resumed run another run."""
+    """Return settings that differ from the saved ones and would make the resumed run another run."""
     before, now = (_flat(with_absolute_paths(c).model_dump(mode="json")) for c in (saved, config))
     return [
         f"{key} = {now.get(key)!r}: the run was started with {before.get(key)!r}; use that or another run.dir"
@@ -64,7 +64,7 @@ def changed_settings(config: Config, saved: Config) -> list[str]:
 
 
 def earlier_run(config: Config) -> list[str]:
-    """That the run directory holds another run already."""
+    """Return a problem if the run directory already holds a run."""
     run = RunDir(config.run.dir)
     if not run.bank.exists() and not run.checkpoints.exists():
         return []

@@ -1,12 +1,14 @@
-"""Rules of `rollout`: samples are of the policy whose log-probs are kept, fit the engine, and come in time."""
+"""Rules of `rollout` and `eval`: samples are of the policy whose log-probs are stored, and fit the engine."""
 
 from __future__ import annotations
 
 from dppo_megatron.config import Config
+from dppo_megatron.config.task import HELDOUT
+from dppo_megatron.engines.kinds import kind_of
 
 
 def problems(config: Config) -> list[str]:
-    out = []
+    out = eval_problems(config)
     if config.rollout.dynamic_sampling and not config.samples:
         why = "objective.name is nll" if config.objective.supervised else "rollout.bank is given"
         out.append(f"rollout.dynamic_sampling = true: nothing is sampled ({why}); set it to false")
@@ -31,11 +33,6 @@ def _distribution(config: Config) -> list[str]:
         out.append(
             f"rollout.{name} = {value}: on a flat distribution it leaves most of the vocabulary, of every "
             "position to be kept; bound it by rollout.top_k, say 1000 (vLLM demands it too)"
-        )
-    if r.min_p > 0 and e.kind == "sglang" and e.seeded:
-        out.append(
-            f"rollout.min_p = {r.min_p}: SGLang draws with seeds or with min_p, and ends where it is asked for both; "
-            "set engine.seeded to false, or min_p to 0"
         )
     if e.logprobs_mode != "processed_logprobs":
         out.append(
@@ -64,12 +61,6 @@ def _staleness(config: Config) -> list[str]:
             f"rollout.on_update = wait: an update waits weight_sync.timeout_s = {waits:g} s for requests, which "
             f"may take engine.request_timeout_s = {request:g} s; raise the former, or set on_update to keep or abort"
         )
-    replays = r.routing_replay and config.samples
-    if config.engine.kind == "sglang" and replays and r.max_staleness and r.on_update == "keep":
-        out.append(
-            "rollout.on_update = keep: SGLang returns the experts of a request's last prefill, which with "
-            "rollout.routing_replay are not those of tokens sampled before an update; set it to abort or wait"
-        )
     if r.max_staleness == 0 and r.beyond_bound != "wait":
         out.append(
             f"rollout.beyond_bound = {r.beyond_bound}: with rollout.max_staleness = 0 every step waits for its own "
@@ -79,7 +70,7 @@ def _staleness(config: Config) -> list[str]:
 
 
 def lengths(config: Config) -> list[str]:
-    """That every response fits the engine."""
+    """Return a problem if some response does not fit the engine."""
     prompt, room = config.data.max_prompt_tokens, config.engine.max_model_len
     name, response = max(config.response_tokens.items(), key=lambda item: item[1])
     if not config.samples or prompt + response <= room:
@@ -88,3 +79,34 @@ def lengths(config: Config) -> list[str]:
         f"engine.max_model_len = {room}: less than data.max_prompt_tokens = {prompt} + {name} = {response}, so "
         f"responses to long prompts would be truncated; remove it for {prompt + response}, or lower one of those"
     ]
+
+
+def eval_problems(config: Config) -> list[str]:
+    out = kind_of(config).eval_problems(config)
+    if config.eval.every and config.samples and not config.eval_sets:
+        out.append(f"eval.every = {config.eval.every}: there is nothing to evaluate; set data.eval or eval.sets, or 0")
+    if HELDOUT in config.eval.sets:
+        out.append(f"eval.sets.{HELDOUT}: the name of the set in data.eval; choose another")
+    for name, chosen in config.eval.sets.items():
+        setting = f"eval.sets.{name}"
+        if 0 < chosen.temperature < 0.01:
+            out.append(
+                f"{setting}.temperature = {chosen.temperature:g}: vLLM raises it to 0.01; set it to 0 (greedy) or to "
+                "at least 0.01"
+            )
+        if chosen.temperature == 0 and chosen.n > 1:
+            out.append(
+                f"{setting}.n = {chosen.n}: with {setting}.temperature = 0 all answers to a prompt are the same; set "
+                "n to 1 or a temperature"
+            )
+        if chosen.temperature == 0 and chosen.top_p < 1:
+            out.append(
+                f"{setting}.top_p = {chosen.top_p:g}: greedy answers do not depend on it; remove it or set a "
+                "temperature"
+            )
+        if chosen.reward is not None and chosen.reward.overlong_buffer:
+            out.append(
+                f"{setting}.reward.overlong_buffer = {chosen.reward.overlong_buffer}: it shapes only rewards of "
+                "training; remove it"
+            )
+    return out

@@ -8,7 +8,7 @@ from dppo_megatron.config import Config
 def problems(
     config: Config, nodes: tuple[int, ...] | None = None, gpus: int | None = None, notes: list[str] | None = None
 ) -> list[str]:
-    """Why the run does not fit the nodes that the `slurm` section requests, and why these are not the job's.
+    """Return why the run does not fit the nodes that `slurm` requests, or the job has other nodes.
 
     `nodes`: of each component of the job that runs; None before it is submitted. `gpus`: of its first node, if known.
     Adds to `notes` how many GPUs are not used.
@@ -66,14 +66,14 @@ def _requested(config: Config, notes: list[str]) -> list[str]:
             "GPUs; set it to 0, or engine.placement to disaggregated"
         )
     if s.engine_nodes:
-        trainer_need, beside = ranks, ""
+        trainer_need, added = ranks, ""
     elif colocated:
-        trainer_need, beside = max(ranks, serving), f" and, colocated, engines on {serving}"
+        trainer_need, added = max(ranks, serving), f" and, colocated, engines on {serving}"
     else:
-        trainer_need, beside = ranks + serving, f" and engines on {serving}"
+        trainer_need, added = ranks + serving, f" and engines on {serving}"
     if 0 < s.gpus_per_node < trainer_need:
         out.append(
-            f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{beside}; use more nodes or "
+            f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{added}; use more nodes or "
             "fewer ranks and engines"
         )
     elif s.gpus_per_node > trainer_need:
@@ -88,7 +88,7 @@ def _requested(config: Config, notes: list[str]) -> list[str]:
 
 
 def _need_gpus(config: Config, engines: int) -> list[str]:
-    """Settings that need a GPU, on nodes that are requested without."""
+    """Return settings that need a GPU if the requested nodes have none."""
     m, s, engine = config.model, config.slurm, config.engine
     trains, serves = s.gpus_per_node > 0, s.serving_gpus_per_node > 0
     refused = {

@@ -1,4 +1,4 @@
-"""Rules of a training step: its batches, the rewards of long responses, the learning rate."""
+"""Rules of training: how ranks divide into groups, precision, batches, and the learning rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dppo_megatron.config.model import AcceptanceConfig
 
 def problems(config: Config) -> list[str]:
     t, r = config.train, config.rollout
-    out = []
+    out = _layout(config) + _precision(config)
     if r.prompts_per_step % t.updates_per_step:
         out.append(
             f"train.updates_per_step = {t.updates_per_step}: does not divide rollout.prompts_per_step = "
@@ -51,7 +51,7 @@ def problems(config: Config) -> list[str]:
 
 
 def _credit(config: Config) -> list[str]:
-    """That turns can have rewards, and that nothing takes those of trajectories for all there is."""
+    """Return why turns cannot have rewards, and settings that would ignore them."""
     o = config.objective
     if o.credit == "trajectory":
         needless = f"objective.discount = {o.discount:g}: it is of returns from a turn on; set objective.credit to turn"
@@ -72,4 +72,77 @@ def _credit(config: Config) -> list[str]:
             "rollout.dynamic_sampling = true: drops groups of equal rewards, whose turns objective.credit = turn may "
             "tell apart; set it to false"
         )
+    return out
+
+
+def _layout(config: Config) -> list[str]:
+    p = config.parallel
+    out = []
+    model_ranks = p.tensor * p.pipeline * p.context
+    if p.world_size % model_ranks:
+        out.append(
+            f"parallel.world_size = {p.world_size}: not a multiple of tensor x pipeline x context = {model_ranks}; "
+            "change one of them"
+        )
+    expert_ranks = (p.expert_tensor or p.tensor) * p.expert * p.pipeline
+    if p.world_size % expert_ranks and (p.expert > 1 or p.expert_tensor):  # else the rule above implies it
+        out.append(
+            f"parallel.world_size = {p.world_size}: not a multiple of expert_tensor x expert x pipeline = "
+            f"{expert_ranks}; change one of them"
+        )
+    if p.sequence and p.tensor == 1:
+        out.append("parallel.sequence = true: needs parallel.tensor > 1; set it to false")
+    if p.virtual_pipeline and p.pipeline == 1:
+        out.append(f"parallel.virtual_pipeline = {p.virtual_pipeline}: needs parallel.pipeline > 1; remove it")
+    for name in ("first_stage_layers", "last_stage_layers"):
+        if getattr(p, name) and p.pipeline == 1:
+            out.append(f"parallel.{name} = {getattr(p, name)}: needs parallel.pipeline > 1; remove it")
+    return out
+
+
+def _precision(config: Config) -> list[str]:
+    m, out = config.model, []
+    if m.fp8 != "none" and m.dtype != "bf16":
+        out.append(f"model.fp8 = {m.fp8}: the rest is computed in bf16; set model.dtype to bf16")
+    if m.fp8 != "none" and m.layers == "local":
+        out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
+    if m.dtype == "fp32" and m.layers == "transformer_engine":
+        # FlashAttention and cuDNN take 16 bits, and TransformerEngine's own fallback no packed sequences (to 2.9).
+        out.append(
+            "model.dtype = fp32: TransformerEngine has no attention kernel for packed sequences in fp32; set "
+            "model.dtype to bf16 or fp16, or model.layers to local"
+        )
+    if m.lora.r:
+        out += _adapters(config)
+    out += _loss_scale(config)
+    if m.fp32_head and m.logits == "fused":
+        out.append("model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored")
+    return out
+
+
+def _loss_scale(config: Config) -> list[str]:
+    scale, out = config.optimizer.loss_scale, []
+    if config.model.dtype != "fp16":
+        return [
+            f"optimizer.loss_scale.{name} = {value:g}: model.dtype = {config.model.dtype} has no loss scale; remove it "
+            "or set model.dtype to fp16"
+            for name, value in scale.model_dump().items()
+            if value != type(scale).model_fields[name].default
+        ]
+    if scale.smallest > scale.initial:
+        out.append(
+            f"optimizer.loss_scale.smallest = {scale.smallest:g}: is more than optimizer.loss_scale.initial = "
+            f"{scale.initial:g}; set it to that or less"
+        )
+    return out
+
+
+def _adapters(config: Config) -> list[str]:
+    m, out = config.model, []
+    if m.layers == "transformer_engine":
+        out.append(
+            f"model.lora.r = {m.lora.r}: adapters need Megatron's local layers; set model.layers to local or auto"
+        )
+    if m.fp8 != "none":
+        out.append(f"model.lora.r = {m.lora.r}: local layers have no FP8; set model.fp8 to none")
     return out

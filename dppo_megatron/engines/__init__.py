@@ -1,1 +1,1 @@
-"""Inference engines: the protocol that every engine answers to, and one folder for each kind of server."""
+"""Inference engines: the protocol of all clients, and one folder for each kind of server."""

@@ -13,7 +13,7 @@ import aiohttp
 import certifi
 from yarl import URL
 
-from .inflow import Room
+from .byte_budget import ReplySlot
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
 T = TypeVar("T")
@@ -34,8 +34,9 @@ IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: a reused connection is 
 
 
 async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments: Any) -> T:
-    """decode(reply, *arguments), in a thread if the reply is large: top-K log-probs of a group of long responses take a
-    third of a second."""
+    """Return decode(reply, *arguments), in a thread if the reply is large.
+
+    Top-K log-probs of a group of long responses take a third of a second."""
     if len(reply) <= SMALL_REPLY_BYTES:
         return decode(reply, *arguments)
     return await asyncio.to_thread(decode, reply, *arguments)
@@ -60,16 +61,17 @@ class EngineCalls:
         body: dict[str, Any] | None = None,
         retry_busy: bool = True,
         timeout_remedy: str = "",
-        room: Room | None = None,
+        slot: ReplySlot | None = None,
     ) -> bytes | bytearray:
-        """Body of a 200 reply; POST when there is something to send. `what` names the operation in errors, of which
-        one for the time-out ends in `timeout_remedy`. With `room` it is read once there is some."""
+        """Return the body of a 200 reply. Sends POST if there is a body, else GET. `what` names the operation in
+        errors, of which one for the time-out ends in `timeout_remedy`. With `slot` the reply waits for its byte
+        budget."""
         content = json.dumps(body).encode() if body is not None else content
         wait = RETRY_BUSY_S[0]
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    reply = await self._http.request("GET" if content is None else "POST", path, content, room)
+                    reply = await self._http.request("GET" if content is None else "POST", path, content, slot)
                     # Servers refuse new requests for a moment while they are paused or their queue is full.
                     if reply.status != 503 or not retry_busy:
                         break
@@ -89,7 +91,7 @@ class EngineCalls:
         raise self._failure(what, reply)
 
     async def json(self, what: str, path: str, timeout_s: float = CONTROL_TIMEOUT_S, **call: Any) -> dict[str, Any]:
-        """The JSON object of a 200 reply. Raises `EngineError` for anything else."""
+        """Return the JSON object of a 200 reply. Raises `EngineError` for anything else."""
         reply = await self.call(what, path, timeout_s, **call)
         try:
             parsed = json.loads(reply)
@@ -116,7 +118,8 @@ class EngineCalls:
 
 
 def _reason(content: bytes | bytearray) -> str:
-    """The reason in a reply: `{"error": text}` (vLLM with our routes), `{"error": {"message"}}` or `{"message"}`."""
+    """Return the reason in a reply: `{"error": text}` (vLLM with our routes), `{"error": {"message"}}` or
+    `{"message"}`."""
     try:
         error = json.loads(content)
         error = error.get("error", error)
@@ -142,15 +145,17 @@ class Connections:
         self._headers = {"authorization": f"Bearer {secret}"} if secret else {}
         self._session: aiohttp.ClientSession | None = None
 
-    async def request(self, method: str, path: str, content: bytes | None = None, room: Room | None = None) -> Reply:
-        """The whole reply, whatever its status; of a 200 with `room` once there is some. `content` is JSON. Raises
+    async def request(
+        self, method: str, path: str, content: bytes | None = None, slot: ReplySlot | None = None
+    ) -> Reply:
+        """Return the whole reply of any status; that of a 200 is read in `slot`, if given. `content` is JSON. Raises
         aiohttp.ClientError and OSError."""
         if self._session is None:
             self._session = self._open()
         url = URL(self._url + path, encoded=True)
         headers = None if content is None else JSON
         async with self._session.request(method, url, data=content, headers=headers, allow_redirects=False) as reply:
-            read = reply.read() if room is None or reply.status != 200 else room.read(reply)
+            read = reply.read() if slot is None or reply.status != 200 else slot.read(reply)
             return Reply(reply.status, await read)
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The protocol of a rollout engine, for orchestrator and weight sync, whichever server is behind it.
+"""The protocol of a rollout engine, the same for every kind of server.
 
 Tokens in, tokens out. An engine samples groups, scores sequences, and swaps its weights; it knows nothing of rewards
-or training. Every call is bounded in time: what does not answer raises `EngineTimeout`.
+or training. Every call is bounded in time and raises `EngineTimeout`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineIncompatible(EngineError):
 
 
 class InvalidSample(EngineError):
-    """The engine answered, but the samples cannot be those of the request. Never to be trained on."""
+    """The engine answered, but the samples cannot be those of the request. They must never be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Engine(Protocol):
     url: str
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """The `n` samples, in the order of `seeds`. Raises `InvalidSample` and `EngineRefused`."""
+        """Return the `n` samples, in the order of `seeds`. Raises `InvalidSample` and `EngineRefused`."""
         ...
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -143,18 +143,18 @@ class Engine(Protocol):
         ...
 
     async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
-        """Values inside the pass that `score` makes of [S] int32, of every layer and operator that the server lets
-        be seen, and what `score` returns. Slow. Raises `InvalidSample` and `EngineRefused`."""
+        """Return values inside the pass that `score` makes of [S] int32, of every layer and operator that can be
+        hooked, and the scores. Slow. Raises `InvalidSample` and `EngineRefused`."""
         ...
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
-        """Serve the weights in the directory `path`, a model or a delta (`weights.delta`), as policy `version`; returns
-        the seconds in which it sampled nothing. When it raises `EngineRefused` the old weights still serve; after any
+        """Serve the weights in the directory `path`, a model or a delta (`weights.delta`), as policy `version`. Returns
+        the seconds without sampling. When it raises `EngineRefused` the old weights still serve; after any
         other error call it again before generating."""
         ...
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
-        """Makes the workers members of the trainer's group, and of no earlier one; returns when all have joined."""
+        """Make the workers members of the trainer's group, and of no earlier one. Returns when all have joined."""
         ...
 
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
@@ -162,40 +162,40 @@ class Engine(Protocol):
         after an error other than `EngineRefused` the engine is in no group."""
         ...
 
-    async def held_weights(self) -> Fingerprint:
-        """Fingerprints of the weights that the engine holds now, computed by it."""
+    async def weights_fingerprint(self) -> Fingerprint:
+        """Return fingerprints of the weights that the engine holds now, computed by it."""
         ...
 
     async def sleep(self) -> None:
-        """Gives the memory of weights and cache back once running requests have ended; serves nothing until it woke
-        and loaded weights."""
+        """Free the memory of weights and cache once running requests have ended. The engine serves nothing until it
+        woke and loaded weights."""
         ...
 
     async def wake(self) -> None:
-        """Takes the memory again; new weights must be loaded before anything is sampled."""
+        """Allocate the memory again. New weights must be loaded before sampling."""
         ...
 
     async def info(self) -> EngineInfo: ...
 
     async def version(self) -> int:
-        """Policy version now served; -1 when the weights are not one of ours."""
+        """Return the policy version now served; -1 if the weights are not one of ours."""
         ...
 
     async def health(self) -> None:
-        """Returns when the engine can serve, raises otherwise."""
+        """Return if the engine can serve, else raise."""
         ...
 
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
-        """Raises `EngineIncompatible` with every setting of the server that disagrees with `config`.
+        """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`.
 
         `vocab_size` is that of the trainer's model; None leaves it unchecked.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Ends a running request; `generate` returns what was sampled, with finish_reason "abort" where interrupted."""
+        """End a running request; `generate` returns what was sampled, with finish_reason "abort" where interrupted."""
         ...
 
     async def close(self) -> None:
-        """Releases connections; the server goes on."""
+        """Release connections. The server continues."""
         ...

@@ -1,4 +1,4 @@
-"""The secret of a run: who brings it may use the run's engines, nobody else. It is in one file and nowhere else."""
+"""The secret of a run, which every request to its engines must carry. It is stored in one file only."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-WRITTEN_S = 5.0  # for whoever makes it at the same moment to write it
+WRITTEN_S = 5.0  # for another process that creates it at the same moment to write it
 
 
 class NoSecret(ExpectedError, RuntimeError):
-    """The file that should hold it does not."""
+    """The file that should hold the secret does not."""
 
 
 def make_secret(config: Config) -> None:
-    """Makes RUN/secret unless it is there or `engine.secret_file` names another. Of several processes that make it at
+    """Create RUN/secret unless it exists or `engine.secret_file` names another. Of several processes that make it at
     once, one does. Raises `NoSecret` for a file without one."""
     run = RunDir(config.run.dir)
     run.make()
@@ -36,13 +36,13 @@ def make_secret(config: Config) -> None:
     try:
         found = wait_until(lambda: _read(path), WRITTEN_S, 0.05)
     except PermissionError:
-        raise NoSecret(f"{path}: is not for this user to read; whoever started the run can") from None
+        raise NoSecret(f"{path}: is not for this user to read; the user who started the run can") from None
     if not found:
         raise NoSecret(f"{path}: is empty; {remedy}")
 
 
 def read_secret(config: Config) -> str | None:
-    """That of the engines of this run, or None where there is none that this user may read: engines then refuse.
+    """Return the secret of this run's engines; None if this user can read none, and engines then reject requests.
 
     Raises `NoSecret` for one that no request can bring.
     """
@@ -73,14 +73,14 @@ def _close_to_others(path: Path, remedy: str) -> None:
     except FileNotFoundError:
         raise NoSecret(f"engine.secret_file = {path}: does not exist") from None
     if mode & 0o077:
-        with contextlib.suppress(OSError):  # it is another user's, or nobody may write there
+        with contextlib.suppress(OSError):  # it is another user's, or the file system is read-only
             path.chmod(0o600)
         log.warning("%s could be read by others (mode %o); %s", path, mode, remedy)
 
 
 def _read(path: Path) -> str:
-    """Of one line of ASCII: an error about a header with anything else would show it."""
+    """Return one line of ASCII: an HTTP client's error about a header with anything else would show the secret."""
     secret = path.read_bytes().decode("ascii", errors="replace").strip()
     if not (secret.isascii() and secret.isprintable()):
-        raise NoSecret(f"{path}: holds more than a line of ASCII; leave the secret alone in it")
+        raise NoSecret(f"{path}: holds more than a line of ASCII; leave only the secret in it")
     return secret

@@ -1,46 +1,115 @@
-"""What the engines of a run serve: the model they start with, and whether a running server suits the run."""
+"""The interface of a kind of engine before a server runs, and how servers start on this machine.
+
+Rules between settings use this file, so it imports torch only where a function needs it.
+"""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.hf import inverse_frequencies, padded_vocab_size, read_hf_config
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weights.fingerprint import Fingerprint, of_workers
 
-from .exact import Exact
-from .protocol import EngineError, EngineIncompatible, EngineInfo
+from .guard.asgi import SECRET_VARIABLE
+
+if TYPE_CHECKING:
+    from dppo_megatron.hf import HFModelConfig
+
+    from .byte_budget import ByteBudget
+    from .protocol import Engine
 
 Device = Literal["cpu", "cuda"]
 
 
 class Node(NamedTuple):
-    """A node of an engine that spans several, and where node 0, which answers requests, lets all of them meet."""
+    """A node of an engine that spans several, and the address of node 0, which answers requests."""
 
     rank: int
     host: str
     port: int
 
 
+class EngineKind(ABC):
+    """One kind of server. Problems are lines `setting = value: why; remedy`; by default a kind serves every setting."""
+
+    secret_variables: tuple[str, ...] = (SECRET_VARIABLE,)  # of its environment; they hold the run's secret
+    own_receiver = False  # workers receive broadcast weights by our `WeightReceiver`, not by code of the server's own
+    install = ""  # where to get an environment that has it; appended to the error about a missing package
+
+    @abstractmethod
+    def client(self, config: Config, url: str, budget: ByteBudget | None) -> Engine:
+        """Return a client of the server at `url`. Opens no connection yet."""
+
+    @abstractmethod
+    def python(self, config: Config) -> Path:
+        """Return the interpreter that runs the server."""
+
+    @abstractmethod
+    def command(self, config: Config, port: int, model: Path, version: int, node: Node | None = None) -> list[str]:
+        """Return the argv of a server of policy `version`; `node`: None for an engine of one node."""
+
+    @abstractmethod
+    def environment(self, config: Config, version: int) -> dict[str, str]:
+        """Return the variables to add to this process's own."""
+
+    @abstractmethod
+    def update_bytes(self, module: int, bucket: int, config: Config) -> int:
+        """Return the bytes that a GPU holds in addition to weights and cache while an update loads.
+
+        module: bytes of the largest module, unsharded; bucket: bytes of a broadcast bucket, 0 when weights are files.
+        """
+
+    def problems(self, config: Config) -> list[str]:
+        """Return why this kind cannot serve these settings."""
+        return []
+
+    def eval_problems(self, config: Config) -> list[str]:
+        """Return why this kind cannot sample the sets of `eval`."""
+        return []
+
+    def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
+        """Return why this kind cannot serve the model with these settings."""
+        return []
+
+    def cpu_problems(self, config: Config) -> list[str]:
+        """Return why this kind cannot serve these settings on a machine without GPUs."""
+        return []
+
+    def more_packages(self, config: Config, *, cuda: bool) -> dict[str, str]:
+        """Return the packages that its interpreter needs besides the server, each with the problem if it is missing.
+
+        `{python}` in a problem stands for the interpreter. cuda: whether the servers run on GPUs.
+        """
+        return {}
+
+    def rank_environment(self, config: Config) -> dict[str, str]:
+        """Return variables that trainer ranks need for a broadcast to this kind, unless the user has set them."""
+        return {}
+
+    def stage_layers(self, layers: int, stages: int) -> list[int]:
+        """Return the number of layers of each pipeline stage."""
+        return [layers]
+
+
 # Tens of microseconds by libgomp's count, longer than most pauses between two operators of a small model: an eighth of
-# the time of sampling at 20 M parameters. Three times as long takes the cores from whoever else has work for them.
+# the time of sampling at 20 M parameters. Three times as long takes the cores from other processes.
 SPINS = 3000
 CPU_KV_CACHE_BYTES = 2**30  # by default engines take a share of all memory, which other processes need as well
 
 
 def device_here() -> Device:
-    """What servers started on this machine run on."""
+    """Return the device of servers that are started on this machine."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def cpu_threads(config: Config) -> dict[str, str]:
-    """Variables for a server on CPUs: a thread for each core, asleep while trainer and API process compute."""
+    """Return the variables for a server on CPUs: a thread for each core, asleep while trainer and API process
+    compute."""
     variables = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_WAIT_POLICY": "PASSIVE"}
     if config.engine.count == 1:  # engines that share the cores would spin while another one computes
         variables["GOMP_SPINCOUNT"] = str(SPINS)
@@ -49,16 +118,22 @@ def cpu_threads(config: Config) -> dict[str, str]:
 
 def start_model(config: Config) -> Path:
     """`model.path`, or with `engine.quantization: fp8_block` the quantised copy in the run directory
-    (`launch.engine`), for an engine takes only weights that are stored as those it started with."""
+    (`launch.quantized`), for an engine takes only weights that are stored as those it started with."""
+    from dppo_megatron.hf import read_hf_config
+
     if not config.engine.serves_fp8 or read_hf_config(config.model.path).quantization is not None:
         return config.model.path
     return RunDir(config.run.dir).quantized_start
 
 
 def exact_environment(config: Config) -> dict[str, str]:
-    """What a server must be told with `engine.exact`; else nothing."""
+    """Return the variables for a server with `engine.exact`, else none."""
     if not config.engine.exact:
         return {}
+    from dppo_megatron.hf import inverse_frequencies, padded_vocab_size, read_hf_config
+
+    from .exact import Exact
+
     hf, ranks = read_hf_config(config.model.path), config.parallel.tensor
     return Exact(
         tensor=ranks,
@@ -67,73 +142,3 @@ def exact_environment(config: Config) -> dict[str, str]:
         shard_columns=padded_vocab_size(hf.vocab_size, ranks) // ranks,
         fp32_head=config.model.fp32_head,
     ).to_environment()
-
-
-def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | None) -> None:
-    """Raises `EngineIncompatible` with every setting of the server that disagrees with `config`, and its remedy.
-
-    `vocab_size` is that of the trainer's model; None leaves it unchecked.
-    """
-    rollout, engine = config.rollout, config.engine
-    cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size
-    dtype = DTYPES[engine.dtype].long
-    setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
-    longest = config.data.max_prompt_tokens + response
-    problems = [
-        (
-            info.logprobs_mode != "processed_logprobs",
-            f"logprobs mode {info.logprobs_mode}: log-probs are not those of the sampled distribution; start it "
-            "with --logprobs-mode processed_logprobs (vLLM) or without SGLANG_RETURN_ORIGINAL_LOGPROB (SGLang)",
-        ),
-        (
-            rollout.topk_logprobs > cap,
-            f"returns at most {cap} top-K log-probs a token, rollout.topk_logprobs = {rollout.topk_logprobs}; start it "
-            "with a higher --max-logprobs (engine.max_logprobs) or lower K",
-        ),
-        (
-            rollout.topk_logprobs > info.vocab_size,
-            f"vocabulary of {info.vocab_size}, rollout.topk_logprobs = {rollout.topk_logprobs}; lower K",
-        ),
-        (
-            info.max_model_len < longest,
-            f"sequences of at most {info.max_model_len} tokens, data.max_prompt_tokens = "
-            f"{config.data.max_prompt_tokens} + {setting} = {response}: responses "
-            "would be truncated; raise --max-model-len or --context-length (engine.max_model_len)",
-        ),
-        (
-            info.dtype != dtype,
-            f"runs in {info.dtype}, engine.dtype = {engine.dtype}; start it with --dtype {dtype} or change the setting",
-        ),
-        (
-            vocab_size is not None and info.vocab_size != vocab_size,
-            f"vocabulary of {info.vocab_size}, the model in {config.model.path} has {vocab_size}; start it from "
-            "that model",
-        ),
-        (
-            rollout.routing_replay and not info.routed_experts,
-            "does not return routed experts, which rollout.routing_replay needs; start it with "
-            "--enable-return-routed-experts, or set rollout.routing_replay to false",
-        ),
-        (
-            rollout.has_sampling_mask and not info.sampling_mask,
-            f"does not report which tokens rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = "
-            f"{rollout.min_p} left to draw from, which the trainer replays; start it with --return-sampling-mask (vLLM "
-            "on GPUs), or set them to 1, -1 and 0",
-        ),
-    ]
-    wrong = [*info.problems, *(message for is_wrong, message in problems if is_wrong)]
-    if wrong:
-        raise EngineIncompatible(f"engine {url} does not suit this run:\n  " + "\n  ".join(wrong))
-
-
-def held_weights(url: str, workers: Any) -> Fingerprint:
-    """Of an engine, from what its workers report. Raises `EngineError` where they hold unequal copies."""
-    try:
-        whole, unequal = of_workers(
-            {group: share and (int(share[0]), int(share[1])) for group, share in worker.items()} for worker in workers
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise EngineError(f"engine {url}: fingerprints of its weights: garbled reply: {error}") from None
-    if unequal:
-        raise EngineError(f"engine {url}: its workers hold unequal copies of {', '.join(unequal)}")
-    return whole

@@ -1,7 +1,7 @@
 """Values inside one forward pass of a served model, recorded by hooks under the names that the trainer gives them.
 
-vLLM and SGLang name their modules alike. In need of torch alone, and of no other module: an SGLang server loads this
-file by its path.
+vLLM and SGLang name their modules alike. Depends only on torch and on no other module, because an SGLang server
+loads this file by its path.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ UNSEEN = (
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
-class Recorder:
-    """Records the pass of `model` that reads `token_ids`, alone or beside others, from now until `take`."""
+class TraceRecorder:
+    """Record the pass of `model` that reads `token_ids`, also in a batch with others, until `take`."""
 
     def __init__(self, model: nn.Module, token_ids: list[int]):
         self._token_ids = token_ids
@@ -45,7 +45,8 @@ class Recorder:
         ]
 
     def take(self) -> Trace:
-        """What was recorded, on the CPU; the hooks are gone. Empty where no pass read the tokens, or no hook saw it."""
+        """Remove the hooks and return the recorded values on the CPU. Empty where no pass read the tokens, or no
+        hook saw it."""
         for hook in self._hooks:
             hook.remove()
         return self._trace
@@ -82,7 +83,7 @@ class Recorder:
 
 
 def joined(parts: list[Trace], sharded: frozenset[str] = SHARDED) -> Trace:
-    """One trace of those of all tensor-parallel ranks, in their order."""
+    """Return one trace from those of all tensor-parallel ranks, given in rank order."""
     first = parts[0]
     return {
         key: torch.cat([part[key] for part in parts], dim=-1) if key[1] in sharded and len(parts) > 1 else value

@@ -112,7 +112,7 @@ class LiveEngines:
             pause_s = await load(client)
             load_s = time.perf_counter() - started
             scores = await client.score(tokens)
-            held = await client.held_weights() if self._config.weight_sync.fingerprint else {}
+            held = await client.weights_fingerprint() if self._config.weight_sync.fingerprint else {}
             confirmation = Confirmation(client.url, engines[client.url].instance, scores, load_s, pause_s, held)
             info = await client.info()
             if (info.instance, info.version) != (confirmation.instance, version):

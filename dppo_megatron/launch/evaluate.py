@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.checks import evaluation, sampling
+from dppo_megatron.checks import sampling
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import changed_settings, unusable_directory
 from dppo_megatron.common.files import output, read_json, write_json
@@ -53,7 +53,7 @@ def evaluate_model(
     if urls:
         config = with_settings(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
     config = fit_engines(config, visible_devices())
-    problems = sampling.lengths(config) + evaluation.problems(config) + unusable_directory(config)
+    problems = sampling.lengths(config) + sampling.eval_problems(config) + unusable_directory(config)
     if problems := problems + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
     name = "running" if model is None else model.absolute().name

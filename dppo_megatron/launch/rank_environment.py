@@ -6,20 +6,13 @@ import os
 import subprocess
 
 from dppo_megatron.config import Config
-
-_NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
+from dppo_megatron.engines.kinds import kind_of
 
 
 def connection_environment(config: Config) -> dict[str, str]:
-    """Return variables for CUDA's queues and NCCL's buffers. Does not replace variables that are set.
-
-    `NCCL_CUMEM_ENABLE=0` where SGLang receives broadcasts: it sets 0 for itself, and both ends must agree.
-    """
-    environment = _hardware_queues(config)
-    broadcast = config.samples and config.weight_sync.transport == "broadcast"
-    if config.engine.kind == "sglang" and broadcast and _NCCL_CUMEM not in os.environ:
-        environment[_NCCL_CUMEM] = config.engine.env.get(_NCCL_CUMEM, "0")
-    return environment
+    """Return the variables for CUDA's queues and broadcasts to engines. A variable that is already set stays."""
+    wanted = kind_of(config).rank_environment(config) if config.samples else {}
+    return _hardware_queues(config) | {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _hardware_queues(config: Config) -> dict[str, str]:

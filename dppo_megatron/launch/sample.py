@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.checks import check_run_dir, data, environment, reward, settings_problems
+from dppo_megatron.checks import check_run_dir, data, settings_problems
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import unusable_directory
+from dppo_megatron.checks.user_code import environment_problems, reward_problems
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
 from dppo_megatron.config.schema import ObjectiveConfig, ParallelConfig
 from dppo_megatron.config.task import EvalConfig
@@ -35,7 +36,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
     tools: list[dict[str, Any]] = []
     problems = settings_problems(config) + unusable_directory(config)
     problems += gpu_problems(config, visible_devices(), trains=False)
-    problems += reward.problems(config) + environment.problems(config, tools)
+    problems += reward_problems(config) + environment_problems(config, tools)
     problems += data.problems(config, None, notes, problems, tools)
     if config.model.weights is not None:
         problems.append(

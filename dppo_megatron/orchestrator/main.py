@@ -15,7 +15,7 @@ from dppo_megatron.common.process import raise_open_files_limit
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
-from dppo_megatron.engines.inflow import Inflow
+from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.serving import start_model
@@ -114,12 +114,12 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
         await engine.check_compatible(config, vocab_size=setting.vocab_size)
 
     await _check_all(config, check)
-    inflow = Inflow()
+    budget = ByteBudget()
     pool = EnginePool(
         config,
         services=lambda: engine_services(config, run),
         published=published,
-        build=lambda config, url: build_engine(config, url, inflow),
+        build=lambda config, url: build_engine(config, url, budget),
         check=check,
         trainer=prompts is None,
     )
@@ -153,7 +153,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
                 episodes=episodes,
                 journals=journals,
                 prompts_in_all=prompts,
-                inflow=inflow,
+                budget=budget,
             ).run()
 
 

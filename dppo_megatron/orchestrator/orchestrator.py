@@ -23,7 +23,7 @@ import numpy as np
 
 from dppo_megatron.bank import BankTimeout, BankWriter
 from dppo_megatron.config import Config
-from dppo_megatron.engines.inflow import Inflow
+from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes, training_request
 from dppo_megatron.environments.journals import Journals
@@ -83,11 +83,11 @@ class Orchestrator:
     episodes: Episodes | None = None  # where the policy answers in turns
     journals: Journals | None = None  # of the turns
     prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = as many as a trainer needs
-    inflow: Inflow | None = None  # of the engines' clients
+    budget: ByteBudget | None = None  # of the engines' clients
 
     def __post_init__(self) -> None:
         rollout, episodes = self.config.rollout, self.episodes
-        self._waiting = WaitingGroups(self.inflow or Inflow(), RunDir(self.config.run.dir).bank)
+        self._waiting = WaitingGroups(self.budget or ByteBudget(), RunDir(self.config.run.dir).bank)
         played = str if episodes is None else lambda: episodes.environments.frequent_failure
         self._filter = SignalFilter(rollout, lambda: self.rewards.last_failure, played)
         self._evaluations: set[asyncio.Task] = set()  # that run

@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from dppo_megatron.engines.inflow import Inflow
+from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -26,20 +26,20 @@ _ALIGNMENT = 64
 
 
 class WaitingGroups:
-    """Charges the bytes of waiting groups to `inflow`; those beyond half of its room are spilled to `directory`.
+    """Charges the bytes of waiting groups to `budget`; those beyond half of its room are spilled to `directory`.
 
     So at least half stays for replies that arrive. A file has no name, and is gone when its group is.
     """
 
-    def __init__(self, inflow: Inflow, directory: Path):
-        self._inflow = inflow
+    def __init__(self, budget: ByteBudget, directory: Path):
+        self._budget = budget
         self._directory = directory
         self._kept: dict[int, int] = {}  # bytes by prompt position
 
     async def keep(self, position: int, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """The samples of one group, in memory or in a file. `release` them."""
         size = sum(array.nbytes for rollout in rollouts for _, array in _arrays(rollout))
-        fits = self._inflow.kept + size <= self._inflow.most // 2
+        fits = self._budget.charged + size <= self._budget.limit // 2
         self._charge(position, size)
         if fits or not size:
             return tuple(rollouts)
@@ -53,11 +53,11 @@ class WaitingGroups:
 
     def release(self, position: int) -> None:
         """The group is stored, dropped or given up."""
-        self._inflow.give_back(self._kept.pop(position, 0))
+        self._budget.refund(self._kept.pop(position, 0))
 
     def _charge(self, position: int, size: int) -> None:
         self._kept[position] = size
-        self._inflow.keep(size)
+        self._budget.charge(size)
 
 
 def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
+from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.hf import HFModelConfig, WeightMap, fp8
 from dppo_megatron.hf.peft import adapter_shapes
 from dppo_megatron.hf.safetensors_file import TensorInfo
@@ -53,16 +54,9 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _REPLICATED = re.compile(r"norm\.weight$|norm\.bias$|\.gate\.|\.(q_a_proj|kv_a_proj_with_mqa)\.")
 
 
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as vLLM splits them (vllm/distributed/utils.py, get_pp_indices): those that are left over
-    go to the last stages but the very last, which has the head."""
-    each, left = divmod(layers, stages)
-    return [each + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
-
-
 def _stage_bytes(hf: HFModelConfig, config: Config) -> list[int]:
     """Weights of one GPU of each stage."""
-    counts = stage_layers(hf.num_layers, config.engine.pipeline_parallel)
+    counts = kind_of(config).stage_layers(hf.num_layers, config.engine.pipeline_parallel)
     stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
     sums = [0] * len(counts)
     for name, info in _published(hf, config).items():
@@ -96,13 +90,7 @@ def _module(name: str) -> str:
 
 
 def update_bytes(hf: HFModelConfig, config: Config) -> int:
-    """Bytes that one GPU of an engine holds at most, beside weights and cache, while it loads new weights.
-
-    vLLM (model_executor/model_loader/reload/layerwise.py) keeps what arrives of a module until the module is complete,
-    makes its shard anew, processes it into the form of its kernels and copies that over the old one: for the largest
-    module the shard twice, and where weights arrive on the GPU, by broadcast, all of the module, unsharded, with the
-    bucket that is on its way. SGLang loads a bucket at once.
-    """
+    """Bytes that one GPU of an engine holds at most, beside weights and cache, while it loads new weights."""
     sizes: Counter[str] = Counter()
     largest = 0
     for name, info in _published(hf, config).items():
@@ -110,10 +98,7 @@ def update_bytes(hf: HFModelConfig, config: Config) -> int:
         largest = max(largest, info.nbytes)
     broadcast = config.weight_sync.transport == "broadcast"
     bucket = max(config.weight_sync.bucket_bytes or BUCKET_BYTES["nccl"], largest) if broadcast else 0
-    if config.engine.kind != "vllm":
-        return bucket
-    whole = max(sizes.values())
-    return 2 * -(-whole // config.engine.tensor_parallel) + (whole + bucket if broadcast else 0)
+    return kind_of(config).update_bytes(max(sizes.values()), bucket, config)
 
 
 def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> EngineMemory | None:
@@ -127,7 +112,7 @@ def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> Engi
         width = 2 * max(1, hf.num_kv_heads // engine.tensor_parallel) * hf.head_dim
     usable = int(hardware.memory_bytes * (1 - UNUSED)) - hardware.reserved_bytes
     update, stages = update_bytes(hf, config), []
-    layers = stage_layers(hf.num_layers, engine.pipeline_parallel)
+    layers = kind_of(config).stage_layers(hf.num_layers, engine.pipeline_parallel)
     for weights, count in zip(_stage_bytes(hf, config), layers, strict=True):
         cache = usable - weights
         if engine.kv_cache_bytes is not None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dppo_megatron.checks import cluster as cluster_rules
-from dppo_megatron.checks import serving, settings_problems
-from dppo_megatron.checks.cluster import devices_needed
+from dppo_megatron.checks import engine, settings_problems
+from dppo_megatron.checks.devices import cluster_problems, devices_needed
 from dppo_megatron.checks.model import on_any_machine
 from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config, ConfigError
@@ -106,7 +105,7 @@ def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFMod
     from dppo_megatron.actor.model_config import model_problems
     from dppo_megatron.actor.precision import capability_problems
 
-    out = settings_problems(config) + cluster_rules.problems(config, cluster.nodes, cluster.gpus_per_node)
+    out = settings_problems(config) + cluster_problems(config, cluster.nodes, cluster.gpus_per_node)
     if rank is not None and not 0 <= rank < config.parallel.world_size:
         out.append(f"--rank {rank}: parallel.world_size = {config.parallel.world_size}")
     out += capability_problems(config, cluster.hardware.capability)
@@ -116,7 +115,7 @@ def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFMod
         return None, out + [f"model.path = {error.source}: {problem}" for problem in error.problems]
     out += model_problems(hf, on_any_machine(config))
     if config.started_engines:
-        out += serving.problems(config, hf)
+        out += engine.model_problems(config, hf)
     return hf, list(dict.fromkeys(out))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dppo_megatron.actor import Actor
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
-from dppo_megatron.engines.kinds import KINDS
+from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.hf import ModelError, export_weights
@@ -63,8 +63,8 @@ class Broadcast(Transport):
         self._stored = stored
         self._timeout_s = config.weight_sync.timeout_s
         self._on_update = config.rollout.on_update
-        # See `WeightRendezvous.channel`.
-        self._first_byte = actor.layout.device if KINDS[config.engine.kind].own_receiver else None
+        # See `Rendezvous.channel`.
+        self._first_byte = actor.layout.device if kind_of(config).own_receiver else None
         self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
         self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
         self._streams: tuple[tuple[Bucket, ...], ...] = ()  # of all source ranks

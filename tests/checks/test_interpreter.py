@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from dppo_megatron.checks import interpreter
+from dppo_megatron.checks import engine
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
 from tests.support.configs import make_config
@@ -36,7 +36,7 @@ def config(kind: str, placement: str = "colocated", gpus_per_node: int = 0) -> C
 
 def problems(config: Config, device: str, monkeypatch, **where: bool) -> list[str]:
     monkeypatch.setattr("dppo_megatron.engines.serving.device_here", lambda: device)
-    return interpreter.problems(config, **where)
+    return engine.environment_problems(config, **where)
 
 
 def test_sglang_engines_that_sleep_on_gpus_need_the_memory_saver(environment, monkeypatch):
@@ -60,11 +60,11 @@ def test_of_a_run_elsewhere_its_own_devices_count(environment, monkeypatch, gpus
 
 @pytest.mark.parametrize("does", [f"sleep 1000 {MARK} & wait", f"yes {MARK}", f"yes {MARK} >&2 & wait"], ids=range(3))
 def test_an_interpreter_that_hangs_or_prints_without_end_is_named_and_ended(tmp_path, monkeypatch, does):
-    monkeypatch.setattr(interpreter, "ANSWER_S", 0.5)
+    monkeypatch.setattr(engine, "ANSWER_S", 0.5)
     (tmp_path / "python").write_text(f"#!/bin/sh\n{does}\n")
     (tmp_path / "python").chmod(0o755)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (told,) = interpreter.problems(make_config(engine={"python": tmp_path / "python"}))
+    (told,) = engine.environment_problems(make_config(engine={"python": tmp_path / "python"}))
     assert told.startswith(f"engine.python = {tmp_path / 'python'}: cannot be run (no answer in 0.5 s); ")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + (64 << 10)  # KiB
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.checks import data, preflight, reward
+from dppo_megatron.checks import data, preflight, user_code
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.convert.job import Worker, convert
 from dppo_megatron.convert.layout import TargetLayout
@@ -44,6 +44,14 @@ def found(tree: dict, place: str = "run") -> str:
     with pytest.raises(ConfigError) as raised:
         preflight(Config.model_validate(tree), "config.yaml", place=place)
     return "\n".join(raised.value.violations)
+
+
+def changed_model(task: Path, directory: Path, **settings: object) -> str:
+    """Return the path of a copy of the task's model with other settings in its config.json."""
+    model = shutil.copytree(task / "random_model", directory)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | settings))
+    return str(model)
 
 
 def test_a_good_config_says_what_will_be_trained(tree):
@@ -141,21 +149,28 @@ def test_pairs_of_mistakes_are_one_line_each_and_do_not_hide_one_another(tree, t
     assert "data.max_prompt_tokens = 1024 + rollout.max_response_tokens = 4: the model was made for 64" in problems
 
 
-def test_topk_methods_need_listed_tokens(tree):
-    tree["objective"] = {"name": "dppo_topk_tv"}
-    assert "rollout.topk_logprobs = 0" in found(tree)
-
-
-def test_an_engine_longer_than_the_model_is_refused(tree):
-    tree["engine"]["max_model_len"] = 65
-    assert "engine.max_model_len = 65: the model was made for 64 positions" in found(tree)
-
-
-def test_tokens_that_the_model_does_not_have_are_refused(tree):
-    tree["rollout"] |= {"stop_token_ids": [3, 16], "topk_logprobs": 17}
-    problems = found(tree)
-    assert "rollout.stop_token_ids = 16: the model has the tokens 0 to 15" in problems
-    assert "rollout.topk_logprobs = 17: the model has 16 tokens" in problems
+@pytest.mark.parametrize(
+    ("section", "changes", "problem"),
+    [
+        (
+            "objective",
+            {"name": "dppo_topk_tv"},
+            "rollout.topk_logprobs = 0: objective dppo_topk_tv compares",
+        ),
+        ("engine", {"max_model_len": 65}, "engine.max_model_len = 65: the model was made for 64 positions"),
+        ("engine", {"tensor_parallel": 3}, "engine.tensor_parallel = 3: does not divide"),
+        ("rollout", {"stop_token_ids": [3, 16]}, "rollout.stop_token_ids = 16: the model has the tokens 0 to 15"),
+        ("rollout", {"topk_logprobs": 17}, "rollout.topk_logprobs = 17: the model has 16 tokens"),
+        (
+            "reward",
+            {"name": "absent_module:reward"},
+            "Add its directory to PYTHONPATH, start in the directory",
+        ),
+    ],
+)
+def test_settings_that_the_model_or_the_code_contradicts_are_refused(tree, section, changes, problem):
+    tree[section] = tree.get(section, {}) | changes
+    assert problem in found(tree)
 
 
 def test_fp8_engines_are_refused_on_a_cpu(tree, task, tmp_path, monkeypatch):
@@ -190,11 +205,6 @@ def test_what_only_a_gpu_computes_is_asked_of_the_node_not_of_where_the_job_is_s
     problems = found(tree, "elsewhere")
     assert "set model.dtype to bf16" in problems
     assert "parallel.tensor = 8" in problems
-
-
-def test_an_engine_that_cannot_split_the_heads_is_refused(tree):
-    tree["engine"]["tensor_parallel"] = 3
-    assert "engine.tensor_parallel = 3: does not divide" in found(tree)
 
 
 def test_a_missing_model_directory_is_one_violation_beside_all_others(tree, tmp_path):
@@ -233,29 +243,21 @@ def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, ta
     convert(lambda: ToMegatron(task / "random_model", checkpoint, TargetLayout(tensor=2)), worker=Worker())
     tree["model"]["weights"] = str(checkpoint)
     preflight(Config.model_validate(tree), "config.yaml")
-    other = shutil.copytree(task / "random_model", tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
-    tree["model"]["path"] = str(other)
+    tree["model"]["path"] = changed_model(task, tmp_path / "other", rms_norm_eps=0.5)
     assert "rms_norm_eps = 1e-06 in the checkpoint, 0.5 in" in found(tree)
 
 
-def test_a_foreign_model_lists_the_supported_ones(tree, task, tmp_path):
-    model = shutil.copytree(task / "random_model", tmp_path / "foreign")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    tree["model"]["path"] = str(model)
-    problems = found(tree)
-    assert "MambaForCausalLM" in problems
-    assert "Qwen3ForCausalLM" in problems
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tree, task, tmp_path):
-    model = shutil.copytree(task / "random_model", tmp_path / "small")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 12}))
-    tree["model"]["path"] = str(model)
-    assert "tokenizer has 16 tokens but the model only 12" in found(tree)
+@pytest.mark.parametrize(
+    ("settings", "problems"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"vocab_size": 12}, ["tokenizer has 16 tokens but the model only 12"]),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(tree, task, tmp_path, settings, problems):
+    tree["model"]["path"] = changed_model(task, tmp_path / "other", **settings)
+    text = found(tree)
+    assert all(problem in text for problem in problems)
 
 
 def test_malformed_prompt_lines_are_numbered(tree, tmp_path):
@@ -339,7 +341,7 @@ def test_a_reward_that_scores_nothing_is_refused_and_one_that_raises_is_noted(
         train={"steps": 1},
     )
     notes = []
-    problems = data.problems(config, None, notes, []) + reward.problems(config)
+    problems = data.problems(config, None, notes, []) + user_code.reward_problems(config)
     for found, wanted in ((problems, problem), (notes[2:], note)):
         assert len(found) == (wanted is not None), found
         pattern = (
@@ -348,8 +350,21 @@ def test_a_reward_that_scores_nothing_is_refused_and_one_that_raises_is_noted(
         assert re.search(rf"reward\.name = {name}:reward: .*{pattern}$", found[0]) if found else not wanted
 
 
-def test_a_module_that_is_nowhere_is_answered_with_where_modules_are_found(tree):
-    tree["reward"] = {"name": "absent_module:reward"}
-    assert "Add its directory to PYTHONPATH, start in the directory that holds it, or correct reward.name" in found(
-        tree
+def test_a_supervised_objective_under_another_name_is_refused_and_the_reverse(tree):
+    sampled = found(tree | {"objective": {"name": "pg_is", "settings": {"supervised": True, "importance": "none"}}})
+    assert "objective.settings.supervised = true: objective.name = pg_is learns from sampled rollouts" in sampled
+    given = found(tree | {"objective": {"name": "nll", "settings": {"supervised": False}}})
+    assert "objective.settings.supervised = false: objective.name = nll learns from given answers" in given
+    preflight(Config.model_validate(tree | {"objective": {"name": "nll"}}), "config.yaml")
+
+
+def test_an_objective_that_cannot_describe_itself_is_named(tree, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "speechless.py").write_text(
+        "from dppo_megatron.objectives import Objective, ObjectiveSettings\n"
+        "class Speechless(Objective):\n    def describe(self):\n        return self.words\n"
+        "mine = Speechless('mine', ObjectiveSettings(delta=0.1))\n"
+    )
+    assert "objective.name = speechless:mine: describe() failed: AttributeError" in found(
+        tree | {"objective": {"name": "speechless:mine"}}
     )

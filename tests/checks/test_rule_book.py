@@ -1,4 +1,4 @@
-"""Whoever looks for a rule finds it from one page, and every rule file has the same shape."""
+"""CONTRIBUTING.md lists every rule file, and all have the same shape."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 RULES = {module.name for module in pkgutil.iter_modules(checks.__path__)}
 
 
-def test_every_rule_file_has_one_function_of_the_config():
+def test_every_rule_file_has_rules_of_the_config():
     for name in RULES:
-        signature = inspect.signature(importlib.import_module(f"dppo_megatron.checks.{name}").problems)
-        assert next(iter(signature.parameters)) == "config", name
-        assert signature.return_annotation == "list[str]", name
+        module = importlib.import_module(f"dppo_megatron.checks.{name}")
+        rules = [rule for rule in vars(module) if re.fullmatch(r"([a-z]+_)?problems", rule)]
+        assert rules, name
+        for rule in rules:
+            signature = inspect.signature(getattr(module, rule))
+            assert next(iter(signature.parameters)) == "config", f"{name}.{rule}"
+            assert signature.return_annotation == "list[str]", f"{name}.{rule}"
 
 
 def test_the_page_names_every_rule_file():

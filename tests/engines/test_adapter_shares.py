@@ -87,7 +87,7 @@ def sglang_shares(rank: int, size: int, replicas: int = 1) -> WorkerSums:
         max_lora_rank=ROOM,
         lora_modules=[{}, layers],
     )
-    return dppo_sglang_plugin.held_weights(model)
+    return dppo_sglang_plugin.weights_fingerprint(model)
 
 
 def vllm_shares(*place: int) -> WorkerSums:

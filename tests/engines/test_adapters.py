@@ -89,9 +89,9 @@ def test_what_an_engine_samples_scores_and_holds_is_of_the_merged_model(adapted,
 
     async def each(engine: Engine):
         await engine.load_weights(first, 1)
-        samples, held = await engine.generate(group("one")), await engine.held_weights()
+        samples, held = await engine.generate(group("one")), await engine.weights_fingerprint()
         await engine.load_weights(second, 2)
-        return samples, held, await engine.score(PROMPT), await engine.held_weights(), await engine.version()
+        return samples, held, await engine.score(PROMPT), await engine.weights_fingerprint(), await engine.version()
 
     samples, held_one, scores, held_two, version = adapted.use(each)
     reference = merged(adapted, one)

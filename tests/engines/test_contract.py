@@ -312,5 +312,4 @@ def test_a_server_of_another_kind_is_named(served):
 def test_server_log_shows_no_failure(served):
     log = served.log.read_text()
     assert "ERROR" not in log
-    assert "each sample is sent by itself" not in log  # vLLM has what fan_out.py needs
     assert "Traceback" not in log.partition("fired up and ready")[2]  # SGLang greets itself before it answers

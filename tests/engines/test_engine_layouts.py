@@ -7,13 +7,12 @@ import re
 import pytest
 
 from dppo_megatron.checks import engine as rules
-from dppo_megatron.checks import serving
 from dppo_megatron.engines.kinds import server_command
 from dppo_megatron.engines.serving import Node
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.weights.fingerprint import differing
-from tests.engines.test_held_weights import fingerprint as expected
-from tests.engines.test_held_weights import weights_of
+from tests.engines.test_fingerprints import fingerprint as expected
+from tests.engines.test_fingerprints import weights_of
 from tests.support.configs import make_config
 from tests.support.engines import engine_config, make_model, running_server, with_engine
 
@@ -68,7 +67,7 @@ def test_workers_of_every_kind_tell_what_they_hold(model, mixture, tmp_path, exp
         info, held = await client.info(), []
         for version, path in enumerate((other, start), 1):
             await client.load_weights(path, version, "abort")
-            held.append(await client.held_weights())
+            held.append(await client.weights_fingerprint())
         return info.workers, held
 
     with running_server(config, tmp_path / "log", version=0) as url:
@@ -115,7 +114,7 @@ def test_layouts_that_do_not_suit_the_model(model, mixture):
     dense, experts = read_hf_config(model), read_hf_config(mixture)
 
     def problems(hf, **engine):
-        return serving.problems(engine_config(model, **engine), hf)
+        return rules.model_problems(engine_config(model, **engine), hf)
 
     assert problems(dense, pipeline_parallel=4) == []
     (many,) = problems(dense, pipeline_parallel=5)

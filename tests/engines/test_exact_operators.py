@@ -16,8 +16,8 @@ from torch import nn
 from dppo_megatron.common.row_math import product
 from dppo_megatron.engines import exact, kinds
 from dppo_megatron.engines.exact import Exact, NoExactOperator, Operators
+from dppo_megatron.engines.sglang.kind import PLUGIN
 from dppo_megatron.engines.sglang.plugin.exact_server import sample
-from dppo_megatron.engines.sglang.server import PLUGIN
 from dppo_megatron.vocab_parallel import compiled, token_statistics
 from tests.support.engines import VOCAB, engine_config, make_model
 

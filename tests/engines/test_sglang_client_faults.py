@@ -12,10 +12,10 @@ import pytest
 
 from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, InvalidSample
 from dppo_megatron.engines.sglang import client as sglang_client
 from dppo_megatron.engines.sglang.client import SglangEngine
-from dppo_megatron.engines.sglang.server import sglang_command
 from dppo_megatron.engines.sglang.wire import child_ids
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.hf import read_hf_config
@@ -210,15 +210,15 @@ def test_a_group_whose_ends_share_memory_otherwise_is_refused_before_anybody_wai
 
 
 def test_a_server_without_our_plugin_says_how_to_get_it(config, model):
-    replies = {"/weights_checker": [say({"success": False, "message": "Unsupported action='dppo_held_weights'"}, 400)]}
+    replies = {"/weights_checker": [say({"success": False, "message": "Unsupported action='dppo_fingerprint'"}, 400)]}
     with pytest.raises(EngineIncompatible, match=r"Unsupported action.*PYTHONPATH lacks the folder"):
-        against(config, replies, lambda engine: engine.held_weights())
+        against(config, replies, lambda engine: engine.weights_fingerprint())
 
 
 def test_a_fingerprint_that_failed_leaves_the_engine_out(config, model):
     replies = {"/weights_checker": [say({"success": False, "message": "CUDA out of memory"}, 400)]}
     with pytest.raises(EngineError, match=r"fingerprints of its weights failed.*CUDA out of memory$") as raised:
-        against(config, replies, lambda engine: engine.held_weights())
+        against(config, replies, lambda engine: engine.weights_fingerprint())
     assert not isinstance(raised.value, EngineIncompatible | EngineRefused), "these end the run"
 
 
@@ -285,7 +285,7 @@ def test_a_server_takes_adapters_or_whole_models(config, model, adapters, enable
     config = with_adapters(config) if adapters else config
     info = against(config, description(model, enable_lora=enabled), SglangEngine.info)
     assert ["--enable-lora" in problem for problem in info.problems] == [True] * (adapters != bool(enabled))
-    command = sglang_command(config, 1, model, 0, device="cuda")
+    command = KINDS["sglang"].command(config, 1, model, 0, device="cuda")
     assert ("--enable-lora" in command) == adapters
     if adapters:
         first = command.index("--lora-target-modules") + 1
@@ -300,8 +300,8 @@ def test_seeds_are_needed_only_where_the_run_wants_them(config, model):
     server = description(model, enable_deterministic_inference=False)
     assert against(unseeded, server, SglangEngine.info).problems == ()
     flag = "--enable-deterministic-inference"
-    assert flag in sglang_command(config, 1, model, 0)
-    assert flag not in sglang_command(unseeded, 1, model, 0)
+    assert flag in KINDS["sglang"].command(config, 1, model, 0)
+    assert flag not in KINDS["sglang"].command(unseeded, 1, model, 0)
 
 
 @pytest.mark.parametrize(("gpus", "tokens"), [(1, 1), (2, 2), (8, 2)])
@@ -310,7 +310,7 @@ def test_the_cache_of_a_gpu_holds_its_share_of_the_heads(config, model, gpus, to
     shape = read_hf_config(model)
     one = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
     engine = config.engine.model_copy(update={"kv_cache_bytes": 10 * one, "tensor_parallel": gpus})
-    command = sglang_command(config.model_copy(update={"engine": engine}), 1, model, 0, device="cuda")
+    command = KINDS["sglang"].command(config.model_copy(update={"engine": engine}), 1, model, 0, device="cuda")
     assert shape.num_kv_heads == 2
     assert command[command.index("--max-total-tokens") + 1] == str(10 * tokens)
 
@@ -320,7 +320,7 @@ def test_the_cache_of_a_gpu_holds_its_share_of_the_heads(config, model, gpus, to
 )
 def test_only_engines_that_are_to_free_memory_of_gpus_are_started_so(config, model, placement, device):
     engine = config.engine.model_copy(update={"placement": placement})
-    command = sglang_command(config.model_copy(update={"engine": engine}), 1, model, 0, device=device)
+    command = KINDS["sglang"].command(config.model_copy(update={"engine": engine}), 1, model, 0, device=device)
     assert ("--enable-memory-saver" in command) == ((placement, device) == ("colocated", "cuda"))
 
 

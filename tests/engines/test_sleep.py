@@ -24,7 +24,7 @@ def use_colocated(served, function):
 
 
 async def refuses_to_serve(engine) -> None:
-    for call in (engine.generate(group("early", n=1)), engine.score(PROBE), engine.held_weights()):
+    for call in (engine.generate(group("early", n=1)), engine.score(PROBE), engine.weights_fingerprint()):
         with pytest.raises(EngineError, match="put to sleep") as raised:
             await asyncio.wait_for(call, 20)
         assert not isinstance(raised.value, EngineRefused), "it would be refused again, and end the run"

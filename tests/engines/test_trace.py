@@ -6,7 +6,7 @@ from torch import nn
 
 from dppo_megatron.engines.sglang import wire as sglang_wire
 from dppo_megatron.engines.sglang.plugin.dppo_sglang_plugin import _text
-from dppo_megatron.engines.trace import OUTSIDE, Recorder, joined
+from dppo_megatron.engines.trace import OUTSIDE, TraceRecorder, joined
 from dppo_megatron.engines.vllm.extension import wire as vllm_wire
 
 H, HEADS, D, VOCAB = 8, 2, 4, 11
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 def test_each_layer_has_its_own_values_though_one_module_rotates_all():
     model, ids = Model(), torch.tensor([3, 1, 4])
-    recorder = Recorder(model, ids.tolist())
+    recorder = TraceRecorder(model, ids.tolist())
     model(ids)
     trace = recorder.take()
     for layer in range(2):
@@ -81,10 +81,10 @@ def test_each_layer_has_its_own_values_though_one_module_rotates_all():
 
 def test_the_rows_of_the_sequence_are_found_beside_others_and_other_passes_are_left_out():
     model, ids = Model(), torch.tensor([3, 1, 4])
-    alone = Recorder(model, ids.tolist())
+    alone = TraceRecorder(model, ids.tolist())
     model(ids)
     expected = alone.take()
-    recorder = Recorder(model, ids.tolist())
+    recorder = TraceRecorder(model, ids.tolist())
     model(torch.tensor([5]))
     model(torch.tensor([9, 2, 3, 1, 4, 3]))
     model(torch.tensor([1, 4, 3]))
@@ -95,7 +95,7 @@ def test_the_rows_of_the_sequence_are_found_beside_others_and_other_passes_are_l
 
 def test_without_the_sequence_nothing_is_recorded_and_no_hook_stays():
     model = Model()
-    recorder = Recorder(model, [3, 1, 4])
+    recorder = TraceRecorder(model, [3, 1, 4])
     model(torch.tensor([3, 1]))
     assert recorder.take() == {}
     assert not any(module._forward_hooks for module in model.modules())

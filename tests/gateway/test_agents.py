@@ -7,7 +7,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from dppo_megatron.checks import environment as rules
+from dppo_megatron.checks import user_code as rules
 from tests.environments.test_episodes import Killed, play, text_of
 from tests.gateway import agents
 from tests.support.configs import make_config
@@ -83,7 +83,7 @@ def test_it_goes_on_where_a_process_died(tokenizer, tmp_path):
 )
 def test_settings_that_no_agent_can_have_are_refused(environment, chat, says):
     config = make_config(environment=environment, data={"train": "unused", "chat_template": chat})
-    found = rules.problems(config)
+    found = rules.environment_problems(config)
     if says is None:
         assert found == []
     else:

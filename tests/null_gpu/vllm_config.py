@@ -9,46 +9,14 @@ Also says which private names of vLLM, of those that our extension uses on GPUs,
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# What the extension calls by which arguments, where it is not checked at run time (`fan_out.INTERNALS` is).
-CALLED: dict[str, tuple[str | int, ...]] = {
-    "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": ("self", "mode", "clear_cache"),
-    "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": ("self",),
-    "vllm.v1.engine.async_llm:AsyncLLM.sleep": ("self", "level", "mode"),
-    "vllm.v1.engine.async_llm:AsyncLLM.wake_up": ("self",),
-    "vllm.v1.engine.async_llm:AsyncLLM.reset_prefix_cache": ("self", "reset_running_requests"),
-    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc": ("self", "method", "args"),
-    "vllm.v1.engine.async_llm:AsyncLLM.get_weight_version": ("self",),
-    "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version": ("self", 0),  # 0: one by position
-    "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs": ("self", "logprobs_lists"),
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.__init__": ("self", 0, 0, 0, 0),
-    "vllm.v1.worker.gpu_worker:Worker.init_weight_transfer_engine": ("self", 0),
-    "vllm.v1.worker.gpu_worker:Worker.start_weight_update": ("self",),
-    "vllm.v1.worker.gpu_worker:Worker.update_weights": ("self", 0),
-    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": ("self",),
-    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": ("model",),
-    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": (0, 0),
-    "vllm.model_executor.model_loader.base_loader:process_weights_after_loading": (0, 0, 0),
-}
-# Attributes, of which instances may have some only: then the source of their class must name them.
-SET: dict[str, tuple[str, ...]] = {
-    "vllm.v1.worker.gpu_worker:Worker": ("_weight_update_active", "weight_transfer_engine", "model_runner"),
-    "vllm.model_executor.layers.fused_moe.layer:MoERunner": ("layer_id",),
-    "vllm.v1.engine.output_processor:RequestState": ("logprobs_processor",),
-    "vllm.v1.outputs:LogprobsLists": ("logprob_token_ids", "logprobs"),
-    "vllm.logprobs:FlatLogprobs": ("token_ids", "logprobs"),
-    "vllm.v1.engine.logprobs:LogprobsProcessor": ("logprobs",),
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("model", "lora_manager"),
-}
 EXTENSION = ROOT / "dppo_megatron/engines/vllm/extension"
 
 
@@ -80,19 +48,19 @@ def configuration(example: str, directory: Path) -> dict[str, Any]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from dppo_megatron.checks import load_config
+    from dppo_megatron.engines.kinds import KINDS
     from dppo_megatron.engines.serving import Node
     from dppo_megatron.engines.vllm.extension import routes
     from dppo_megatron.engines.vllm.extension.experts import ExpertsReader
     from dppo_megatron.engines.vllm.extension.sampling_masks import MaskReader
-    from dppo_megatron.engines.vllm.server import vllm_command, vllm_environment
 
     path, *overrides = example.split()
     config = load_config(path, overrides)
     model = config.model.path if (config.model.path / "config.json").exists() else directory / "model"
     nodes = config.engine.nodes
     node = Node(nodes - 1, "127.0.0.1", 8001) if nodes > 1 else None
-    command = vllm_command(config, 8000, model, 0, node, device="cuda")
-    os.environ.update(vllm_environment(config, 0, device="cuda"))
+    command = KINDS["vllm"].command(config, 8000, model, 0, node, device="cuda")
+    os.environ.update(KINDS["vllm"].environment(config, 0, device="cuda"))
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])
     validate_parsed_serve_args(arguments)
     made = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
@@ -128,62 +96,12 @@ def configuration(example: str, directory: Path) -> dict[str, Any]:
 
 
 def absent() -> list[str]:
-    """Of the names that the extension uses on GPUs, those that this vLLM lacks or calls by other arguments."""
+    """Return the names that the extension uses and this vLLM lacks or calls by other arguments."""
+    from dppo_megatron.engines.internals import names_of
+
     for module in sorted(EXTENSION.glob("*.py")):
         import_module(f"dppo_megatron.engines.vllm.extension.{module.stem}")
-    lacking = [path for path, arguments in CALLED.items() if not _takes(path, arguments)]
-    for path, names in SET.items():
-        cls = _find(path)
-        sources = "".join(inspect.getsource(c) for c in getattr(cls, "__mro__", ()) if c.__module__.startswith("vllm"))
-        lacking += [
-            f"{path}.{name}"
-            for name in names
-            if not hasattr(cls, name) and f"self.{name}" not in sources and f" {name}:" not in sources
-        ]
-    return lacking + [f"AsyncLLM.{path}" for path in _fan_out()]
-
-
-def _fan_out() -> list[str]:
-    """As the server asks when it starts, of an engine without its processes."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import AsyncMPClient
-    from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    from dppo_megatron.engines.vllm.extension.fan_out import missing
-
-    engine = AsyncLLM.__new__(AsyncLLM)
-    engine.output_handler = None
-    engine.input_processor = InputProcessor.__new__(InputProcessor)
-    engine.output_processor = OutputProcessor(None, log_stats=False)
-    engine.engine_core = AsyncMPClient.__new__(AsyncMPClient)
-    engine.engine_core.resources = SimpleNamespace(engine_dead=False)
-    return missing(engine)
-
-
-def _find(path: str) -> Any:
-    module, _, names = path.partition(":")
-    try:
-        found = import_module(module)
-        for name in names.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return None
-    return found
-
-
-def _takes(path: str, arguments: tuple[str | int, ...]) -> bool:
-    function = _find(path)
-    if function is None:
-        return False
-    positional = [0 for name in arguments if name == 0]
-    named = {name: None for name in arguments if name not in (0, "self")}
-    own = [None] if arguments[:1] == ("self",) else []
-    try:
-        inspect.signature(function).bind(*own, *positional, **named)
-    except TypeError:
-        return False
-    return True
+    return [entry.path for entry in names_of("vllm")[2] if entry.problem()]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankReader, BankTimeout
-from dppo_megatron.engines.inflow import Inflow
+from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.orchestrator import orchestrator as module
 from dppo_megatron.orchestrator import waiting
 from dppo_megatron.orchestrator.waiting import WaitingGroups, spill
@@ -52,19 +52,19 @@ def test_beyond_half_of_the_room_groups_are_laid_aside(tmp_path):
     size = sum(array.nbytes for r in first for _, array in waiting._arrays(r))
 
     async def main():
-        inflow = Inflow(2 * size)
-        groups = WaitingGroups(inflow, tmp_path)
+        budget = ByteBudget(2 * size)
+        groups = WaitingGroups(budget, tmp_path)
         kept = await groups.keep(1, first)
         assert kept == first
-        assert inflow.kept == size
+        assert budget.charged == size
         aside = await groups.keep(2, second)
-        assert inflow.kept == size
+        assert budget.charged == size
         assert not in_memory(aside)
         assert_equal(aside, second)
         groups.release(2)
         groups.release(1)
         groups.release(1)  # as where a run ends while a record is being written
-        assert inflow.kept == 0
+        assert budget.charged == 0
 
     asyncio.run(main())
 
@@ -73,12 +73,12 @@ def test_where_nothing_can_be_laid_aside_it_waits_in_memory(tmp_path, caplog):
     rollouts = make_group(0).rollouts
 
     async def main():
-        inflow = Inflow(1)
-        groups = WaitingGroups(inflow, tmp_path / "gone")
+        budget = ByteBudget(1)
+        groups = WaitingGroups(budget, tmp_path / "gone")
         assert await groups.keep(3, rollouts) == rollouts
-        assert inflow.kept > 0
+        assert budget.charged > 0
         groups.release(3)
-        assert inflow.kept == 0
+        assert budget.charged == 0
 
     asyncio.run(main())
     assert "prompt 3 waits in memory" in caplog.text
@@ -87,21 +87,21 @@ def test_where_nothing_can_be_laid_aside_it_waits_in_memory(tmp_path, caplog):
 @pytest.mark.parametrize("most", [1, 1 << 30])
 def test_a_run_stores_the_same_whatever_room_there_is(tmp_path, monkeypatch, most):
     """Step 1's first group is slow, and all others wait for it; with hardly any room they do so in files."""
-    aside, inflows = [], []
+    aside, budgets = [], []
     monkeypatch.setattr(waiting, "spill", lambda rollouts, at: aside.append(len(rollouts)) or spill(rollouts, at))
 
-    def inflow() -> Inflow:
-        inflows.append(Inflow(most))
-        return inflows[-1]
+    def budget() -> ByteBudget:
+        budgets.append(ByteBudget(most))
+        return budgets[-1]
 
-    monkeypatch.setattr(module, "Inflow", inflow)
+    monkeypatch.setattr(module, "ByteBudget", budget)
     config = sampling_config(tmp_path / "run", steps=3, max_staleness=1)
     world = World(config)
     world.run_attempt(world.engine(delay=lambda request: 0.2 if int(request.token_ids[0]) == 4 else 0.0))
     groups = world.groups()
     assert sorted(group.prompt.position for group in groups) == list(range(12))
     assert bool(aside) == (most == 1)
-    assert [found.kept for found in inflows] == [0]  # everything was given back
+    assert [found.charged for found in budgets] == [0]  # everything was given back
     assert BankReader(Path(config.run.dir) / "bank").refresh() == 12
 
 

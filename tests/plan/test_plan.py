@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dppo_megatron.actor import UpdateStats
-from dppo_megatron.checks import serving
+from dppo_megatron.checks import engine as rules
 from dppo_megatron.cli import app
 from dppo_megatron.common.hardware import GIB
 from dppo_megatron.config import ConfigError, read_config
@@ -22,7 +22,7 @@ from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.flops import ModelFlops
 from dppo_megatron.plan import Advice, Cluster, advise, hardware, make_plan, report
 from dppo_megatron.plan.activations import Layer, MicroBatchWork, layer
-from dppo_megatron.plan.engines import engine_memory, stage_layers
+from dppo_megatron.plan.engines import engine_memory
 from dppo_megatron.plan.memory import _why
 from dppo_megatron.trainer.batches import UpdateBatch
 from dppo_megatron.trainer.metrics import StepMetrics, Throughput
@@ -169,13 +169,6 @@ def test_engines_are_placed_on_nodes_of_their_own(builder, gpus, sets, reason):
         make_plan(made, cluster, builder)
 
 
-def test_stages_are_split_as_vllm_splits_them():
-    utils = pytest.importorskip("vllm.distributed.utils", reason="needs vLLM")
-    for layers, stages in ((61, 2), (61, 4), (30, 4), (48, 3), (7, 5)):
-        bounds = [utils.get_pp_indices(layers, stage, stages) for stage in range(stages)]
-        assert stage_layers(layers, stages) == [end - start for start, end in bounds]
-
-
 @pytest.mark.slow
 def test_an_fp8_deepseek_v3_is_served_on_two_nodes_of_h100s(plan_of):
     """Eight H100s cannot hold it. On sixteen, latent keys and values are whole on each GPU of a stage."""
@@ -210,9 +203,9 @@ def test_a_recompute_that_saves_nothing_is_not_shown(core, shown):
 def test_fp8_blocks_are_not_sharded():
     fp8 = "engine.quantization=fp8_block"
     model = read_hf_config(EXAMPLES / "models" / "qwen3-30b-a3b")
-    (problem,) = serving.problems(config("qwen3_30b_a3b", fp8, "engine.tensor_parallel=4"), model)
+    (problem,) = rules.model_problems(config("qwen3_30b_a3b", fp8, "engine.tensor_parallel=4"), model)
     assert "shards moe_intermediate_size = 768" in problem
-    assert serving.problems(config("qwen3_30b_a3b", fp8), model) == []
+    assert rules.model_problems(config("qwen3_30b_a3b", fp8), model) == []
 
 
 @pytest.mark.slow

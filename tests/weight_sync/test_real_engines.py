@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dppo_megatron.config import Config
-from dppo_megatron.engines.sglang.server import sglang_environment, sglang_python
+from dppo_megatron.engines.kinds import KINDS, server_python
 from dppo_megatron.fleet.registry import free_port
 from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server
 from tests.support.faults import Proxy
@@ -136,7 +136,7 @@ def forgetful_sglang(dense, tmp_path):
     """One server, whose weights and cache are NaN once it has slept."""
     config = engine_config(dense[0], kind="sglang")
     needs_sglang(config)
-    path = os.pathsep.join((sglang_environment(config, 0)["PYTHONPATH"], str(FORGETFUL)))
+    path = os.pathsep.join((KINDS["sglang"].environment(config, 0)["PYTHONPATH"], str(FORGETFUL)))
     engine = config.engine.model_copy(update={"env": config.engine.env | {"PYTHONPATH": path}})
     with running_server(config.model_copy(update={"engine": engine}), tmp_path / "log", version=0) as url:
         yield [url]
@@ -168,7 +168,7 @@ def test_an_engine_killed_during_an_update_is_named_within_the_time_out(dense, t
 
 
 def needs_sglang(config: Config) -> None:
-    if not sglang_python(config).with_name("sglang").exists():
+    if not server_python(config).with_name("sglang").exists():
         pytest.skip("needs SGLang's environment (make sglang)")
 
 

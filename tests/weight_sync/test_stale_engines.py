@@ -120,7 +120,7 @@ def test_an_engine_that_gets_what_changed_holds_the_bits_of_the_whole(served):
 async def held(config: Config, url: str) -> Fingerprint:
     engine = build_engine(config, url)
     try:
-        return await engine.held_weights()
+        return await engine.weights_fingerprint()
     finally:
         await engine.close()
 

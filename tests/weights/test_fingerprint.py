@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dppo_megatron.engines.sglang.plugin.dppo_sglang_plugin import held_weights
+from dppo_megatron.engines.sglang.plugin.dppo_sglang_plugin import weights_fingerprint
 from dppo_megatron.weights.fingerprint import (
     CHUNK,
     add,
@@ -335,4 +335,4 @@ def test_latent_attention_is_split_where_sglang_does_not_tell(weight):
         add(expected, f"model.layers.1.self_attn.{name}.weight_scale_inv", scales)
     layers = torch.nn.ModuleList([module(), module(fused_qkv_a_proj_with_mqa=linear)])
     model = module(layers=layers, config=SimpleNamespace(q_lora_rank=32))
-    assert of_workers([held_weights(model)]) == (expected, [])
+    assert of_workers([weights_fingerprint(model)]) == (expected, [])

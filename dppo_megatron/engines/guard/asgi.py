@@ -26,10 +26,11 @@ class RefusedPath(ValueError):
 
 
 class Guard:
-    """Lets requests through that bring the secret: of all routes, whoever added them, but GET of `open_paths`.
+    """Pass requests that carry the secret. Protects every route of the application except GET of `open_paths`.
 
-    Others are answered 401 before their body is read, and one beyond `MAX_BODY_BYTES` 413. Without a secret nobody is
-    let in. `paths`: route -> the field of its JSON that names a directory to load from, which must be inside `roots`.
+    Others are answered 401 before their body is read, and one beyond `MAX_BODY_BYTES` 413. Without a secret every
+    request is rejected. `paths`: route -> the field of its JSON that names a directory to load from, which must be
+    inside `roots`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Guard:
 
     def _who_may(self) -> str:
         if not self._expected:
-            return f"this server was started without {SECRET_VARIABLE}, so it answers nobody"
+            return f"this server was started without {SECRET_VARIABLE}, so it rejects every request"
         return "not authorized: send the run's secret as Authorization: Bearer ..."
 
     def _path_problem(self, route: str, body: bytes) -> str | None:
@@ -92,8 +93,8 @@ class Guard:
 
 
 def inside_roots(path: str, roots: Collection[str]) -> str:
-    """`path` with symbolic links resolved. Raises `RefusedPath` unless it is one of `roots`, such as a start model that
-    is a snapshot of links into a cache, or lies in one and holds regular files (`check_files`)."""
+    """Return `path` with symbolic links resolved. Raises `RefusedPath` unless it is one of `roots`, such as a start
+    model that is a snapshot of links into a cache, or is inside one and holds only regular files (`check_files`)."""
     real = os.path.realpath(path)
     for root in map(os.path.realpath, roots):
         if os.path.commonpath((root, real)) == root:
@@ -107,8 +108,8 @@ def inside_roots(path: str, roots: Collection[str]) -> str:
 
 
 def check_files(directory: str) -> None:
-    """Raises `RefusedPath` where `directory`, or a version that it changes, is or holds a link or a special file: a
-    reader would leave the run, or wait for ever for a FIFO."""
+    """Raise `RefusedPath` if `directory`, or a version that it is a delta of, is or holds a link or a special file: a
+    reader would leave the run's directory, or block on a FIFO."""
     seen: set[str] = set()
     while directory not in seen and os.path.isdir(directory):
         seen.add(directory)
@@ -125,7 +126,7 @@ def roots_of_environment() -> tuple[str, ...]:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """At most one part more than may be; None when the client is gone."""
+    """Return the body, at most one part over the limit; None if the client is gone."""
     parts, size = [], 0
     while size <= MAX_BODY_BYTES:
         message = await receive()

@@ -1,7 +1,7 @@
 """`python .../sglang_server.py ARGUMENTS`: a stock `python -m sglang.launch_server ARGUMENTS` behind our guard.
 
 SGLang's own key is an argument, which it logs and reports, and leaves /health, /ready and /metrics open. Here every
-route needs the secret of the environment, and weights are loaded from the run alone.
+route needs the secret of the environment, and weights are loaded only from the run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # beside this file
+from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # in this folder
 
 OTHER_DOORS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--encoder-only", "--use-ray")
 """Arguments of servers that answer elsewhere than through this process's application."""

@@ -1,4 +1,4 @@
-"""A stock SGLang server as an `Engine`."""
+"""The client of an SGLang server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from uuid import uuid4
 
 import numpy as np
 
-from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY, EngineCalls, decoded
-from dppo_megatron.engines.inflow import Inflow, Room
+from dppo_megatron.config import Config
+from dppo_megatron.engines.byte_budget import ByteBudget, ReplySlot
+from dppo_megatron.engines.client import HttpEngine, check_info
+from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY, decoded
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -26,15 +27,14 @@ from dppo_megatron.engines.protocol import (
     UpdateMode,
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
-from dppo_megatron.engines.secret import read_secret
-from dppo_megatron.engines.serving import check_info, held_weights, start_model
-from dppo_megatron.engines.trace import UNSEEN, Trace, joined
+from dppo_megatron.engines.serving import start_model
+from dppo_megatron.engines.trace import Trace
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
-from .plugin.dppo_sglang_plugin import HELD_WEIGHTS, START_TRACE, TAKE_TRACE, UNTOLD
+from .plugin.dppo_sglang_plugin import FINGERPRINT, START_TRACE, TAKE_TRACE, UNTOLD
 from .weights import UPDATING, SglangWeights, ask_plugin
 from .wire import (
     ASLEEP,
@@ -48,67 +48,56 @@ from .wire import (
     reported_version,
 )
 
-CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
 
+class SglangEngine(HttpEngine):
+    """HTTP client of one server.
 
-class SglangEngine:
-    """HTTP client of one server; implements `dppo_megatron.engines.protocol.Engine`.
-
-    What the server lacks is made up for here: it has no cap on K, ends when a token id is outside its vocabulary,
-    and takes any weights it finds. So requests and weight directories are checked before they are sent, against
-    `config` and the files of the model that engines start with.
-
-    Bound to the event loop it is first used in. `config.request_timeout_s` bounds `generate` and `score`,
-    `config.weight_sync.timeout_s` bounds `load_weights`, waiting for running requests included.
+    The server has no cap on K, exits when a token id is outside its vocabulary, and takes any weights it finds. So
+    requests and weight directories are checked before they are sent, against `config` and the files of the model that
+    engines start with.
     """
 
-    def __init__(self, config: Config, url: str, inflow: Inflow | None = None):
-        """inflow: of all clients of this process; None = this one has its own."""
-        self.url = url.rstrip("/")
-        self._inflow = inflow or Inflow()
+    def __init__(self, config: Config, url: str, budget: ByteBudget | None = None):
+        super().__init__(config, url, budget, "is it an SGLang server of at least 0.5.23?")
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
         self._seeded = config.engine.seeded
-        self._adapters = config.weight_sync.lora == "adapter"
         self._sleeps = config.engine.placement == "colocated"
-        self._generate_timeout_s = config.request_timeout_s
-        self._update_timeout_s = config.weight_sync.timeout_s
         self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
-        self._limits: EngineInfo | None = None
         self._last_info: EngineInfo | None = None  # by the last `info`
         self._update: tuple[str, float] | None = None  # label of the running update, and when it was first seen
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
-        self._first_use = asyncio.Lock()
         self._tracing = asyncio.Lock()
-        self._calls = EngineCalls(self.url, read_secret(config), "is it an SGLang server of at least 0.5.23?")
-        adapters = config.model.lora if self._adapters else None
         sync = config.weight_sync
-        self._weights = SglangWeights(self._calls, start_model(config), sync.timeout_s, adapters, sync.read_ahead_bytes)
+        self._adapters = config.model.lora if sync.lora == "adapter" else None
+        self._weights = SglangWeights(
+            self._calls, start_model(config), sync.timeout_s, self._adapters, sync.read_ahead_bytes
+        )
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         what = f"generation of group {request.request_id}"
         limits = await self._static_info()
         self._admit(what, request, limits)
         await self._check_not(what, ASLEEP, EMPTY)
-        room = limits.max_model_len - len(request.token_ids)
+        longest = limits.max_model_len - len(request.token_ids)
         # Under a name of its own: the server may still be busy ending a request of that id whose client is gone.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
-        body = encode_group(sent, min(request.max_tokens, room))
-        with self._inflow.room() as room:
-            return await self._sampled(what, request, sent, body, limits, room)
+        body = encode_group(sent, min(request.max_tokens, longest))
+        with ReplySlot(self._budget) as slot:
+            return await self._sampled(what, request, sent, body, limits, slot)
 
     async def _sampled(
-        self, what: str, request: GenerateRequest, sent: GenerateRequest, body: Any, limits: EngineInfo, room: Room
+        self, what: str, request: GenerateRequest, sent: GenerateRequest, body: Any, limits: EngineInfo, slot: ReplySlot
     ) -> tuple[Rollout, ...]:
         self._running[request.request_id] = sent
         try:
             reply = await self._calls.call(
-                what, "/generate", self._generate_timeout_s, body=body, timeout_remedy=REQUEST_TIMEOUT_REMEDY, room=room
+                what, "/generate", self._generate_timeout_s, body=body, timeout_remedy=REQUEST_TIMEOUT_REMEDY, slot=slot
             )
         except (asyncio.CancelledError, EngineTimeout):
             with contextlib.suppress(EngineError):
-                await self.abort(request.request_id)  # the server does not notice at once that nobody waits
+                await self.abort(request.request_id)  # the server does not notice at once that the client is gone
             raise
         finally:
             del self._running[request.request_id]
@@ -152,13 +141,7 @@ class SglangEngine:
                 logprobs = await self.score(token_ids)
             finally:
                 told = await ask_plugin(self._calls, what, TAKE_TRACE, self._generate_timeout_s)
-        try:
-            trace = joined([decode_trace(worker) for worker in told])
-        except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-            raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error!r}") from error
-        if not trace:
-            raise EngineRefused(f"engine {self.url}: {what}: {UNSEEN}")
-        return trace, logprobs
+        return self._joined(what, lambda: [decode_trace(worker) for worker in told]), logprobs
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
         await self._check_not(f"loading policy {version} from {path}", ASLEEP)
@@ -170,14 +153,14 @@ class SglangEngine:
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
         return await self._weights.receive(group, step, version, mode)
 
-    async def held_weights(self) -> Fingerprint:
+    async def weights_fingerprint(self) -> Fingerprint:
         what = "fingerprints of its weights"
         await self._check_not(what, ASLEEP, EMPTY)
-        told = await ask_plugin(self._calls, what, HELD_WEIGHTS, self._update_timeout_s)
+        told = await ask_plugin(self._calls, what, FINGERPRINT, self._update_timeout_s)
         workers = [
             {group: None if value == UNTOLD else value.split() for group, value in rank.items()} for rank in told
         ]
-        return held_weights(self.url, workers)
+        return self._fingerprint(workers)
 
     async def sleep(self) -> None:
         await self._weights.sleep()
@@ -206,7 +189,7 @@ class SglangEngine:
                 running=sum(sent.n for sent in self._running.values()),
                 routed_experts=bool(server["enable_return_routed_experts"]),
                 sampling_mask="sampling_mask_max_tokens" in server,
-                problems=tuple(_unfit_settings(server, self._model, self._seeded, self._adapters)),
+                problems=tuple(_unfit_settings(server, self._model, self._seeded, self._adapters is not None)),
                 workers=server["tp_size"],
                 weight_group=self._weights.group,
                 updating_s=updating_s,
@@ -216,7 +199,7 @@ class SglangEngine:
         return self._last_info
 
     def _updating_s(self, served: dict[str, Any]) -> float | None:
-        """Seconds since this client first saw the running update; the scheduler answers nothing meanwhile."""
+        """Return the seconds since this client first saw the running update, during which the scheduler is silent."""
         label = served.get("weight_version", "")
         if not label.startswith(UPDATING):
             self._update = None
@@ -246,17 +229,14 @@ class SglangEngine:
         what = f"abort of {request_id}"
         await asyncio.gather(*(self._calls.call(what, "/abort_request", body={"rid": child}) for child in children))
 
-    async def close(self) -> None:
-        await self._calls.close()
-
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
         info = dataclasses.replace(await self.info(), logprobs_mode=await self._logprobs_mode())
         check_info(self.url, info, config, vocab_size)
         return info
 
     async def _logprobs_mode(self) -> str:
-        """Measured, because the server does not report it: doubling the temperature halves the distance of the two most
-        likely tokens, unless log-probs ignore the temperature."""
+        """Return the mode, measured because the server does not report it: doubling the temperature halves the
+        distance of the two most likely tokens, unless log-probs ignore the temperature."""
         limits = await self._static_info()
         prompt = np.arange(1, min(9, limits.vocab_size))  # token 0 is often padding, whose logits are all equal
         distance = []
@@ -267,7 +247,7 @@ class SglangEngine:
         return "raw_logprobs" if distance[1] > 0.75 * distance[0] else "processed_logprobs"
 
     def _admit(self, what: str, request: GenerateRequest, limits: EngineInfo) -> None:
-        """Raises `EngineRefused` for a request that would end the server or give samples of another request."""
+        """Raise `EngineRefused` for a request that would end the server or give samples of another request."""
         cap = min(limits.max_logprobs, limits.vocab_size)
         extra = self._end_tokens - set(request.stop_token_ids)
         problems = [
@@ -308,14 +288,8 @@ class SglangEngine:
             )
 
     async def _check_not(self, what: str, *labels: str) -> None:
-        if self._sleeps:  # others would ask before every request for nothing
+        if self._sleeps:  # other engines never sleep, so the request would be useless
             await self._weights.check_not(what, *labels)
-
-    async def _static_info(self) -> EngineInfo:
-        async with self._first_use:
-            if self._limits is None:
-                self._limits = await self.info()
-            return self._limits
 
     async def _read_model(self) -> None:
         if self._model is None:
@@ -323,7 +297,7 @@ class SglangEngine:
 
 
 def _read_model(path: Path) -> tuple[HFModelConfig, frozenset[int]]:
-    """The run's model and the tokens at which SGLang ends a response by itself: those of both its config files."""
+    """Return the run's model and the end tokens of both its config files, at which SGLang ends a response."""
     from dppo_megatron.data.tokenizer import read_json
 
     model = read_hf_config(path)
@@ -334,7 +308,8 @@ def _read_model(path: Path) -> tuple[HFModelConfig, frozenset[int]]:
 
 
 def _vocab_size(served: Path, own: Path) -> int:
-    """SGLang does not report it; a server whose model directory this machine cannot see is taken to serve the run's."""
+    """Return the vocabulary size, which SGLang does not report; that of the run's model if this machine cannot see
+    the served one."""
     try:
         return read_hf_config(served).vocab_size
     except ModelError:

@@ -1,4 +1,4 @@
-"""How an SGLang server gets new weights: by directory or by broadcast, with requests kept, waited for or aborted."""
+"""Weight updates of an SGLang server by directory or broadcast, with running requests kept, awaited or aborted."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class SglangWeights:
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
             await asyncio.to_thread(self._check_weights, what, path)
-            if self._adapters is not None or is_delta(path):  # SGLang alone would take its file for one of weights
+            if self._adapters is not None or is_delta(
+                path
+            ):  # without the plug-in SGLang would load its file as weights
                 workers = len(await ask_plugin(self._calls, what, NCCL))
                 if self._adapters is None:
                     await self._read_ahead(what, path, self._read_ahead_bytes // workers, deadline)
@@ -91,7 +93,7 @@ class SglangWeights:
             return time.monotonic() - since
 
     async def _read_ahead(self, what: str, path: Path, most_bytes: int, deadline: float) -> None:
-        """Has the schedulers read `path` while they go on. Raises `EngineError` where one cannot."""
+        """Make the schedulers read `path` while they sample. Raises `EngineError` where one cannot."""
         action, pause_s = f"{READ_AHEAD} {most_bytes} {path}", READ_POLL_S
         while True:
             told = await ask_plugin(self._calls, what, action, _left(deadline))
@@ -110,7 +112,7 @@ class SglangWeights:
             pause_s = min(2 * pause_s, 50 * READ_POLL_S)
 
     async def sleep(self) -> None:
-        """Waits for running requests and gives the memory of weights and cache back. Until weights are loaded again the
+        """Wait for running requests and free the memory of weights and cache. Until weights are loaded again the
         server holds requests back that clients send all the same."""
         what = "going to sleep"
         async with self._updates:
@@ -120,13 +122,13 @@ class SglangWeights:
                 return
             if not label.startswith(EMPTY):
                 await self._wait_until_idle(what, deadline)
-            # A scheduler that is not idle would end. Of the ways to pause this one ends what came since, and alone
+            # A scheduler that is not idle would end. Of the ways to pause only this one ends later requests and
             # costs no core: it stops the server's HTTP process, not the scheduler, which would spin.
             await self._calls.call(what, "/pause_generation", _left(deadline), body={"mode": "abort"})
             await self._occupy(what, "/release_memory_occupation", f"{ASLEEP}{reported_version(label)}", deadline)
 
     async def wake(self) -> None:
-        """Takes the memory again, whose contents are arbitrary; does nothing where weights are served."""
+        """Allocate the memory again, with arbitrary contents. Does nothing if weights are served."""
         what = "waking up"
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
@@ -146,7 +148,7 @@ class SglangWeights:
             raise
 
     async def check_not(self, what: str, *labels: str) -> None:
-        """Raises `EngineError` where the label of the weights begins with one of `labels`, `ASLEEP` or `EMPTY`."""
+        """Raise `EngineError` if the label of the weights begins with one of `labels`, `ASLEEP` or `EMPTY`."""
         if (await self._present_label(what)).startswith(labels):
             raise EngineError(
                 f"engine {self.url}: {what}: it was put to sleep, which discards its weights; wake it and load them"
@@ -174,7 +176,7 @@ class SglangWeights:
                 raise
 
     async def _check_nccl(self, what: str, plan: WeightGroupPlan) -> None:
-        """Raises `EngineRefused` where the server has another NCCL or NCCL_CUMEM_ENABLE than the trainer."""
+        """Raise `EngineRefused` if the server has another NCCL or NCCL_CUMEM_ENABLE than the trainer."""
         told = await ask_plugin(self._calls, "its version of NCCL", NCCL)
         if problem := nccl_problem(plan.nccl, plan.nccl_cumem, told[0].get(NCCL, ""), told[0].get(CUMEM, "")):
             raise EngineRefused(f"engine {self.url}: {what}: {problem}")
@@ -241,12 +243,12 @@ class SglangWeights:
                 )
 
     async def _mark_inconsistent(self, what: str) -> None:
-        """What was loaded so far stays. Under this label every token is refused until an update succeeds."""
+        """Set a label under which every token is rejected until an update succeeds. Loaded parts stay loaded."""
         with contextlib.suppress(EngineError):
             await self._label(what, INCONSISTENT, CLEAN_UP_TIMEOUT_S)
 
     async def _mark_updating(self, what: str, deadline: float) -> None:
-        """Before the scheduler is busy: its HTTP process still reports the label."""
+        """Set the label of a running update, which the HTTP process reports while the scheduler is busy."""
         await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
 
     async def _present_label(self, what: str) -> str:
@@ -260,7 +262,7 @@ class SglangWeights:
         await self._calls.call(what, "/update_weight_version", timeout_s, body=body)
 
     def _check_weights(self, what: str, path: Path) -> None:
-        """Raises `EngineRefused` unless `path` holds exactly the tensors of the run's model, or of an adapter for it;
+        """Raise `EngineRefused` unless `path` holds exactly the tensors of the run's model, or of an adapter for it;
         SGLang would load the ones it knows, keep the old ones of those it misses, and report success."""
         try:  # as the server does: it would refuse them after it has paused
             inside_roots(str(path), [str(self._model_path), str(path.parent)])
@@ -295,8 +297,8 @@ class SglangWeights:
 
     @contextlib.asynccontextmanager
     async def _paused(self, what: str, mode: UpdateMode, deadline: float) -> AsyncIterator[float]:
-        """Yields when it began, by the monotonic clock."""
-        # Retracted requests are prefilled anew afterwards: each further token is drawn from exactly the policy it is
+        """Pause generation inside; yields the start time of the monotonic clock."""
+        # Retracted requests are prefilled again afterwards: each further token is drawn from exactly the policy it is
         # tagged with. Paused in place they would go on with keys and values of the old weights.
         how, since = {"mode": "abort" if mode == "abort" else "retract"}, time.monotonic()
         try:
@@ -320,7 +322,8 @@ class SglangWeights:
 async def ask_plugin(
     calls: EngineCalls, what: str, action: str, timeout_s: float = CONTROL_TIMEOUT_S
 ) -> list[dict[str, str]]:
-    """What our plug-in reports of each worker, one at least. Raises `EngineIncompatible` for a server without it."""
+    """Return the report of our plug-in for each worker, at least one. Raises `EngineIncompatible` for a server
+    without it."""
     try:
         body = {"action": action, "selector": "target"}
         reply = await calls.json(what, "/weights_checker", timeout_s, body=body)

@@ -1,8 +1,7 @@
-"""A vLLM server with our extension, as an `Engine`."""
+"""The client of a vLLM server with our extension."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,21 @@ from uuid import uuid4
 
 import numpy as np
 
-from dppo_megatron.config.schema import Config
-from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, EngineCalls, decoded
-from dppo_megatron.engines.inflow import Inflow
+from dppo_megatron.config import Config
+from dppo_megatron.engines.byte_budget import ByteBudget, ReplySlot
+from dppo_megatron.engines.client import HttpEngine
+from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, decoded
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
     EngineInfo,
-    EngineRefused,
     EngineUnavailable,
     GenerateRequest,
     InvalidSample,
     UpdateMode,
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
-from dppo_megatron.engines.secret import read_secret
-from dppo_megatron.engines.serving import check_info, held_weights
-from dppo_megatron.engines.trace import UNSEEN, Trace, joined
+from dppo_megatron.engines.trace import Trace
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
@@ -34,41 +31,31 @@ from dppo_megatron.weights.fingerprint import Fingerprint
 from .extension.wire import decode_reply, decode_samples, decode_trace, encode_request
 
 
-class VllmEngine:
-    """HTTP client of one server; implements `dppo_megatron.engines.protocol.Engine`.
+class VllmEngine(HttpEngine):
+    """HTTP client of one server.
 
-    Bound to the event loop it is first used in, and to the instance of the server that it first samples from: the
-    samples of a restarted one are refused. `config.request_timeout_s` bounds `generate` and `score`,
-    `config.weight_sync.timeout_s` bounds a weight update, waiting for running requests included.
+    Bound to the instance of the server that it first samples from: samples of a restarted one are refused.
     """
 
-    def __init__(self, config: Config, url: str, inflow: Inflow | None = None):
-        """inflow: of all clients of this process; None = this one has its own."""
-        self.url = url.rstrip("/")
-        self._inflow = inflow or Inflow()
-        self._generate_timeout_s = config.request_timeout_s
-        self._update_timeout_s = config.weight_sync.timeout_s
+    def __init__(self, config: Config, url: str, budget: ByteBudget | None = None):
+        super().__init__(config, url, budget, "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?")
         self._read_ahead_bytes = config.weight_sync.read_ahead_bytes
-        # Of request ids: the server takes each once, and may still be busy ending those of a client that is gone, as
-        # of the orchestrator before it was started again.
+        # Appended to request ids: the server takes each id once, and may still be ending the requests of an earlier
+        # client, such as the orchestrator's before its restart.
         self._suffix = f"~{uuid4().hex[:8]}"
-        self._limits: EngineInfo | None = None
-        self._limits_lock = asyncio.Lock()
-        unknown = "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?"
-        self._calls = EngineCalls(self.url, read_secret(config), unknown)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         what = f"generation of group {request.request_id}"
         limits = await self._static_info()
         sent = replace(request, request_id=request.request_id + self._suffix)
-        with self._inflow.room() as room:
+        with ReplySlot(self._budget) as slot:
             reply = await self._calls.call(
                 what,
                 "/dppo/generate",
                 self._generate_timeout_s,
                 content=encode_request(sent),
                 timeout_remedy=REQUEST_TIMEOUT_REMEDY,
-                room=room,
+                slot=slot,
             )
             samples = await decoded(self._decode_samples, reply, what, request, sent.request_id, limits)
         return samples.rollouts(len(request.token_ids))
@@ -103,12 +90,7 @@ class VllmEngine:
         header, arrays = self._decode(
             what, await self._calls.call(what, "/dppo/trace", self._generate_timeout_s, body=body)
         )
-        try:
-            trace = joined(decode_trace(header, arrays))
-        except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-            raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error!r}") from error
-        if not trace:
-            raise EngineRefused(f"engine {self.url}: {what}: {UNSEEN}")
+        trace = self._joined(what, lambda: decode_trace(header, arrays))
         return trace, check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
@@ -136,10 +118,10 @@ class VllmEngine:
         paused_s = reply.get("paused_s")
         return paused_s if isinstance(paused_s, float) else 0.0
 
-    async def held_weights(self) -> Fingerprint:
+    async def weights_fingerprint(self) -> Fingerprint:
         what = "fingerprints of its weights"
-        reply = await self._calls.json(what, "/dppo/held_weights", self._update_timeout_s)
-        return held_weights(self.url, reply.get("workers"))
+        reply = await self._calls.json(what, "/dppo/fingerprint", self._update_timeout_s)
+        return self._fingerprint(reply.get("workers"))
 
     async def sleep(self) -> None:
         await self._calls.call("going to sleep", "/dppo/sleep", self._update_timeout_s, body={})
@@ -163,20 +145,6 @@ class VllmEngine:
     async def abort(self, request_id: str) -> None:
         body = {"request_id": request_id + self._suffix}
         await self._calls.call(f"abort of {request_id}", "/dppo/abort", CONTROL_TIMEOUT_S, body=body)
-
-    async def close(self) -> None:
-        await self._calls.close()
-
-    async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
-        info = await self.info()
-        check_info(self.url, info, config, vocab_size)
-        return info
-
-    async def _static_info(self) -> EngineInfo:
-        async with self._limits_lock:
-            if self._limits is None:
-                self._limits = await self.info()
-            return self._limits
 
     def _decode(self, what: str, reply: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         try:

@@ -168,7 +168,7 @@ class FakeEngine:
             self.down = True
             raise EngineUnavailable(f"engine {self.url}: died at {place}")
 
-    async def held_weights(self) -> Fingerprint:
+    async def weights_fingerprint(self) -> Fingerprint:
         held: Fingerprint = {}
         await self._client(asyncio.to_thread(self._freeze_at, "held"))
         for name, tensor in self.weights.items():

@@ -107,7 +107,7 @@ class FakeEngine:
         if not self._server.ignores_loads:
             self._server.weights = version
 
-    async def held_weights(self) -> dict[str, int]:
+    async def weights_fingerprint(self) -> dict[str, int]:
         await self._reach()
         return {"layer 0": self._server.weights}
 

@@ -1,6 +1,6 @@
 """Lets SGLang run where its native packages have no build: a machine without CUDA.
 
-Python reads this file at start because the server's PYTHONPATH names this directory (see `engines/sglang/server.py`).
+Python reads this file at start because the server's PYTHONPATH names this directory (see `engines/sglang/kind.py`).
 
 - `sgl_kernel` (no CPU build is published) and `torchvision` (its published build is for the CUDA torch) become modules
   whose every attribute can be imported and raises when called: so a run that completes used none of them. The

@@ -1,8 +1,8 @@
-"""What a stock SGLang server learns from us: to tell what its workers hold, and to serve a policy that is an adapter or
-is stored as what changed in another.
+"""Our plug-in of an SGLang server: it reports fingerprints of the weights, and serves adapters and deltas.
 
-SGLang finds the metadata beside this file because the server's PYTHONPATH names the folder (see
-`engines/sglang/server.py`); nothing of dppo_megatron is installed in its environment.
+
+SGLang finds the metadata next to this file because the server's PYTHONPATH names the folder (see
+`engines/sglang/kind.py`); nothing of dppo_megatron is installed in its environment.
 
 - /weights_checker reports fingerprints, of the parameters, which are loaded in place and computed with as they are, and
   of the adapter that the kernels read; the version of NCCL; and the values inside a pass that it was told to record.
@@ -23,7 +23,7 @@ import weakref
 from itertools import pairwise
 from pathlib import Path
 
-HELD_WEIGHTS = "dppo_held_weights"
+FINGERPRINT = "dppo_fingerprint"
 UNTOLD = "untold"  # instead of the two numbers of a group
 NCCL = "dppo_nccl"
 CUMEM = "NCCL_CUMEM_ENABLE"  # SGLang sets it before it starts its workers
@@ -68,13 +68,13 @@ def register():
 
 
 def handle(original, checker, action, *arguments, role, **options):
-    if action == HELD_WEIGHTS:
-        shares = held_weights(checker._get_model())
+    if action == FINGERPRINT:
+        shares = weights_fingerprint(checker._get_model())
         reported = {group: UNTOLD if share is None else "{} {}".format(*share) for group, share in shares.items()}
     elif action == NCCL:
         reported = {NCCL: nccl_version(), CUMEM: os.environ.get(CUMEM, "")}
     elif action.startswith(START_TRACE):
-        _recorders[:] = [_loaded(TRACE).Recorder(checker._get_model(), list(map(int, action.split()[1:])))]
+        _recorders[:] = [_loaded(TRACE).TraceRecorder(checker._get_model(), list(map(int, action.split()[1:])))]
         reported = {}
     elif action == TAKE_TRACE:
         reported = {f"{layer}/{operator}": _text(value) for (layer, operator), value in _recorders.pop().take().items()}
@@ -97,12 +97,12 @@ def nccl_version():
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
 
 
-def held_weights(model):
+def weights_fingerprint(model):
     fingerprint, shares, seen = _ours("fingerprint"), {}, set()
     for name, module in model.named_modules():
         if name.endswith(".fused_qkv_a_proj_with_mqa"):  # does not tell the sizes of its parts
             module.output_partition_sizes = [(r := model.config.q_lora_rank), module.output_size - r]
-        if not hasattr(module, "lora_backend"):  # beside an adapter it names the parameters of the layer inside
+        if not hasattr(module, "lora_backend"):  # with an adapter it names the parameters of the layer inside
             fingerprint.add_shares(shares, fingerprint.module_shares(name, module, seen))
     manager = _managers.get(model)
     if manager is None or POLICY not in manager.loras:
@@ -119,7 +119,7 @@ def held_weights(model):
 
 
 def read_ahead(model, most_bytes, directory):
-    """Begins to read the version that /update_weights_from_disk will be told to load."""
+    """Begin to read the version that /update_weights_from_disk will load."""
     guard = _loaded(GUARD)
     before = _aheads.pop(model, None)
     if before is not None:
@@ -178,7 +178,7 @@ def weights_iterator(original, loader, source, **options):
 
 
 def load_adapter(manager, directory):
-    """Puts it into the place of the one before it, where the kernels read it."""
+    """Replace the adapter that the kernels read."""
     from sglang.srt.lora.lora_registry import LoRARef
 
     _managers[manager.base_model] = manager
@@ -200,7 +200,7 @@ def prepare(original, manager, forward_batch):
 
 
 def _answered_by(manager, names):
-    """The policy, once there is one, instead of the weights alone."""
+    """Return the ids, with the policy's for requests that name no adapter, once there is a policy."""
     return [POLICY if name is None and POLICY in manager.loras else name for name in names]
 
 

@@ -1,7 +1,7 @@
 """`engine.exact` in a stock SGLang server on a CPU: products, attention and log-probs by `engines.exact`.
 
 Loaded, and anything of SGLang hooked, only where the server's environment asks for it. SGLang's own environment has no
-dppo_megatron: `operators` makes a package of the folders, of which only modules that need torch alone are imported.
+dppo_megatron: `operators` makes a package of the folders, of which only modules that depend only on torch are imported.
 """
 
 import importlib.util

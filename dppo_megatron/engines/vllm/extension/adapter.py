@@ -1,6 +1,6 @@
-"""A policy published as an adapter alone: vLLM's own LoRA, beside weights that stay as the server loaded them.
+"""A policy published as an adapter: vLLM's own LoRA on top of the weights that the server started with.
 
-What the workers then hold of it is read from the tensors that vLLM's kernels multiply with, and counted as the layers'
+Its fingerprint is computed from the tensors that vLLM's kernels multiply with, and counted as the layers'
 weights are: `weights.fingerprint`.
 """
 
@@ -19,16 +19,16 @@ from dppo_megatron.weights.manifest import BadWeights
 NUMBER = 1  # vLLM's of the adapter; there is no other
 
 
-def adapter_in(directory: Path, room: bool) -> LoRARequest | None:
-    """What requests name to be answered by the adapter in `directory`; None for a directory with a whole model.
+def adapter_in(directory: Path, enabled: bool) -> LoRARequest | None:
+    """Return the adapter in `directory` as requests name it; None for a directory with a whole model.
 
-    `room`: whether this server has any for an adapter (--enable-lora). Then it keeps the weights that it started with,
-    since vLLM loads no others into layers beside an adapter. Raises BadWeights for a directory of the other kind.
+    `enabled`: the server was started with --enable-lora. Then it keeps the weights that it started with,
+    since vLLM loads no others into layers under an adapter. Raises BadWeights for a directory of the other kind.
     """
     is_adapter = (directory / ADAPTER_CONFIG).is_file()
-    if is_adapter and not room:
+    if is_adapter and not enabled:
         raise BadWeights(f"{directory}: an adapter; start the server with --enable-lora and --max-lora-rank to load it")
-    if room and not is_adapter:
+    if enabled and not is_adapter:
         raise BadWeights(
             f"{directory}: no adapter, and a server with --enable-lora takes nothing else; start it without"
         )
@@ -36,13 +36,13 @@ def adapter_in(directory: Path, room: bool) -> LoRARequest | None:
 
 
 def load(model_runner: Any, directory: str) -> None:
-    """In a worker: takes the place of the adapter before it, in the same slot."""
+    """Replace the adapter of a worker, in the same slot."""
     request = LoRARequest(lora_name="policy", lora_int_id=NUMBER, lora_path=directory, load_inplace=True)
     model_runner.lora_manager.add_adapter(request)
 
 
 def adapter_shares(model_runner: Any) -> WorkerSums:
-    """What this worker multiplies with for the adapter: nothing where it has none."""
+    """Return fingerprint shares of the adapter tensors that this worker multiplies with, if any."""
     manager = getattr(getattr(model_runner, "lora_manager", None), "_adapter_manager", None)
     shares: WorkerSums = {}
     if manager is None or NUMBER not in manager.lora_index_to_id:

@@ -1,4 +1,4 @@
-"""What requests to our routes may hold. Anything else is refused with one line that names the field."""
+"""The bodies of requests to our routes. Anything else is rejected with one line that names the field."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse(kind: type[BodyT], body: bytes) -> BodyT:
-    """Raises ValueError naming the fields that are wrong, in one line."""
+    """Return the parsed body. Raises ValueError that names the wrong fields in one line."""
     try:
         return TypeAdapter(kind).validate_json(body)
     except ValidationError as error:

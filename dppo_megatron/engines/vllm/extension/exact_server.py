@@ -1,6 +1,6 @@
 """`engine.exact` in a vLLM worker on a CPU: products, attention and log-probs by `engines.exact`.
 
-Imported, and anything of vLLM changed, only where the server's environment asks for it.
+Imported only if the server's environment requests it; otherwise nothing of vLLM is changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GREEDY = 1e-5  # vLLM takes lower temperatures for 0
 
 
 def install(operators: Operators) -> None:
-    """Before the model is loaded."""
+    """Replace vLLM's operators. Call it before the model is loaded."""
     process = base_loader.process_weights_after_loading
 
     def replaced(model: torch.nn.Module, *arguments: Any) -> None:
@@ -37,12 +37,12 @@ def install(operators: Operators) -> None:
 
 
 def _keep_weight(operators: Operators, layer: Any, remove_weight: bool) -> None:
-    """Instead of a packed copy for vLLM's own kernels."""
+    """Keep the weight instead of a packed copy for vLLM's own kernels."""
     layer.cpu_linear = lambda x, weight, bias: operators.linear(layer, x, bias)
 
 
 def _cache(self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Keys, then values, of each position in vLLM's pages [blocks, g, size, 2 d], in the order of positions."""
+    """Store keys, then values, of each position in vLLM's pages [blocks, g, size, 2 d], in the order of positions."""
     size, d = kv_cache.shape[2], key.shape[-1]
     used = slot_mapping >= 0
     slots = slot_mapping[used]
@@ -80,7 +80,8 @@ def _attention(
 
 
 def _replace_logprobs(operators: Operators) -> None:
-    """The sampler draws as before; what it reports of a token is computed from the logits before temperature."""
+    """Compute reported log-probs by `operators`; the sampler draws as before. They are computed from the logits
+    before temperature."""
     forward, gather = Sampler.forward, Sampler.gather_logprobs
 
     def sampled(self: Any, logits: Tensor, sampling_metadata: Any, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which experts each token was routed to: recorded in the worker, collected by the API process.
+"""The experts that each token was routed to: recorded in the worker, collected by the API process.
 
 On GPUs vLLM records them itself (`--enable-return-routed-experts`, which needs a model runner that CPUs lack); there
 only `moe_layers` is used.
@@ -23,13 +23,13 @@ RECORDED = "/experts"
 
 
 def moe_layers(model: torch.nn.Module) -> list[tuple[int, MoERunner]]:
-    """Layer number and module of every layer of `model` that has experts, in order."""
+    """Return layer number and module of every layer of `model` that has experts, in order."""
     found = [(module.layer_id, module) for module in model.modules() if isinstance(module, MoERunner)]
     return sorted(found, key=lambda layer: layer[0])
 
 
 class ExpertRecorder:
-    """Worker side: notes the routing of every step of `runner`, vLLM's V1 model runner, per request and position.
+    """Worker side: records the routing of every step of `runner`, vLLM's V1 model runner, per request and position.
 
     A position that is computed again, because its request was preempted, keeps what was noted first: the routing its
     next token was sampled under.
@@ -92,7 +92,7 @@ class ExpertsReader:
 
     @property
     def of_cached_positions(self) -> bool:
-        """Whether positions that the prefix cache answers for have their experts too.
+        """Return whether positions from the prefix cache have their experts too.
 
         vLLM itself keeps the experts of every block of the cache under the block's hash, and forgets both together
         when the cache is reset, as after every update (vllm/distributed/aux_output_connector). Our recorder sees
@@ -101,7 +101,7 @@ class ExpertsReader:
         return self._native
 
     async def start(self) -> None:
-        """Before the first request, where `available`."""
+        """Start recording. Call it before the first request, if `available`."""
         method = "dppo_moe_layers" if self._native else "dppo_record_experts"
         self._layers = (await self._engine.collective_rpc(method))[0]
 
@@ -120,7 +120,7 @@ class ExpertsReader:
         )
 
     async def forget(self, names: Sequence[str]) -> None:
-        """Drops what was recorded of samples that nobody will read."""
+        """Drop the records of samples that will not be read."""
         if not self._native:
             await self._take(names)
 
@@ -130,5 +130,5 @@ class ExpertsReader:
 
 
 def name_of(request_id: str) -> str:
-    """The id a request was sent with: vLLM appends a random part."""
+    """Return the id that a request was sent with: vLLM appends a random part."""
     return request_id.rpartition("-")[0]

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 from vllm.engine.protocol import EngineClient
 from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -17,8 +18,6 @@ from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import GroupSamples
 
 from .experts import RECORDED, ExpertsReader
-from .fan_out import FanOut
-from .rows import columns
 from .sampling_masks import RECORDED as MASKS
 from .sampling_masks import MaskReader
 
@@ -29,22 +28,16 @@ async def sample_group(
     experts: ExpertsReader,
     masks: MaskReader,
     adapter: LoRARequest | None,
-    fan_out: FanOut | None,
 ) -> GroupSamples:
-    """All samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine.
+    """Return all samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine.
 
-    fan_out: None = through vLLM's public interface, with the same results.
+    Each sample is a request of its own, because vLLM's own `n` above 1 numbers the seeds itself.
     """
     prompt = request.token_ids.tolist()
     names = child_ids(request)
     try:
-        if fan_out is None:
-            each = [_params(request, seed, experts, masks) for seed in request.seeds]
-            samples = await _finals(engine, prompt, each, names, adapter)
-        else:
-            params = _params(request, request.seeds[0], experts, masks)
-            seeds = request.seeds if request.temperature else [None] * request.n
-            samples = await fan_out.finals(tokens_input(prompt), params, seeds, names, adapter)
+        params = [_params(request, seed, experts, masks) for seed in request.seeds]
+        samples = await _finals(engine, prompt, params, names, adapter)
         recorded: dict[str, np.ndarray] = {}
         if request.routed_experts:
             recorded["routed_experts"] = await experts.read(samples, names, len(prompt))
@@ -143,7 +136,7 @@ async def _final(
 def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.ndarray]) -> GroupSamples:
     """recorded: the columns that were recorded apart from vLLM's outputs."""
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
-    ids, logprobs = columns([sample.logprobs for sample in samples], lengths.tolist(), k)
+    ids, logprobs = _columns([sample.logprobs for sample in samples], lengths.tolist(), k)
     # Column 0 of each position is the sampled token, the K most likely follow, then any that could not be drawn.
     ids[np.isneginf(logprobs)] = -1
     versions = _versions([sample.weight_versions or () for sample in samples], lengths)
@@ -156,6 +149,18 @@ def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.nda
         token_ids=np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int32, lengths.sum()),
         columns=found,
     )
+
+
+def _columns(found: Sequence[FlatLogprobs], positions: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids int32 and log-probs fp32, [positions of all samples, k + 1], the sampled token's first.
+
+    positions: of each sample. Raises ValueError where vLLM reports log-probs of others.
+    """
+    if (reported := list(map(len, found))) != list(positions):
+        raise ValueError(f"log-probs of {reported} positions, expected {list(positions)}")
+    shape = (sum(positions), k + 1)
+    ids = np.fromiter(chain.from_iterable(each.token_ids for each in found), np.int32).reshape(shape)
+    return ids, np.fromiter(chain.from_iterable(each.logprobs for each in found), np.float32).reshape(shape)
 
 
 def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray) -> np.ndarray:

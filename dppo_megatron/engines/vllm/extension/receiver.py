@@ -1,4 +1,4 @@
-"""A worker's end of the broadcasts: joins every sender's group and yields what each update brings, bucket by bucket."""
+"""A worker's side of the broadcasts: joins every sender's group and yields the buckets of each update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.weights.process_group import SenderGroup, WeightGroupError, W
 
 
 class WeightReceiver:
-    """Worker number `worker` of its engine. Made once for a group; after any error it is closed and of no more use.
+    """Worker number `worker` of its engine. Created once for a group; closed for good after any error.
 
     Raises `WeightGroupError`, as all its methods, naming the step that failed.
     """
@@ -33,7 +33,7 @@ class WeightReceiver:
             raise
 
     def receive(self, step: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """(name, tensor) of every tensor, one iterator for each bucket, once all workers are ready for `step`.
+        """Yield one iterator of (name, tensor) for each bucket, once all workers are ready for `step`.
 
         The next bucket travels while the caller uses the last one. Every bucket has memory of its own: a loader may
         keep views until its layer is complete.

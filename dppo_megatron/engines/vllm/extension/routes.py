@@ -31,7 +31,6 @@ from dppo_megatron.weights.manifest import BadWeights
 
 from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, ScoreBody, parse
 from .experts import ExpertsReader
-from .fan_out import FanOut, missing
 from .generation import child_ids, parse_version, sample_group, score
 from .sampling_masks import MaskReader
 from .weights import WeightsInconsistent, WeightUpdater
@@ -46,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the reply."""
+    """The client closed the connection."""
 
 
 class DppoRoutes:
@@ -63,7 +62,6 @@ class DppoRoutes:
         self._instance = uuid4().hex  # of this server; another one after a restart
         self._experts: ExpertsReader | None = None
         self._masks: MaskReader | None = None
-        self._fan_out: FanOut | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         for path, handler, method in (
@@ -75,12 +73,12 @@ class DppoRoutes:
             ("/dppo/load_weights", self._load_weights, "POST"),
             ("/dppo/join_weight_group", self._join_weight_group, "POST"),
             ("/dppo/receive_weights", self._receive_weights, "POST"),
-            ("/dppo/held_weights", self._held_weights, "GET"),
+            ("/dppo/fingerprint", self._fingerprint, "GET"),
             ("/dppo/sleep", self._sleep, "POST"),
             ("/dppo/wake", self._wake, "POST"),
         ):
             app.add_api_route(path, _reporting_errors(handler), methods=[method], response_class=Response)
-        # vLLM's own key guards /v1 alone.
+        # vLLM's own key guards only /v1.
         app.add_middleware(Guard, secret=os.environ.get(SECRET_VARIABLE, ""), open_paths=("/health",))
 
     async def init_state(self, engine_client: EngineClient | None, state, args) -> None:
@@ -96,10 +94,6 @@ class DppoRoutes:
         self._masks = MaskReader(engine_client, engine_client.vllm_config)
         if self._masks.available:
             await self._masks.start()
-        if lacking := missing(engine_client):
-            log.warning("vLLM %s lacks %s: each sample is sent by itself, slower", vllm_version, ", ".join(lacking))
-        else:
-            self._fan_out = FanOut(engine_client)
         if version >= 0:
             await engine_client.update_weight_version(str(version))
 
@@ -134,7 +128,7 @@ class DppoRoutes:
         self._updater.check_consistent()
         self._admit(group)
         try:
-            work = sample_group(self._engine, group, self._experts, self._masks, self._updater.adapter, self._fan_out)
+            work = sample_group(self._engine, group, self._experts, self._masks, self._updater.adapter)
             samples = await _unless_gone(request, work)
         finally:
             del self._running[group.request_id]
@@ -223,9 +217,9 @@ class DppoRoutes:
         seconds = await self._updater.receive(body.group, body.step, body.version, body.mode, body.wait_s)
         return JSONResponse({"version": body.version, "paused_s": seconds})
 
-    async def _held_weights(self, request: Request) -> Response:
+    async def _fingerprint(self, request: Request) -> Response:
         self._updater.check_consistent()
-        return JSONResponse({"workers": await self._engine.collective_rpc("dppo_held_weights")})
+        return JSONResponse({"workers": await self._engine.collective_rpc("dppo_fingerprint")})
 
     async def _sleep(self, request: Request) -> Response:
         await self._updater.sleep()
@@ -279,9 +273,9 @@ def _error(status: int, error: BaseException) -> Response:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """Result of `work`, which is cancelled (and so aborted in the engine) when the client hangs up.
+    """Return the result of `work`, which is cancelled (and so aborted in the engine) when the client hangs up.
 
-    The body must have been read, or be empty: what else arrives is the disconnect.
+    The body must have been read, or be empty, so that the next message is the disconnect.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))

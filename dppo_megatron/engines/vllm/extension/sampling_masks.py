@@ -83,7 +83,7 @@ class MaskReader:
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([counts for _, counts in parts])
 
     async def forget(self, names: Sequence[str]) -> None:
-        """Drops what was recorded of samples that nobody will read."""
+        """Drop the records of samples that will not be read."""
         if not self.native:
             await self._take(names, 0, [0] * len(names))
 

@@ -47,22 +47,23 @@ class WeightUpdater:
 
     @property
     def adapter(self) -> LoRARequest | None:
-        """What requests name to be answered by the policy; None where it is the weights alone."""
+        """Return the adapter that requests must name; None if the policy has none."""
         return self._adapter
 
     def check_consistent(self) -> None:
-        """Raises WeightsInconsistent after a failed update."""
+        """Raise WeightsInconsistent after a failed update."""
         if self._inconsistent:
             raise WeightsInconsistent(f"the weights are incomplete, load them again: {self._inconsistent}")
 
     @property
     def version(self) -> int:
-        """That the engine serves, or served before the update that runs now."""
+        """Return the version that the engine serves, or served before the running update."""
         return self._version
 
     @property
     def updating_s(self) -> float | None:
-        """Seconds since the running update, join, sleep or waking began; the engine core answers nothing meanwhile."""
+        """Return the seconds since the running update, join, sleep or wake began; the engine core is silent
+        meanwhile."""
         return None if self._began is None else time.monotonic() - self._began
 
     @asynccontextmanager
@@ -76,20 +77,18 @@ class WeightUpdater:
 
     @property
     def group(self) -> str:
-        """Name of the weight group whose broadcasts the workers can receive; empty = none."""
+        """Return the name of the weight group whose broadcasts the workers can receive; empty = none."""
         return self._group
 
     async def join(self, plan: WeightGroupPlan) -> None:
-        """Makes the workers members of the trainer's weight group, and of no earlier one.
+        """Make the workers members of the trainer's weight group, and of no earlier one.
 
-        Raises BadWeights, before anybody waits, when the group's tensors are not those of the served model, or its
+        Raises BadWeights, before any process waits, when the group's tensors are not those of the served model, or its
         NCCL or its NCCL_CUMEM_ENABLE is another.
         """
         async with self._exclusive():
             if self._adapters:
-                raise BadWeights(
-                    f"weight group {plan.name}: a server with --enable-lora takes adapters alone, as files"
-                )
+                raise BadWeights(f"weight group {plan.name}: a server with --enable-lora takes only adapters, as files")
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
             if problem := nccl_problem(plan.nccl, plan.nccl_cumem, *nccl_settings()):
                 raise BadWeights(f"weight group {plan.name}: {problem}")
@@ -109,7 +108,7 @@ class WeightUpdater:
                 raise
 
     async def sleep(self) -> None:
-        """Waits for running requests and discards weights and cache; an update must follow `wake`."""
+        """Wait for running requests and discard weights and cache. An update must follow `wake`."""
         async with self._exclusive():
             self._inconsistent = "the engine was put to sleep, which discards them"
             await self._engine.sleep(level=2, mode="wait")
@@ -119,9 +118,9 @@ class WeightUpdater:
             await self._engine.wake_up()
 
     async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float, read_ahead_bytes: int = 0) -> float:
-        """Serve `path` as policy `version`; returns the seconds generation stood still.
+        """Serve `path` as policy `version`. Returns the seconds without sampling.
 
-        What changed is read before, as far as each worker's share of `read_ahead_bytes` goes.
+        A delta is read before the pause, up to each worker's share of `read_ahead_bytes`.
 
         Raises BadWeights or UnreadableWeights before anything is touched, TimeoutError when running requests do not end
         within `wait_s` (mode wait; the old weights go on), and WeightsInconsistent when loading itself fails.
@@ -135,7 +134,7 @@ class WeightUpdater:
             return await self._update(str(path), {"directory": str(path)}, version, mode, wait_s)
 
     async def _read_ahead(self, path: Path, most_bytes: int, wait_s: float) -> None:
-        """Has the workers read `path` while they go on. Raises UnreadableWeights where one cannot."""
+        """Make the workers read `path` while they sample. Raises UnreadableWeights where one cannot."""
         share = most_bytes // self._engine.vllm_config.parallel_config.world_size
         deadline, pause_s = time.monotonic() + wait_s, READ_POLL_S
         try:
@@ -154,7 +153,7 @@ class WeightUpdater:
             pause_s = min(2 * pause_s, 50 * READ_POLL_S)
 
     async def parts(self) -> dict[str, float]:
-        """Seconds of the last update by what they were spent on, of the slowest worker."""
+        """Return the seconds of each part of the last update, of the slowest worker."""
         return max(await self._engine.collective_rpc("dppo_update_parts"), key=lambda parts: sum(parts.values()))
 
     async def _update(
@@ -198,14 +197,14 @@ class WeightUpdater:
             self._adapter = None
         await self._engine.update_weight_version(str(version))
         self._version = version
-        # Kept requests hold cached keys and values of the old weights: they are preempted and prefilled anew, so each
+        # Kept requests hold cached keys and values of the old weights: they are preempted and prefilled again, so each
         # further token is drawn from exactly the policy it is tagged with.
         if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
             raise RuntimeError("the prefix cache still holds keys and values of the old weights")
 
     async def _on_workers(self, method: str, *arguments: Any) -> None:
-        """Raises RuntimeError with the problems that workers return: one that raised would leave the replies of the
-        others in vLLM's queues, to be taken for those to the next call."""
+        """Call all workers. Raises RuntimeError with the problems that they return: a worker that raised would leave
+        the replies of the others in vLLM's queues, where the next call would read them."""
         replies = await self._engine.collective_rpc(method, args=arguments)
         problems = [f"worker {number}: {reply}" for number, reply in enumerate(replies) if reply is not None]
         if problems:

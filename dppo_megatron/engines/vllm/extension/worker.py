@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from dppo_megatron.common.process import end_with_parent
 from dppo_megatron.engines import exact
-from dppo_megatron.engines.trace import Recorder
+from dppo_megatron.engines.trace import TraceRecorder
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import PrefetchedVersion, Version
 from dppo_megatron.weights.fingerprint import WorkerSums, add_shares
@@ -36,7 +36,7 @@ from dppo_megatron.weights.process_group import WeightGroupError
 
 from . import adapter
 from .experts import ExpertRecorder, moe_layers
-from .held import HeldWeights
+from .loaded_weights import LoadedWeights
 from .receiver import WeightReceiver
 from .sampling_masks import MaskRecorder
 from .wire import bits_of, dtype_name
@@ -53,7 +53,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Exactly one of the two."""
+    """The source of an update: exactly one of the two."""
 
     directory: str = ""  # of the new policy, in names of Hugging Face: a model, or a delta
     step: str = ""  # of the joined group: what the trainer broadcasts now
@@ -68,7 +68,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._receiver: WeightReceiver | None = None
-        self.held = HeldWeights.of(self.model)
+        self.loaded = LoadedWeights.of(self.model)
         self._ahead: PrefetchedVersion | None = None  # read for the update to come
         self._loading: PrefetchedVersion | None = None  # of the update that goes on
         self._began = 0.0
@@ -80,19 +80,19 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver = WeightReceiver(plan, self.parallel_config.rank, self.device)
 
     def read_ahead(self, directory: Path, most_bytes: int) -> None:
-        """Begins to read a version that is to be loaded next."""
+        """Begin to read the version that will be loaded next."""
         before, self._ahead = self._ahead, None
         if before is not None:
             before.drop()
         self._ahead = PrefetchedVersion(Version(directory), most_bytes)
 
     def has_read(self) -> bool:
-        """Raises what reading raised."""
+        """Return whether the version is read. Raises the error of reading it."""
         return self._ahead is None or self._ahead.finished()
 
     def start_weight_update(self) -> None:
         self._began, self._loading = time.perf_counter(), None
-        self.held.follow()
+        self.loaded.follow()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -115,12 +115,12 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         loading, self._loading = self._loading, None
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            with self.held.packing():
-                _repack(self.model, self.held)
+            with self.loaded.packing():
+                _repack(self.model, self.loaded)
         self.parts = {
             "read_s": 0.0 if loading is None else loading.read_s,
-            "pack_s": self.held.pack_s,
-            "fingerprint_s": self.held.fingerprint_s,
+            "pack_s": self.loaded.pack_s,
+            "fingerprint_s": self.loaded.fingerprint_s,
         }
         self.parts["load_s"] = time.perf_counter() - self._began - sum(self.parts.values())
 
@@ -130,10 +130,10 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver = None
 
 
-def _repack(model: torch.nn.Module, held: HeldWeights) -> None:
+def _repack(model: torch.nn.Module, loaded: LoadedWeights) -> None:
     """CPU kernels keep packed copies that a layerwise reload leaves stale in two places.
 
-    A head tied to the embedding loads nothing itself, so its copy is not made anew; expert weights are packed on the
+    A head tied to the embedding loads nothing itself, so its copy is not packed again; expert weights are packed on the
     first load only. Either way the server would go on with the old weights and report success.
     """
     for module in model.modules():
@@ -142,7 +142,7 @@ def _repack(model: torch.nn.Module, held: HeldWeights) -> None:
         experts = getattr(module, "routed_experts", None)
         kernel = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
-            held.processed(experts, kernel.fused_experts.process_weights_after_loading)
+            loaded.processed(experts, kernel.fused_experts.process_weights_after_loading)
 
 
 def _problem(action: Callable[[], None]) -> str | None:
@@ -158,26 +158,26 @@ class WorkerExtension:
     """Mixed into every worker. Naming it also makes every worker import this module."""
 
     def dppo_join_weight_group(self, plan: dict[str, Any]) -> str | None:
-        """None, or why it failed. As for an update, what is raised here would cost vLLM its queues' order."""
+        """Return why it failed, or None. An exception here would put vLLM's reply queues out of order."""
         return _problem(lambda: self.init_weight_transfer_engine({"plan": plan}))
 
     def dppo_read_ahead(self, directory: str, most_bytes: int) -> str | None:
-        """Begins to read the version that `dppo_update_weights` will be told to load; None, or why not."""
+        """Begin to read the version that `dppo_update_weights` will load. Returns why it failed, or None."""
         return _problem(lambda: self.weight_transfer_engine.read_ahead(Path(directory), most_bytes))
 
     def dppo_has_read(self) -> bool | str:
-        """Whether it is read, or why it cannot be."""
+        """Return whether the version is read, or why it cannot be."""
         try:
             return self.weight_transfer_engine.has_read()
         except Exception as error:
             return str(error) or type(error).__name__
 
     def dppo_update_parts(self) -> dict[str, float]:
-        """Seconds of the last update: reading files, loading, packing, fingerprints."""
+        """Return the seconds of the last update: reading files, loading, packing, fingerprints."""
         return self.weight_transfer_engine.parts
 
     def dppo_update_weights(self, info: dict[str, Any]) -> str | None:
-        """A whole update from an `UpdateInfo`; None, or why it failed."""
+        """Run a whole update from an `UpdateInfo`. Returns why it failed, or None."""
 
         def update() -> None:
             self._weight_update_active = False  # of an update that failed
@@ -188,35 +188,35 @@ class WorkerExtension:
         return _problem(update)
 
     def dppo_load_adapter(self, directory: str) -> str | None:
-        """From now on requests that name the adapter are answered by the one in `directory`; None, or why not."""
+        """Serve the adapter in `directory` to requests that name it. Returns why it failed, or None."""
         return _problem(lambda: adapter.load(self.model_runner, directory))
 
-    def dppo_held_weights(self) -> WorkerSums:
-        """Fingerprints of this worker's share of the weights, and of the adapter."""
-        shares = self.weight_transfer_engine.held.shares()
+    def dppo_fingerprint(self) -> WorkerSums:
+        """Return fingerprints of this worker's share of the weights, and of the adapter."""
+        shares = self.weight_transfer_engine.loaded.shares()
         add_shares(shares, adapter.adapter_shares(self.model_runner))
         return shares
 
     def dppo_start_trace(self, token_ids: list[int]) -> None:
-        """Records the values inside the pass that reads these tokens."""
-        self._dppo_trace = Recorder(self.model_runner.model, token_ids)
+        """Record the values inside the pass that reads these tokens."""
+        self._dppo_trace = TraceRecorder(self.model_runner.model, token_ids)
 
     def dppo_take_trace(self) -> list[tuple[int, str, bytes, str, tuple[int, ...]]]:
-        """Layer, operator, bits, dtype and shape of every value recorded since `dppo_start_trace`."""
+        """Return layer, operator, bits, dtype and shape of every value recorded since `dppo_start_trace`."""
         taken = self._dppo_trace.take().items()
         return [(*key, bits_of(value).tobytes(), dtype_name(value.dtype), tuple(value.shape)) for key, value in taken]
 
     def dppo_moe_layers(self) -> list[int]:
-        """Numbers of the layers that have experts."""
+        """Return the numbers of the layers that have experts."""
         return [number for number, _ in moe_layers(self.model_runner.model)]
 
     def dppo_record_experts(self) -> list[int]:
-        """From now on the experts of requests that ask for it are recorded. Returns the layers' numbers."""
+        """Record the experts of requests that ask for it, from now on. Returns the layers' numbers."""
         self._dppo_experts = ExpertRecorder(self.model_runner, self.model_config.get_num_experts())
         return self.dppo_moe_layers()
 
     def dppo_take_experts(self, names: list[str]) -> list[tuple[bytes, str, tuple[int, ...]] | None]:
-        """Data, dtype and shape of the records of requests, each taken once; None where there is none."""
+        """Return data, dtype and shape of the records of requests, each taken once; None if there is none."""
         records = [self._dppo_experts.take(name) for name in names]
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
@@ -235,19 +235,19 @@ class WorkerExtension:
 
 
 def _follow_first_load() -> None:
-    """Weights beside an adapter are loaded once, by the server itself: they are seen as they come."""
+    """Follow the first load too if the server takes adapters: the weights under them are loaded only then."""
     process = base_loader.process_weights_after_loading
 
     def followed(model: torch.nn.Module, *arguments: Any) -> None:
         if get_current_vllm_config().lora_config is not None:
-            HeldWeights.of(model).follow()
+            LoadedWeights.of(model).follow()
         process(model, *arguments)
 
     base_loader.process_weights_after_loading = followed
 
 
 def _compute_as_the_trainer() -> None:
-    """With `engine.exact`."""
+    """Replace the operators of the model with `engine.exact`."""
     if (operators := exact.from_environment()) is not None:
         from . import exact_server
 

@@ -1,8 +1,13 @@
-"""What a worker's model holds after an update, as fingerprints of the weights that it was given.
+"""Fingerprints of the weights that a worker's model was given, although vLLM changes them after loading.
 
-vLLM changes a layer's weights once they are loaded: CPU kernels keep a packed copy that cannot be read and drop the
-weight, GPU kernels may shuffle, pad or quantise anew. So each layer is seen twice when it is processed: as loaded, and
-as it stays. What stays must still be there when the fingerprint is asked for; then what was loaded stands for it.
+CPU kernels store a packed copy that cannot be read and drop the weight; GPU kernels may shuffle, pad or quantize again.
+So each layer's weights are summed twice when vLLM processes it: as loaded, and as they remain. A fingerprint counts the
+loaded weights only if the remaining ones are unchanged when it is computed.
+
+Example, a layer whose kernel negates its weight W:
+    load W = [1, 2]   loaded: sum of [1, 2]   remaining: sum of [-1, -2]
+    fingerprint, weight still [-1, -2]: sum of [1, 2], which is what the trainer sent
+    fingerprint, weight [-7, -8], the kernel's old copy: sum of [-7, -8], which no version has
 """
 
 from __future__ import annotations
@@ -19,14 +24,14 @@ from vllm.distributed.parallel_state import get_pp_group, model_parallel_is_init
 from dppo_megatron.weights.fingerprint import WorkerSums, add_shares, module_shares
 
 
-class HeldWeights:
-    """Of one model. `follow` it before every update: processing puts new kernels into place."""
+class LoadedWeights:
+    """The loaded weights of one model. Call `follow` before every update, because processing installs new kernels."""
 
-    _of_models: ClassVar[WeakKeyDictionary[torch.nn.Module, HeldWeights]] = WeakKeyDictionary()
+    _of_models: ClassVar[WeakKeyDictionary[torch.nn.Module, LoadedWeights]] = WeakKeyDictionary()
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> HeldWeights:
-        """The one of `model`, whoever asks."""
+    def of(cls, model: torch.nn.Module) -> LoadedWeights:
+        """Return the one instance for `model`."""
         return cls._of_models.setdefault(model, cls(model))
 
     def __init__(self, model: torch.nn.Module):
@@ -41,23 +46,23 @@ class HeldWeights:
             self._names[module] = name
             method = getattr(module, "quant_method", None)
             process = getattr(method, "process_weights_after_loading", None)
-            if process is not None and not isinstance(process, _Following):
-                method.process_weights_after_loading = _Following(self, process)
+            if process is not None and not isinstance(process, _Followed):
+                method.process_weights_after_loading = _Followed(self, process)
 
     def processed(self, module: torch.nn.Module, process: Any) -> Any:
         name, began = self._names[module], time.perf_counter()
         loaded = module_shares(name, module, set())
-        told = time.perf_counter()
+        summed = time.perf_counter()
         result = process(module)
         packed = time.perf_counter()
         self._processed[module] = loaded, module_shares(name, module, set())
-        self.pack_s += packed - told
-        self.fingerprint_s += time.perf_counter() - packed + told - began
+        self.pack_s += packed - summed
+        self.fingerprint_s += time.perf_counter() - packed + summed - began
         return result
 
     @contextmanager
     def packing(self) -> Iterator[None]:
-        """Counts what is done inside, for other layers than those that vLLM processes."""
+        """Count the time inside as packing, for layers that vLLM does not process itself."""
         began, counted = time.perf_counter(), self.pack_s + self.fingerprint_s
         yield
         self.pack_s += time.perf_counter() - began - (self.pack_s + self.fingerprint_s - counted)
@@ -70,32 +75,32 @@ class HeldWeights:
         stage = get_pp_group() if model_parallel_is_initialized() else None
         first, last = stage is None or stage.is_first_rank, stage is None or stage.is_last_rank
         for name, module in modules.items():
-            now = module_shares(name.replace(".base_layer", ""), module, seen)  # beside an adapter
-            loaded, kept = self._processed.get(module, ({}, {}))
+            now = module_shares(name.replace(".base_layer", ""), module, seen)  # the layer under an adapter
+            loaded, remaining = self._processed.get(module, ({}, {}))
             embeds = _is(module, "VocabParallelEmbedding")
             is_head = last and (name in heads or (not heads and embeds))
-            if is_head and hasattr(module, "cpu_linear"):  # it computes with a copy of what it was processed with
+            if is_head and hasattr(module, "cpu_linear"):  # it computes with a copy made when it was processed
                 add_shares(shares, {"lm_head": next(iter(loaded.values()), (0, 0))})
                 now = {} if name in heads else now
-            elif loaded and now == kept:
+            elif loaded and now == remaining:
                 now = loaded
             if embeds and not (last if name in heads else first):
-                # Models make embedding and head on stages that need neither, and one that is tied to the other on both
-                # ends. The head of the last stage counts as such, the others not.
+                # Models create embedding and head on stages that use neither, and a tied one on the first and the last.
+                # Only the head of the last stage counts, as lm_head.
                 tied = is_head and not hasattr(module, "cpu_linear")
                 now = {"lm_head": next(iter(now.values()), (0, 0))} if tied else {}
             add_shares(shares, now)
         return shares
 
 
-class _Following:
-    """`process_weights_after_loading` of one layer's method."""
+class _Followed:
+    """Stands in for `process_weights_after_loading` of one layer's method."""
 
-    def __init__(self, held: HeldWeights, process: Any):
-        self._held, self._process = held, process
+    def __init__(self, weights: LoadedWeights, process: Any):
+        self._weights, self._process = weights, process
 
     def __call__(self, layer: torch.nn.Module) -> Any:
-        return self._held.processed(layer, self._process)
+        return self._weights.processed(layer, self._process)
 
 
 def _is(module: torch.nn.Module, name: str) -> bool:

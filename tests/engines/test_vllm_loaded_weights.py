@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dppo_megatron.engines.vllm.extension.held import HeldWeights
+from dppo_megatron.engines.vllm.extension.loaded_weights import LoadedWeights
 from dppo_megatron.weights.fingerprint import of_workers, sum_of
 
 OLD, NEW = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -45,13 +45,13 @@ def load(module: torch.nn.Module, weight: torch.Tensor) -> None:
     module.weight = torch.nn.Parameter(weight.clone())
 
 
-def update(held: HeldWeights, module: torch.nn.Module) -> None:
+def update(held: LoadedWeights, module: torch.nn.Module) -> None:
     held.follow()
     load(module, NEW)
     module.quant_method.process_weights_after_loading(module)
 
 
-def fingerprint(held: HeldWeights) -> dict[str, int]:
+def fingerprint(held: LoadedWeights) -> dict[str, int]:
     return of_workers([held.shares()])[0]
 
 
@@ -64,7 +64,7 @@ def model() -> torch.nn.Module:
 def test_what_was_loaded_stands_for_what_was_made_of_it(model, how):
     model.layers = torch.nn.ModuleList([torch.nn.Module()])
     model.layers[0].proj = layer(ColumnParallelLinear, how)
-    held = HeldWeights(model)
+    held = LoadedWeights(model)
     update(held, model.layers[0].proj)
     assert fingerprint(held) == {"layer 0": PROJ}
 
@@ -74,7 +74,7 @@ def test_a_kernel_that_kept_the_old_weights_shows(model, how):
     """The layer was loaded and processed, and what is computed with is still the old."""
     model.layers = torch.nn.ModuleList([torch.nn.Module()])
     proj = model.layers[0].proj = layer(ColumnParallelLinear, how)
-    held = HeldWeights(model)
+    held = LoadedWeights(model)
     update(held, proj)
     proj.weight.data = -OLD if how == "negates" else OLD
     assert fingerprint(held)["layer 0"] != PROJ
@@ -84,7 +84,7 @@ def test_a_kernel_that_kept_the_old_weights_shows(model, how):
 def test_a_packed_copy_that_was_not_made_anew_shows(model, packed_before):
     model.layers = torch.nn.ModuleList([torch.nn.Module()])
     proj = model.layers[0].proj = layer(ColumnParallelLinear, "packs")
-    held = HeldWeights(model)
+    held = LoadedWeights(model)
     if packed_before:
         held.follow()
     proj.quant_method.process_weights_after_loading(proj)  # at the start, and never again
@@ -93,7 +93,7 @@ def test_a_packed_copy_that_was_not_made_anew_shows(model, packed_before):
 
 def test_a_packed_head_that_is_tied_must_follow_the_embedding(model):
     model.embed_tokens, model.lm_head = layer(VocabParallelEmbedding, "leaves"), layer(ParallelLMHead, "packs")
-    held = HeldWeights(model)
+    held = LoadedWeights(model)
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)  # at the start
     assert fingerprint(held)["lm_head"] not in EMBEDDED.values(), "nobody saw what it was made from"
     held.follow()

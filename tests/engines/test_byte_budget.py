@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.inflow import Inflow
+from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.protocol import EngineUnavailable
 from dppo_megatron.engines.vllm.client import VllmEngine
 from dppo_megatron.engines.vllm.extension.wire import encode_reply
@@ -27,17 +27,17 @@ def started(call) -> asyncio.Task:
 
 def test_room_is_given_in_the_order_it_was_asked_for():
     async def main():
-        inflow = Inflow(100)
-        await inflow.take(60)
-        large, small = started(inflow.take(50)), started(inflow.take(10))
+        budget = ByteBudget(100)
+        await budget.reserve(60)
+        large, small = started(budget.reserve(50)), started(budget.reserve(10))
         await settled()
         assert not large.done()
         assert not small.done()  # it would fit, and the large one never would
-        inflow.end(60)
+        budget.release(60)
         await settled()
         assert large.done()
         assert small.done()
-        assert inflow.reading == 60
+        assert budget.reserved == 60
 
     asyncio.run(main())
 
@@ -46,14 +46,14 @@ def test_one_reply_is_always_read_whatever_is_kept():
     """Groups are kept until another one has arrived, and a reply may be larger than the bound."""
 
     async def main():
-        inflow = Inflow(100)
-        inflow.keep(500)
+        budget = ByteBudget(100)
+        budget.charge(500)
         async with asyncio.timeout(5):
-            await inflow.take(300)
-        second = started(inflow.take(1))
+            await budget.reserve(300)
+        second = started(budget.reserve(1))
         await settled()
         assert not second.done()
-        inflow.end(300)
+        budget.release(300)
         await settled()
         assert second.done()
 
@@ -62,32 +62,32 @@ def test_one_reply_is_always_read_whatever_is_kept():
 
 def test_one_that_is_cancelled_leaves_no_hole():
     async def main():
-        inflow = Inflow(100)
-        await inflow.take(90)
-        waiting, behind = started(inflow.take(50)), started(inflow.take(10))
+        budget = ByteBudget(100)
+        await budget.reserve(90)
+        waiting, behind = started(budget.reserve(50)), started(budget.reserve(10))
         await settled()
         waiting.cancel()
         await settled()
         assert behind.done()  # for whom there was room behind it
-        admitted = started(inflow.take(80))
+        admitted = started(budget.reserve(80))
         await settled()
-        inflow.end(90)
+        budget.release(90)
         admitted.cancel()  # at the very moment at which its turn came
         await settled()
-        assert inflow.reading == 10
+        assert budget.reserved == 10
 
     asyncio.run(main())
 
 
 def test_what_is_given_back_lets_others_in():
     async def main():
-        inflow = Inflow(100)
-        inflow.keep(80)
-        await inflow.take(20)
-        waiting = started(inflow.take(30))
+        budget = ByteBudget(100)
+        budget.charge(80)
+        await budget.reserve(20)
+        waiting = started(budget.reserve(30))
         await settled()
         assert not waiting.done()
-        inflow.give_back(80)
+        budget.refund(80)
         await settled()
         assert waiting.done()
 
@@ -129,16 +129,16 @@ def test_a_client_reads_a_reply_only_while_there_is_room(config):  # noqa: F811
 
     async def main():
         server = Server(padding=32 << 20)
-        inflow = Inflow(48 << 20)
+        budget = ByteBudget(48 << 20)
         listening = await asyncio.start_server(server.answer, "127.0.0.1", 0)
-        engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", inflow)
+        engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", budget)
         engine._suffix = "~00000000"  # as GOOD_HEADER names the request
         engine._generate_timeout_s = 60
         held = []
         decode = engine._decode_samples
 
         def note(*arguments):
-            held.append((inflow.reading, sum(sent > 16 << 20 for sent in server.sent)))
+            held.append((budget.reserved, sum(sent > 16 << 20 for sent in server.sent)))
             return decode(*arguments)
 
         engine._decode_samples = note
@@ -151,7 +151,7 @@ def test_a_client_reads_a_reply_only_while_there_is_room(config):  # noqa: F811
         assert all(len(group) == 2 for group in groups)
         assert [sent for _, sent in held] == [1, 2, 3]  # one after the other
         assert {reading for reading, _ in held} == {len(server.reply)}
-        assert inflow.reading == 0
+        assert budget.reserved == 0
 
     asyncio.run(main())
 
@@ -166,15 +166,15 @@ def test_a_reply_that_breaks_off_gives_its_room_back(config):  # noqa: F811
             await writer.drain()
             writer.close()
 
-        inflow = Inflow(100)
+        budget = ByteBudget(100)
         listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-        engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", inflow)
+        engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", budget)
         try:
             with pytest.raises(EngineUnavailable):
                 await engine.generate(REQUEST)
         finally:
             await engine.close()
             listening.close()
-        assert inflow.reading == 0
+        assert budget.reserved == 0
 
     asyncio.run(main())

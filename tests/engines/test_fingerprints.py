@@ -61,7 +61,7 @@ def held_after(served, *directories: Path) -> list[Fingerprint]:
         held = []
         for version, path in enumerate(directories, 1):
             await engine.load_weights(path, version, "abort")
-            held.append(await engine.held_weights())
+            held.append(await engine.weights_fingerprint())
         return held
 
     return served.use(load_all)

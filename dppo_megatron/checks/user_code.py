@@ -1,0 +1,111 @@
+"""Rules of `objective`, `reward` and `environment`: each name leads to code that can be built with its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dppo_megatron.config import Config
+from dppo_megatron.config.task import EnvironmentConfig
+
+
+def objective_problems(config: Config, notes: list[str]) -> list[str]:
+    """Adds to `notes` the method in words and where it departs from its paper."""
+    from dppo_megatron.objectives import PRESETS, ObjectiveError, build_objective
+
+    chosen = config.objective
+    try:
+        objective = build_objective(chosen.name, **chosen.settings)
+    except ObjectiveError as error:  # of a user's own; presets and their axes are checked when a config is read
+        return [f"objective.name = {chosen.name}: {error}"]
+    try:
+        notes.append(objective.describe())
+    except Exception as error:  # a user's own
+        return [f"objective.name = {chosen.name}: describe() failed: {type(error).__name__}: {error}"]
+    if preset := PRESETS.get(chosen.name):
+        for setting in ("advantage", "aggregation"):
+            published, given = getattr(preset, setting), getattr(chosen, setting)
+            if given != published:
+                notes.append(f"objective.{setting} = {given}: {chosen.name} was published with {published}")
+    out = []
+    if objective.settings.supervised != chosen.supervised:
+        out.append(_other_batches(chosen.name, objective.settings.supervised))
+    if objective.needs_topk and config.rollout.topk_logprobs == 0:
+        out.append(
+            f"rollout.topk_logprobs = 0: objective {chosen.name} compares top-K tokens; set it to the K it should "
+            "compare, e.g. 20"
+        )
+    if objective.needs_reference and config.model.lora.r and config.model.lora.adapter is not None:
+        out.append(
+            f"model.lora.adapter = {config.model.lora.adapter}: the reference of {chosen.name} would be the model "
+            "without this adapter, not the start of training; merge it into model.path"
+        )
+    return out
+
+
+def _other_batches(name: str, supervised: bool) -> str:
+    """Return the problem of an objective whose settings contradict whether its name samples answers."""
+    if supervised:
+        return (
+            f"objective.settings.supervised = true: objective.name = {name} learns from sampled rollouts; "
+            "set objective.name to nll to learn from given answers"
+        )
+    return (
+        f"objective.settings.supervised = false: objective.name = {name} learns from given answers; remove "
+        "the setting, or choose a method that learns from rollouts"
+    )
+
+
+def reward_problems(config: Config) -> list[str]:
+    """Return why a reward cannot be built. Imports the user's modules in a process of their own first."""
+    from dppo_megatron.rewards import RewardError, build_rewards, import_problem
+
+    if not config.samples:
+        return []
+    named = {"": config.reward}
+    named |= {f"eval.sets.{name}: ": chosen.reward for name, chosen in config.eval.sets.items() if chosen.reward}
+    out = []
+    for prefix, reward in named.items():
+        problem = import_problem(reward)
+        if problem is None:
+            try:
+                build_rewards(reward)
+            except RewardError as error:
+                problem = str(error)
+        if problem is not None:
+            out.append(prefix + problem)
+    return out
+
+
+def environment_problems(config: Config, tools: list[dict[str, Any]]) -> list[str]:
+    """Return why the environment cannot be made, in a process of its own. Adds its tools to `tools`."""
+    from dppo_megatron.environments.worker import environment_problem
+
+    environment, data = config.environment, config.data
+    if environment.source is None and environment != EnvironmentConfig():
+        return [
+            "environment.name = null: without it or environment.agent the section has no effect; set one, or remove "
+            "the other settings"
+        ]
+    if environment.source is None or not config.samples:
+        return []
+    if environment.name is not None and environment.agent is not None:
+        return [
+            f"environment.agent = {environment.agent}: environment.name is {environment.name}, and a trajectory is of "
+            "one of them; remove the other"
+        ]
+    out = []
+    if environment.agent is None and environment.host != EnvironmentConfig().host:
+        out.append(f"environment.host = {environment.host}: for agents, and environment.agent names none; remove it")
+    if environment.agent is not None and not data.chat_template:
+        out.append(
+            f"environment.agent = {environment.agent}: what it says are messages, which a chat template writes; set "
+            "data.chat_template = true"
+        )
+    if environment.agent is None and data.chat_template and data.overlong == "truncate":
+        out.append(
+            "data.overlong = truncate: an environment goes on from the whole prompt, which a chat template writes "
+            "again for every turn; use refuse or drop"
+        )
+    by_turn = config.objective.credit == "turn"
+    problem = environment_problem(environment, tools, chat=data.chat_template, by_turn=by_turn)
+    return [*out, problem] if problem else out

@@ -1,0 +1,135 @@
+"""What the HTTP clients of all kinds of engine share, and the check that a running server suits the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.config import Config
+from dppo_megatron.weights.fingerprint import Fingerprint, of_workers
+
+from .byte_budget import ByteBudget
+from .http import EngineCalls
+from .protocol import EngineError, EngineIncompatible, EngineInfo, EngineRefused, InvalidSample
+from .secret import read_secret
+from .trace import UNSEEN, Trace, joined
+
+
+class HttpEngine:
+    """Base of the clients that implement `dppo_megatron.engines.protocol.Engine`.
+
+    Bound to the event loop it is first used in. `config.request_timeout_s` bounds `generate` and `score`,
+    `config.weight_sync.timeout_s` bounds a weight update, the wait for running requests included.
+    """
+
+    def __init__(self, config: Config, url: str, budget: ByteBudget | None, unknown_route: str):
+        """budget: of all clients of this process; None = this one has its own."""
+        self.url = url.rstrip("/")
+        self._budget = budget or ByteBudget()
+        self._generate_timeout_s = config.request_timeout_s
+        self._update_timeout_s = config.weight_sync.timeout_s
+        self._calls = EngineCalls(self.url, read_secret(config), unknown_route)
+        self._limits: EngineInfo | None = None
+        self._first_use = asyncio.Lock()
+
+    async def info(self) -> EngineInfo:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        await self._calls.close()
+
+    async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
+        info = await self.info()
+        check_info(self.url, info, config, vocab_size)
+        return info
+
+    async def _static_info(self) -> EngineInfo:
+        async with self._first_use:
+            if self._limits is None:
+                self._limits = await self.info()
+            return self._limits
+
+    def _joined(self, what: str, decode: Callable[[], list[Trace]]) -> Trace:
+        """Return one trace of those that `decode` returns for each worker."""
+        try:
+            trace = joined(decode())
+        except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+            raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error!r}") from error
+        if not trace:
+            raise EngineRefused(f"engine {self.url}: {what}: {UNSEEN}")
+        return trace
+
+    def _fingerprint(self, workers: Any) -> Fingerprint:
+        """Return the fingerprints of the whole weights from the shares that workers report.
+
+        Raises `EngineError` where workers hold unequal copies.
+        """
+        try:
+            whole, unequal = of_workers(
+                {group: share and (int(share[0]), int(share[1])) for group, share in worker.items()}
+                for worker in workers
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"engine {self.url}: fingerprints of its weights: garbled reply: {error}") from None
+        if unequal:
+            raise EngineError(f"engine {self.url}: its workers hold unequal copies of {', '.join(unequal)}")
+        return whole
+
+
+def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | None) -> None:
+    """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`, and its remedy.
+
+    `vocab_size` is that of the trainer's model; None leaves it unchecked.
+    """
+    rollout, engine = config.rollout, config.engine
+    cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size
+    dtype = DTYPES[engine.dtype].long
+    setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
+    longest = config.data.max_prompt_tokens + response
+    problems = [
+        (
+            info.logprobs_mode != "processed_logprobs",
+            f"logprobs mode {info.logprobs_mode}: log-probs are not those of the sampled distribution; start it "
+            "with --logprobs-mode processed_logprobs (vLLM) or without SGLANG_RETURN_ORIGINAL_LOGPROB (SGLang)",
+        ),
+        (
+            rollout.topk_logprobs > cap,
+            f"returns at most {cap} top-K log-probs a token, rollout.topk_logprobs = {rollout.topk_logprobs}; start it "
+            "with a higher --max-logprobs (engine.max_logprobs) or lower K",
+        ),
+        (
+            rollout.topk_logprobs > info.vocab_size,
+            f"vocabulary of {info.vocab_size}, rollout.topk_logprobs = {rollout.topk_logprobs}; lower K",
+        ),
+        (
+            info.max_model_len < longest,
+            f"sequences of at most {info.max_model_len} tokens, data.max_prompt_tokens = "
+            f"{config.data.max_prompt_tokens} + {setting} = {response}: responses "
+            "would be truncated; raise --max-model-len or --context-length (engine.max_model_len)",
+        ),
+        (
+            info.dtype != dtype,
+            f"runs in {info.dtype}, engine.dtype = {engine.dtype}; start it with --dtype {dtype} or change the setting",
+        ),
+        (
+            vocab_size is not None and info.vocab_size != vocab_size,
+            f"vocabulary of {info.vocab_size}, the model in {config.model.path} has {vocab_size}; start it from "
+            "that model",
+        ),
+        (
+            rollout.routing_replay and not info.routed_experts,
+            "does not return routed experts, which rollout.routing_replay needs; start it with "
+            "--enable-return-routed-experts, or set rollout.routing_replay to false",
+        ),
+        (
+            rollout.has_sampling_mask and not info.sampling_mask,
+            f"does not report which tokens rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = "
+            f"{rollout.min_p} left to draw from, which the trainer replays; start it with --return-sampling-mask (vLLM "
+            "on GPUs), or set them to 1, -1 and 0",
+        ),
+    ]
+    wrong = [*info.problems, *(message for is_wrong, message in problems if is_wrong)]
+    if wrong:
+        raise EngineIncompatible(f"engine {url} does not suit this run:\n  " + "\n  ".join(wrong))

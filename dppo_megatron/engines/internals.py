@@ -1,0 +1,85 @@
+"""The names of a server's package that are not its public interface, and whether the installed version has them.
+
+`vllm/internals.txt` and `sglang/internals.txt` list them. Depends only on the standard library, because SGLang's own
+environment runs it too, by its path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_LINE = re.compile(r"(?P<path>[\w.:]+)(?:\((?P<passed>.*?)\))?(?:\[(?P<read>.*?)\])?  (?P<why>.+)")
+
+
+class Internal(NamedTuple):
+    """A line such as `m:Cls.f(self, mode=)  weight updates`: a method that we hook, or call with `mode=`."""
+
+    path: str  # module:name
+    why: str
+    passed: tuple[str, ...] | None = None  # "self", "name=", "_" for one by position; None = we do not call it
+    read: tuple[str, ...] = ()  # attributes of its instances that we read or set
+
+    def problem(self) -> str | None:
+        """Return how the installed version differs from this entry."""
+        module, _, names = self.path.partition(":")
+        try:
+            found = import_module(module)
+            for name in filter(None, names.split(".")):
+                found = getattr(found, name)
+        except (ImportError, AttributeError) as error:
+            return f"{self.path} ({self.why}) is absent: {error}"
+        if self.passed is not None and (error := _refuses(found, self.passed)):
+            return f"{self.path} ({self.why}) takes other arguments: {error}"
+        if lost := [name for name in self.read if not _has(found, name)]:
+            return f"{self.path} ({self.why}) has no {', '.join(lost)}"
+        return None
+
+
+def names_of(kind: str) -> tuple[str, list[str], list[Internal]]:
+    """Return the pinned version of `kind`, its public modules, and its private names."""
+    version, public, names = "", [], []
+    for line in (Path(__file__).parent / kind / "internals.txt").read_text().splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "version":
+            version = rest
+        elif word == "public":
+            public = rest.split()
+        elif word != "#":
+            if (found := _LINE.fullmatch(line)) is None:
+                raise ValueError(f"{kind}/internals.txt: not a name and its use: {line!r}")
+            passed, read = (None if found[part] is None else _items(found[part]) for part in ("passed", "read"))
+            names.append(Internal(found["path"], found["why"], passed, read or ()))
+    return version, public, names
+
+
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def _refuses(function: Any, passed: tuple[str, ...]) -> str | None:
+    positional = [None for name in passed if name in ("self", "_")]
+    try:
+        inspect.signature(function).bind(*positional, **{name[:-1]: None for name in passed if name.endswith("=")})
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _has(cls: Any, name: str) -> bool:
+    """Return whether instances of `cls` have the attribute: of the class, or named in the source of its classes."""
+    if hasattr(cls, name):
+        return True
+    classes = [c for c in cls.__mro__ if c.__module__.split(".")[0] in ("vllm", "sglang")]
+    sources = "".join(map(inspect.getsource, classes))
+    return f"self.{name}" in sources or f" {name}:" in sources
+
+
+if __name__ == "__main__":  # prints the problem of each name of the kind that is given
+    del sys.path[0]  # this folder, whose `sglang` is another
+    print(json.dumps({entry.path: entry.problem() for entry in names_of(sys.argv[1])[2]}))

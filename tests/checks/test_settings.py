@@ -1,0 +1,142 @@
+"""Settings that contradict each other or the model: each is refused with one sentence that names what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from dppo_megatron.checks import engine as engine_rules
+from dppo_megatron.checks import exact, settings_problems, user_code
+from dppo_megatron.config import Config
+from dppo_megatron.hf import parse_hf_config
+from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
+from tests.support.configs import make_config
+
+
+def config(settings: str) -> Config:
+    """Return a valid config with settings such as "engine.exact=true model.lora.r=8"."""
+    sections: dict[str, Any] = {"model": {"path": "unused"}}
+    for setting in settings.split():
+        path, _, value = setting.partition("=")
+        *parents, name = path.split(".")
+        place = sections
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = yaml.safe_load(value)
+    return make_config(**sections)
+
+
+EXACT = "engine.exact=true engine.dtype=bf16 "
+LORA = "model.lora.r=8 "
+ADAPTER = LORA + "weight_sync.lora=adapter "
+BROADCAST = "weight_sync.transport=broadcast "
+COLOCATED = "engine.placement=colocated "
+IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("", None),
+        (EXACT, None),
+        (EXACT + "parallel.tensor=2 parallel.world_size=2 parallel.sequence=true", None),
+        (EXACT + "engine.kind=sglang engine.dtype=fp32 model.dtype=fp32", None),
+        (EXACT + "model.fp32_head=true", None),
+        (EXACT + "engine.dtype=fp32", "set engine.dtype (now fp32) to bf16"),
+        (EXACT + "engine.dtype=fp16", "set engine.dtype (now fp16) to bf16"),
+        (EXACT + "engine.quantization=fp8_block_emulated", "set engine.quantization and model.fp8 to none"),
+        (EXACT + "model.fp8=blockwise", "set engine.quantization and model.fp8 to none"),
+        (EXACT + "model.layers=transformer_engine", "set model.layers to local or auto"),
+        (EXACT + "model.logits=fused", "set model.logits to stored"),
+        (EXACT + "model.lora.r=4", "set model.lora.r to 0"),
+        (EXACT + "model.batch_invariant_head=true", "set model.batch_invariant_head to false"),
+        (EXACT + "engine.tensor_parallel=2", "set engine.tensor_parallel to 1"),
+        (EXACT + "parallel.tensor=4 parallel.world_size=4", "set parallel.tensor (now 4) to 1 or 2"),
+        (EXACT + "parallel.context=2 parallel.world_size=2", "set parallel.context to 1"),
+        (EXACT + "rollout.top_p=0.9 rollout.top_k=8", "set them to 1, -1 and 0"),
+        (LORA, None),
+        (ADAPTER, None),
+        (ADAPTER + "model.lora.r=0", "the run trains no adapters (model.lora.r = 0)"),
+        (ADAPTER + "model.lora.r=1024", "engines take adapters of r at most 512"),
+        (ADAPTER + "engine.kind=sglang", None),
+        (ADAPTER + "engine.quantization=fp8_block", "FP8 weights are made at each publish"),
+        (ADAPTER + COLOCATED, "give their weights back"),
+        (ADAPTER + BROADCAST, "adapters travel as files"),
+        (ADAPTER + "model.weights=other", "the trainer from model.weights"),
+        (ADAPTER + "weight_sync.full_every=2", "adapters are published as they are"),
+        (LORA + "model.layers=transformer_engine", "adapters need Megatron's local layers"),
+        (LORA + "model.fp8=tensorwise", "model.lora.r = 8: local layers have no FP8; set model.fp8 to none"),
+        (LORA + "weight_sync.full_every=2", None),
+        ("weight_sync.full_every=2 " + COLOCATED, "an actor that has left its device"),
+        ("weight_sync.full_every=5 " + BROADCAST, "weight_sync.full_every = 5: a broadcast always sends all weights"),
+        (COLOCATED + "engine.kind=sglang rollout.max_staleness=0", None),
+        (COLOCATED + "engine.kind=sglang " + BROADCAST, "broadcast: NCCL does not connect two processes on one GPU"),
+        (IN_MEMORY + BROADCAST, "weight_sync.directory = /dev/shm/mine: a broadcast writes nothing"),
+        (
+            IN_MEMORY + "slurm.trainer_nodes=1 slurm.engine_nodes=1",
+            "mine: each machine has its own /dev/shm, and the run",
+        ),
+        (IN_MEMORY + "weight_sync.full_every=5", None),
+        (IN_MEMORY + COLOCATED, None),
+        ("weight_sync.directory=/shared/mine slurm.engine_nodes=1", None),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, problem):
+    problems = settings_problems(config(settings))
+    assert len(problems) == (problem is not None)
+    assert problem is None or problem in problems[0]
+
+
+@pytest.mark.parametrize(("model", "refused"), [(QWEN3, False), (QWEN3_MOE, True), (DEEPSEEK, True)])
+def test_engines_take_only_adapters_of_dense_models(model, refused):
+    short, hf = " data.max_prompt_tokens=32 rollout.max_response_tokens=32", parse_hf_config(model, "x")
+    found = engine_rules.model_problems(config(ADAPTER + short), hf)
+    assert any("adapters of experts or of latent attention" in problem for problem in found) == refused
+    assert engine_rules.model_problems(config(LORA + short), hf) == []
+
+
+@pytest.mark.parametrize(
+    ("targets", "lost"),
+    [
+        ("[q_proj,v_proj,o_proj]", False),
+        ("[gate_proj,down_proj]", False),
+        ("[q_proj,k_proj]", True),
+        ("[v_proj]", True),
+        ("[k_proj]", True),
+        ("[q_proj,v_proj,up_proj]", True),
+        ("[q_proj,layers.0.self_attn.v_proj]", True),
+    ],
+)
+def test_parts_of_fused_layers_that_sglang_would_not_take_are_refused(targets, lost):
+    for kind in ("vllm", "sglang"):
+        made = config(f"{ADAPTER} model.lora.targets={targets} engine.max_model_len=64 engine.kind={kind}")
+        found = engine_rules.model_problems(made, parse_hf_config(QWEN3, "x"))
+        assert any("of layers that it fuses" in problem for problem in found) == (lost and kind == "sglang")
+
+
+@pytest.mark.parametrize(
+    "kl", ["", "objective.settings.reference_kl=k3 objective.settings.reference_kl_coefficient=0.1"]
+)
+def test_a_reference_must_be_what_training_starts_from(kl):
+    found = user_code.objective_problems(config(f"{LORA} model.lora.adapter=other {kl}"), [])
+    assert any("model.lora.adapter = other: the reference of" in problem for problem in found) == bool(kl)
+    assert user_code.objective_problems(config(LORA + kl), []) == []
+
+
+def of_model(model: dict, settings: str = EXACT, *, elsewhere: bool = False) -> list[str]:
+    return exact.model_problems(config(settings), parse_hf_config(model, "x"), elsewhere=elsewhere)
+
+
+def test_models_and_gpus_without_operators_that_both_sides_share_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert of_model(QWEN3) == []
+    assert "router, experts' products" in of_model(QWEN3_MOE)[0]
+    assert "latent attention" in of_model(DEEPSEEK)[-1]
+    assert "run without GPUs" in of_model(QWEN3, EXACT + "slurm.gpus_per_node=8", elsewhere=True)[0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "run without GPUs" in of_model(QWEN3)[0]
+    assert of_model(QWEN3, EXACT + "slurm.gpus_per_node=0", elsewhere=True) == []
+    assert of_model(QWEN3_MOE, "") == []
