@@ -109,7 +109,7 @@ def run_task(task: str, root: Path) -> dict[str, float]:
 
 
 def do(task: str, hf: Path, megatron: Path, target: Path) -> None:
-    from dppo_megatron.convert.job import Worker, convert
+    from dppo_megatron.convert.job import ConversionWorker, convert
     from dppo_megatron.convert.layout import TargetLayout
     from dppo_megatron.convert.to_hf import ToHF
     from dppo_megatron.convert.to_megatron import ToMegatron
@@ -124,7 +124,7 @@ def do(task: str, hf: Path, megatron: Path, target: Path) -> None:
         "hf-to-hf": partial(ToHF, hf, target, hf, shard_bytes=SHARD_BYTES),
         "hf-to-hf, to fp8": partial(ToHF, hf, target, hf, quantization="fp8_block", shard_bytes=SHARD_BYTES),
     }
-    convert(builders[task], worker=Worker())
+    convert(builders[task], worker=ConversionWorker())
 
 
 def copy(source: Path, target: Path) -> None:

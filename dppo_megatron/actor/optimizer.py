@@ -20,7 +20,7 @@ from .model_config import dtype, overlaps_communication
 
 
 @dataclass(frozen=True)
-class StepResult:
+class UpdateResult:
     """One optimizer step: norm of the summed gradients before clipping, and the learning rate that was applied."""
 
     grad_norm: float
@@ -110,7 +110,7 @@ def optimizer_step(
     lr_scale: float = 1.0,
     refuse: bool = False,
     loss_scale: LossScale | None = None,
-) -> StepResult:
+) -> UpdateResult:
     """Clip to the global norm, step, and advance the schedule, or skip all three if the norm is not finite.
 
     `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, for a reason found before
@@ -125,7 +125,7 @@ def optimizer_step(
         if loss_scale is not None and found_inf and not refuse:
             overflowed = loss_scale.can_fall
             loss_scale.follow(overflow=True)
-        return StepResult(grad_norm, lr, skipped=True, overflowed=overflowed)
+        return UpdateResult(grad_norm, lr, skipped=True, overflowed=overflowed)
     if loss_scale is not None:
         loss_scale.follow(overflow=False)
     if clip > 0:
@@ -137,7 +137,7 @@ def optimizer_step(
         group["lr"] *= lr_scale
     optimizer.step_with_ready_grads()
     schedule.step(1)  # sets the rate of every group again
-    return StepResult(grad_norm, lr, skipped=False, overflowed=False)
+    return UpdateResult(grad_norm, lr, skipped=False, overflowed=False)
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:

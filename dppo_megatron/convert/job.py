@@ -67,14 +67,14 @@ class Conversion(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class ConversionWorker:
     """The rank of this process among the converting processes."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
-    def from_environment(cls) -> Worker:
+    def from_environment(cls) -> ConversionWorker:
         """Read the variables of torchrun (RANK) or srun (SLURM_PROCID); a single process without them."""
         for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
             if rank in os.environ and size in os.environ:
@@ -115,7 +115,9 @@ def prepare(conversion: Conversion, resume: bool) -> None:
     check_space(staging, max(conversion.nbytes - done, 0))
 
 
-def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Callable[[], None] = lambda: None) -> None:
+def run(
+    conversion: Conversion, worker: ConversionWorker, progress: Progress, watch: Callable[[], None] = lambda: None
+) -> None:
     """Write this worker's shards; worker 0 then waits for the others and renames. Call `prepare` first.
 
     `watch` is called while waiting and may raise. Raises the error of a shard; on worker 0 also `ModelError` with the
@@ -127,7 +129,9 @@ def run(conversion: Conversion, worker: Worker, progress: Progress, watch: Calla
         _run(conversion, worker, staging, progress, watch)
 
 
-def _run(conversion: Conversion, worker: Worker, staging: Path, progress: Progress, watch: Callable[[], None]) -> None:
+def _run(
+    conversion: Conversion, worker: ConversionWorker, staging: Path, progress: Progress, watch: Callable[[], None]
+) -> None:
     own = range(worker.rank, len(conversion.shards), worker.size)
     if worker.rank > 0 and own:
         _wait_for_job(staging, conversion)
@@ -241,7 +245,7 @@ def _wait_for_job(staging: Path, conversion: Conversion) -> None:
     _refuse_other_job(staging, {"shards": conversion.shards, **conversion.fingerprint()})
 
 
-def _wait_for_others(staging: Path, shards: list[str], worker: Worker, poll: Callable[[], object]) -> None:
+def _wait_for_others(staging: Path, shards: list[str], worker: ConversionWorker, poll: Callable[[], object]) -> None:
     last, deadline = -1, 0.0
     missing = list(shards)
     while missing := [shard for shard in missing if _receipt(staging, shard) is None]:
@@ -260,7 +264,7 @@ def _wait_for_others(staging: Path, shards: list[str], worker: Worker, poll: Cal
 
 
 def convert(
-    build: Callable[[], Conversion], *, resume: bool = False, processes: int = 1, worker: Worker | None = None
+    build: Callable[[], Conversion], *, resume: bool = False, processes: int = 1, worker: ConversionWorker | None = None
 ) -> Conversion | None:
     """Run the conversion that `build` returns; `build` must be picklable if `processes` > 1.
 
@@ -268,17 +272,17 @@ def convert(
     conversion on rank 0, None on the other ranks of torchrun or srun. Raises `ModelError` as `build`, `prepare` and
     `run` do.
     """
-    worker = worker or Worker.from_environment()
+    worker = worker or ConversionWorker.from_environment()
     if worker.size > 1:
         processes = 1  # torchrun or srun started them
     elif processes > 1:
-        worker = Worker(0, processes)
+        worker = ConversionWorker(0, processes)
     conversion = build()
     if worker.rank == 0:
         prepare(conversion, resume)
     context = multiprocessing.get_context("spawn")
     others = [
-        context.Process(target=_work, args=(build, Worker(rank, processes)), daemon=True)
+        context.Process(target=_work, args=(build, ConversionWorker(rank, processes)), daemon=True)
         for rank in range(1, processes)
     ]
 
@@ -299,7 +303,7 @@ def convert(
     return conversion if worker.rank == 0 else None
 
 
-def _work(build: Callable[[], Conversion], worker: Worker) -> None:
+def _work(build: Callable[[], Conversion], worker: ConversionWorker) -> None:
     conversion = build()
     try:
         run(conversion, worker, Progress("", conversion.nbytes, silent=True))

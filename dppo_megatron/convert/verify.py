@@ -22,7 +22,7 @@ from dppo_megatron.hf.load import load_into
 from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.hf.weight_source import open_weights
 
-from .job import Worker, convert
+from .job import ConversionWorker, convert
 from .to_hf import ToHF
 
 TOLERANCE = 1e-4  # of the largest magnitude: far above fp32 rounding, far below the effect of a misplaced weight
@@ -150,7 +150,7 @@ def _full_precision(hf_dir: Path, config: HFModelConfig) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=hf_dir.parent, prefix=".verify-") as directory:
         copy = Path(directory) / hf_dir.name
-        convert(partial(ToHF, hf_dir, copy, hf_dir, torch.float32), worker=Worker())
+        convert(partial(ToHF, hf_dir, copy, hf_dir, torch.float32), worker=ConversionWorker())
         yield copy
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .megatron_model import unwrap
-from .operations import Operation, Piece, Replicated, Sharded, Vocabulary
+from .operations import Operation, Replicated, Sharded, TensorPiece, Vocabulary
 from .rules import Entry, HFTensor
 from .weight_map import WeightMap
 
@@ -38,8 +38,8 @@ class Stacked:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return shards[0].chunk(self.count)
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
-        return [Piece(torch.cat(list(parts)))] if rank == 0 else []
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
+        return [TensorPiece(torch.cat(list(parts)))] if rank == 0 else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PartlyStored:
         parts = self.op.from_shards(shards)
         return tuple(parts[index] for index in self.chosen)
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         return self.op.pieces(self._all(parts), rank, size)
 
     def _all(self, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -28,7 +28,7 @@ class Operation(Protocol):
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the HF parts from the shards of all ranks, in rank order."""
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         """Return the blocks of the whole Megatron tensor on rank `rank` of `size`, with their offsets.
 
         Empty for a replicated tensor on ranks other than 0. Raises `ValueError` as `to_shard` does.
@@ -36,16 +36,16 @@ class Operation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A block of a whole tensor that begins at `start` along `dim` and spans all of the other dimensions."""
 
     tensor: Tensor
     start: int = 0
     dim: int = 0
 
-    def with_tensor(self, tensor: Tensor) -> Piece:
+    def with_tensor(self, tensor: Tensor) -> TensorPiece:
         """Return a piece with another tensor, such as a cast one, at the same offset."""
-        return Piece(tensor, self.start, self.dim)
+        return TensorPiece(tensor, self.start, self.dim)
 
 
 def slice_of(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
@@ -68,8 +68,8 @@ class Replicated:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (shards[0],)
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
-        return [Piece(parts[0])] if rank == 0 else []
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
+        return [TensorPiece(parts[0])] if rank == 0 else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ class Sharded:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (_cat(shards, self.dim),)
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         shard = self.to_shard(parts, rank, size)
-        return [Piece(shard, rank * shard.shape[self.dim], self.dim)]
+        return [TensorPiece(shard, rank * shard.shape[self.dim], self.dim)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,11 @@ class GateUp:
         halves = [shard.chunk(2) for shard in shards]
         return tuple(_cat(part, 0) for part in zip(*halves, strict=True))
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         """Return pieces with the whole gate before the whole up, so that any number of ranks can shard them."""
         slices = [slice_of(part, 0, rank, size) for part in parts]
         gate_rows = parts[0].shape[0]
-        return [Piece(s, i * gate_rows + rank * s.shape[0]) for i, s in enumerate(slices)]
+        return [TensorPiece(s, i * gate_rows + rank * s.shape[0]) for i, s in enumerate(slices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,9 @@ class QKV:
         q, k, v = grouped.split([per_group, 1, 1], dim=1)
         return tuple(part.reshape(-1, *columns) for part in (q, k, v))
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         shard = self.to_shard(parts, rank, size)
-        return [Piece(shard, rank * shard.shape[0])]
+        return [TensorPiece(shard, rank * shard.shape[0])]
 
     def _interleave(self, parts: Sequence[Tensor], groups: int) -> Tensor:
         columns = parts[0].shape[1:]
@@ -172,11 +172,11 @@ class Vocabulary:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (_cat(shards, 0)[: self.size],)
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[Piece]:
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         """Return nearly equal pieces without padding: readers pad to the size that they need."""
         rows = -(-self.size // size)
         start = min(rank * rows, self.size)
-        return [Piece(parts[0][start : start + rows], start)] if start < self.size else []
+        return [TensorPiece(parts[0][start : start + rows], start)] if start < self.size else []
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from dppo_megatron.common.files import write_atomic
 
 from .checkpoint_keys import StoredAt
-from .operations import Piece
+from .operations import TensorPiece
 from .safetensors_file import bytes_of
 from .torch_dist_place import MARKER
 
@@ -66,7 +66,7 @@ class TorchDistFile:
         self._name = path.name
         self._file = path.open("wb")
 
-    def write(self, locations: Sequence[StoredAt], shape: Sequence[int], piece: Piece) -> None:
+    def write(self, locations: Sequence[StoredAt], shape: Sequence[int], piece: TensorPiece) -> None:
         """Append `piece` of a weight with the whole shape `shape`. `locations` are the names of that weight."""
         at = locations[0]
         depth = len(at.index)

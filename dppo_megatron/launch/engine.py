@@ -18,7 +18,7 @@ from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import end_with_parent, exit_reason
 from dppo_megatron.common.retry import RetryBudget, retry_async, wait_until
 from dppo_megatron.config import Config
-from dppo_megatron.convert.job import Worker, convert
+from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
 from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
@@ -218,7 +218,7 @@ def ensure_start_model(config: Config, index: int) -> Path:
     if index == 0:
         log.info("quantising %s to %s (engine.quantization = %s)", config.model.path, directory, quantization)
         build = partial(ToHF, config.model.path, directory, config.model.path, quantization=quantization)
-        convert(build, resume=True, worker=Worker())
+        convert(build, resume=True, worker=ConversionWorker())
     elif not wait_until(directory.exists, config.engine.start_timeout_s, POLL_S):
         raise StartModelTimeout(
             f"engine-0 did not quantise {config.model.path} to {directory} within "

@@ -126,13 +126,13 @@ def _as_hugging_face(model: Path, directory: Path) -> Path:
     """
     if (model / "config.json").is_file():
         return model
-    from dppo_megatron.convert.job import Worker, convert
+    from dppo_megatron.convert.job import ConversionWorker, convert
     from dppo_megatron.convert.to_hf import ToHF
 
     converted = directory / "weights"
     if not converted.exists():
         checkpoint = checkpoint_at(model)
-        convert(partial(ToHF, checkpoint, converted, template_for(checkpoint)), resume=True, worker=Worker())
+        convert(partial(ToHF, checkpoint, converted, template_for(checkpoint)), resume=True, worker=ConversionWorker())
     return converted
 
 

@@ -23,7 +23,7 @@ from .tail import JsonlFollower
 Record = Mapping[str, Any]
 
 
-class Column(NamedTuple):
+class ShownMetric(NamedTuple):
     metric: str
     label: str
     width: int
@@ -32,13 +32,13 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("train/loss", "loss", 9, ".2e", ""),
-    Column("rollout/reward_mean", "reward", 6, ".3f", ""),
-    Column("policy/masked_share", "masked", 6, ".2%", ""),
-    Column("mismatch/kl", "mismatch", 8, ".1e", ""),
-    Column("throughput/tokens_per_s", "", 7, ",.0f", " tok/s"),
-    Column("throughput/mfu", "MFU", 5, ".1%", ""),
-    Column("time/step_s", "", 6, ".1f", " s/step"),
+    ShownMetric("train/loss", "loss", 9, ".2e", ""),
+    ShownMetric("rollout/reward_mean", "reward", 6, ".3f", ""),
+    ShownMetric("policy/masked_share", "masked", 6, ".2%", ""),
+    ShownMetric("mismatch/kl", "mismatch", 8, ".1e", ""),
+    ShownMetric("throughput/tokens_per_s", "", 7, ",.0f", " tok/s"),
+    ShownMetric("throughput/mfu", "MFU", 5, ".1%", ""),
+    ShownMetric("time/step_s", "", 6, ".1f", " s/step"),
 )
 _PACE_STEPS = 20  # the pace of these last steps predicts the time left
 _REDRAW_S = 1.0  # the countdown moves even without new records

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dppo_megatron.certify.command import certify
 from dppo_megatron.certify.report import exceeds, text
-from dppo_megatron.convert.job import Worker, convert
+from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_megatron import ToMegatron
 from tests.support.engines import engine_config, make_model, running_server
@@ -54,7 +54,7 @@ def certificates(tmp_path_factory):
         }
     )
     checkpoint = root / "trained" / "checkpoints"
-    convert(partial(ToMegatron, model, checkpoint, TargetLayout()), worker=Worker())
+    convert(partial(ToMegatron, model, checkpoint, TargetLayout()), worker=ConversionWorker())
     with running_server(served, root / "server.log", version=0) as url:
         before = certify(config, "config.yaml", prompts=3, urls=[url])[1]
         after = certify(config, "config.yaml", prompts=3, urls=[url], run=root / "trained")[1]

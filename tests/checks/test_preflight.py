@@ -13,7 +13,7 @@ import pytest
 
 from dppo_megatron.checks import data, preflight, user_code
 from dppo_megatron.config import Config, ConfigError
-from dppo_megatron.convert.job import Worker, convert
+from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import make_random_hf_model
@@ -240,7 +240,7 @@ def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, ta
     tree["model"]["weights"] = str(tmp_path / "absent")
     assert f"model.weights = {tmp_path / 'absent'}: no such directory" in found(tree)
     checkpoint = tmp_path / "checkpoint"
-    convert(lambda: ToMegatron(task / "random_model", checkpoint, TargetLayout(tensor=2)), worker=Worker())
+    convert(lambda: ToMegatron(task / "random_model", checkpoint, TargetLayout(tensor=2)), worker=ConversionWorker())
     tree["model"]["weights"] = str(checkpoint)
     preflight(Config.model_validate(tree), "config.yaml")
     tree["model"]["path"] = changed_model(task, tmp_path / "other", rms_norm_eps=0.5)

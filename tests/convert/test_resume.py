@@ -117,14 +117,14 @@ def test_a_second_process_at_the_same_shard_cannot_damage_it(models, tmp_path, c
     def late(self, index, path, tick):
         with path.open("wb") as file:
             monkeypatch.setattr(ToMegatron, "write_shard", write)
-            job.run(conversion, job.Worker(1, 2), Progress("", 0, silent=True))
+            job.run(conversion, job.ConversionWorker(1, 2), Progress("", 0, silent=True))
             file.write(b"half of a shard")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ToMegatron, "write_shard", late)
     with pytest.raises(KeyboardInterrupt):
-        job.run(conversion, job.Worker(1, 2), Progress("", 0, silent=True))
-    job.run(conversion, job.Worker(0, 2), Progress("", 0, silent=True))
+        job.run(conversion, job.ConversionWorker(1, 2), Progress("", 0, silent=True))
+    job.run(conversion, job.ConversionWorker(0, 2), Progress("", 0, silent=True))
     convert("megatron-to-hf", tmp_path / "target", tmp_path / "back")
     same_weights(models / "qwen3", tmp_path / "back")
     assert {p.name for p in tmp_path.iterdir()} == {"target", "back"}
@@ -137,12 +137,12 @@ def test_resuming_while_the_first_still_runs_is_refused(models, tmp_path, monkey
     def meanwhile(self, index, path, tick):
         if index == 2:
             with pytest.raises(ModelError, match="another conversion is writing there") as refused:
-                job.convert(build, resume=True, worker=job.Worker())
+                job.convert(build, resume=True, worker=job.ConversionWorker())
             refusals.append(refused)
         return write(self, index, path, tick)
 
     monkeypatch.setattr(ToMegatron, "write_shard", meanwhile)
-    assert job.convert(build, worker=job.Worker()) is not None
+    assert job.convert(build, worker=job.ConversionWorker()) is not None
     assert len(refusals) == 1
 
 
@@ -188,11 +188,11 @@ def test_failure_of_another_process_is_reported_by_the_first(interrupted, monkey
     notes = tmp_path / ".target.writing" / ".conversion"
     (notes / "failed.1").write_text("OSError: No space left on device")
     with pytest.raises(ModelError, match=r"process 1 of 2: OSError: No space left"):
-        job.run(conversion, job.Worker(0, 2), Progress("", 0, silent=True))
+        job.run(conversion, job.ConversionWorker(0, 2), Progress("", 0, silent=True))
     (notes / "failed.1").unlink()
     monkeypatch.setattr(job, "_STALL_TIMEOUT_S", 0.3)
     with pytest.raises(ModelError, match=r"__3_0.distcp: waited for its process"):
-        job.run(conversion, job.Worker(0, 2), Progress("", 0, silent=True))
+        job.run(conversion, job.ConversionWorker(0, 2), Progress("", 0, silent=True))
 
 
 def test_worker_whose_job_is_another_refuses(interrupted, monkeypatch):
@@ -200,22 +200,22 @@ def test_worker_whose_job_is_another_refuses(interrupted, monkeypatch):
 
     other = ToMegatron(source, target, TargetLayout(pipeline=2))
     with pytest.raises(ModelError, match="changed since it was begun"):
-        job.run(other, job.Worker(1, 2), Progress("", 0, silent=True))
+        job.run(other, job.ConversionWorker(1, 2), Progress("", 0, silent=True))
     monkeypatch.setattr(job, "_START_TIMEOUT_S", 0.2)
     elsewhere = ToMegatron(source, target.with_name("elsewhere"), TargetLayout(pipeline=2))
     with pytest.raises(ModelError, match="process 0 did not begin"):
-        job.run(elsewhere, job.Worker(1, 2), Progress("", 0, silent=True))
+        job.run(elsewhere, job.ConversionWorker(1, 2), Progress("", 0, silent=True))
 
 
 def test_processes_without_work_end_whenever_they_come(models, tmp_path, monkeypatch):
 
     monkeypatch.setattr(job, "_START_TIMEOUT_S", 0.2)
     build = partial(ToMegatron, models / "qwen3", tmp_path / "target", TargetLayout())
-    assert job.convert(build, worker=job.Worker(1, 2)) is None  # before the first began: one shard, two processes
-    assert job.convert(build, worker=job.Worker(0, 2)) is not None
-    assert job.convert(build, worker=job.Worker(1, 2)) is None  # after it has published
+    assert job.convert(build, worker=job.ConversionWorker(1, 2)) is None  # nothing to write yet
+    assert job.convert(build, worker=job.ConversionWorker(0, 2)) is not None
+    assert job.convert(build, worker=job.ConversionWorker(1, 2)) is None  # after it has published
     four = partial(ToMegatron, models / "qwen3", tmp_path / "target", TargetLayout(pipeline=4))
-    assert job.convert(four, worker=job.Worker(1, 2)) is None
+    assert job.convert(four, worker=job.ConversionWorker(1, 2)) is None
 
 
 def test_nproc_does_not_multiply_what_torchrun_started(models, tmp_path, convert, monkeypatch):
@@ -230,13 +230,13 @@ def test_which_worker_this_is(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")  # a batch script without srun: one process, whatever was allocated
-    assert job.Worker.from_environment() == job.Worker(0, 1)
+    assert job.ConversionWorker.from_environment() == job.ConversionWorker(0, 1)
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert job.Worker.from_environment() == job.Worker(3, 4)
+    assert job.ConversionWorker.from_environment() == job.ConversionWorker(3, 4)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert job.Worker.from_environment() == job.Worker(1, 2)
+    assert job.ConversionWorker.from_environment() == job.ConversionWorker(1, 2)
 
 
 def test_receipts_are_json_that_names_every_chunk(interrupted, tmp_path):

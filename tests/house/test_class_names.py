@@ -8,12 +8,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "dppo_megatron"
 
-# Names that several classes still share. Only remove entries; the last one takes this list with it.
-SHARED = {
-    "Channel", "Exact", "Failed", "Finding", "Gateway", "Piece", "Place", "Published",
-    "Rendezvous", "Step", "Turns", "Worker", "_Bucket", "_Group", "_Sample", "_Stream",
-}  # fmt: skip
-
 
 def shared_names(root: Path) -> dict[str, list[str]]:
     """Return each class name with several definitions, and their files."""
@@ -26,9 +20,7 @@ def shared_names(root: Path) -> dict[str, list[str]]:
 
 
 def test_a_class_name_names_one_class():
-    found = shared_names(PACKAGE)
-    assert {name: files for name, files in found.items() if name not in SHARED} == {}
-    assert SHARED - found.keys() == set(), "unique now: remove them from SHARED"
+    assert shared_names(PACKAGE) == {}
 
 
 def test_a_second_class_of_a_name_is_found(tmp_path):
