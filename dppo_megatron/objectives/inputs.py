@@ -86,10 +86,6 @@ def check_and_clean(objective: ObjectiveProtocol, *, logprob: Tensor, mask: Tens
     for key, value in {"logprob": logprob, **present}.items():
         if key.endswith("logprob"):
             _reject_coarse(name, key, value)
-    rollout = present.get("rollout_logprob")
-    # On a GPU this check would wait for the device.
-    if rollout is not None and rollout.is_cpu and ((rollout > 1e-3) & (mask != 0)).any():
-        raise ObjectiveError(f"{name}: rollout_logprob has values above 0; pass natural log-probs, not probabilities")
 
     keep = mask != 0
     order = {key: present.pop(key) for key in ("sequence_ids", "positions") if key in present}

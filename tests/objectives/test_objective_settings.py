@@ -57,17 +57,6 @@ def test_overrides_replace_axes_and_leave_the_preset_alone():
     assert build_objective("ppo", epsilon=0.1, epsilon_high=0.3).settings.epsilon_high == 0.3
 
 
-def test_probabilities_in_place_of_log_probs_are_refused():
-    logprob, mask = torch.tensor([-1.0, 0.4, -2.0]), torch.tensor([True, False, True])
-    call = {"logprob": logprob, "advantage": torch.ones(3), "rollout_logprob": logprob.clone()}
-    objective = build_objective("dppo_binary_tv")
-    assert objective(**call, mask=mask).loss.isfinite().all()
-    with pytest.raises(
-        ObjectiveError, match="dppo_binary_tv: rollout_logprob has values above 0; pass natural log-probs"
-    ):
-        objective(**call, mask=~mask)
-
-
 def test_thresholds_of_a_replaced_axis_fall_away():
     settings = build_objective("ppo", divergence="binary_tv", delta=0.2).settings
     assert (settings.epsilon_low, settings.epsilon_high, settings.delta) == (None, None, 0.2)
