@@ -248,7 +248,7 @@ def test_a_secret_that_no_request_can_bring_is_refused_and_not_shown(tmp_path, h
     config = run_config(tmp_path / "run", secret_file=tmp_path / "shared")
     (tmp_path / "shared").write_bytes(held)
     for use in (make_secret, read_secret):
-        with pytest.raises(NoSecret, match=r"shared: holds more than a line of ASCII; leave the secret alone in it$"):
+        with pytest.raises(NoSecret, match=r"shared: holds more than a line of ASCII; leave only the secret in it$"):
             use(config)
 
 
