@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "dppo_megatron"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 RULES = " ".join(CONTRIBUTING.split())
-FILE_LINES = int(re.search(r"no file over (\d+) lines", RULES)[1])
-ROOM_SHARE = float(re.search(r"no folder over (\d+) % of the package", RULES)[1]) / 100
+FILE_LINES = int(re.search(r"No file has more than (\d+) lines", RULES)[1])
+ROOM_SHARE = float(re.search(r"no folder more than (\d+) % of the package", RULES)[1]) / 100
 SCRIPTS = ("benchmarks", "examples", "tools", "docs")
 SOURCES = ("dppo_megatron", "tests", "tools", "examples", "benchmarks", "docs", "setup.py")
 
