@@ -22,7 +22,7 @@ HEAD = """\
 
 `python tools/tables.py` writes this page from the config's schema. A config file has a mapping for each section;
 `--set section.setting=value` changes one setting, with the value in YAML. `null` means that the value follows from
-other settings or from the machine, as the description says. N counts the entries of a list, NAME is any name.
+other settings or from the machine, see the description. N counts the entries of a list, NAME is any name.
 `dppo-megatron validate CONFIG` checks all settings; `dppo-megatron objectives NAME` lists those of a method.
 """
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "object": "mapping"}
@@ -81,7 +81,7 @@ def _resolved(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 def objectives_table() -> str:
     """Every preset with its axes, and what each method was published with."""
-    region = ("divergence", "control", "threshold", "ratio", "beside that")
+    region = ("divergence", "control", "threshold", "ratio", "further terms")
     head = ("preset", *region, "advantage", "aggregation", "source")
     lines = [head, ("---",) * len(head)]
     for name, p in PRESETS.items():

@@ -30,11 +30,9 @@ class ObjectiveConfig(Section):
     advantage: AdvantageKind = Field("group_mean", description="how rewards become advantages, see docs/objectives.md")
     credit: CreditKind = Field(
         "trajectory",
-        description="what advantage compares: rewards of trajectories, or what each turn and those after it earned",
+        description="compare rewards of trajectories, or of each turn and the turns after it",
     )
-    discount: Float = Field(
-        1.0, gt=0, le=1, description="credit = turn: what a reward counts for the turn before the one that earned it"
-    )
+    discount: Float = Field(1.0, gt=0, le=1, description="credit = turn: weight of a reward for the previous turn")
     aggregation: AggregationKind = Field("seq_mean_token_sum_norm", description="how the losses of tokens are averaged")
     horizon: Count | None = Field(
         None, description="divisor of seq_mean_token_sum_norm; default: rollout.max_response_tokens"
