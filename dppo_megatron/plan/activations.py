@@ -1,6 +1,6 @@
 """Computes the memory of a micro-batch between its forward and its backward pass, for each part of a layer.
 
-docs/plan.md gives the same formulas as a table. Letters: t tokens of the micro-batch on this rank, s those that
+docs/plan.md gives the same formulas as a table. Letters: t tokens of the micro-batch on this rank, s tokens that
 a sequence-parallel rank stores (t / tensor), e bytes of an element, and sizes per tensor-parallel rank.
 """
 
@@ -21,7 +21,7 @@ EXPERT_IMBALANCE = 1.2
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:
-    """One micro-batch on one rank. tokens: of this context-parallel rank. cuda: fused kernels, else the CPU's."""
+    """Describes one micro-batch. tokens: of this context-parallel rank. cuda: fused kernels, else the CPU's."""
 
     hf: HFModelConfig
     config: Config
@@ -46,7 +46,7 @@ class MicroBatchWork:
 
     @property
     def weight_gradient(self) -> int:
-        """Bytes of a gradient's element before it is added to the fp32 buffer; 0 without a gradient."""
+        """Return the bytes of a gradient's element before it is added to the fp32 buffer; 0 without a gradient."""
         if self.config.model.lora.r:
             return 0
         widened = FP32 if self.e < FP32 and not self.cuda else 0  # the CPU adds in one dtype only
@@ -54,19 +54,19 @@ class MicroBatchWork:
 
     @property
     def local(self) -> int:
-        """Context-parallel ranks where `actor.PackedAttention` gathers their keys on a GPU, else 0."""
+        """Return the context-parallel size if `actor.PackedAttention` gathers keys on a GPU, else 0."""
         own = self.config.model.layers == "local" or self.config.model.lora.r > 0
         return self.config.parallel.context if self.cuda and own else 0
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of one [s, H] tensor, the output of a layer."""
+        """Return the bytes of one [s, H] tensor, the output of a layer."""
         return self.e * self.kept * self.hf.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Bytes of one layer: `saved` until its backward pass, `working` more while that runs.
+    """Holds the bytes of one layer: `saved` until its backward pass, `working` in addition while that pass runs.
 
     `core` is the part that selective recompute frees. It is small, because attention never stores its scores.
     """
@@ -99,7 +99,7 @@ def layer(work: MicroBatchWork, moe: bool) -> Layer:
 def _norm(work: MicroBatchWork) -> int:
     """Return the bytes of the saved input, and of the output that the next matrix product saves."""
     elements = work.kept * work.hf.hidden_size
-    saved = work.e if work.cuda else FP32  # ours on the CPU saves the normalised rows in fp32
+    saved = work.e if work.cuda else FP32  # our norm on the CPU saves the normalised rows in fp32
     return elements * (saved + work.e)
 
 
@@ -110,8 +110,8 @@ def _grouped(work: MicroBatchWork) -> tuple[int, int]:
     q, kv = t * heads * hf.head_dim, t * groups * hf.head_dim
     log_sums = FP32 * t * heads
     if work.cuda:
-        # The projection's output (values are a view of it), queries and keys rotated, the output. In fp32 also padded
-        # queries and outputs, and a key and a value for each query head.
+        # The projection's output (values are a view of this tensor), rotated queries and keys, the output. In fp32 also
+        # padded queries and outputs, and a key and a value for each query head.
         core = log_sums + e * (2 * kv * work.local * (work.local > 1) + 4 * q * (e == FP32))
         return e * (q + 2 * kv) + e * (q + kv) + e * q + core, core
     norms = FP32 * (q + kv) if hf.qk_norm else 0

@@ -1,4 +1,4 @@
-"""What engines need of the memory of their GPUs."""
+"""Estimates the memory that engines need on their GPUs."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ from dppo_megatron.hf.peft import adapter_shapes
 from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES, expert_layer
 
-UNUSED = 0.1  # of the memory: what servers leave free by default, CUDA graphs and activations. An assumption.
+UNUSED = 0.1  # share of the memory that servers leave free by default, CUDA graphs, activations. An assumption.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes on one GPU of an engine, in the stage that serves the fewest sequences. `cache`: what weights leave for
-    keys and values, or `engine.kv_cache_bytes`; negative when weights do not fit."""
+    """Bytes on one GPU of an engine, in the stage that serves the fewest sequences.
+
+    cache: memory for keys and values after the weights are loaded, or `engine.kv_cache_bytes`. It is negative if the
+    weights do not fit.
+    """
 
     weights: int
     cache: int
     per_sequence: int  # keys and values of a sequence of `engine.max_model_len`
-    update: int  # held beside both while an update loads, see `update_bytes`
-    room: int  # for an update: what weights, cache and libraries leave of the whole memory
+    update: int  # needed in addition to weights and cache while an update loads, see `update_bytes`
+    room: int  # for an update: the whole memory without weights, cache and libraries
 
     @property
     def sequences(self) -> int:
-        """As long as they may be, at once; 0 = the engine does not start."""
+        """Return how many sequences of the maximal length fit at once; 0 = the engine does not start."""
         return max(0, self.cache // self.per_sequence)
 
     @property
     def updates(self) -> bool:
-        """Whether an update fits beside weights and cache."""
+        """Return whether an update fits in addition to weights and cache."""
         return self.update <= self.room
 
 
 def published_bytes(hf: HFModelConfig, config: Config) -> int:
-    """One version of the weights as engines take it."""
+    """Return the bytes of one version of the weights, in the form that engines load."""
     if config.weight_sync.lora == "adapter":
         shapes = adapter_shapes(hf, config.model.lora).values()
         return DTYPES[config.engine.dtype].bytes * sum(map(math.prod, shapes))
@@ -50,12 +53,12 @@ def published_bytes(hf: HFModelConfig, config: Config) -> int:
 
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-# What every GPU of a stage stores whole: norms, routers, and the projections into the latent space.
+# Tensors that every GPU of a stage stores whole: norms, routers, and the projections into the latent space.
 _REPLICATED = re.compile(r"norm\.weight$|norm\.bias$|\.gate\.|\.(q_a_proj|kv_a_proj_with_mqa)\.")
 
 
 def _stage_bytes(hf: HFModelConfig, config: Config) -> list[int]:
-    """Weights of one GPU of each stage."""
+    """Return the bytes of the weights on one GPU of each stage."""
     counts = kind_of(config).stage_layers(hf.num_layers, config.engine.pipeline_parallel)
     stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
     sums = [0] * len(counts)
@@ -72,7 +75,7 @@ def _published(hf: HFModelConfig, config: Config) -> dict[str, TensorInfo]:
     return fp8.quantized_info(tensors) if config.engine.serves_fp8 else tensors
 
 
-# What vLLM and SGLang load as one module.
+# Weights that vLLM and SGLang load as one module.
 _FUSED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
@@ -81,7 +84,7 @@ _FUSED = (
 
 
 def _module(name: str) -> str:
-    """Of an engine's model that loads the tensor: all experts of a layer are one."""
+    """Return the engine's module that loads the tensor; all experts of a layer are one module."""
     if (layer := expert_layer(name)) >= 0:
         return f"experts of layer {layer}"
     for pattern, fused in _FUSED:
@@ -90,7 +93,7 @@ def _module(name: str) -> str:
 
 
 def update_bytes(hf: HFModelConfig, config: Config) -> int:
-    """Bytes that one GPU of an engine holds at most, beside weights and cache, while it loads new weights."""
+    """Return the peak bytes that loading new weights needs on one GPU, in addition to weights and cache."""
     sizes: Counter[str] = Counter()
     largest = 0
     for name, info in _published(hf, config).items():
@@ -102,12 +105,12 @@ def update_bytes(hf: HFModelConfig, config: Config) -> int:
 
 
 def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> EngineMemory | None:
-    """None where the run starts no engine, and on a CPU, whose memory is not divided."""
+    """Return the memory of an engine; None if the run starts none, and on a CPU, which has undivided memory."""
     engine = config.engine
     if not config.engine_devices or not hardware.cuda:
         return None
     if hf.mla is not None:
-        width = hf.mla.kv_lora_rank + hf.mla.qk_rope_head_dim  # on every GPU
+        width = hf.mla.kv_lora_rank + hf.mla.qk_rope_head_dim  # not sharded: every GPU has the full width
     else:
         width = 2 * max(1, hf.num_kv_heads // engine.tensor_parallel) * hf.head_dim
     usable = int(hardware.memory_bytes * (1 - UNUSED)) - hardware.reserved_bytes

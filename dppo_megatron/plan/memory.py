@@ -21,7 +21,7 @@ INT64 = 8
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the table: its name, its bytes, and the calculation."""
+    """Represents one line of the table: its name, its bytes, and the calculation."""
 
     name: str
     bytes: int
@@ -30,10 +30,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A rank's memory: the static part, and the part that each phase of a step adds while it runs.
+    """Describes a rank's memory: the static part, and the part that each phase of a step adds while it runs.
 
     host: pinned memory on its node. saved: memory on the node that a checkpoint takes until it is written. Both are
-    empty on a CPU, where the device's memory is the host's.
+    empty on a CPU, because the device's memory is the host's there.
     """
 
     static: tuple[Item, ...]
@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Peak bytes of tensors, which the allocator must provide."""
+        """Return the peak bytes of tensors, which the allocator must provide."""
         return self.static_bytes + max(map(_sum, self.phases.values()))
 
     @property
@@ -57,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The largest micro-batch of a rank, all of whose tokens carry loss, and its micro-batches in an update."""
+    """Describes a rank's largest micro-batch, with loss on all tokens, and its number of micro-batches."""
 
     tokens: int
     micro_batches: int
@@ -92,14 +92,14 @@ def estimate(
 
 
 class _Rank:
-    """The items of one rank's memory, by phase."""
+    """Collects the items of one rank's memory, by phase."""
 
     def __init__(self, model: RankModel, work: MicroBatchWork, load: Load):
         self.model, self.work, self.load = model, work, load
         self.hf, self.config, self.cuda = work.hf, work.config, work.cuda
         self.sharded = work.config.parallel.distributed_optimizer
         self.shard = -(-model.dense // model.dense_replicas) - (-model.expert // model.expert_replicas)
-        self.state = self.shard if self.sharded else model.trained  # parameters whose optimizer state is here
+        self.state = self.shard if self.sharded else model.trained  # parameters with optimizer state on this rank
         offloads = work.config.optimizer.offload and work.cuda  # a CPU's memory is the host's
         self.offloaded = self.optimizer() if offloads else []  # on the GPU only during an optimizer step
 
@@ -192,7 +192,7 @@ class _Rank:
             size = sync.bucket_bytes or BUCKET_BYTES["nccl" if self.cuda else "gloo"]
         # A tensor larger than a bucket has a bucket of its own.
         bucket = min(max(size, model.largest * e), model.parameters * e)
-        copies = 1 + (2 * tensor if tensor > 1 else 1)  # own shards, those gathered, the whole tensors
+        copies = 1 + (2 * tensor if tensor > 1 else 1)  # own shards, gathered shards, whole tensors
         items = [Item("export buckets", copies * bucket, f"{copies} x {bucket >> 20} MiB: shards, gathered, whole")]
         if broadcast:
             sent = min(max(size, model.largest * e * tensor), model.parameters * e * tensor)

@@ -30,7 +30,7 @@ class LengthsError(ExpectedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PaceSettings:
-    """Speeds and sizes of a run. The trainer's seconds are those of one step, regardless of the lengths."""
+    """Describes speeds and sizes of a run. The trainer's seconds are those of one step, regardless of the lengths."""
 
     prompts_per_step: int
     concurrent: int  # groups
@@ -46,7 +46,7 @@ class PaceSettings:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of one step and staleness, as means over the steps of a run and over several draws."""
+    """Predicts seconds of one step and staleness, as means over the steps of a run and over several draws."""
 
     wait_s: float  # for rollouts
     read_s: float
@@ -130,9 +130,9 @@ def pace_report(groups: list[np.ndarray], settings: PaceSettings) -> Iterator[st
 
 
 def predict(groups: Sequence[np.ndarray], settings: PaceSettings, seed: int = 0) -> Pace:
-    """Simulate a run whose groups have lengths drawn with replacement from `groups`.
+    """Simulate a run with lengths drawn with replacement from `groups`.
 
-    Exactly as many groups as the run needs are taken in their order instead.
+    If there are exactly as many groups as the run needs, they are used once each, in their order.
     """
     wanted = settings.steps * settings.prompts_per_step
     rng = np.random.default_rng(seed)

@@ -23,7 +23,7 @@ Change = dict[str, Any]  # dotted setting -> value
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines for which a plan is made."""
+    """Describes the machines that a plan is made for."""
 
     nodes: int
     gpus_per_node: int
@@ -43,10 +43,10 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """The plan of a run.
+    """Contains the plan of a run.
 
-    stages: one rank of each pipeline stage with its memory. busiest: an index into them. engine: memory of a GPU that
-    serves; None on a CPU and where the run starts no engine.
+    stages: one rank of each pipeline stage with its memory. busiest: an index into them. engine: memory of a serving
+    GPU; None on a CPU and if the run starts no engine.
     """
 
     config: Config
@@ -79,7 +79,7 @@ class LayoutPlan:
 def make_plan(
     config: Config, cluster: Cluster, builder: RankBuilder, rank: int | None = None, *, source: str = "plan"
 ) -> LayoutPlan:
-    """Plan a run. `rank` is the rank to show; by default one of the stage that needs most memory.
+    """Plan a run. `rank` is the rank to show; the default is a rank of the stage that needs most memory.
 
     Raises ConfigError with every reason why the layout is impossible.
     """
@@ -136,7 +136,7 @@ def _notes(config: Config, cluster: Cluster) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One change to the config, the bytes it saves on the busiest rank, whether the plan then fits, and its price."""
+    """Describes a change to the config: bytes saved on the busiest rank, whether the plan then fits, and the price."""
 
     change: Change
     saves: int
@@ -150,8 +150,8 @@ class Advice:
 def advise(plan: LayoutPlan, builder: RankBuilder) -> list[Advice]:
     """Return the changes that save memory of trainer ranks, the recommended one first, the others cheapest first.
 
-    Each change is tried on the plan. The recommended one is the cheapest that makes the plan fit, else the one that
-    saves most. Returns nothing where the ranks fit.
+    Each change is tried on the plan. The recommended change is the cheapest one that makes the plan fit. If no change
+    does, it is the one that saves most. Returns nothing if the ranks fit.
     """
     if plan.ranks_fit:
         return []

@@ -20,16 +20,16 @@ from dppo_megatron.config import Config
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """Sizes of one rank's model in elements, which are the same for every rank of its pipeline stage."""
+    """Lists the sizes of one rank's model in elements, which are the same for every rank of its pipeline stage."""
 
     rank: int
     stage: int
     chunks: tuple[tuple[int, ...], ...]  # global layer indices of each model chunk
     has_embedding: bool
     has_head: bool
-    dense: int  # trained parameters whose optimizer state is sharded over data x context parallel ranks
-    expert: int  # the same over expert-data parallel ranks
-    frozen: int  # all others
+    dense: int  # trained parameters, optimizer state sharded over data x context parallel ranks
+    expert: int  # trained parameters, optimizer state sharded over expert-data parallel ranks
+    frozen: int  # all other parameters
     buffers: int  # expert biases, fp32
     largest: int  # elements of the largest parameter
     largest_trained: int
@@ -48,7 +48,7 @@ class RankModel:
 
 
 class RankBuilder:
-    """Builds ranks' models in a child process. A context manager, whose exit ends the child."""
+    """Builds ranks' models in a child process. A context manager; its exit ends the child."""
 
     def __init__(self) -> None:
         self._built: dict[tuple, list[RankModel]] = {}
@@ -73,7 +73,7 @@ def _without_gpus() -> None:
 
 
 def build_ranks(config: Config, rank: int | None) -> list[RankModel]:
-    """Run `RankBuilder.build` in a process without torch.distributed, and leave it without."""
+    """Run `RankBuilder.build` in a process without torch.distributed, and shut torch.distributed down afterwards."""
     p = config.parallel
     per_stage = p.world_size // p.pipeline  # pipeline stages are the slowest-varying part of a rank
     ranks = [stage * per_stage for stage in range(p.pipeline)]

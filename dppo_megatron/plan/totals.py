@@ -20,14 +20,17 @@ from .engines import published_bytes
 from .ranks import RankModel
 
 _BANK = ("bank_bytes_per_step", "bank_bytes", "kept_bank_bytes")
-_TEXT_BYTES = 8  # of text per token; assumed
-_SAMPLE_BYTES = 256  # of a sample's sizes, checksums and reward, in the blob's metadata or the index line
-_GROUP_BYTES = 1024  # of a group likewise, including its share of begin and end lines
+_TEXT_BYTES = 8  # bytes of text per token; assumed
+_SAMPLE_BYTES = 256  # bytes of a sample's sizes, checksums and reward, in the blob's metadata or the index line
+_GROUP_BYTES = 1024  # the same for a group, including its share of begin and end lines
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Exact counts of parameters, and upper limits of batches and disk, for responses of the maximal length."""
+    """Contains exact counts of parameters, and upper limits of batches and disk.
+
+    The limits hold for responses of the maximal length.
+    """
 
     parameters: int  # of the model as Hugging Face stores it, without multi-token prediction layers
     active: int  # used by one token
@@ -39,7 +42,7 @@ class Totals:
     published_bytes: int  # one policy version; 0 where nothing is published
     bank_bytes_per_step: int
     bank_bytes: int  # of the whole run
-    kept_bank_bytes: int  # largest size with checkpoint.keep_rollouts, or with 0 where it is not set
+    kept_bank_bytes: int  # largest size with checkpoint.keep_rollouts; 0 if it is not set
     evaluations: int
     answer_bytes: Mapping[str, int]  # set -> bytes of the answers to one prompt in one evaluation
 
@@ -76,7 +79,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
 
 
 def _evaluations(every: int, steps: int) -> int:
-    """Count the evaluated policies: the first, the last, and those of the schedule."""
+    """Count the evaluated policies: the first, the last, and the policies that the schedule selects."""
     return len({0, steps} | (set(range(every, steps, every)) if every else set()))
 
 
@@ -123,10 +126,10 @@ def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
 
 
 def kept_steps(c: CheckpointConfig, max_staleness: int, steps: int) -> int:
-    """Return the largest number of steps on the disk at once with `checkpoint.keep_rollouts` (0 where it is not set).
+    """Return the largest number of steps on the disk at once with `checkpoint.keep_rollouts` (0 if it is not set).
 
-    Until a checkpoint is complete, the steps since the oldest kept checkpoint stay. The steps sampled ahead and the
-    current one follow the trainer's step, because writing the first group of a step deletes old data.
+    Until a checkpoint is complete, the steps since the oldest kept checkpoint stay. Steps sampled in advance and the
+    current step come on top, because writing the first group of a step deletes old data.
     """
     if not c.every:
         return steps
