@@ -1,4 +1,4 @@
-"""One weight map HF <-> Megatron, shared by loading, saving, conversion and weight sync."""
+"""Maps weights between HF and Megatron; loading, saving, conversion and weight sync share this one map."""
 
 from . import fp8
 from .errors import ModelError

@@ -1,9 +1,9 @@
-"""The location of a weight in a Megatron torch_dist checkpoint: the key of a global tensor and an index into it.
+"""Locates a weight in a Megatron torch_dist checkpoint: the key of a global tensor and an index into that tensor.
 
 Megatron stores a global tensor per parameter, regardless of the layout that saved it. It stacks the layers of a
 homogeneous model along a first axis and gives each layer of any other model its own key. A model is homogeneous unless
-`moe_layer_freq` is a list, as in the trainer's models with experts. So a checkpoint of a model whose layers all have
-experts may have either form. Experts are always stacked. Example: expert 3 of layer 2 in a model of 4 layers with 8
+`moe_layer_freq` is a list, as in the trainer's models with experts. So a checkpoint of a model with experts in all
+layers may have either form. Experts are always stacked. Example: expert 3 of layer 2 in a model of 4 layers with 8
 experts is tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"][2, 3] of a [4, 8, ...] tensor, or without
 stacked layers tensors["decoder.layers.2.mlp.experts.experts.linear_fc1.weight"][3].
 """
@@ -27,7 +27,7 @@ _SAVED_SPELLINGS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredAt:
-    """`tensors[key][index]` is the whole weight; the index has an entry per stacked axis (layer, expert)."""
+    """Locates a weight as `tensors[key][index]`; the index has an entry per stacked axis (layer, expert)."""
 
     key: str
     index: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""The error of this package."""
+"""Defines the error of this package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dppo_megatron.errors import ExpectedError, listing
 
 
 class ModelError(ExpectedError, ValueError):
-    """A model directory or a set of tensors that cannot be used, with every problem on a line."""
+    """Raised for a model directory or tensors that cannot be used. Each line of the message names a problem."""
 
     def __init__(self, source: str, problems: Sequence[str]):
         self.source = source

@@ -1,4 +1,4 @@
-"""Weights of live Megatron ranks in Hugging Face names: streamed for weight sync, or saved as a directory."""
+"""Exports the weights of live Megatron ranks in Hugging Face names: streamed for weight sync, or as a directory."""
 
 from __future__ import annotations
 
@@ -43,20 +43,19 @@ def export_weights(
     quantization: Quantization | None = None,
     before_gather: Callable[[ShardGroup], None] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HF name, whole tensor) of every weight of which this is the source rank. Every rank must exhaust its
-    iterator.
+    """Yield (HF name, whole tensor) of every weight that this rank exports. Every rank must exhaust its iterator.
 
-    Weights that have an adapter are exported with it: one tensor at a time is W + (alpha / r) B A.
-    The source rank of a weight is tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the
-    first data-parallel replica: over all ranks each HF tensor is yielded exactly once.
-    Collectives: one `gather` to the source rank per bucket of at most `bucket_bytes` of local shards, in the
-    tensor- or expert-tensor-parallel group of the first replica; none where those have one rank.
-    Each rank of the group calls `before_gather` first; a caller whose source rank may come late waits there.
+    A weight with an adapter is exported as W + (alpha / r) B A, one tensor at a time. The source rank of a weight is
+    tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the first data-parallel replica: over all
+    ranks each HF tensor is yielded exactly once.
+    Collectives: one `gather` to the source rank per bucket of at most `bucket_bytes` of local shards, in the tensor- or
+    expert-tensor-parallel group of the first replica; none if that group has one rank.
+    Each rank of the group calls `before_gather` first. A caller waits there if its source rank may come late.
 
     `dtype` casts before gathering (None keeps each parameter's). With `quantization` "fp8_block" the source rank
-    quantises each whole projection and yields its scales too, as `hf.fp8` describes; with "fp8_block_emulated" it
-    yields the dequantised values in the weight's dtype. Tensors are on the
-    parameters' device and may be views of live parameters: use or clone them before the next optimizer step.
+    quantises each whole projection and yields its scales too, as `hf.fp8` describes. With "fp8_block_emulated" it
+    yields the dequantised values in the weight's dtype. Tensors are on the parameters' device and may be views of live
+    parameters: use or clone them before the next optimizer step.
     Raises `ModelError` for a parameter without an HF counterpart.
     """
     ranks = ranks or ParallelRanks.current()
@@ -74,8 +73,8 @@ def overflowing(
 ) -> list[str]:
     """Return a line for each weight of which this rank's part overflows in `dtype`. No collectives.
 
-    For broadcasts, before `export_weights` sends anything; files are checked as they are written. One pass over all
-    weights for fp16, none for other dtypes, because they have the range of fp32.
+    Broadcasts need this check before `export_weights` sends anything; files are checked as they are written. It takes
+    one pass over all weights for fp16 and none for other dtypes, because they have the range of fp32.
     """
     if dtype != torch.float16:
         return []
@@ -152,7 +151,7 @@ def _whole_tensors(
     before_gather: Callable[[ShardGroup], None] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) on the source ranks: cast, gathered bucket by bucket, mapped to Hugging Face."""
-    # Dense weights first: the two kinds use different groups, which every rank must enter in one order.
+    # Dense weights first: the two kinds use different groups, and every rank must enter the groups in one order.
     for experts, group, exports in (
         (False, ranks.tensor, ranks.first_replica),
         (True, ranks.expert_tensor, ranks.first_expert_replica),
@@ -274,7 +273,8 @@ def write_parts(
 ) -> list[Part]:
     """Write the tensors that `pack` returns for each of this rank's tensors to files of `staging`.
 
-    Exhausts `exported`, whose iteration is collective, before it raises an error: `ModelError` for values beyond fp16.
+    Errors are raised only after `exported` is exhausted, because its iteration is collective: `ModelError` for values
+    beyond fp16.
     """
     failure = None
     with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive, durable=durable) as writer:

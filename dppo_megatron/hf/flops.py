@@ -1,4 +1,4 @@
-"""FLOPs of a model's matrix products, two for each multiply-add, for the plan and the metrics."""
+"""Counts the FLOPs of a model's matrix products, two for each multiply-add, for the plan and the metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .weight_map import WeightMap
 
 
 class Work(NamedTuple):
-    """A forward pass over all ranks. Sequences of 3 and 4 tokens: 7 rows, 6 + 10 = 16 pairs."""
+    """Sizes of a forward pass over all ranks. Sequences of 3 and 4 tokens: 7 rows, 6 + 10 = 16 pairs."""
 
     rows: int  # tokens that pass through the layers
     pairs: int  # (query, key) in causal attention: L (L + 1) / 2 for a sequence of L tokens
@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
 
 class ModelFlops(NamedTuple):
-    """FLOPs of a forward pass for each unit of `Work`. A token uses `top_k` of the experts and all shared ones."""
+    """FLOPs of a forward pass per unit of `Work`. A token uses `top_k` of the routed experts and all shared ones."""
 
     row: int  # projections, feed-forward, routers
     pair: int  # attention scores and their sum over values
@@ -47,7 +47,7 @@ class ModelFlops(NamedTuple):
     def update(self, work: Work) -> int:
         """Return the FLOPs of forward and backward passes: three forward passes, without recompute.
 
-        With LoRA the model's own weights need no gradient, so their products count twice; those of adapters and
+        With LoRA the model's own weights need no gradient, so their products count twice. The products of adapters and
         attention count three times.
         """
         frozen = self.row * work.rows + self.head_row * work.head_rows if self.adapter_row else 0

@@ -1,8 +1,8 @@
-"""Block-scaled FP8 weights in the layout of DeepSeek-V3's files, which vLLM, SGLang and transformers load.
+"""Stores block-scaled FP8 weights in the layout of DeepSeek-V3's files, which vLLM, SGLang and transformers load.
 
 A quantised `x.weight` [R, C] is e4m3. Its scales `x.weight_scale_inv` [ceil(R / 128), ceil(C / 128)], fp32, multiply
-each 128 x 128 block. Only the projections of the layers are quantised; embeddings, head, norms, routers and biases keep
-their dtype.
+each 128 x 128 block: a weight [300, 256] has scales [3, 2]. Only the projections of the layers are quantised;
+embeddings, head, norms, routers and biases keep their dtype.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def quantize_projections(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors, each projection as its e4m3 weight followed by its scales.
 
-    `emulated`: as the product of the two, in the projection's own dtype. Exhausts `tensors`, whose iteration may be
-    collective, before it raises `ModelError` naming every tensor that is not finite.
+    `emulated`: each projection is the product of the two, in its own dtype. Raises `ModelError` naming every tensor
+    that is not finite, but only after `tensors` is exhausted, because its iteration may be collective.
     """
     problems = []
     for name, tensor in tensors:
@@ -121,8 +121,8 @@ def quantization_config(config: HFModelConfig) -> dict[str, Any]:
 class Fp8Weights:
     """Reads a block-scaled FP8 directory as if it were not quantised; a `WeightSource`.
 
-    `dtype` is that of the dequantised tensors. Raises `ModelError` for another quantisation, and for weights
-    without scales, scales without weights and scales of the wrong shape, all listed.
+    `dtype` is the dtype of the dequantised tensors. Raises `ModelError` for another quantisation, and lists all weights
+    without scales, scales without weights and scales of the wrong shape.
     """
 
     def __init__(self, stored: SafetensorsDirectory, config: HFModelConfig, dtype: torch.dtype = torch.float32):

@@ -1,4 +1,4 @@
-"""The typed content of `config.json`, which `parse_config` reads; weight map and model builder share it."""
+"""Defines the typed content of `config.json`, which `parse_config` reads; weight map and model builder share it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """Mixture of experts. `layers[i]` is True where layer i has experts; the others are dense."""
+    """Describes a mixture of experts. `layers[i]` is True if layer i has experts; the other layers are dense."""
 
     num_experts: int
     top_k: int
     ffn_hidden_size: int  # of one expert
     layers: tuple[bool, ...]
-    norm_topk_prob: bool  # selected probabilities rescaled to sum to 1
+    norm_topk_prob: bool  # selected probabilities are rescaled to sum to 1
     score_function: str  # "softmax" | "sigmoid"
     shared_ffn_hidden_size: int = 0  # all shared experts together; 0 = none
     expert_bias: bool = False  # correction bias added to the scores for selection only
@@ -35,7 +35,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class MLAConfig:
-    """Multi-head latent attention."""
+    """Sizes of multi-head latent attention."""
 
     q_lora_rank: int | None  # None = queries are not compressed
     kv_lora_rank: int
@@ -46,7 +46,7 @@ class MLAConfig:
 
 @dataclass(frozen=True, slots=True)
 class HFModelConfig:
-    """The fields of `config.json` that decide shapes and arithmetic. `raw` is the file as read."""
+    """Contains the fields of `config.json` that decide shapes and arithmetic. `raw` is the file as read."""
 
     family: str  # key of dppo_megatron.hf.families
     architecture: str  # class name in transformers

@@ -1,4 +1,4 @@
-"""Fills Megatron model chunks from a model directory or a checkpoint, after checking all of it."""
+"""Fills Megatron model chunks from a model directory or a checkpoint after checking the whole source."""
 
 from __future__ import annotations
 

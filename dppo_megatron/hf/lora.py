@@ -1,9 +1,9 @@
-"""LoRA adapters of Megatron's linear layers, some of which fuse several of Hugging Face's, and PEFT's tensors.
+"""Maps LoRA adapters of Megatron's linear layers, some of which fuse several of Hugging Face's, to PEFT's tensors.
 
 For each layer of Hugging Face PEFT adds (alpha / r) B A x to W x, with A [r, inputs] and B [outputs, r]
-(https://arxiv.org/abs/2106.09685, equation 3). A fused layer stacks the A's; each of its outputs
-belongs to one layer of Hugging Face. So its B has as many rows as its weight, is sharded by the same rule of the
-family's table, and each row multiplies only the A of its own layer. The sum is the same as PEFT's.
+(https://arxiv.org/abs/2106.09685, equation 3). A fused layer stacks the A's; each of its outputs belongs to one layer
+of Hugging Face. So its B has as many rows as its weight and is sharded by the same rule of the family's table. Each row
+multiplies only the A of its own layer. The sum is the same as PEFT's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Stacked tensors of one shape, the same on every rank: the A's of a layer that shards its outputs."""
+    """Stacks tensors of one shape, which are the same on every rank: the A's of a layer that shards its outputs."""
 
     count: int
     replicated = True
@@ -44,10 +44,10 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class PartlyStored:
-    """`op` with only the parts numbered `chosen` stored and the others 0: B of a layer with targets in part."""
+    """Stores only the parts of `op` numbered `chosen`; the others are 0. For B of a layer with only some targets."""
 
     op: Operation
-    rows: tuple[int, ...]  # of all parts
+    rows: tuple[int, ...]  # of all parts, stored or not
     chosen: tuple[int, ...]
     replicated = False
 
@@ -69,7 +69,7 @@ class PartlyStored:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """The adapter of one weight: entries of its A and B, with the names of PEFT's files as HF names."""
+    """Describes the adapter of one weight: entries of its A and B, with the names of PEFT's files as HF names."""
 
     weight: str  # global Megatron name
     a: Entry
@@ -147,11 +147,11 @@ def _is_target(name: str, targets: Sequence[str]) -> bool:
 
 
 class Adapter(nn.Module):
-    """This rank's part of one layer's adapter, in the dtype and on the device of its `weight` [rows, columns].
+    """Computes this rank's part of one layer's adapter, in the dtype and on the device of its `weight` [rows, columns].
 
     A [n r, columns]: n target layers of Hugging Face. B [rows, r]. `owner` [rows, n] is 1 if an output belongs to a
-    layer; None if all belong to one. A and B are initialised like PEFT's: A uniform within 1 / sqrt(inputs), from
-    `seed` and its name, the same in every layout; B 0.
+    layer; None if all belong to one. A and B are initialised like PEFT's. A is uniform within 1 / sqrt(inputs), from
+    `seed` and its name, the same in every layout. B is 0.
     """
 
     def __init__(self, entry: AdapterEntry, weight: Tensor, *, scaling: float, rank: int, size: int, seed: int):

@@ -24,7 +24,7 @@ ADAPTER = "lora"  # name of the adapter module inside a linear layer
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """The ranks that have the shards of one parameter. `group` is None if there is only one."""
+    """Groups the ranks that have the shards of one parameter. `group` is None if there is only one rank."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -33,7 +33,10 @@ class ShardGroup:
 
 @dataclass(frozen=True, slots=True)
 class ParallelRanks:
-    """The groups that shard weights, and whether this rank is in the first data-parallel replica, which exports."""
+    """Describes the groups that shard weights, and whether this rank is in the first data-parallel replica.
+
+    Only the first replica exports.
+    """
 
     tensor: ShardGroup
     expert_tensor: ShardGroup
@@ -117,7 +120,7 @@ def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def global_name(name: str, layers: nn.ModuleList) -> str:
-    """Replace the layer and expert indices in a chunk's name by those of the whole model."""
+    """Replace the layer and expert indices in a chunk's name by the indices of the whole model."""
     match = _LOCAL_LAYER.match(name)
     if match is None:
         return name

@@ -1,4 +1,4 @@
-"""Operations that merge Hugging Face tensors into a Megatron tensor and shard it over tensor-parallel ranks.
+"""Merges Hugging Face tensors into a Megatron tensor and shards it over tensor-parallel ranks.
 
 Every operation is pure and has only sizes. A rank's shard merges its slice of each part, so `to_shard` reads only the
 bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a linear weight,
@@ -20,7 +20,7 @@ class Operation(Protocol):
 
     @property
     def replicated(self) -> bool:
-        """Whether every tensor-parallel rank has the whole tensor."""
+        """Return whether every tensor-parallel rank has the whole tensor."""
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """Return the tensor of rank `rank` of `size`. Raises `ValueError` if sizes do not divide."""
@@ -31,13 +31,16 @@ class Operation(Protocol):
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         """Return the blocks of the whole Megatron tensor on rank `rank` of `size`, with their offsets.
 
-        Empty for a replicated tensor on ranks other than 0. Raises `ValueError` as `to_shard` does.
+        A replicated tensor has none on ranks other than 0. Raises `ValueError` as `to_shard` does.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """A block of a whole tensor that begins at `start` along `dim` and spans all of the other dimensions."""
+    """Describes a block of a whole tensor that begins at `start` along `dim` and spans all of the other dimensions.
+
+    Example: the second half of a [4, 3] tensor along dim 0 has a tensor [2, 3] and start 2.
+    """
 
     tensor: Tensor
     start: int = 0
@@ -58,7 +61,7 @@ def slice_of(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The same whole tensor on every rank: norms, routers."""
+    """Keeps the same whole tensor on every rank: norms, routers."""
 
     replicated = True
 
@@ -74,7 +77,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """One HF tensor sharded along `dim`: 0 = column-parallel (outputs), 1 = row-parallel (inputs)."""
+    """Shards one HF tensor along `dim`: 0 = column-parallel (outputs), 1 = row-parallel (inputs)."""
 
     dim: int
     replicated = False
@@ -92,7 +95,7 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """SwiGLU's first layer. Rank r has [gate_r; up_r]: each part is sharded separately, so the split is local."""
+    """Merges SwiGLU's first layer. Rank r has [gate_r; up_r]: parts are sharded separately, so the split is local."""
 
     replicated = False
 
@@ -112,10 +115,11 @@ class GateUp:
 
 @dataclass(frozen=True, slots=True)
 class QKV:
-    """Queries, keys and values interleaved by query group: [q of group 0, k_0, v_0, q of group 1, ...].
+    """Interleaves queries, keys and values by query group: [q of group 0, k_0, v_0, q of group 1, ...].
 
-    For weights `[rows, columns]` and biases `[rows]`. With fewer groups than ranks Megatron splits the interleaved
-    tensor evenly, even inside a group.
+    Applies to weights `[rows, columns]` and biases `[rows]`. Example: 4 heads in 2 groups have the order q0 q1 k0 v0 q2
+    q3 k1 v1, so each of 2 ranks has one group. With fewer groups than ranks Megatron splits the interleaved tensor
+    evenly, even inside a group.
     """
 
     num_heads: int
@@ -150,9 +154,10 @@ class QKV:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Embedding or output head; zero rows are appended up to `padded_size`, then ranks shard the rows.
+    """Pads the embedding or output head with zero rows up to `padded_size`, then ranks shard the rows.
 
-    Zero rows of the head give logit 0 to ids that no tokenizer has; the loss must mask them (its `vocab_size`).
+    Example: 10 rows padded to 12 give each of 2 ranks 6 rows, and rank 1 the 2 zero rows. Zero rows of the head give
+    logit 0 to ids that no tokenizer has; the loss must mask them (its `vocab_size`).
     """
 
     size: int

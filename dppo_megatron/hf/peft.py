@@ -1,7 +1,7 @@
-"""Adapters in PEFT's format: a directory with adapter_model.safetensors and adapter_config.json.
+"""Reads and writes adapters in PEFT's format: a directory with adapter_model.safetensors and adapter_config.json.
 
-https://huggingface.co/docs/peft/developer_guides/checkpoint describes it. The name of an expert's layer is that of the
-model's own files.
+https://huggingface.co/docs/peft/developer_guides/checkpoint describes it. The name of an expert's layer is the one in
+the model's own files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .weight_source import all_finite, export_problem, shape_problems
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-# Settings with which PEFT computes something else than (alpha / r) B A x.
+# With these settings PEFT computes something else than (alpha / r) B A x.
 _OTHER_ADAPTERS = (
     "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias",
     "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",

@@ -36,11 +36,10 @@ def make_random_hf_model(
 ) -> HFModelConfig:
     """Write `directory` with config.json and random weights that transformers and the engines load.
 
-    `config_dict` is the content of config.json; it must name one supported architecture in `architectures`.
-    `model_type` and the rotary base in the spelling of both transformers 4 and 5 are filled in. Linear
-    weights and embeddings are normal with the config's `initializer_range` (0.02), norms one, biases zero.
-    The same seed gives the same bytes. The caller adds the tokenizer. Raises `ModelError` for a
-    config that is not valid.
+    `config_dict` is the content of config.json; it must name one supported architecture in `architectures`. The
+    function fills in `model_type` and the rotary base in the spelling of both transformers 4 and 5. Linear weights and
+    embeddings are normal with the config's `initializer_range` (0.02), norms one, biases zero. The same seed gives the
+    same bytes. The caller adds the tokenizer. Raises `ModelError` for a config that is not valid.
     """
     config = parse_hf_config(config_dict, f"config of {directory}")
     refuse_existing(directory, overwrite)

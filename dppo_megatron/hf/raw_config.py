@@ -1,4 +1,4 @@
-"""The pydantic schema of `config.json`: types, bounds, and transformers' defaults for absent keys."""
+"""Defines the pydantic schema of `config.json`: types, bounds, and transformers' defaults for absent keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Fields(BaseModel):
 
 
 class RawConfig(_Fields):
-    """The keys that every family has. A family with more keys derives a class and overrides the methods."""
+    """Contains the keys that every family has. A family with more keys derives a class and overrides the methods."""
 
     hidden_size: Size
     num_hidden_layers: Layers
@@ -71,7 +71,7 @@ class RawConfig(_Fields):
 
 
 class RopeSettings(_Fields):
-    """The numbers of `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+    """Contains the numbers of `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
 
     rope_theta: Positive | None = None
     partial_rotary_factor: float = 1.0
@@ -100,8 +100,8 @@ ROPE_TYPES: Mapping[str, type[RopeSettings]] = {"default": RopeSettings, "llama3
 def read_fields(model: type[M], given: Mapping[str, Any], problems: list[str], prefix: str = "") -> M:
     """Validate `given` as `model`.
 
-    Every field that is missing or wrong adds a line to `problems`, its name after `prefix`. It is then read as absent,
-    or as 1 if it is required, so that one pass finds all problems of a file.
+    Every field that is missing or wrong adds a line to `problems`, its name after `prefix`. The field is then read as
+    absent, or as 1 if it is required, so that one pass finds all problems of a file.
     """
     present = {name: value for name, value in given.items() if value is not None}
     try:

@@ -1,4 +1,4 @@
-"""Rotary frequencies of a config.json, to build a model and to compare one."""
+"""Computes the rotary frequencies of a config.json, to build a model and to compare one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def inverse_frequencies(hf: HFModelConfig, dim: int | None = None) -> Float[Tensor, " d/2"]:
     """Return the angle per position of each rotated pair, fp32, as transformers computes it for `hf.rope_type`.
 
-    `dim` is how many of a head's dimensions are rotated; default: all of them.
+    `dim` is the number of a head's dimensions that are rotated; default: all.
     """
     dim = dim or hf.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim

@@ -1,4 +1,4 @@
-"""The types of the weight map: a rule for many parameters, and its instance for one layer and expert."""
+"""Defines the types of the weight map: a rule for many parameters, and its instance for one layer and expert."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from .operations import Operation
 
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
-_SMALL_VOCAB = 4096  # below it, padding to the unit would cost more than it gains
+_SMALL_VOCAB = 4096  # with a smaller vocabulary, padding to the unit would cost more than it gains
 
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """Name and shape of one tensor in the safetensors files. In a rule the name has {layer} and {expert}."""
+    """Names one tensor in the safetensors files and its shape. In a rule the name contains {layer} and {expert}."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,24 +20,24 @@ class HFTensor:
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """Shapes of the Megatron model that do not follow from the HF config."""
+    """Describes the shapes of the Megatron model that do not follow from the HF config."""
 
     padded_vocab_size: int  # rows of the embedding over all tensor-parallel ranks
     shard_mla_down: bool = False  # MLA down-projections sharded by rows (local spec), else replicated (TE)
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Return the rows of the embedding over all ranks: equal shards, of a multiple of 128 for real vocabularies."""
+    """Return the rows of the embedding over all ranks: equal shards, each a multiple of 128 for real vocabularies."""
     unit = tensor_size * (_SHARD_UNIT if vocab_size >= _SMALL_VOCAB else 1)
     return -(-vocab_size // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of a family's table.
+    """Represents one row of a family's table.
 
-    `megatron` lists the spellings of one parameter: local layer spec first, then the TransformerEngine
-    spec, which keeps a norm inside the linear layer that follows it. {layer} and {expert} are GLOBAL indices.
+    `megatron` lists the spellings of one parameter: first the local layer spec, then the TransformerEngine spec, which
+    keeps a norm inside the linear layer that follows it. {layer} and {expert} are GLOBAL indices.
     """
 
     megatron: tuple[str, ...]
@@ -45,7 +45,7 @@ class Rule:
     op: Operation
     layers: tuple[int, ...] | None = None  # None = not in a layer
     experts: int = 0  # 0 = not an expert's parameter
-    duplicate: bool = False  # a copy of what another rule exports: the tied head of the last stage
+    duplicate: bool = False  # a copy of a tensor that another rule exports: the tied head of the last stage
     keep_dtype: bool = False  # never cast on export
 
     @property
@@ -55,7 +55,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A rule for one parameter: its global Megatron name and the HF tensors that make it up."""
+    """Applies a rule to one parameter: its global Megatron name and the HF tensors that it consists of."""
 
     megatron: str
     hf: tuple[HFTensor, ...]
@@ -69,5 +69,5 @@ class Entry:
 
     @property
     def is_expert(self) -> bool:
-        """Whether the expert-tensor-parallel group shards this parameter, not the tensor-parallel one."""
+        """Return whether the expert-tensor-parallel group shards this parameter instead of the tensor-parallel one."""
         return self.rule.is_expert

@@ -38,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Dtype and shape of a tensor."""
+    """Describes dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -112,7 +112,7 @@ class SafetensorsFile:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row order, without a copy if it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    # Not by numpy, whose view would make a live parameter's storage unfit for `Actor.offloaded` on a CPU.
+    # Not by numpy: its view would make a live parameter's storage unfit for `Actor.offloaded` on a CPU.
     raw = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     raw.owner = flat
     return memoryview(raw)

@@ -22,10 +22,10 @@ _MAPPED_BYTES = 8 << 20  # `release` closes files after reading this much: openi
 
 
 class SafetensorsDirectory:
-    """All tensors of a model directory (`model.safetensors`, or shards with an index), by name.
+    """Reads all tensors of a model directory (`model.safetensors`, or shards with an index), by name.
 
-    Opening reads the headers only. Raises `ModelError` naming every problem: no safetensors, files the
-    index names that are absent, tensors the index names that its files lack, truncated or malformed files.
+    Opening reads only the headers. Raises `ModelError` naming every problem: no safetensors, absent files that the
+    index names, tensors that the index names and its files lack, truncated or malformed files.
     """
 
     def __init__(self, directory: str | Path):

@@ -1,6 +1,6 @@
-"""Writing a complete Hugging Face directory: parts aside, then index, config and tokenizer, then one rename.
+"""Writes a complete Hugging Face directory: parts in a staging directory, index, config, tokenizer, one rename.
 
-Several processes may write parts into one staging directory; one of them assembles and publishes it.
+Several processes may write parts into one staging directory. One of them assembles and renames it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .safetensors_file import SafetensorsFile, info_of
 from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 4 << 30
-LOOK_S = 0.5  # at a file that is being written
-DISK_TIMEOUT_S = 600.0  # without a single flush of it
+LOOK_S = 0.5  # between two looks at a file that is being written
+DISK_TIMEOUT_S = 600.0  # without a flush of the file
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One finished file of the staging directory."""
+    """Describes one finished file of the staging directory."""
 
     file: str
     names: tuple[str, ...]
@@ -41,12 +41,12 @@ class Part:
 
 
 class PartWriter:
-    """Writes tensors one after the other into files of at most `shard_bytes` (one tensor at least).
+    """Writes tensors one after the other into files of at most `shard_bytes` (but at least one tensor).
 
-    One file is written in a thread while the next fills: peak memory is twice `shard_bytes` plus one tensor. Tensors
-    on the CPU are not copied, so they must not change before `close`. `tag` keeps apart the files of several writers;
-    `alive` is called while the writer waits for a disk that takes bytes. Raises `OSError` where it takes none for
-    `timeout_s`. durable: False = files may be in the system's memory alone when it is done. A context manager.
+    A thread writes one file while the next one fills: peak memory is twice `shard_bytes` plus one tensor. Tensors on
+    the CPU are not copied, so they must not change before `close`. `tag` distinguishes the files of several writers.
+    `alive` is called while the writer waits for a disk that accepts bytes. Raises `OSError` if it accepts none for
+    `timeout_s`. durable: False = files may be only in the system's memory when the writer is done. A context manager.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PartWriter:
         self._open_bytes += tensor.nbytes
 
     def close(self) -> list[Part]:
-        """Writes what is open, and returns every file when all are written."""
+        """Write the open file, and return every file when all are written."""
         if self._open:
             self._write()
         self._settle()
@@ -104,7 +104,7 @@ class PartWriter:
                 opened.write(name, tensor)
 
     def _settle(self) -> None:
-        """Returns when the file under way is written; raises its error."""
+        """Wait until the file in progress is written; raise its error."""
         writing, self._writing = self._writing, None
         moved_at = time.monotonic()
         while writing is not None and wait([writing], min(LOOK_S, self._timeout_s)).not_done:
@@ -121,13 +121,13 @@ class PartWriter:
 
 
 def staging_of(directory: str | Path) -> Path:
-    """Where `directory` is written aside: beside it, so that publishing is a rename."""
+    """Return the staging directory of `directory`, which is next to it, so that publishing is a rename."""
     directory = Path(directory)
     return directory.with_name(f".{directory.name}.writing")
 
 
 def create_staging(directory: str | Path) -> Path:
-    """Makes `staging_of(directory)`, empty; what an interrupted writer left there is removed."""
+    """Create an empty `staging_of(directory)`; files of an interrupted writer are removed."""
     staging = staging_of(directory)
     if staging.exists():
         shutil.rmtree(staging)
@@ -136,13 +136,13 @@ def create_staging(directory: str | Path) -> Path:
 
 
 def refuse_existing(directory: str | Path, overwrite: bool) -> None:
-    """Raises `ModelError` when `directory` is there and must stay."""
+    """Raise `ModelError` if `directory` exists and must not be overwritten."""
     if Path(directory).exists() and not overwrite:
         raise ModelError(str(directory), ["already exists; choose another directory, or remove it"])
 
 
 def check_space(directory: Path, nbytes: int) -> None:
-    """Raises `ModelError` when the file system of `directory` has less than `nbytes` free."""
+    """Raise `ModelError` if the file system of `directory` has less than `nbytes` free."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise ModelError(
@@ -152,7 +152,7 @@ def check_space(directory: Path, nbytes: int) -> None:
 
 
 def refuse_incomplete(directory: str | Path, parts: Iterable[Part], expected: Iterable[str]) -> None:
-    """Raises `ModelError` unless the parts have each expected name exactly once and nothing else."""
+    """Raise `ModelError` unless the parts have each expected name exactly once and nothing else."""
     written = Counter(name for part in parts for name in part.names)
     expected = set(expected)
     problems = [f"{name}: not written" for name in expected - written.keys()]
@@ -163,7 +163,7 @@ def refuse_incomplete(directory: str | Path, parts: Iterable[Part], expected: It
 
 
 def assemble(staging: Path, parts: Iterable[Part]) -> None:
-    """Gives the parts their final names and writes the index (none for a single file)."""
+    """Give the parts their final names and write the index (none for a single file)."""
     parts = list(parts)
     names = shard_names(len(parts))
     for part, name in zip(parts, names, strict=True):
@@ -172,14 +172,14 @@ def assemble(staging: Path, parts: Iterable[Part]) -> None:
 
 
 def shard_names(count: int) -> list[str]:
-    """File names of a directory of `count` weight files, as readers expect them."""
+    """Return the file names of a directory with `count` weight files, as readers expect them."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def write_index(staging: Path, parts: Sequence[Part]) -> None:
-    """Writes which file holds which tensor; nothing where there is only one."""
+    """Write the index: the file of each tensor. A single file needs none."""
     if len(parts) == 1:
         return
     file_of = {name: part.file for part in parts for name in part.names}
@@ -196,11 +196,11 @@ def copy_metadata(
     dtype: torch.dtype | None,
     quantization: Mapping[str, object] | None = None,
 ) -> None:
-    """Copies every file of `template` that holds no weights: configs, tokenizer, chat template.
+    """Copy every file of `template` that contains no weights: configs, tokenizer, chat template.
 
-    config.json names `dtype` where given, so that readers with "auto" keep the precision written here, and has
-    `quantization` as its quantization_config: the template's own describes other weights. Its multi-token prediction
-    layers become 0: their weights are never written.
+    config.json gets `dtype` if it is given, so that readers with "auto" keep the precision written here. `quantization`
+    becomes its quantization_config, because the template's own describes other weights. The number of multi-token
+    prediction layers becomes 0, because their weights are never written.
     """
     for source in sorted(Path(template).iterdir()):
         weights_or_hidden = source.name.endswith(_WEIGHT_SUFFIXES) or source.name.startswith(".")
@@ -216,7 +216,7 @@ def copy_metadata(
 
 
 def with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """The config with its dtype field set, under the spelling it already uses."""
+    """Return the config with its dtype field set, under the spelling that it already uses."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}
 
@@ -226,9 +226,9 @@ def write_config(staging: Path, config: Mapping[str, object]) -> None:
 
 
 def publish(staging: Path, directory: str | Path, overwrite: bool = False, *, durable: bool = True) -> None:
-    """Renames the staging directory to `directory`, once all that is in it is on the disk, if it is `durable`.
+    """Rename the staging directory to `directory`; with `durable`, first wait until all its files are on the disk.
 
-    A directory that is already there is refused with `ModelError`, or with `overwrite` replaced.
+    Rejects an existing directory with `ModelError`, or replaces it with `overwrite`.
     """
     directory = Path(directory)
     refuse_existing(directory, overwrite)

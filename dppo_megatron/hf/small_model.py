@@ -33,7 +33,7 @@ Tools: {{ tools | map(attribute="function") | list | tojson }}<|im_end|>
 
 
 def write_small_model(directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast, **changes: Any) -> None:
-    """Write or replace a Qwen3 model with random weights. One seed, the same bytes. `changes` are of config.json."""
+    """Write or replace a Qwen3 model with random weights. A seed gives the same bytes. `changes` are of config.json."""
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     lengths = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
     config = {"architectures": ["Qwen3ForCausalLM"], **SIZES, **lengths, **ends, **changes}

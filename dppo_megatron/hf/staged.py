@@ -1,4 +1,4 @@
-"""A directory of weights that many ranks write: it appears with everything in it, or not at all."""
+"""Writes a directory of weights by many ranks: it appears with all its files, or not at all."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ def write_staged(
     overwrite: bool = False,
     durable: bool = True,
 ) -> None:
-    """Every rank `write`s parts of `expected` (None: of whatever it likes) to a folder beside `directory`; rank 0 then
-    makes them what readers find, by `complete(folder, parts of all ranks)`, and gives it its name when all is on the
-    disk or, where it need not be `durable`, written.
+    """Write the parts of all ranks to a staging directory, and rename it to `directory` when it is complete.
 
-    Collective over all ranks: three agreements. Raises on every rank what any rank raised: `ModelError` without enough
+    Every rank calls `write(staging)`, which returns its parts of `expected` (None: any parts). Rank 0 then calls
+    `complete(staging, parts of all ranks)`, which gives the files their final form, and renames the directory. With
+    `durable` the rename waits until all files are on the disk.
+
+    Collective over all ranks: three agreements. Raises the error of any rank on every rank: `ModelError` without enough
     disk space, for an existing directory without `overwrite` and for tensors that are missing, unknown or written
-    twice, `OSError`. Nothing is left behind then.
+    twice, or `OSError`. Nothing is left behind then.
     """
     staging = staging_of(directory)
 

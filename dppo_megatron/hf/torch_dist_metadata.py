@@ -42,7 +42,7 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"  # of 0.15 and b
 _ADMITTED |= {(_MEGATRON, "MCoreMetadata"): Metadata, (_MEGATRON, "MCoreSavePlan"): planner.SavePlan}
 _ADMITTED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
 _ADMITTED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# The path where it was written, which is not read: any path type will do.
+# The path of the file when it was written. It is not read, so any path type is accepted.
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _ADMITTED |= {(module, name): PurePath for module in ("pathlib", "pathlib._local") for name in _PATHS}
 # A pickle may set fields only of objects that it created. Those of a class, a function or an enumeration's member would
@@ -74,7 +74,7 @@ class _Quick(pickle.Unpickler):
 def read_metadata(directory: Path) -> Metadata:
     """Read the descriptions of tensors.
 
-    Raises `ModelError`, naming the file, if it cannot be read, has anything else, or places tensors elsewhere than in
+    Raises `ModelError`, naming the file, if it cannot be read, contains anything else, or places tensors outside
     `directory`.
     """
     return read_checked(directory)[0]
@@ -96,7 +96,7 @@ def read_checked(directory: Path) -> tuple[Metadata, str]:
 
 
 def read_again(directory: Path, digest: str) -> Metadata:
-    """Read it again with the unpickler in C. Raises `ModelError` if the bytes are not those that were checked."""
+    """Read the file again with the unpickler in C. Raises `ModelError` if its bytes differ from the checked ones."""
     content = (directory / METADATA).read_bytes()
     if not hmac.compare_digest(hashlib.sha256(content).hexdigest(), digest):
         raise ModelError(str(directory), [f"{METADATA}: was changed after it was checked; not loaded"])
@@ -104,7 +104,7 @@ def read_again(directory: Path, digest: str) -> Metadata:
 
 
 def _problem(found: Any) -> str | None:
-    """Return why these are not the parts of a checkpoint, of the types that readers expect."""
+    """Return why `found` is not the parts of a checkpoint, of the types that readers expect; None if it is."""
     if type(found) is not Metadata:
         return f"holds a {type(found).__name__}, not a checkpoint's metadata"
     for key, stored in found.state_dict_metadata.items():

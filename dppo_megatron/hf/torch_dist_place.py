@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dppo_megatron.common.files import read_foreign_json
 
-MARKER = "metadata.json"  # Megatron's: names the format of the shards
+MARKER = "metadata.json"  # Megatron's file that names the format of the shards
 MODEL = "model"  # directory inside a converted checkpoint: config.json, tokenizer, generation config
 
 

@@ -39,10 +39,10 @@ _RUN, _RUN_FIELD = "run.json", "model.path config.json "  # a training run's rec
 
 
 class TorchDistWeights:
-    """The weights of a checkpoint by HF name, without optimizer state; a `WeightSource`.
+    """Reads the weights of a checkpoint by HF name, without optimizer state; a `WeightSource`.
 
-    Tensors have the dtype they were saved in. Raises `ModelError` listing every weight of `config` that the
-    checkpoint lacks or has in another shape, weights that are in no file, and absent or truncated files.
+    Tensors have the dtype they were saved in. Raises `ModelError` listing every weight of `config` that the checkpoint
+    lacks or has in another shape, weights that are in no file, and absent or truncated files.
     """
 
     def __init__(self, directory: str | Path, config: HFModelConfig):
@@ -217,7 +217,7 @@ def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
 
 
 class _Slice(io.RawIOBase):
-    """A read-only file of a part of a mapped file."""
+    """Represents a part of a mapped file as a read-only file."""
 
     def __init__(self, mapped: mmap.mmap, start: int, length: int):
         self._view = memoryview(mapped)[start : start + length]

@@ -39,7 +39,10 @@ _ALIGNMENT = 64  # torch.save aligns tensors within its archive; for mapped read
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One block of a global tensor in a file. `start` and `size` have an entry per dimension of `shape`."""
+    """Describes one block of a global tensor in a file. `start` and `size` have an entry per dimension of `shape`.
+
+    Example: rows 2 and 3 of a [4, 8] weight have start (2, 0) and size (2, 8).
+    """
 
     keys: tuple[str, ...]  # names of the same bytes
     dtype: str
@@ -59,7 +62,7 @@ class Chunk:
 
 
 class TorchDistFile:
-    """One file of chunks; `chunks` lists its contents. On exit every byte is on disk."""
+    """Writes one file of chunks; `chunks` lists its contents. On exit every byte is on disk."""
 
     def __init__(self, path: Path):
         self.chunks: list[Chunk] = []
@@ -104,7 +107,7 @@ class TorchDistFile:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Turn off the archive's checksums inside: they take as long as writing, and torch never reads them."""
+    """Turn off the archive's checksums within the context: they take as long as writing, and torch never reads them."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -1,4 +1,4 @@
-"""The table from config.json to Megatron's TransformerConfig: to build a model, and to compare a given one."""
+"""Maps config.json to Megatron's TransformerConfig, to build a model and to compare a given one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _grouped_queries(config: HFModelConfig) -> dict[str, Any]:
 
 
 def _latent_attention(config: HFModelConfig) -> dict[str, Any]:
-    """Return the fields of latent attention, with its rotary settings: Megatron rotates inside it."""
+    """Return the fields of latent attention with its rotary settings, because Megatron rotates inside it."""
     mla = config.mla
     return {
         "q_lora_rank": mla.q_lora_rank,

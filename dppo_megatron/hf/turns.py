@@ -1,4 +1,4 @@
-"""Has the ranks that export together wait for the one that takes the weights: at the store, and in no collective.
+"""Lets the ranks that export together wait at the store, and in no collective, for the rank that takes the weights.
 
 The source rank waits for its disk or for engines, which may take long. Ranks that waited for it in the gather of its
 next weights would reach the time-out of a training collective (`parallel.timeout_s`), which ends the trainer.
@@ -16,10 +16,10 @@ from .megatron_model import ShardGroup
 
 
 class Turns:
-    """To be called before every gather of an export, on all ranks of its group; returns once its rank 0 is there.
+    """Blocks before each gather of an export until rank 0 of the group has arrived.
 
-    Made on all of `ranks`, collectively; they say how long a wait may take. doing: of rank 0, for errors. Raises
-    `RanksTimeout`.
+    Construct it on all of `ranks`, collectively; `ranks` limits the time of a wait. Call it before every gather, on all
+    ranks of the gather's group. doing: description of rank 0's work, for errors. Raises `RanksTimeout`.
     """
 
     def __init__(self, ranks: Ranks, doing: str):

@@ -1,4 +1,4 @@
-"""The map between the tensors of a Hugging Face directory and the parameters of a Megatron GPTModel."""
+"""Maps between the tensors of a Hugging Face directory and the parameters of a Megatron GPTModel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # writ
 
 
 class WeightMap:
-    """Names, shapes and tensor-parallel shards of one model. Pure: no files, no process groups, no model instance.
+    """Contains names, shapes and tensor-parallel shards of one model. Pure: no files, process groups or model instance.
 
     `layout` has the shapes that the HF config does not define; by default the vocabulary is not padded. Megatron names
     have GLOBAL layer and expert indices (see `megatron_model.named_weights`) and the spelling of the local or of the
@@ -77,7 +77,7 @@ class WeightMap:
         return {t.name: t.shape for entry in self.entries() if not entry.rule.duplicate for t in entry.hf}
 
     def is_ignored(self, hf_name: str) -> bool:
-        """Return whether a directory may have the name although the model does not need it."""
+        """Return whether a directory may contain the name although the model does not need it."""
         return self._ignored.fullmatch(hf_name) is not None
 
     def to_megatron(self, entry: Entry, hf_tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sources of weights: HF names and shapes, for all kinds of files."""
+"""Opens sources of weights by HF names and shapes, for all kinds of files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NOT_FINITE = "holds values that are not finite"
 
 
 class WeightSource(Protocol):
-    """Tensors by HF name, read on demand."""
+    """Provides tensors by HF name, read on demand."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Dtype and shape by name, without reading tensors."""
+        """Return dtype and shape by name, without reading tensors."""
 
     def tensor(self, name: str) -> Tensor:
         """Return one whole tensor on the CPU; it may be a view of a mapped file."""
@@ -65,7 +65,7 @@ def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
 
 
 def header_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
-    """List those `source_problems` that show without reading a tensor."""
+    """List the `source_problems` that can be found without reading a tensor."""
     tied = weight_map.config.tied_embeddings
 
     def may_be_there(name: str) -> bool:
@@ -105,7 +105,7 @@ def overflow_problem(*names: str) -> str:
 
 
 def cast_problem(entry: Entry, before: Iterable[Tensor], after: Iterable[Tensor]) -> str | None:
-    """Return why a cast weight must not be stored; None if it may."""
+    """Return why a cast weight must not be stored; None if it may be."""
     if all(map(all_finite, after)):
         return None
     names = [t.name for t in entry.hf]
@@ -113,7 +113,7 @@ def cast_problem(entry: Entry, before: Iterable[Tensor], after: Iterable[Tensor]
 
 
 def export_problem(name: str, tensor: Tensor) -> str | None:
-    """Return why `tensor` must not be published: a value beyond fp16 in it, or in the fp32 scale of its FP8 values."""
+    """Return why `tensor` must not be published: a value beyond fp16 in it or in the fp32 scale of its FP8 values."""
     if tensor.dtype not in (torch.float16, torch.float32) or all_finite(tensor):
         return None
     return overflow_problem(name) if tensor.dtype == torch.float16 else f"{name}: {_NOT_FINITE}"

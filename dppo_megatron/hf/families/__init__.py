@@ -1,4 +1,4 @@
-"""The table of model families. A new family needs a file in this folder and a line here.
+"""Lists the model families. A new family needs a file in this folder and a line here.
 
 A dense family is a line in `dense.py`.
 """

@@ -1,4 +1,4 @@
-"""Rules shared by decoder-only families. Each function returns the rules of one part of the model."""
+"""Provides the rules shared by decoder-only families. Each function returns the rules of one part of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dppo_megatron.hf.rules import HFTensor, MegatronLayout, Rule
 def decoder_rules(
     config: HFModelConfig, layout: MegatronLayout, attention: tuple[Rule, ...] | None = None
 ) -> tuple[Rule, ...]:
-    """Return every rule of a decoder whose layers are dense or have experts. `attention` None: grouped queries."""
+    """Return every rule of a decoder with dense layers or layers with experts. `attention` None: grouped queries."""
     sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
     dense = tuple(i for i in range(config.num_layers) if not config.is_moe_layer(i))
     return (

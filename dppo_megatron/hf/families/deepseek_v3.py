@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Moonlight: latent attention, dense first layers, routed and shared experts, expert bias."""
+"""Defines DeepSeek-V3 and Moonlight: latent attention, dense first layers, routed and shared experts, expert bias."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dppo_megatron.hf.rules import MegatronLayout, Rule
 from .common import all_layers, decoder_rules, layer_rule, norm, swiglu
 from .family import Family
 
-# Keys for which readers have different defaults. Those of the first line may be null.
+# Readers have different defaults for these keys. The keys of the first line may be null.
 _NULLABLE = ("q_lora_rank", "n_shared_experts", "n_group", "topk_group")
 _STATED = ("first_k_dense_replace", "routed_scaling_factor")
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}

@@ -1,4 +1,4 @@
-"""Dense families: they differ only in biases and norms of attention."""
+"""Defines the dense families, which differ only in biases and norms of attention."""
 
 from __future__ import annotations
 

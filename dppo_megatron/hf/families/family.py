@@ -1,4 +1,4 @@
-"""The description of a model family: the schema of its config.json, and the rules for its parameters."""
+"""Describes a model family: the schema of its config.json, and the rules for its parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .common import decoder_rules
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. The defaults are those of a dense decoder with grouped queries and SwiGLU."""
+    """Describes one architecture. The defaults are those of a dense decoder with grouped queries and SwiGLU."""
 
     name: str  # config.json's `model_type`
     architecture: str  # the only name in config.json's `architectures`
     qkv_bias: bool = False
     qk_norm: bool = False  # a norm of each head's queries and keys
-    head_dim: int | None = None  # where config.json has none; None = hidden size / heads
+    head_dim: int | None = None  # if config.json has none; None = hidden size / heads
     rope_types: tuple[str, ...] = ("default",)  # of `raw_config.ROPE_TYPES`
     raw: type[RawConfig] = RawConfig  # the keys of its config.json
     rules: Callable[[HFModelConfig, MegatronLayout], tuple[Rule, ...]] = decoder_rules
