@@ -1,4 +1,4 @@
-"""The policy in Megatron-core: layout, model, update, log-probs, checkpoints.
+"""Implements the policy in Megatron-core: layout, model, update, log-probs, checkpoints.
 
 `check_model` starts no process and needs none. A trainer rank calls `init_layout` first.
 """

@@ -1,4 +1,4 @@
-"""The policy in Megatron-core on this rank: it trains on micro-batches and computes log-probs."""
+"""Trains the policy in Megatron-core on micro-batches of this rank, and computes log-probs."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 
 
 class TrainingDiverged(ExpectedError, RuntimeError):
-    """Too many updates in a row had non-finite gradients."""
+    """Raised when too many updates in a row had non-finite gradients."""
 
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """One update, the same on every rank. Sums are over all micro-batches of all data-parallel ranks."""
+    """Reports one update, the same on every rank. Sums are over all micro-batches of all data-parallel ranks."""
 
     loss: float  # sum(loss_weight * loss)
     grad_norm: float  # before clipping
@@ -59,21 +59,21 @@ class UpdateStats:
     skipped_in_a_row: int  # overflows do not count
     tokens: int
     loss_tokens: int
-    nonfinite_tokens: int  # loss tokens whose logits were not finite
+    nonfinite_tokens: int  # loss tokens with non-finite logits
     metrics: dict[str, float]  # of the objective and the entropy, over the whole global batch
-    parts: dict[str, Metric]  # the same before the final division, to merge with other updates
-    masked: dict[int, int]  # token id -> how often it was outside the trust region, if ever
+    parts: dict[str, Metric]  # the metrics before the final division, to merge with other updates
+    masked: dict[int, int]  # token id -> how often it was outside the trust region, if above 0
     forward_backward_s: float
     optimizer_s: float
     loss_scale: float | None = None  # factor of the loss, in fp16
-    overflowed: bool = False  # skipped for gradients beyond fp16 at this scale, which was halved
+    overflowed: bool = False  # skipped because gradients exceeded fp16 at this scale; the scale was halved
 
 
 class Actor:
     """Builds the configured model on this rank with its optimizer and schedule. Every method is collective.
 
-    Weights are random (seeded by `run.seed`) until `load_hf` or `load_checkpoint`.
-    Raises ModelError for a model that cannot be built, with every reason.
+    Weights are random (seeded by `run.seed`) until `load_hf` or `load_checkpoint`. Raises ModelError with every reason
+    why the model cannot be built.
     """
 
     def __init__(self, config: Config, layout: Layout):
@@ -82,9 +82,9 @@ class Actor:
         self.hf = read_hf_config(config.model.path)
         self.transformer = transformer_config(self.hf, config)
         self.model_chunks: list[PolicyModel] = build_model(self.hf, config, layout, self.transformer)
-        self.frozen_chunks: list[PolicyModel] = []  # of other policies on this rank; `offloaded` moves them too
+        self.frozen_chunks: list[PolicyModel] = []  # other policies on this rank; `offloaded` moves them too
         self.model = wrap_data_parallel(self.model_chunks, self.transformer, config)
-        # Denominators are inside loss_weight: the token count that the schedule gathers must not divide again.
+        # loss_weight includes the denominators: the token count that the schedule gathers must not divide again.
         self.transformer.finalize_model_grads_func = _finalize_without_division
         self._gather = ParameterGather(self.model)
         self.optimizer = build_optimizer(self.model, config)
@@ -143,7 +143,7 @@ class Actor:
         return learning_rate(self.optimizer) * self.lr_scale
 
     def load_hf(self, directory: str | Path) -> None:
-        """Replace the weights by those of an HF directory or a Megatron checkpoint, but not optimizer and schedule.
+        """Load the weights of an HF directory or a Megatron checkpoint, but no optimizer state and schedule.
 
         Raises ModelError listing every tensor that does not fit.
         """
@@ -152,7 +152,7 @@ class Actor:
             self.optimizer.reload_model_params()
 
     def load_start(self) -> None:
-        """Load the weights that the run starts from, and the adapters of `model.lora.adapter`."""
+        """Load the run's start weights, and the adapters of `model.lora.adapter`."""
         self.load_hf(self.config.model.start)
         lora = self.config.model.lora
         if lora.r and lora.adapter is not None:
@@ -172,11 +172,11 @@ class Actor:
 
         The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, so the gradient
         does not depend on how the batch was split. Data-parallel ranks pass the same number of micro-batches. An update
-        whose gradients or logits are not finite changes nothing and is reported as skipped; gradients beyond fp16 lower
-        the loss scale. `another_follows` promises that the next call is this one again and that nothing uses the
-        weights in between: they are then gathered during its forward pass. `observe`: see `LossStep`. Raises
-        TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that no smaller loss scale could avoid,
-        ValueError without micro-batches.
+        with non-finite gradients or logits changes nothing and is reported as skipped. Gradients beyond fp16 lower the
+        loss scale. `another_follows` promises that the next call is `train_update` again and that nothing uses the
+        weights in between. The weights are then gathered during the next forward pass. `observe`: see `LossStep`.
+        Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that no smaller loss scale could
+        avoid, ValueError without micro-batches.
         """
         with phase("forward_backward") as computing:
             prepared = self.packer.whole_rounds(micro_batches, whole_sequences=objective.needs_sequences)
@@ -242,7 +242,7 @@ class Actor:
         return stats
 
     def scores(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Compute the current weights' log-probs of every micro-batch's tokens. Forward only; see `Scorer`."""
+        """Compute log-probs of every micro-batch's tokens under the current weights. Forward only; see `Scorer`."""
         self._gather.require_whole()
         return self._scorer(micro_batches, topk=topk)
 
@@ -259,9 +259,9 @@ class Actor:
         return logprobs[:-1].numpy()
 
     def offloaded(self) -> AbstractContextManager[int]:
-        """Move the memory of the actor and its `Reference` to the host inside, for engines on the same GPU.
+        """Move the memory of the actor and its `Reference` to the host for the duration of the context.
 
-        See `offload.offloaded`.
+        Engines on the same GPU can use the memory meanwhile. See `offload.offloaded`.
         """
         self._gather.require_whole()
         return offload.offloaded([*self.model_chunks, *self.frozen_chunks], self.optimizer, self.layout.device)
@@ -269,8 +269,8 @@ class Actor:
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Write everything that training needs to continue exactly, as `directory/step-NNNNNN`; keep the newest `keep`.
 
-        `state` is the caller's, JSON. With `checkpoint.asynchronous` it returns before the checkpoint is written, and
-        an error of the previous one is raised here. See `save_load.save`.
+        `state` is the caller's state, JSON. With `checkpoint.asynchronous` it returns before the checkpoint is written,
+        and an error of the previous checkpoint is raised here. See `save_load.save`.
         """
         self._gather.require_whole()
         self.finish_checkpoint()
@@ -306,11 +306,11 @@ class Actor:
 
 
 class Reference:
-    """The reference policy of a KL penalty: `model.start`, frozen, in the layout of the actor, also in resumed runs.
+    """Scores with a KL penalty's reference policy: `model.start`, frozen, in the actor's layout, also in resumed runs.
 
     It needs one more copy of the parameters on each rank, in `model.dtype`, without gradients and optimizer, and is
-    offloaded with the actor. With `model.lora` it needs no memory: it is the actor without its adapters.
-    Building it is collective. Raises ModelError listing every tensor that does not fit.
+    offloaded with the actor. With `model.lora` it needs no memory: it is the actor without its adapters. Building it is
+    collective. Raises ModelError listing every tensor that does not fit.
     """
 
     def __init__(self, actor: Actor):

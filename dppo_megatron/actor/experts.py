@@ -1,9 +1,9 @@
-"""Local experts with frozen weights, whose matrix products are one call of `torch.nn.functional.grouped_mm`.
+"""Computes local experts with frozen weights by grouped products: one call of `torch.nn.functional.grouped_mm` each.
 
 Megatron's SequentialMLP computes one expert after the other. Here a projection is one grouped product for all of them,
-and their adapters are two more. The frozen weights of a projection share one tensor [experts, outputs, inputs], and the
-`weight` of each expert is a view of it, so load, export, offload and merge work as without grouping. A and B are
-stacked in each forward pass.
+and their adapters are two more. The frozen weights of a projection share one tensor [experts, outputs, inputs]. The
+`weight` of each expert is a view of that tensor, so load, export, offload and merge work as without grouping. A and B
+are stacked in each forward pass.
 """
 
 from __future__ import annotations
@@ -73,17 +73,20 @@ def _experts(chunks: Sequence[nn.Module]) -> Iterator[SequentialMLP]:
 
 
 def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-    """Replaces SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
+    """Replace SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
     if not len(x):  # the kernel takes no empty operand
         return SequentialMLP.forward(experts, x, counts, probs)
     if x.is_cuda and not counts.is_cuda:
         counts = counts.pin_memory().to(x.device, non_blocking=True)
-    together.linear_fc1.ends = together.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)  # of the experts' rows
+    together.linear_fc1.ends = together.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)  # of each expert's rows
     return MLP.forward(together, x, probs)
 
 
 class _Projection(nn.Module):
-    """One linear layer of all `experts`, called as that of one expert. The model itself keeps a layer for each."""
+    """Computes one linear layer of all `experts`, and is called like the layer of one expert.
+
+    The model itself keeps a layer for each expert.
+    """
 
     def __init__(self, experts: SequentialMLP, name: str):
         super().__init__()

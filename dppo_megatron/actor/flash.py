@@ -1,10 +1,11 @@
-"""Attention of packed sequences by torch's FlashAttention on a GPU: no padding, no mask, no stored scores.
+"""Computes attention of packed sequences by torch's FlashAttention on a GPU: no padding, no mask, no stored scores.
 
 A row sees its own segment up to itself (one causal call) and all rows that its segment continues (one call without a
 mask): a shared prompt, or with context parallelism the earlier chunks of its sequence. The outputs are merged by their
 log-sum-exps. The backward pass gives the merged output O and log-sum-exp L to both calls, so that each recomputes its
 part of the softmax: P = exp(S - L), dS = P (dP - sum(dO O)) (https://arxiv.org/abs/2307.08691, algorithm 2). The
-operators are those of `torch.nn.attention.varlen`, whose own backward pass ignores the gradient of the log-sum-exp.
+operators are those of `torch.nn.attention.varlen`. The backward pass of that module ignores the gradient of the
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Call = tuple[Tensor, Tensor, int, int, float, bool]
 
 @dataclass(frozen=True)
 class FlashPlan:
-    """The calls for one micro-batch, made once for all layers.
+    """Plans the calls for one micro-batch once for all layers.
 
-    Example: a prompt of 3 rows, then its samples of 2 rows and 1: `own` has bounds [0, 3, 5, 6], rows [3, 4, 5],
-    keys [0, 1, 2], and `before` one segment of 3 queries and 3 keys.
+    Example: a prompt of 3 rows, then its samples of 2 rows and 1: `own` has bounds [0, 3, 5, 6], rows [3, 4, 5], keys
+    [0, 1, 2], and `before` one segment of 3 queries and 3 keys.
     """
 
     own: Call
@@ -97,7 +98,7 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, grad):
         *own, keys, values = ctx.saved_tensors
         plan, rows, differentiate = ctx.plan, ctx.plan.rows, torch.ops.aten._flash_attention_backward
-        seeds = grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0)  # of no dropout
+        seeds = grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0)  # for no dropout
         dq, *of_own = differentiate(grad, *own, *plan.own, *seeds, scale=ctx.scale)
         if rows is None:
             return dq, *of_own, None, None, None, None

@@ -1,4 +1,4 @@
-"""One micro-batch through the policy: hidden states to per-token statistics, these to a loss, reports to totals.
+"""Runs one micro-batch through the policy: hidden states to per-token statistics, these to a loss, reports to totals.
 
 Megatron's schedules call `forward_step` on every stage, and the function that it returns only on the last one.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """The report of one micro-batch. Scalars are fp64 tensors on the device."""
+    """Reports one micro-batch. Scalars are fp64 tensors on the device."""
 
     loss: Tensor  # sum(loss_weight * loss)
     nonfinite: Tensor  # rows with non-finite logits
@@ -51,7 +51,7 @@ TOKEN_VALUES = ("logprob", "entropy", "divergence", "masked")
 
 @dataclass(frozen=True)
 class LossStep:
-    """`forward_step` of Megatron's schedules for one update with one objective.
+    """Implements `forward_step` of Megatron's schedules for one update with one objective.
 
     masked: [V] int64 on the device, how often each token id was outside the trust region, over all calls.
     checks: read them when all micro-batches are done, before their gradients are used.
@@ -121,10 +121,10 @@ def apply_objective(
     sequence_ids: Tensor | None,
     vocab_size: int,
 ) -> ObjectiveOutput:
-    """The objective on `rows` [T], given what the policy in training makes of them.
+    """Apply the objective to `rows` [T], given the statistics that the policy in training computed for them.
 
     logprob, entropy [T], of the targets. topk_logprob [T, K] of `rows.topk_ids` and other_logprob [T] of everything
-    else, or None where they were not computed. No collectives.
+    else, or None if they were not computed. No collectives.
     """
     topk = None
     if topk_logprob is not None:
@@ -154,7 +154,7 @@ def apply_objective(
 
 @dataclass(frozen=True)
 class LogprobStep:
-    """`forward_step` that only scores: collects fp32 log-probs [T, C] of each batch, 0 where mask is False.
+    """Implements `forward_step` for scoring: collects fp32 log-probs [T, C] of each batch, 0 where mask is False.
 
     C = 1, the targets; with `topk` C = K + 2, the targets, the top-K ids and everything else. Rows of other
     context-parallel ranks are 0. checks: as in `LossStep`.
@@ -226,8 +226,8 @@ def _whole_sequences(
 ) -> tuple[TokenBatch, TokenStatistics, slice]:
     """Return (loss rows of all context-parallel ranks, their statistics, the slice of this rank's rows).
 
-    For objectives that need whole sequences, of which each rank has a part. Collectives: one all-gather for each
-    statistic, one reduce-scatter for its gradient.
+    Objectives that need whole sequences call it, because each rank has only a part of a sequence. Collectives: one
+    all-gather for each statistic, one reduce-scatter for its gradient.
     """
     counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows still computes one
     names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
@@ -238,14 +238,14 @@ def _whole_sequences(
 
 @dataclass(frozen=True)
 class UpdateTotal:
-    """Sums over all micro-batches of all data-parallel ranks; metrics on the CPU."""
+    """Contains sums over all micro-batches of all data-parallel ranks; metrics on the CPU."""
 
     loss: float
     nonfinite: int
     tokens: int
     loss_tokens: int
     metrics: dict[str, Metric]
-    masked: dict[int, int]  # token id -> count, where above 0
+    masked: dict[int, int]  # token id -> count, if above 0
 
 
 def reduce_reports(

@@ -1,4 +1,4 @@
-"""This rank's part of the work: process groups, ranks and device, in one frozen object."""
+"""Describes this rank's part of the work: process groups, ranks and device, in one frozen object."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from . import without_cuda
 
 
 class LayoutError(ExpectedError, ValueError):
-    """The processes that were started do not fit the configured layout."""
+    """Raised if the started processes do not fit the configured layout."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, this rank's positions, and the process groups that the actor uses directly."""
+    """Contains sizes, this rank's positions, and the process groups that the actor uses directly."""
 
     rank: int
     world_size: int
@@ -78,7 +78,8 @@ class Layout:
 def local_gpu(count: int, environment: Mapping[str, str]) -> int:
     """Return the index of this rank's GPU among the `count` visible ones: LOCAL_RANK if all ranks of a node see them.
 
-    0 if it sees one, which Slurm bound to it (`--gpus-per-task=1`). Raises LayoutError for any other number.
+    The index is 0 if the rank sees one GPU, which Slurm bound to it (`--gpus-per-task=1`). Raises LayoutError for any
+    other number.
     """
     rank = int(environment.get("LOCAL_RANK", "0"))
     ranks = int(environment.get("LOCAL_WORLD_SIZE", rank + 1))

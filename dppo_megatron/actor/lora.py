@@ -1,4 +1,4 @@
-"""Adapters (`hf.lora`) of Megatron's parallel linear layers, and the frozen weights.
+"""Adds adapters (`hf.lora`) to Megatron's parallel linear layers, and freezes the other weights.
 
 An adapter runs in a forward hook of its layer, on the same input: hidden states [S, ..., inputs] of this rank. It
 exchanges tensors of width r, not of the layer's width. Collectives of its forward; backward pass, over the layer's
@@ -45,7 +45,7 @@ from dppo_megatron.weights.fingerprint import MODULUS, bit_sum
 
 
 class ParallelAdapter(Adapter):
-    """The adapter of a Megatron layer. Its parameters have the attributes by which Megatron reduces gradients."""
+    """Adapts a Megatron layer. Its parameters have the attributes by which Megatron reduces gradients."""
 
     def __init__(self, entry: AdapterEntry, layer: nn.Module, *, scaling: float, seed: int):
         group = layer.tp_group
@@ -173,7 +173,7 @@ def frozen_sum(chunks: Sequence[nn.Module], hf: HFModelConfig) -> str:
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:
-    """Add the adapter in a forward hook; Megatron's linear layers return (output, bias to be added later)."""
+    """Add the adapter's output in a forward hook; Megatron's linear layers return (output, bias to be added later)."""
     adapter = getattr(layer, ADAPTER)
     if not adapter.enabled:
         return output
@@ -188,7 +188,7 @@ def _with_gradient(_module: nn.Module, _inputs: object, output: Tensor) -> Tenso
 
 @contextmanager
 def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Disable the adapters of `chunks` inside."""
+    """Disable the adapters of `chunks` within the context."""
     adapters = list(adapters_of(chunks))
     for adapter in adapters:
         adapter.enabled = False

@@ -1,4 +1,4 @@
-"""The dynamic loss scale of fp16: the loss is multiplied before the backward pass, and gradients are divided in fp32.
+"""Implements the dynamic loss scale of fp16: multiplies the loss before the backward pass, divides gradients in fp32.
 
 Megatron's schedule multiplies the loss once, before the backward pass (`TransformerConfig.grad_scale_func`). Its
 optimizer divides the fp32 copies before anything reads them, and looks for infinities on all ranks.
@@ -14,10 +14,10 @@ from dppo_megatron.config.model import LARGEST, LossScaleConfig
 
 
 class LossScale(DynamicGradScaler):
-    """Megatron's scaler, shared by all parts of an optimizer, which store it in checkpoints.
+    """Shares Megatron's scaler among all parts of an optimizer, which store it in checkpoints.
 
-    Megatron gives dense and expert parameters one scaler each, of which only the first scales the loss, and updates
-    each by its own overflows. After an overflow of only the experts, theirs would divide by another number than the
+    Megatron gives dense and expert parameters one scaler each. Only the first scales the loss, and each is updated by
+    its own overflows. After an overflow of only the experts, their scaler would divide by another number than the
     factor of the loss. Here all parts check first, and then `follow` changes the scale, by a decision for all ranks.
     """
 
@@ -50,7 +50,7 @@ class LossScale(DynamicGradScaler):
         return self.value > float(self.min_scale)
 
     def update(self, found_inf: bool) -> None:
-        """Do nothing: Megatron calls it for one part before the next part has divided."""
+        """Do nothing, because Megatron calls it for one part before the next part has divided."""
 
     def follow(self, *, overflow: bool) -> None:
         """Halve the scale after an overflow; otherwise count the update towards its growth."""

@@ -1,4 +1,4 @@
-"""The import of Megatron-core, which depends on what is imported before it."""
+"""Imports Megatron-core, which depends on the modules imported before it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ENGINE = "transformer_engine"
 
 
 def import_megatron() -> None:
-    """Import Megatron-core; call it before any other import of it."""
+    """Import Megatron-core; this must be its first import."""
     # Megatron-core warns at import about packages that are not installed (Actor.describe lists the substitutes), and
     # calls torch by names that a newer torch renames. Neither belongs in a run's log.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-    # It imports wandb for an inference server that is not used here: a quarter of its import time.
+    # Megatron-core imports wandb for an inference server that is not used here: a quarter of its import time.
     if hides_wandb := "wandb" not in sys.modules:
         sys.modules["wandb"] = None
     try:
@@ -51,7 +51,7 @@ def load_problem() -> str:
 
 
 def _disable_compiled_fusions() -> None:
-    """Turn Megatron-core's jit_fuser off where CUDA is absent.
+    """Turn Megatron-core's jit_fuser off if CUDA is absent.
 
     It is torch.compile, applied as a decorator while modules are imported: minutes of g++ for functions that take
     microseconds on a CPU.

@@ -1,4 +1,4 @@
-"""Differences between Megatron-core releases, and the implementations that this installation has.
+"""Handles differences between Megatron-core releases, and finds the implementations that this installation has.
 
 Supports 0.16 (Python 3.11) to 0.19, which imports Triton on CPUs too. Names and signatures of Megatron that change
 between releases are used only here.
@@ -76,12 +76,12 @@ def replicated_linear() -> type:
 
 
 def drop_replay_registry() -> None:
-    """Clear Megatron's list of routers, which belongs to the process and not to a model."""
+    """Clear Megatron's list of routers, because it belongs to the process and not to a model."""
     RouterReplay.global_router_replay_instances.clear()
 
 
 def _select_accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return those of `arguments` that this release's `function` accepts."""
+    """Return the `arguments` that this release's `function` accepts."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 

@@ -1,4 +1,4 @@
-"""The policy: Megatron's GPTModel with packed attention, and a head that computes only rows with loss."""
+"""Builds the policy: Megatron's GPTModel with packed attention, and a head that computes only rows with loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage projects only the rows in `packed_seq_params.rows`.
+    """Extends GPTModel by a last stage that projects only the rows in `packed_seq_params.rows`.
 
     forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences) returns
     - before the last stage: hidden states [T, 1, H] ([T / tp, 1, H] with sequence parallelism);
@@ -81,7 +81,7 @@ class PolicyModel(GPTModel):
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states,
-                # With these two the gradient is already a sum.
+                # With these two settings the gradient is already a sum.
                 tensor_parallel_output_grad=not (self.fused_head or self.batch_invariant_head),
                 group=self.pg_collection.tp,
             )
@@ -95,7 +95,7 @@ class PolicyModel(GPTModel):
         return logits.squeeze(1)
 
     def _batch_invariant_logits(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, None]:
-        """Replaces ColumnParallelLinear.forward; it does not add the weight gradient to Megatron's buffer."""
+        """Replace ColumnParallelLinear.forward; it does not add the weight gradient to Megatron's buffer."""
         return batch_invariant_logits(rows.squeeze(1), weight, self.pg_collection.tp).unsqueeze(1), None
 
 
@@ -160,7 +160,7 @@ def _chunk(
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=hf.tied_embeddings,
-        # PackedAttention rotates by position id; with TransformerEngine Megatron does, in a fused kernel. Latent
+        # PackedAttention rotates by position id. With TransformerEngine Megatron rotates, in a fused kernel. Latent
         # attention has its own rotation.
         position_embedding_type="rope" if engine and hf.mla is None else "none",
         rotary_base=hf.rope_theta,
@@ -187,8 +187,8 @@ def _use_own_modules(block: TransformerBlockSubmodules, core_attention: type[Pac
         attention.core_attention = core_attention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
-                # Megatron shards them by rows and gathers, and then each rank has only the gradient of its own heads
-                # for the rotated key that all heads share.
+                # Megatron shards them by rows and gathers. A rank would then have only its own heads' gradient for the
+                # rotated key that all heads share.
                 setattr(attention, name, megatron_version.replicated_linear())
         for module, names in (
             (modules, ("input_layernorm", "pre_mlp_layernorm")),

@@ -243,7 +243,7 @@ def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
 
 
 def _stage_problems(num_layers: int, p: ParallelConfig) -> list[str]:
-    """Check that stages and virtual stages have equal numbers of layers, except those that are set apart."""
+    """Check that stages and virtual stages have equal numbers of layers, apart from stages that are set separately."""
     out, virtual = [], p.virtual_pipeline or 1
     apart = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
     apart = {name: layers for name, layers in apart.items() if layers}

@@ -1,4 +1,4 @@
-"""Moves the actor's memory to the host: all of it while engines use the same GPU, or the optimizer's between steps.
+"""Moves the actor's memory to the host: all memory while engines use the same GPU, or the optimizer's between steps.
 
 Storages are emptied and refilled in place, so every tensor, view and hook of Megatron's buffers stays the same object.
 """
@@ -17,11 +17,11 @@ SMALLEST_PIECE = 1 << 20
 
 @contextmanager
 def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device: torch.device) -> Iterator[int]:
-    """Free the memory of `chunks` and `optimizer` on `device` inside, where they must not be used; yields the bytes.
+    """Free the memory of `chunks` and `optimizer` on `device` within the context; yield the number of bytes.
 
-    chunks: of the trained model and of frozen ones. Afterwards parameters and optimizer state have the same bits as
-    before; gradients are 0, as at the start of every update. No collectives. The host needs as much free memory
-    (pinned, with CUDA).
+    They must not be used within the context. chunks: of the trained model and of frozen ones. Afterwards parameters and
+    optimizer state have the same bits as before; gradients are 0, as at the start of every update. No collectives. The
+    host needs as much free memory (pinned, with CUDA).
     """
     kept = _Storages(_on(device, _contents(chunks, optimizer)))
     gradients = _Storages(_on(device, _gradients(chunks)), keep=False, but=kept)
@@ -41,8 +41,8 @@ def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device:
 class OptimizerOnHost:
     """Keeps main parameters and Adam's state on the host except inside `on_device`: `optimizer.offload`.
 
-    Between two steps activations can use their memory. No bit changes. Storages shared with the model's parameters
-    stay (an fp32 model has no separate main parameters). The host needs as much memory (pinned, with CUDA).
+    Between two steps activations can use their memory. No bit changes. Storages shared with the model's parameters stay
+    (an fp32 model has no separate main parameters). The host needs as much memory (pinned, with CUDA).
     """
 
     def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], device: torch.device):
@@ -51,7 +51,7 @@ class OptimizerOnHost:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Move them to the device inside. No collectives. After an error they stay there."""
+        """Move the state to the device within the context. No collectives. After an error it stays there."""
         if self._away is not None:
             self._away.refill()
             self._away = None
@@ -71,7 +71,7 @@ def _contents(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> Iter
 
 def _optimizer_contents(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     for part in optimizer.chained_optimizers:
-        if part.optimizer is None:  # this rank holds no parameters of the kind
+        if part.optimizer is None:  # this rank has no parameters of this kind
             continue
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -89,7 +89,7 @@ def _on(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _Storages:
-    """The distinct storages of some tensors; a storage is taken whole even if it also holds other tensors."""
+    """Collects the distinct storages of some tensors; a storage is taken whole even if it also holds other tensors."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True, but: _Storages | None = None):
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}

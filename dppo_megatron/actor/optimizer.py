@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule, and the step, which skips non-finite gradients."""
+"""Builds Megatron's optimizer and learning-rate schedule, and runs the step, which skips non-finite gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .model_config import dtype, overlaps_communication
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step: norm of the summed gradients before clipping, and the learning rate that was applied."""
+    """Reports one optimizer step: norm of the summed gradients before clipping, and the applied learning rate."""
 
     grad_norm: float
     lr: float
@@ -113,12 +113,12 @@ def optimizer_step(
 ) -> UpdateResult:
     """Clip to the global norm, step, and advance the schedule, or skip all three if the norm is not finite.
 
-    `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, for a reason found before
-    the gradients. `loss_scale` is the factor that gradients still have; it follows the result, unless refused.
-    Collective over all ranks, which take the same decision.
+    `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, if the caller has found a
+    reason before the gradients. `loss_scale` is the factor that gradients still have. It follows the result, unless the
+    step is refused. Collective over all ranks, which take the same decision.
     """
     lr = learning_rate(optimizer) * lr_scale
-    found_inf = optimizer.prepare_grads()  # divides by the loss scale
+    found_inf = optimizer.prepare_grads()  # divides the gradients by the loss scale
     grad_norm = float(optimizer.get_grad_norm())
     if refuse or found_inf or not math.isfinite(grad_norm):
         overflowed = False

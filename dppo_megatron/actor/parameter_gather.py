@@ -23,7 +23,7 @@ class ParameterGather:
             chunk.disable_forward_pre_hook(param_sync=False)
 
     def after_update(self, *, trains_next: bool) -> None:
-        """Gather after an optimizer step: now or, with `trains_next`, in the next update. Collective."""
+        """Gather new parameters after an optimizer step: now or, with `trains_next`, in the next update. Collective."""
         self._outdated = bool(self._chunks) and trains_next
         if not trains_next:
             for chunk in self._chunks:
@@ -36,7 +36,7 @@ class ParameterGather:
 
     @contextmanager
     def behind_forward(self) -> Iterator[None]:
-        """Gather during an update's forward pass inside; enter after its gradient buffers were set to zero.
+        """Gather during an update's forward pass within the context; enter it once its gradient buffers are zero.
 
         Collectives: one all-gather per bucket, where one is outstanding.
         """

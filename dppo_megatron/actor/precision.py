@@ -1,4 +1,4 @@
-"""The precision of computations, the GPUs that support it, and the implementations that compute it."""
+"""Describes the precision of computations, the GPUs that support it, and the implementations that compute it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One of TransformerEngine's FP8 recipes, by Megatron's name, and the first GPUs that support it."""
+    """Describes one of TransformerEngine's FP8 recipes: Megatron's name for it, and the first GPUs that support it."""
 
     megatron: str
     capability: Capability
@@ -78,7 +78,7 @@ def installation_problems(config: Config) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Implementations:
-    """The implementations in this process, in Megatron's order of preference."""
+    """Names the implementations in this process, in Megatron's order of preference."""
 
     layers: str  # norms, matrix products, attention
     optimizer: str  # Adam
@@ -107,13 +107,15 @@ def implementations(*, transformer_engine_layers: bool) -> Implementations:
 
 
 def fuses_weight_gradient() -> bool:
-    """Return whether Megatron's own layers, such as the head, add weight gradients to the fp32 buffer inside the matrix
-    product: apex's kernel does it, and without it they reject the setting."""
+    """Return whether Megatron's own layers, such as the head, add weight gradients to the fp32 buffer.
+
+    apex's kernel adds them inside the matrix product. Without apex these layers reject the setting.
+    """
     return torch.cuda.is_available() and megatron_version.has_fused_weight_gradient()
 
 
 def fuse_weight_gradients(layers: nn.Module) -> None:
-    """Let TransformerEngine's layers do the same, which need no apex for it.
+    """Let TransformerEngine's layers add weight gradients to the fp32 buffer too; they need no apex for this.
 
     Megatron has one setting for these layers and its head. Without it each micro-batch's gradient would be rounded to
     the parameters' dtype before it is added. Their modules read the attribute in every forward pass.

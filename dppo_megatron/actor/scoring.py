@@ -1,4 +1,4 @@
-"""Forward-only passes: log-probs of the tokens of micro-batches under given weights."""
+"""Runs forward-only passes: log-probs of the tokens of micro-batches under given weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scores:
-    """One micro-batch scored at its temperature, fp32 on the CPU, 0 where mask is False.
+    """Contains the scores of one micro-batch at its temperature, fp32 on the CPU, 0 where mask is False.
 
     logprob: of the targets. topk_logprob: of topk_ids, -inf where absent. other_logprob: of the mass of all other
     tokens. The last two are None unless requested.

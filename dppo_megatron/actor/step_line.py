@@ -1,4 +1,4 @@
-"""The line between the weights before and after a step, and points on it."""
+"""Moves the weights to points on the line between their values before and after a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class StepLine:
-    """Call `mark_start` before a step's first update; after its last, `go_to` sets the policy to any point of the line.
+    """Sets the policy to points between the start and the end of a step.
 
-    It has two fp32 copies of this rank's main parameters on the host (pinned, with CUDA), the second only after the
-    first `go_to`.
+    Call `mark_start` before a step's first update. After its last, `go_to` sets the policy to any point of the line. It
+    has two fp32 copies of this rank's main parameters on the host (pinned, with CUDA), the second only after the first
+    `go_to`.
     """
 
     def __init__(self, actor: Actor):
@@ -66,7 +67,7 @@ class StepLine:
 
     @torch.no_grad()
     def _copy(self, copies: list[Tensor]) -> list[Tensor]:
-        """Copy the pieces into `copies`, allocated only once because pinned memory is slow to allocate."""
+        """Copy the pieces into `copies`, which are allocated only once because pinned memory is slow to allocate."""
         with self._actor.optimizer_on_device():
             pieces = list(self._pieces())
             pinned = self._actor.layout.device.type == "cuda"

@@ -1,7 +1,7 @@
 """Records values inside one forward pass of the policy by hooks, under the names that engines use.
 
-Given values replace the policy's own after these are recorded. Every operator then has the same inputs as the engine's,
-so a difference in its output is caused by that operator.
+Given values replace the policy's own after these are recorded. Every operator then has the same inputs as the engine's
+operator, so only that operator can cause a difference in its output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_COLUMNS = SHARDED | {"logits"}  # a tensor-parallel rank has some columns of 
 
 
 class CannotTrace(ExpectedError, ValueError):
-    """The layout splits a sequence, which is compared as a whole."""
+    """Raised if the layout splits a sequence, because sequences are compared as a whole."""
 
 
 def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
@@ -76,7 +76,7 @@ class _TraceRecorder:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Record every value inside, and replace it by the given one."""
+        """Record every value within the context, and replace it by the given one."""
         handles, restored = [], []
         for chunk in self._actor.model_chunks:
             handles += self._outside(chunk)

@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without CUDA: the one module that patches anything to make it run.
+"""Runs Megatron-core on a machine without CUDA: the one module that patches anything for this purpose.
 
 Megatron-core's source names CUDA: literal devices, `.cuda()`, streams, the CUDA generator. `install` makes these names
 mean the CPU; call it before the first class of Megatron-core is built. Layer specs replace norms and core attention.
@@ -29,14 +29,14 @@ def install() -> None:
 
 
 def _patch_devices() -> None:
-    """Mappings, gradient buffers and schedules allocate on `torch.cuda.current_device()` or "cuda"; use the CPU."""
+    """Use the CPU where mappings, buffers and schedules allocate on `torch.cuda.current_device()` or "cuda"."""
     torch.cuda.current_device = _current_device
     torch.cuda.synchronize = _nothing
     _CudaMeansCpu().__enter__()
 
 
 def _patch_generators() -> None:
-    """Recompute and the RNG tracker save and restore the CUDA generator; use the CPU's instead."""
+    """Use the CPU's generator where recompute and the RNG tracker save and restore the CUDA generator."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.get_rng_state = _get_rng_state
@@ -48,7 +48,7 @@ def _patch_generators() -> None:
 
 
 def _patch_streams() -> None:
-    """Pipeline exchange, the all-to-all dispatcher and checkpoints use streams and events; make these do nothing."""
+    """Make the streams and events of pipeline exchange, all-to-all dispatcher and checkpoints do nothing."""
     torch.cuda.Stream = _Stream
     torch.cuda.Event = _Stream
     torch.cuda.current_stream = functools.partial(_Stream)
@@ -56,7 +56,7 @@ def _patch_streams() -> None:
 
 
 def _patch_experts() -> None:
-    """Two places in the mixture-of-experts code work only on a GPU with TransformerEngine."""
+    """Patch two places in the mixture-of-experts code that work only on a GPU with TransformerEngine."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # It converts only GPU tensors to numpy, but its callers index numpy arrays.
@@ -66,7 +66,7 @@ def _patch_experts() -> None:
 
 
 def _patch_uneven_exchange() -> None:
-    """Tokens of sharded experts are gathered unevenly, which NCCL can do and gloo rejects."""
+    """Gather the tokens of sharded experts unevenly, which NCCL can do and gloo rejects."""
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -75,7 +75,7 @@ def _patch_uneven_exchange() -> None:
 
 
 def _patch_exchange_with_oneself() -> None:
-    """A single replica exchanges nothing: NCCL then does nothing, but gloo copies gradients and parameters."""
+    """Skip the exchange of a single replica: NCCL then does nothing, but gloo copies gradients and parameters."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     buffers.dist_all_gather_func = functools.partial(_unless_in_place, buffers.dist_all_gather_func)
@@ -83,7 +83,7 @@ def _patch_exchange_with_oneself() -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Map device="cuda", `.cuda()` and pinned memory to the CPU, and the type strings that the optimizer compares."""
+    """Maps device="cuda", `.cuda()` and pinned memory to the CPU, and the type strings that the optimizer compares."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.cuda:
@@ -101,7 +101,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream or an event on a device that runs everything in order."""
+    """Replaces a stream or an event on a device that runs everything in order."""
 
     def __init__(self, *args, **kwargs):
         pass

@@ -1,1 +1,1 @@
-"""A micro-batch as the model reads it: packing, context parallelism, routing replay."""
+"""Converts a batch to the form that the model reads: packing, context parallelism, routing replay."""

@@ -1,7 +1,8 @@
-"""Context parallelism: which rows of a packed batch a rank has, and the exchange with those of the others.
+"""Divides packed rows among context-parallel ranks, and exchanges rows between them.
 
-Every sequence is padded to a multiple of 2 x ranks and split into as many equal chunks; rank r has chunk r and its
-mirror image, so that causal attention costs every rank the same. This is TransformerEngine's order too.
+Every sequence is padded to a multiple of 2 x ranks and split into as many equal chunks. Rank r has chunk r and its
+mirror image, so that causal attention costs every rank the same. Example with 2 ranks and 8 tokens: rank 0 has tokens
+0, 1, 6, 7 and rank 1 has 2 to 5. TransformerEngine uses the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def rows_of_rank(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[Tensor, " T/size"]:
-    """Ascending packed rows that context-parallel rank `rank` of `size` has; lengths are multiples of 2 x size."""
+    """Return the ascending packed rows of context-parallel rank `rank` of `size`; lengths are multiples of 2 x size."""
     lengths = cu_seqlens.long().diff()
     if bool((lengths % (2 * size)).any()):
         raise ValueError(f"sequences of {lengths.tolist()} tokens: not all multiples of {2 * size}")
@@ -31,19 +32,22 @@ def rows_of_rank(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[T
 
 
 def gathered_places(cu_seqlens: Int[Tensor, " B+1"], size: int) -> Int[Tensor, " T"]:
-    """Where each packed row lies when the rows of all ranks stand end to end, in rank order."""
+    """Return the place of each packed row in the concatenation of all ranks' rows in rank order.
+
+    Example: one sequence of 4 rows on 2 ranks, rows [0, 3] and [1, 2], has the places [0, 2, 3, 1].
+    """
     places = torch.empty(int(cu_seqlens[-1]), dtype=torch.long)
     places[torch.cat([rows_of_rank(cu_seqlens, rank, size) for rank in range(size)])] = torch.arange(len(places))
     return places
 
 
 def gather_rows(x: Float[Tensor, "T ..."], group: dist.ProcessGroup) -> Float[Tensor, "size*T ..."]:
-    """Rows of all ranks end to end, equally many from each. The gradient of a row is summed over the ranks."""
+    """Concatenate the rows of all ranks, equally many from each. The gradient of a row is summed over the ranks."""
     return _GatherRows.apply(x, group)
 
 
 def gather_unequal_rows(x: Float[Tensor, "n ..."], counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """`gather_rows` where rank r holds counts[r] rows."""
+    """Call `gather_rows` with counts[r] rows on rank r, padded to the largest count for the exchange."""
     longest = max(counts)
     missing = x.new_zeros(longest - x.shape[0], *x.shape[1:])
     parts = gather_rows(torch.cat((x, missing)), group).split(longest)
@@ -51,7 +55,7 @@ def gather_unequal_rows(x: Float[Tensor, "n ..."], counts: Sequence[int], group:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Forward one all-gather, backward one reduce-scatter."""
+    """Runs one all-gather forward and one reduce-scatter backward."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -1,4 +1,4 @@
-"""A micro-batch as the model reads it: packed sequences, their attention plan, the rows that carry loss."""
+"""Prepares a micro-batch for the model: packed sequences, their attention plan, the rows that carry loss."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, with what our own layers read from it.
+    """Extends Megatron's description of packed sequences by the inputs of our own layers.
 
     rows: [n] rows of this rank's hidden states that the head is given, at least one.
-    plan, rope: for `PackedAttention`; None where TransformerEngine attends and where Megatron rotates.
-    replay: for `RoutingReplay`; None where every router chooses itself.
+    plan, rope: for `PackedAttention`; None if TransformerEngine attends and if Megatron rotates.
+    replay: for `RoutingReplay`; None if every router chooses itself.
     """
 
     rows: Int[Tensor, " n"] | None = None
@@ -50,24 +50,24 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's part of a `TokenBatch` on its device: all of it for the model, the loss rows for the objective.
+    """Contains this rank's part of a `TokenBatch` on its device: all rows for the model, loss rows for the objective.
 
-    Prefixes that sequences share are there once (`prefixes`), so that T may be less than the tokens of the batch.
-    Without context parallelism the part is everything. `loss` holds the per-token fields of the n rows in
-    `packed.rows`; its token_ids and position_ids are theirs too, its cu_seqlens those of the whole batch.
+    A prefix that sequences share is stored once (`prefixes`), so T may be less than the number of tokens of the batch.
+    Without context parallelism the part is the whole batch. `loss` contains the per-token fields of the n rows in
+    `packed.rows`, including token_ids and position_ids. Its cu_seqlens are those of the whole batch.
     """
 
     token_ids: Int[Tensor, "1 T"]
     position_ids: Int[Tensor, "1 T"]
-    packed: PackedSequences  # of its rows one may be read for several loss rows
+    packed: PackedSequences  # one of its rows may be read for several loss rows
     loss: TokenBatch
-    loss_rows: Int[Tensor, " n"]  # where `loss` lies in the batch as given
-    context_rows: tuple[Int[Tensor, " m"], ...]  # the same of every context-parallel rank, empty where it has none
+    loss_rows: Int[Tensor, " n"]  # the row of each loss row in the batch as given
+    context_rows: tuple[Int[Tensor, " m"], ...]  # of every context-parallel rank; a rank may have none
     sequence_ids: Int[Tensor, " n_all"]  # of the loss rows of all context-parallel ranks, numbered without gaps
     given: TokenBatch  # the batch as given, on the CPU
-    whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless it was asked for
+    whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless requested
     batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
-    num_tokens: int  # of those, this rank's
+    num_tokens: int  # tokens of this rank
     num_loss_tokens: int
 
 
@@ -75,13 +75,13 @@ class MicroBatch:
 class Packer:
     """Turns token batches into micro-batches for one model.
 
-    frequencies: inverse rope frequencies where our own attention rotates, else None.
+    frequencies: inverse rope frequencies if our own attention rotates, else None.
     own_attention: whether our own attention needs a plan; flash: for FlashAttention.
-    multiple: T is padded to a multiple of it (sequence parallelism splits T evenly, FP8 wants whole tiles).
-    round_size: a pass takes a multiple of so many micro-batches (the interleaved pipeline schedule does).
-    equal_group: ranks that must hold equally many rows of each micro-batch, else None.
-    held_layers: routing replay: this rank's layers with experts, counted among all of those; else None.
-    vocab_size: token ids lie below it. Where it is None they are not checked.
+    multiple: T is padded to a multiple of this number (sequence parallelism splits T evenly, FP8 needs whole tiles).
+    round_size: a pass takes a multiple of this number of micro-batches (the interleaved pipeline schedule requires it).
+    equal_group: ranks that need equally many rows of each micro-batch, else None.
+    held_layers: routing replay: this rank's layers with experts, counted among all layers with experts; else None.
+    vocab_size: token ids must be smaller. None = they are not checked.
     """
 
     device: torch.device
@@ -90,7 +90,7 @@ class Packer:
     own_attention: bool = True
     flash: bool = False
     multiple: int = 1
-    sequence_rank: int = 0  # sequence parallelism: which of so many parts of the rows this rank's routers see
+    sequence_rank: int = 0  # sequence parallelism: number of this rank's part of the rows, which its routers see
     sequence_size: int = 1
     context_rank: int = 0
     context_size: int = 1
@@ -121,13 +121,13 @@ class Packer:
         )
 
     def whole_rounds(self, batches: Sequence[TokenBatch], whole_sequences: bool = False) -> list[MicroBatch]:
-        """The micro-batches of one pass, then fillers up to whole rounds.
+        """Prepare the micro-batches of one pass, then add fillers up to whole rounds.
 
-        whole_sequences: each also holds the loss rows of other context-parallel ranks. They are copied here because
-        a copy inside the loss would wait for the device.
+        whole_sequences: each micro-batch also has the loss rows of other context-parallel ranks. They are copied here
+        because a copy inside the loss would wait for the device.
 
-        Raises ValueError without any, and for ids outside the vocabulary: here, on the host, where it can be said
-        which; on a device they would be an assertion somewhere in the embedding.
+        Raises ValueError without batches and for ids outside the vocabulary. The check runs on the host, where the
+        error can name the ids; on a device it would be an assertion somewhere in the embedding.
 
         Collective over `equal_group`: one all-reduce.
         """
@@ -153,7 +153,7 @@ class Packer:
         return prepared
 
     def __call__(self, batch: TokenBatch) -> MicroBatch:
-        """Copies to the device. Raises ValueError for a batch without tokens or with an empty sequence."""
+        """Prepare one batch on the device. Raises ValueError for a batch without tokens or with an empty sequence."""
         return self.whole_rounds([batch])[0]
 
     def _check_ids(self, batch: TokenBatch, number: int) -> None:
@@ -179,7 +179,7 @@ class Packer:
         return shared_rows(batch.cu_seqlens.cpu(), batch.shared_prefix.cpu())
 
     def _bounds(self, cu_seqlens: Tensor) -> Tensor:
-        """[B + 1] of the sequences, each padded to what context parallelism divides evenly, and of the padding."""
+        """Return the bounds of the sequences, padded for context parallelism, and of the padding after them."""
         if int(cu_seqlens[-1]) == 0:
             raise ValueError("a micro-batch must hold at least one token")
         unit = 2 * self.context_size if self.context_size > 1 else 1
@@ -194,7 +194,7 @@ class Packer:
         """Prepare this rank's part of a batch, padded to `end` rows.
 
         Example: sequences [a b c] and [d e], all but c and e with loss, on 2 context-parallel ranks. Sequences are
-        padded to a multiple of 4 and cut into 4 chunks; rank 0 has the first and the last, rank 1 those between.
+        padded to a multiple of 4 and cut into 4 chunks. Rank 0 has the first and the last, rank 1 the two between.
 
             padded row   0 1 2 3 | 4 5 6 7      bounds [0, 4, 8]
             origin       0 1 2 - | 3 4 - -      row in the batch as given; - = padding, -1
@@ -225,7 +225,7 @@ class Packer:
             (loss_rows,), num_tokens = context_rows, len(batch.token_ids)
             rows = shared.row[loss_rows]
         num_loss_tokens = len(rows)
-        if num_loss_tokens == 0:  # the head and its collectives still run, on a row that the mask leaves out
+        if num_loss_tokens == 0:  # the head and its collectives still run, on a row that the mask excludes
             rows, loss_rows = torch.zeros(2, 1, dtype=torch.long).unbind()
         loss = loss_fields(batch, loss_rows, num_loss_tokens > 0)
         position_ids = position_ids.to(self.device)
@@ -279,7 +279,7 @@ class Packer:
         )
 
     def _experts_to_replay(self, batch: TokenBatch, origin: Tensor) -> ReplayedExperts | None:
-        """The experts for this rank's routers, which see all rows or, with sequence parallelism, a part of them."""
+        """Return the experts for this rank's routers, which see all rows or, with sequence parallelism, a chunk."""
         if self.held_layers is None or batch.routed_experts is None:
             return None
         origin = origin.chunk(self.sequence_size)[self.sequence_rank]
@@ -289,14 +289,14 @@ class Packer:
 
 
 def _sequence_ids(batch: TokenBatch, context_rows: Sequence[Tensor]) -> Tensor:
-    """Sequence of each loss row, those of all ranks end to end. An objective wants them below their number."""
+    """Return the sequence of each loss row, rank by rank, without gaps: objectives need ids below the row count."""
     rows = torch.cat([part if len(part) else part.new_zeros(1) for part in context_rows])
     ids = sequence_ids_from_cu_seqlens(batch.cu_seqlens.cpu(), batch.token_ids.shape[0])[rows]
     return torch.unique(ids, return_inverse=True)[1]
 
 
 def sequence(token_ids: np.ndarray, routed_experts: np.ndarray | None = None) -> TokenBatch:
-    """[S] tokens as a micro-batch that scores every one after the first, at temperature 1.
+    """Return tokens [S] as a micro-batch that scores every token after the first, at temperature 1.
 
     routed_experts: [at least S - 1, L, k], replayed; the router chooses for the last token.
     """
@@ -319,7 +319,7 @@ def sequence(token_ids: np.ndarray, routed_experts: np.ndarray | None = None) ->
 
 
 def filler(batch: TokenBatch) -> TokenBatch:
-    """The first token of `batch` as a micro-batch of its own that carries no loss."""
+    """Return the first token of `batch` as a separate micro-batch without loss."""
     first = at_rows(batch, torch.zeros(1, dtype=torch.long, device=batch.mask.device))
     return replace(
         first,
@@ -333,8 +333,8 @@ def filler(batch: TokenBatch) -> TokenBatch:
 def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
     """Select every per-token field at `rows`; cu_seqlens and shared_prefix stay those of the whole batch.
 
-    Example of a listed column: sampling_mask_ids [5, 7, 2, 9] with counts [2, 1, 1] at rows [0, 2] are [5, 7, 9] with
-    counts [2, 1].
+    Example of a listed column: sampling_mask_ids [5, 7, 2, 9] with counts [2, 1, 1] at rows [0, 2] become [5, 7, 9]
+    with counts [2, 1].
     """
     picked = {}
     for name, value in batch.tensors.items():
@@ -344,7 +344,7 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
         elif column is not None and column.rows == "listed":
             all_counts = batch.tensors[column.counts]
             ends, counts = all_counts.cumsum(0).index_select(0, rows), all_counts.index_select(0, rows)
-            # Entries before each row's first that belong to rows not picked.
+            # For each entry: how many entries of rows not picked precede its row.
             skipped = (ends - counts.cumsum(0)).repeat_interleave(counts)
             picked[name] = value[torch.arange(len(skipped), device=skipped.device) + skipped]
         else:
@@ -353,7 +353,7 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
 
 
 def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBatch:
-    """What the objective reads at `rows`; without `carry` the rows are placeholders and masked."""
+    """Return the objective's fields at `rows`; without `carry` the rows are placeholders and masked."""
     loss = at_rows(replace(batch, routed_experts=None), rows)
     if carry:
         return loss
@@ -361,7 +361,7 @@ def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBat
 
 
 def _whole(batch: MicroBatch) -> TokenBatch:
-    """The loss rows of all context-parallel ranks; a rank without any has one all the same."""
+    """Return the loss rows of all context-parallel ranks; a rank without any contributes a masked placeholder."""
     parts = [
         loss_fields(batch.given, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
         for rows in batch.context_rows
@@ -372,12 +372,12 @@ def _whole(batch: MicroBatch) -> TokenBatch:
 
 
 def _extend(bounds: Tensor, end: int) -> Tensor:
-    """`bounds` with one more sequence of padding up to `end`, where there is something to fill."""
+    """Append a sequence of padding up to `end` to `bounds`, unless they already end there."""
     return bounds if int(bounds[-1]) == end else torch.cat((bounds, bounds.new_tensor([end])))
 
 
 def _padded_rows(cu_seqlens: Tensor, bounds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """For every row between `bounds`: the row of the batch it comes from (-1 = padding), and its position."""
+    """Return, for every row between `bounds`, its row in the batch (-1 = padding) and its position."""
     lengths = cu_seqlens.diff()
     padded = bounds.diff()
     sequence = torch.arange(len(padded)).repeat_interleave(padded)

@@ -1,9 +1,9 @@
-"""Sequences of one micro-batch with the same prompt compute it once.
+"""Computes a prompt once for all sequences of one micro-batch that share it.
 
-The hidden states, keys and values of a prompt are the same for all samples of its group. So its rows are computed
-once and collect the gradients of all samples. The rows of each sample follow, at the positions of their sequence;
-attention (`cpu.attention`) shows them the prompt's keys and their own. The model's output equals that of whole
-sequences: the prompt's last row predicts the first token of every sample and is read once for each.
+The hidden states, keys and values of a prompt are the same for all samples of its group. So its rows are computed once
+and collect the gradients of all samples. The rows of each sample follow, at the positions of their sequence. Attention
+(`actor.local.attention`) shows them the prompt's keys and their own. The model's output equals that of whole sequences:
+the prompt's last row predicts the first token of every sample and is read once for each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The R computed rows of a batch of T tokens: S segments end to end, on the CPU.
+    """Describes the R computed rows of a batch of T tokens: S segments end to end, on the CPU.
 
     A segment is a whole sequence, a prefix, or the part of a sequence after its prefix. Example: prompt [p q] with
     samples [a b] and [c], so cu_seqlens [0, 4, 7] and shared_prefix [0, 2]:
@@ -36,24 +36,24 @@ class SharedRows:
     bounds: Int[Tensor, " S+1"]
     prefixes: Int[Tensor, "S 2"]  # first row and number of rows that a segment continues; 0 rows = it begins
     origin: Int[Tensor, " R"]  # token of each row
-    row: Int[Tensor, " T"]  # of each token
+    row: Int[Tensor, " T"]  # computed row of each token
 
 
 def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"]) -> SharedRows:
-    """Return the rows to compute where sequences share prefixes as `TokenBatch.shared_prefix` has them.
+    """Return the rows to compute if sequences share prefixes as `TokenBatch.shared_prefix` describes.
 
-    Raises ValueError where sequences with one prompt disagree on its length.
+    Raises ValueError if sequences with one prompt disagree on its length.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
     shared = shared_prefix.long()
     continues = shared > 0
     begins = torch.arange(len(shared))
-    begins = torch.where(continues, 0, begins).cummax(0).values  # the first sequence of each one's run
+    begins = torch.where(continues, 0, begins).cummax(0).values  # the first sequence of the run of each one
     after = F.pad(shared[1:], (0, 1))
     prefix = torch.where(continues, shared, after)
     if bool(continues[:1].any()) or bool((prefix != prefix[begins]).any()) or bool((prefix > lengths).any()):
         raise ValueError(f"sequences of {lengths.tolist()} tokens cannot share prefixes of {shared.tolist()}")
-    # Two segments a sequence: its prefix, which is empty unless it computes it, and its other rows.
+    # Two segments per sequence: its prefix, which is empty if an earlier sequence computes it, and its other rows.
     own = lengths - prefix
     sizes = torch.stack((torch.where(continues, 0, prefix), own), dim=1).flatten()
     sources = torch.stack((starts, starts + prefix), dim=1).flatten()

@@ -1,7 +1,7 @@
-"""Routing replay (R3): routers use the experts that the engine chose, in forward, recompute and so in backward.
+"""Replays routing (R3): routers use the engine's experts in the forward pass, in recompute and so in the backward pass.
 
 The experts travel with the micro-batch (`PackedSequences.replay`), and every layer passes its part to its router when
-it is called. So nothing has to follow the pipeline schedule: whichever micro-batch a stage runs, or runs again to
+it is called. So nothing has to follow the pipeline schedule: each micro-batch that a stage runs, or runs again to
 recompute activations, carries its experts.
 """
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class ReplayedExperts:
-    """The experts of one micro-batch for this rank's L layers and R rows, -1 where a router chooses itself."""
+    """Stores the experts of one micro-batch for this rank's L layers and R rows, -1 if a router chooses itself.
+
+    Example: experts [[[3, 1], [-1, -1]]] with L = 1, R = 2 and k = 2 replay experts 3 and 1 for the first row.
+    """
 
     def __init__(self, experts: Int[Tensor, "L R k"]):
         self.experts = experts
@@ -33,7 +36,7 @@ class ReplayedExperts:
         self.replayed: list[Tensor | int] = [0] * len(experts)
 
     def counts(self) -> Float[Tensor, " 2"]:
-        """fp64: (token, layer, slot) triples whose expert the own router would not have chosen, and all replayed."""
+        """Count in fp64 [2]: (token, layer, slot) triples that the own router would not choose, and all replayed."""
         totals = torch.stack([torch.as_tensor(sum(n)).double() for n in (self.differing, self.replayed)])
         return totals.to(self.experts.device)
 
@@ -41,7 +44,7 @@ class ReplayedExperts:
 class RoutingReplay:
     """Replays, or records, the routing of one model's chunks on this rank.
 
-    `held_layers` are this rank's layers with experts, counted among those of the whole model.
+    `held_layers` are this rank's layers with experts, counted among all such layers of the whole model.
     """
 
     def __init__(self, hf: HFModelConfig, chunks: Sequence[nn.Module]):
@@ -57,10 +60,10 @@ class RoutingReplay:
         self.held_layers = tuple(held)
 
     def disagreement(self, replayed: Sequence[ReplayedExperts | None], device: torch.device) -> dict[str, Metric]:
-        """Share of replayed (token, layer, slot) triples whose expert the trainer's router would not have chosen.
+        """Return the share of replayed (token, layer, slot) triples that the trainer's router would not have chosen.
 
-        Over the micro-batches `replayed` of all ranks: one all-reduce. Ranks that route the same rows count them
-        alike, which changes no share.
+        The share is over the micro-batches `replayed` of all ranks: one all-reduce. Ranks that route the same rows
+        count them alike, which changes no share.
         """
         counts = torch.zeros(2, dtype=torch.float64, device=device)
         for experts in replayed:
@@ -70,12 +73,12 @@ class RoutingReplay:
         return {"moe/routing_replay_disagreement": Metric("mean", counts.cpu(), counts.new_zeros(0).cpu())}
 
     def record(self, on: bool) -> None:
-        """Keep what every router uses from now on, or stop and forget it."""
+        """Start to record the experts that every router uses, or stop and discard the records."""
         for router in self._routers:
             router.recorded = [] if on else None
 
     def recorded(self) -> list[Int[Tensor, "L R k"]]:
-        """What was used since `record`, one entry for each forward pass, for this rank's layers and rows."""
+        """Return the experts used since `record`, one entry for each forward pass, for this rank's layers and rows."""
         return [torch.stack(parts) for parts in zip(*(r.recorded for r in self._routers), strict=True)]
 
 
@@ -88,12 +91,12 @@ class _LayerReplay(RouterReplay):
         self.recorded: list[Tensor] | None = None
 
     def take(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Forward pre-hook of the layer: the micro-batch it is called with."""
+        """Store the experts of the micro-batch that the layer is called with. Forward pre-hook of the layer."""
         packed = kwargs.get("packed_seq_params")
         self.batch = None if packed is None else packed.replay
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """(scores [R, k], experts [R, k]); `scores` [R, E] are what the router selects by."""
+        """Return (scores [R, k], experts [R, k]). The router selects by `scores` [R, E]."""
         own_scores, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         used_scores, used = own_scores, own
         if self.batch is not None:

@@ -1,1 +1,1 @@
-"""Exact checkpoints of a run: their contents, shared writing by data-parallel ranks, writing while training."""
+"""Saves and loads exact checkpoints: their contents, shared writing by data-parallel ranks, writing while training."""

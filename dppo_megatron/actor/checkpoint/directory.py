@@ -1,4 +1,4 @@
-"""Names and retention of checkpoints on disk.
+"""Defines the names and the retention of checkpoints on disk.
 
     checkpoints/step-000012/    weights and optimizer as shards, rng/, run.json (written last)
     checkpoints/latest          name of the newest complete one, written after it
@@ -22,7 +22,7 @@ _RUN, _LATEST, _PREFIX, _TMP = "run.json", "latest", "step-", ".tmp"
 
 
 class CheckpointError(ExpectedError, RuntimeError):
-    """A checkpoint that cannot be written, or that does not fit this run, with every reason."""
+    """Raised, with every reason, for a checkpoint that cannot be written or does not fit this run."""
 
 
 def final_path(directory: Path, step: int) -> Path:
@@ -44,8 +44,8 @@ def complete(partial: Path, final: Path, run: dict[str, Any], keep: int) -> None
 def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint and its run.json; None if there is none.
 
-    It is the one that `latest` names or, if a crash prevented that, the one with the highest step. Raises
-    CheckpointError if the files cannot be read.
+    `latest` names it. If a crash prevented that, it is the one with the highest step. Raises CheckpointError if the
+    files cannot be read.
     """
     named = directory / _LATEST
     try:
@@ -69,7 +69,7 @@ def _whole(directory: Path) -> list[Path]:
 
 
 def _prune(directory: Path, newest: Path, keep: int) -> None:
-    """Remove older ones beyond `keep`, and incomplete ones. A failure to remove must not stop a run."""
+    """Remove older checkpoints beyond `keep` and incomplete ones. A failure to remove must not stop a run."""
     older = [p for p in sorted(_whole(directory), reverse=True) if p != newest]
     for path in [*older[keep - 1 :], *directory.glob(f"{_PREFIX}*{_TMP}"), *directory.glob(f".{_PREFIX}*")]:
         shutil.rmtree(path, ignore_errors=True)

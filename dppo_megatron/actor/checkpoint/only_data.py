@@ -39,7 +39,7 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # the name that torch and `_DryUnpickl
 
 
 def check_files(path: Path) -> str:
-    """Raise CheckpointError, naming the file, for one that holds more than tensors and numbers.
+    """Raise CheckpointError, naming the file, if one contains more than tensors and numbers.
 
     Returns the digest of `.metadata`, for `checked_metadata`.
     """
@@ -57,7 +57,7 @@ def check_files(path: Path) -> str:
 
 @contextmanager
 def checked_metadata(digest: str) -> Iterator[None]:
-    """Inside, torch parses only the bytes of `.metadata` that were checked; a file may be replaced in between."""
+    """Let torch parse only the checked bytes of `.metadata` within the context; a file may be replaced in between."""
     theirs = FileSystemReader.read_metadata
 
     def read(self: FileSystemReader, *_: Any, **__: Any) -> Metadata:
@@ -83,7 +83,7 @@ def load_data(path: Path) -> Any:
 
 
 def data_only() -> AbstractContextManager[None]:
-    """Inside, every torch.load accepts only data, whatever its caller asks for."""
+    """Make every torch.load within the context accept only data, even if its caller asks for more."""
     return environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0")
 
 
@@ -111,7 +111,7 @@ def check_extra_states(loaded: dict[str, Any], path: Path) -> None:
 
 
 class _Inert:
-    """Stands for an object of another package: it can be created and filled, and does nothing."""
+    """Replaces an object of another package: it can be created and filled, and does nothing."""
 
     def __init__(self, *_arguments: object, **_settings: object):
         pass

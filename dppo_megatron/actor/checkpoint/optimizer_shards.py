@@ -1,9 +1,9 @@
-"""The distributed optimizer's state in checkpoints: data-parallel ranks share it, in memory and in files.
+"""Saves the distributed optimizer's state: data-parallel ranks share it, in memory and in files.
 
 The files have Megatron's `fully_reshardable` format: for each parameter its main value and its moments in the
 parameter's shape, which load in any layout. Megatron's own code gathers all of them on every rank. In megatron-core
 0.16.1, the newest for Python 3.11, it also reads wrong offsets if a buffer has several buckets with padding between
-them; https://github.com/NVIDIA/Megatron-LM/pull/5077 fixes that, and a test of `tests/actor` fails when the installed
+them. https://github.com/NVIDIA/Megatron-LM/pull/5077 fixes that, and a test of `tests/actor` fails when the installed
 release has the fix. Here one rank, the saver, saves and loads each parameter whole. One exchange per bucket, in parts,
 moves the pieces between the saver and the ranks that own them.
 """
@@ -85,7 +85,7 @@ def _savers(part: DistributedOptimizer) -> dict[nn.Parameter, int]:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """A part of a buffer, divided over the ranks: `local` elements on each."""
+    """Describes a part of a buffer that is divided over the ranks: `local` elements on each."""
 
     local: int
     device: torch.device
@@ -126,7 +126,7 @@ def _exchange(part: DistributedOptimizer, saved: dict[int, tuple[nn.Parameter, S
     whole, savers = dict(saved.values()), _savers(part)
     group = part.data_parallel_group
     me, size = group.rank(), group.size()
-    # All ranks send this much at once, because one of them may be the saver of all of it.
+    # All ranks send this much at once, because one of them may save all of these bytes.
     step = max(1, EXCHANGE_BYTES // (size * STATE_BYTES))
     buckets = list(_buckets(part))
     at_once = min(step, max(bucket.local for bucket in buckets))

@@ -69,7 +69,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
 def _set_rates(part: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Put the rates of `part` into the loaded state: Megatron-core 0.19 identifies groups by them, and a run may change
     them."""
-    own = part.optimizer.param_groups[0]  # the same in all
+    own = part.optimizer.param_groups[0]  # the same in all groups
     for group in state.get("optimizer", state)["param_groups"]:
         group.update({name: own[name] for name in ("max_lr", "min_lr") if name in own})
 
@@ -77,9 +77,9 @@ def _set_rates(part: MegatronOptimizer, state: dict[str, Any]) -> None:
 def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> list[dict[str, Any]]:
     """Return the state of each of this rank's optimizers.
 
-    Sharded tensors are as this rank described them. Everything else is as global rank 0 saved it: for one optimizer,
-    or by number for an optimizer of dense and one of expert parameters. A rank has the second only if it has experts of
-    an expert-parallel group, so saver and loader may differ in that.
+    Sharded tensors are as this rank described them. Everything else is as global rank 0 saved it: for one optimizer, or
+    by number for an optimizer of dense and one of expert parameters. A rank has the second optimizer only if it has
+    experts of an expert-parallel group, so saver and loader may differ in that.
     """
     numbered = len(parts) > 1
     if not all(isinstance(part, DistributedOptimizer) for part in parts):
@@ -120,7 +120,7 @@ def _add_missing_steps(inner: torch.optim.Optimizer) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers of dense and of expert parameters that have any.
+    """Return the non-empty optimizers of dense and of expert parameters.
 
     A stage without experts has an empty one if other stages have experts; Megatron cannot describe it.
     """
@@ -140,7 +140,7 @@ def materialise_state(optimizer: MegatronOptimizer) -> None:
     for part in _parts(optimizer):
         inner = part.optimizer
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            part.init_state_fn(inner, part.config)  # the fused ones: Megatron knows their state
+            part.init_state_fn(inner, part.config)  # the fused implementations: Megatron knows their state
             continue
         for group in inner.param_groups:
             for parameter in group["params"]:

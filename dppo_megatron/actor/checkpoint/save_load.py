@@ -1,4 +1,4 @@
-"""Exact checkpoints: torch_dist shards of weights and optimizer, the schedule, the generators, the caller's state.
+"""Saves and loads exact checkpoints: torch_dist shards of weights and optimizer, schedule, generators, caller's state.
 
 With `checkpoint.asynchronous` a checkpoint is written while training continues. Weights and optimizer load at other
 tensor, pipeline, expert or data-parallel sizes. The generators load only at the same sizes; otherwise they are seeded
@@ -44,7 +44,7 @@ _FROZEN = "frozen"  # checksum of the weights that the adapters of a checkpoint 
 
 
 class Checkpointed(Protocol):
-    """The parts of an actor that a checkpoint stores."""
+    """Lists the parts of an actor that a checkpoint stores."""
 
     config: Config
     layout: Layout
@@ -149,7 +149,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     actor.schedule.num_steps = run["updates"]
     actor.schedule.step(0)
     actor.skipped_in_a_row = run["skipped_in_a_row"]
-    actor.lr_scale = run.get("lr_scale", 1.0)  # earlier versions had none
+    actor.lr_scale = run.get("lr_scale", 1.0)  # checkpoints of earlier versions had none
     rng = path / RNG / _rng_name(actor.layout)
     if run["layout"] == _sizes(actor.layout) and rng.exists():
         _set_generators(load_data(rng))
@@ -207,7 +207,7 @@ def _rates(actor: Checkpointed) -> dict[str, float]:
 
 
 def _set_rates(actor: Checkpointed, path: Path, saved: dict[str, Any]) -> None:
-    """Use the rates of the config, not those that were saved with the optimizer's groups."""
+    """Use the rates of the config instead of the rates saved with the optimizer's groups."""
     for name, now in _rates(actor).items():
         if saved.get(name) != now:
             log.warning("%s = %s from here on: %s was saved with %s", name, now, path, saved.get(name))

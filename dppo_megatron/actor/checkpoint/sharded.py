@@ -1,6 +1,6 @@
-"""Megatron's torch_dist shards: saved by torch's own writer in this process, and loaded.
+"""Saves Megatron's torch_dist shards with torch's own writer in this process, and loads them.
 
-Megatron and torch derive from every rank's description of its shards which rank saves what, and at which place of the
+Megatron and torch derive from every rank's description of its shards which rank saves which shards, and where in the
 checkpoint. Each save would send all descriptions to every rank. The result depends only on model and layout, so only
 the first save gathers it. In later saves the ranks agree, in a few bytes each, that no shards have changed, and write
 as before.
@@ -68,7 +68,7 @@ class ShardedSave:
 
 
 def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Load torch_dist shards into those that `state` describes. Collective."""
+    """Load torch_dist shards into the tensors that `state` describes. Collective."""
     with _torch_failures_as_errors():
         return dist_checkpointing.load(state, str(directory))
 
@@ -81,7 +81,7 @@ def _digest(state: dict[str, Any]) -> bytes:
 
 @dataclass
 class _SaveRecord:
-    """Plans and results of a save: of this rank, and on rank 0 of all ranks."""
+    """Stores the plans and results of a save: of this rank, and on rank 0 of all ranks."""
 
     plan: SavePlan  # made by this rank
     agreed: SavePlan  # returned by the coordinator

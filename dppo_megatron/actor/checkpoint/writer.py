@@ -1,9 +1,9 @@
 """Writes a checkpoint while training continues: files in host memory, and the thread that writes them.
 
 At a step boundary each rank copies its files to host memory, so that later training cannot change them. Afterwards
-ranks coordinate only through the directory, never in a collective next to those of training: each writes a note when
-its files are on disk, and rank 0 then completes the checkpoint. It uses a thread because Megatron's asynchronous save
-forks, which a process with CUDA and NCCL threads does not survive:
+ranks coordinate only through the directory, never in a collective that runs next to training's collectives. Each rank
+writes a note when its files are on disk, and rank 0 then completes the checkpoint. It uses a thread because Megatron's
+asynchronous save forks. A process with CUDA and NCCL threads does not survive a fork:
 https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#cuda-in-multiprocessing
 """
 
@@ -34,10 +34,10 @@ _ANNOUNCED, _FAILED, _MOVED = "written-by", "failed", "moved"
 
 
 class Files(FileSystem):
-    """A file system for torch's checkpoint writer."""
+    """Implements a file system for torch's checkpoint writer."""
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Let `hold` keep `tensors` and their views without a copy: nothing else writes or needs them later."""
+        """Let `hold` keep `tensors` and their views without a copy, because nothing else writes or needs them later."""
 
     def hold(self, tensor: Tensor) -> Tensor:
         """Return the tensor that the writer writes for `tensor`."""
@@ -45,7 +45,7 @@ class Files(FileSystem):
 
 
 class DiskFiles(Files):
-    """Files on disk; `moved` is called as they grow."""
+    """Writes files on disk; calls `moved` as they grow."""
 
     def __init__(self, moved: Callable[[], None]) -> None:
         self._moved = moved
@@ -57,7 +57,7 @@ class DiskFiles(Files):
 
 
 class _MemoryFile(io.RawIOBase):
-    """A file as a list of written pieces. It keeps the tensors in `held`, found by address, without a copy."""
+    """Represents a file as a list of written pieces. Tensors in `held` are found by address and not copied."""
 
     def __init__(self, held: dict[int, Tensor]):
         self._held = held
@@ -76,7 +76,7 @@ class _MemoryFile(io.RawIOBase):
         return self._size
 
     def close(self) -> None:
-        """Keep the contents: torch closes the file after writing it."""
+        """Keep the contents, because torch closes the file after writing it."""
 
     def drain(self) -> Iterator[bytes | memoryview]:
         while self._pieces:
@@ -84,7 +84,7 @@ class _MemoryFile(io.RawIOBase):
 
 
 class HostFiles(Files):
-    """Files in memory; `write` writes them to disk.
+    """Keeps files in memory; `write` writes them to disk.
 
     Each tensor is stored once, without a copy by torch.save, which passes its memory on.
     """
@@ -215,7 +215,10 @@ class BackgroundWrite:
             pause = min(2 * pause, _POLL_S)
 
     def _report(self, error: Exception) -> None:
-        """Leave a note, so that the other ranks do not wait for the time-out. They do if it cannot be written."""
+        """Write a note with the error, so that the other ranks do not wait for the time-out.
+
+        If the note cannot be written, they wait for the time-out.
+        """
         note = self._partial / _FAILED
         try:
             if not note.exists():

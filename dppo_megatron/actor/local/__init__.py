@@ -1,4 +1,6 @@
-"""Layers of Megatron's local spec, used wherever TransformerEngine's are not, on GPUs too. One micro-batch:
+"""Provides the layers of Megatron's local spec, used wherever TransformerEngine's are not, on GPUs too.
+
+The path of one micro-batch:
 
 data/micro_batches   plans which sequences go together; samples of one prompt stay in one micro-batch
 data/packing         packs them end to end: prompt | sample 1 | sample 2 (a shared prompt once)

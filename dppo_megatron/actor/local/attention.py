@@ -1,9 +1,9 @@
-"""Core attention for packed sequences (THD) from plain torch operators, for the local layer spec.
+"""Implements core attention for packed sequences (THD) with plain torch operators, for the local layer spec.
 
 Megatron's own local attention rejects packed sequences. Here sequences of similar length are padded to one batch for
-one causal SDPA per group. Padding follows the real tokens of its row, so causality hides it, and the result is that of
-each sequence by itself. `PackedSequences.plan` assigns the rows (see `segments`). Sequences of which this rank computes
-only a part use a mask instead of causality. On GPUs in 16 bits `actor.flash` needs neither padding nor mask.
+one causal SDPA per group. Padding follows the real tokens of its row, so causality hides it, and the result equals
+separate attention per sequence. `PackedSequences.plan` assigns the rows (see `segments`). Sequences of which this rank
+computes only a part use a mask instead of causality. On GPUs in 16 bits `actor.flash` needs neither padding nor mask.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence, rotary embedding included; a `core_attention` for layer specs.
+    """Computes causal attention within each packed sequence, rotary embedding included: layer specs' `core_attention`.
 
-    Heads are those of this tensor-parallel rank. No dropout. With context parallelism one all-gather of keys and
-    values per pass, and one reduce-scatter of their gradients.
+    Heads are those of this tensor-parallel rank. No dropout. With context parallelism one all-gather of keys and values
+    per pass, and one reduce-scatter of their gradients.
     """
 
     def __init__(self, config, layer_number, attn_mask_type=None, attention_type="self", **kwargs):
@@ -47,7 +47,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params,
         **kwargs,
     ) -> Float[Tensor, "T hv"]:
-        """h query heads share g key and value heads. `packed_seq_params` is a `PackedSequences`."""
+        """Attend with h query heads to g shared key and value heads. `packed_seq_params` is a `PackedSequences`."""
         packed = packed_seq_params
         if packed.rope is not None:
             query, key = (rotate(x, *packed.rope) for x in (query, key))
@@ -87,7 +87,7 @@ class PackedAttention(MegatronModule):
         value: Float[Tensor, "n g L v"],
         seen: Bool[Tensor, "n 1 Q L"] | None,
     ) -> Float[Tensor, "n h Q v"]:
-        """Attend to the keys `seen` by each query; None = those up to its own position."""
+        """Attend to the keys `seen` by each query; None = the keys up to its own position."""
         if query.is_cuda:  # with grouped heads in fp32, or a mask, torch only has a kernel that stores all scores
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
@@ -96,8 +96,11 @@ class PackedAttention(MegatronModule):
 
 
 class _Pad(torch.autograd.Function):
-    """Pad [T, ...] to [N, ...]. Padding gets no gradient, because no real query sees it. So the backward pass gathers
-    from the place of each row or, if `rows` are at several `places`, sums over them."""
+    """Pad [T, ...] to [N, ...].
+
+    Padding gets no gradient, because no real query sees it. So the backward pass gathers from the place of each row or,
+    if `rows` are at several `places`, sums over them.
+    """
 
     @staticmethod
     def forward(ctx, x, pad_rows, places, rows):

@@ -1,4 +1,4 @@
-"""`engine.exact` in the trainer: a forward pass whose rows do not depend on each other (`common.row_math`).
+"""Computes `engine.exact` in the trainer: forward passes with rows that do not interact (`common.row_math`).
 
 Gradients are those of the same functions, computed by the operators of every other run.
 """
@@ -21,7 +21,7 @@ from .attention import PackedAttention
 
 
 class ExactAttention(PackedAttention):
-    """Replaces SDPA, whose sums over keys depend on the number of queries in the call."""
+    """Replaces SDPA, because its sums over keys depend on the number of queries in the call."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
         if seen is not None:
@@ -54,7 +54,10 @@ def multiply_exactly(model: nn.Module) -> None:
 
 
 def _with_exact_product(forward: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
-    """Run the forward pass of a layer, whose one call of `torch.matmul` is the product. Raises RuntimeError if not."""
+    """Run a layer's forward pass with the exact product in place of `torch.matmul`.
+
+    Raises RuntimeError unless the layer calls `torch.matmul` exactly once.
+    """
     with _Products() as products:
         out = forward(*arguments, **options)
     if products.made != 1:

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary position embedding for the local layer spec, with gradients that keep little in memory."""
+"""Implements RMSNorm and rotary position embedding for the local layer spec, with gradients that need little memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's torch norm rejects sequence parallelism; this one marks its weight for the gradient reduction."""
+    """Supports sequence parallelism, unlike Megatron's torch norm: the weight is marked for the gradient reduction."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -30,7 +30,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Compute y = w x / rms(x) in fp32. With n = x / rms(x): dx = (w g - n mean(w g n)) / rms(x), dw = sum(g n)."""
+    """Computes y = w x / rms(x) in fp32. With n = x / rms(x): dx = (w g - n mean(w g n)) / rms(x), dw = sum(g n)."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -56,7 +56,7 @@ def rotate(
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back, so only the tables are saved."""
+    """Saves only the tables, because the gradient of a rotation is the rotation back."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):

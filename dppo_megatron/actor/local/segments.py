@@ -35,11 +35,11 @@ _FILL = 0.7  # a longer group admits segments of at least this share of its long
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """The place of each packed row in the padded layout, and back.
+    """Maps each packed row to its place in the padded layout, and back.
 
     `groups` are (segments n, padded queries Q, padded keys L) in order, with N = sum(n Q) padded rows. A segment is a
-    sequence, or the part of it that is computed here. If all segments are whole sequences, keys have the places of
-    queries, Q = L, and `keys` is None.
+    sequence, or the part of a sequence that is computed here. If all segments are whole sequences, keys have the places
+    of queries, Q = L, and `keys` is None.
     """
 
     groups: tuple[tuple[int, int, int], ...]
@@ -54,7 +54,7 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class SegmentKeys:
-    """Keys and values at M' padded places, from M rows: of this rank or of all context-parallel ranks."""
+    """Places keys and values: M' padded places from M rows, of this rank or of all context-parallel ranks."""
 
     pad_rows: Int[Tensor, " M'"]  # row at each padded place
     positions: Int[Tensor, " N"]  # position of each padded query in its sequence: it sees the keys up to there
@@ -74,9 +74,9 @@ def plan_segments(
 ) -> SegmentPlan:
     """Group the segments bounded by `bounds` (first 0, last T) by length. All tensors are on the CPU.
 
-    prefixes: first row and number of the rows that a segment continues: it sees their keys, then its own. 0 rows, or
-    None: a whole sequence. With context parallelism, which excludes prefixes, `bounds` are those of whole sequences, of
-    which this rank has `context.rows_of_rank`. Raises ValueError for an empty segment.
+    prefixes: first row and number of the rows that a segment continues. The segment sees their keys, then its own. 0
+    rows, or None: a whole sequence. Context parallelism excludes prefixes. With it, `bounds` are those of whole
+    sequences, of which this rank has `context.rows_of_rank`. Raises ValueError for an empty segment.
     """
     starts, own = bounds[:-1].long(), bounds.long().diff()
     if bool((own <= 0).any()):
@@ -107,7 +107,7 @@ def plan_segments(
 
 @dataclass(frozen=True)
 class _Padded:
-    """Segments in order, each group padded to its longest: N places."""
+    """Describes segments in order, each group padded to its longest: N places."""
 
     longest: list[int]  # of each group
     rows: Int[Tensor, " N"]  # packed row; a segment repeats its last row as padding
