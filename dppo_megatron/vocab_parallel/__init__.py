@@ -1,4 +1,4 @@
-"""Vocabulary-sized work: from a shard of the logits to per-token statistics, with exact gradients.
+"""Computes per-token statistics from a vocabulary shard of the logits, with exact gradients.
 
 Depends only on torch. `docs/vocab_parallel.md` shows its use from another framework.
 """

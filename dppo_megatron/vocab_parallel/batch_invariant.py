@@ -1,4 +1,4 @@
-"""The head whose logits and hidden gradients have the same bits in every batch."""
+"""Computes the head so that logits and hidden gradients have the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .collectives import reduce_gradient
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# Rows of a product: enough to fill the device, and few, because those that fill up the last tile are wasted.
+# Rows of a product: enough to fill the device, and few, because the rows that fill up the last tile are wasted.
 _TILE_CPU = 128
 _TILE_GPU = 512
 
@@ -47,7 +47,7 @@ def batch_invariant_logits(
 ) -> Float[Tensor, "T V_local"]:
     """Return hidden @ weight.T; a row and its hidden gradient have the same bits in every batch.
 
-    hidden [T, H] is replicated over `group`, weight [V_local, H] is this rank's rows; both have one dtype. The hidden
+    hidden [T, H] is replicated over `group`. weight [V_local, H] has this rank's rows. Both have one dtype. The hidden
     gradient is complete on return. The weight gradient is a sum over the rows, in the order that the library chooses.
     Collectives: the backward pass issues an all-to-all and an all-gather of the hidden gradient; none without a group.
     """

@@ -1,4 +1,4 @@
-"""The two passes over vocabulary-sized data, in torch: sums of a block, and the gradient written over it.
+"""Runs the two passes over vocabulary-sized data in torch: sums of a block, and the gradient written over it.
 
 Eager code works on a few rows at a time, so that its fp32 scratch stays in cache and does not grow with T. Large blocks
 go through torch.compile, which needs no scratch. Example: a block of [1000, 5000] on a CPU. Eager takes 1 << 17
@@ -16,19 +16,20 @@ from torch import Tensor
 from .compiled import CompiledOrEager
 from .merge import FLOOR, Coefficients, join_sums
 
-# Elements at once. Eager: 512 KB of fp32 scratch stays in a CPU core's cache; a GPU runs faster with fewer, larger
-# launches. Compiled: both sweeps of a CPU kernel find their rows in cache; a GPU takes the whole block.
+# Elements at once. Eager: 512 KB of fp32 scratch stays in a CPU core's cache, and a GPU runs faster with fewer, larger
+# launches. Compiled: both sweeps of a CPU kernel find their rows in cache, and a GPU takes the whole block.
 _EAGER_CPU = 1 << 17
 _EAGER_GPU = 1 << 24
 _COMPILED_CPU = 1 << 20
-# Inductor's CPU sums lose 4e-6 over 150,000 columns, torch's own do not: Inductor sums this many, torch the pieces.
+# Inductor's CPU sums lose 4e-6 over 150,000 columns, torch's own sums do not. So Inductor sums this many columns, and
+# torch sums the pieces.
 _SUMMED_AT_ONCE = 1 << 13
 
 
 def _pieces(block: Tensor, elements: int) -> list[slice]:
-    """Return slices of about `elements` elements each, their rows within 1 of each other, and at least 2 rows.
+    """Return slices of about `elements` elements each, with row counts within 1 of each other, and at least 2 rows.
 
-    For a single row torch would split the sum over its threads, and Dynamo would specialise and compile again.
+    torch would split the sum of a single row over its threads, and Dynamo would specialise and compile again.
     """
     rows = block.shape[0]
     step = max(1, elements // max(1, block.shape[1]))
@@ -165,7 +166,7 @@ _compiled_gradient_with_entropy = CompiledOrEager(_gradient_with_entropy)
 def block_gradient(block: Tensor, scale: float | Tensor, coefficients: Coefficients, compiled: bool) -> None:
     """Overwrite block [T, columns > 0] of logits by e^d (a + b d), d = (z - other_max) scale, and 0 in dead rows.
 
-    This is right for the columns that no slot names; the caller then writes those of the slots. compiled: as in
+    This is right for the columns that no slot names; the caller then writes the columns of the slots. compiled: as in
     block_sums.
     """
     other_max, a, b, dead = coefficients.other_max, coefficients.a, coefficients.b, coefficients.dead

@@ -1,4 +1,4 @@
-"""Checks of arguments; errors name the argument and its sizes."""
+"""Checks arguments; errors name the argument and its sizes."""
 
 from __future__ import annotations
 

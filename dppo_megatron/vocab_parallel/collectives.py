@@ -1,4 +1,4 @@
-"""All-gather, and the differentiable collectives of a column-parallel head."""
+"""Provides an all-gather, and the differentiable collectives of a column-parallel head."""
 
 from __future__ import annotations
 
@@ -78,9 +78,10 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def reduce_gradient(hidden: Tensor, group: dist.ProcessGroup, *, in_order: bool = False) -> Tensor:
-    """Return hidden; the backward pass all-reduces (sums) its gradient. For input of a column-parallel product.
+    """Return hidden; the backward pass all-reduces (sums) its gradient. Use it for inputs of column-parallel products.
 
-    in_order: sum in rank order, by an all-to-all and an all-gather, so that a row's bits do not depend on the others.
+    in_order: sum in rank order, by an all-to-all and an all-gather, so that a row's bits do not depend on the other
+    rows.
     """
     return _ReduceGradient.apply(hidden, group, in_order)
 

@@ -1,4 +1,4 @@
-"""torch.compile for vocabularies that are large enough to repay it, where it works."""
+"""Applies torch.compile where it works, to vocabularies that are large enough to repay it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def worthwhile(columns: int) -> bool:
 
 
 class CompiledOrEager:
-    """A function that is compiled on first use, with dynamic shapes, so once per dtype.
+    """Compiles a function on first use, with dynamic shapes, so once per dtype.
 
     After a failed compilation (no C++ compiler, no Inductor) calls return None and the caller takes its eager path.
     """

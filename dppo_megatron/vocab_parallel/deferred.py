@@ -1,4 +1,4 @@
-"""Checks of values on the device, made now or later: to read a value, the host waits for all earlier work."""
+"""Checks values on the device, now or later, because the host waits for all earlier work to read a value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .shard import HEADER, Shard, total_columns
 
 @dataclass(frozen=True)
 class Verification:
-    """The checks of one call: its ids, its temperatures, and that the ranks of its group agree.
+    """Checks one call: its ids, its temperatures, and that the ranks of its group agree.
 
     numbers: fp64, on the device: `id_extremes`, then the gathered headers of all ranks.
     """
@@ -43,7 +43,7 @@ class Verification:
         return cls(target_ids, topk_ids, scale, shard, masks, numbers)
 
     def raise_if_failed(self, numbers: list[float]) -> None:
-        """Raise ValueError with names and sizes. numbers: those above, on the host."""
+        """Raise ValueError with names and sizes. numbers: the class's numbers, on the host."""
         headers = None
         if self.shard.world > 1:
             flat = numbers[-self.shard.world * HEADER :]

@@ -4,8 +4,9 @@ Replicated arithmetic on [T] and [T, n]; no vocabulary dimension, no process gro
 and are scaled by 1/temperature only after the subtraction: scaling or adding first would lose the low bits of large
 logits. `other` is every valid column that no slot names.
 
-A block of the vocabulary is summarised in rows [T, n + 3]: the logit of each slot whose column is in the block, 0 for
-the others, then over its other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j with d_j = (z_j - m)/tau.
+A block of the vocabulary is summarised in rows [T, n + 3]. First comes the logit of each slot with its column in the
+block, 0 for the other slots. Then, over the block's other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j
+with d_j = (z_j - m)/tau.
 
 Example: one row of logits [1, 3, 2, 0] with tau = 1, the target 1, no top-K list (n = 1), in two blocks of two columns:
 
@@ -26,16 +27,16 @@ from torch import Tensor
 
 from .topk import Slots, find_slots
 
-# exp of it is 0 even in float64, and 0 times it is 0: stands for -inf where that would give NaN.
+# exp(FLOOR) is 0 even in float64, and 0 times FLOOR is 0: stands for -inf where that would give NaN.
 FLOOR = -1.0e4
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The statistics: logprob [T, n] by slot; other_logprob, entropy (or None) and nonfinite [T].
+    """Contains the statistics: logprob [T, n] by slot; other_logprob, entropy (or None) and nonfinite [T].
 
-    For the backward pass: slots are those given to `merge` (None from other backends), slot_mass = sum of pi over the
-    slots' ids, other_max = max of the other logits, other_sum = sum e^((z - other_max)/tau) over them.
+    For the backward pass: slots are the slots given to `merge` (None from other backends), slot_mass = sum of pi over
+    the slots' ids, other_max = max of the other logits, other_sum = sum e^((z - other_max)/tau) over them.
     """
 
     logprob: Tensor
@@ -110,7 +111,7 @@ def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Me
     w_other = d_other.exp().masked_fill_(empty, 0.0)
     mass_other = w_other * other_sum
 
-    # S = 1 + rest, where the 1 is the largest term: ln pi and 1 - pi stay exact when pi is near 1.
+    # S = 1 + rest, where the 1 is the largest term. ln pi and 1 - pi stay exact when pi is near 1.
     slot_leads = slot_max >= best_other
     led = e_slots.gather(1, slot_arg).masked_fill_(~slot_leads, 0.0)
     other_slots = e_slots.scatter(1, slot_arg, e_slots.gather(1, slot_arg) - led).sum(dim=1)
@@ -138,9 +139,9 @@ def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Me
 
 @dataclass(frozen=True)
 class Coefficients:
-    """dL/dz = slots [T, n] at the slots' columns, and e^d (a + b d) elsewhere, d = (z - other_max)/tau.
+    """Describes dL/dz: slots [T, n] at the slots' columns, and e^d (a + b d) elsewhere, d = (z - other_max)/tau.
 
-    b is None when no entropy gradient arrives. dead: [T] bool, rows whose gradient is 0; None if there are none.
+    b is None when no entropy gradient arrives. dead: [T] bool, rows with gradient 0; None if there are none.
     """
 
     slots: Tensor
@@ -158,7 +159,7 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """Turn gradients of L by logprob [T, n], other_logprob [T] and entropy [T] into what the backward pass writes.
+    """Turn gradients of L by logprob [T, n], other_logprob [T] and entropy [T] into coefficients for the backward pass.
 
     dz_j = [g_j - pi_j (sum g + h (ln pi_j + H))] / tau for j in a slot; for other j, g_j is g_other pi_j/pi_other. The
     factors 1 - pi are sums of the other probabilities, never a subtraction from 1 in working precision.

@@ -1,4 +1,4 @@
-"""One call's validated arguments, and the steps around the two passes that stored and fused logits share."""
+"""Validates one call's arguments, and runs the steps around the two passes that stored and fused logits share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .topk import join_ids
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one call for T rows.
+    """Contains the arguments of one call for T rows.
 
     target_ids: [T]. topk_ids: [T, K] or None. masks: None where no row is restricted. scale: 1/temperature. dtype: of
     the arithmetic and the results.
@@ -108,7 +108,7 @@ class Request:
             deferred.raise_if_failed()
 
     def forward(self, ctx: Any, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor | None, ...]:
-        """Merge the shards of all ranks, tile by tile in order, and keep in `ctx` what the backward pass needs.
+        """Merge the shards of all ranks, tile by tile in order, and keep in `ctx` the tensors of the backward pass.
 
         fill(ids [T, n], out [tiles, T, n + 3]) writes this rank's rows of merge.py. Returns fresh tensors: logprob,
         topk_logprob, other_logprob, entropy, nonfinite. Collectives: one all-gather if there are several ranks.
@@ -144,7 +144,7 @@ class Request:
         return merged.logprob[:, 0].clone(), topk, other, entropy, merged.nonfinite.clone()
 
     def coefficients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Coefficients | None:
-        """Turn the gradients of the outputs of `forward` into what the backward pass writes; None if none arrived."""
+        """Turn the gradients of `forward`'s outputs into coefficients for the backward pass; None if none arrived."""
         g_logprob, g_topk, g_other, g_entropy, _ = grads
         if self.entropy != "differentiable":
             g_entropy = None

@@ -1,4 +1,4 @@
-"""Sampling masks: rows whose distribution covers only some ids of the vocabulary.
+"""Represents sampling masks: rows with a distribution that covers only some ids of the vocabulary.
 
 Top-p, top-k and min-p keep a set of tokens to draw from. The log-probs of drawn tokens are renormalised over that set,
 and the policy's log-probs must be too: its other logits count as -inf and get gradient 0.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingMasks:
-    """The sampling masks of T rows, end to end. A row without ids covers the whole vocabulary.
+    """Contains the sampling masks of T rows, end to end. A row without ids covers the whole vocabulary.
 
     Example: three rows with the masks {4, 1, 6}, none and {0, 5} have ids [4, 1, 6, 0, 5], rows [0, 0, 0, 2, 2] and
     restricted [True, False, True].
@@ -49,7 +49,7 @@ class SamplingMasks:
         return SamplingMasks(ids, place[self.rows[selected]], self.restricted[chosen], total)
 
     def missing(self, target_ids: Tensor) -> Tensor:
-        """Return [T] bool: the row is restricted and its mask lacks the target."""
+        """Return [T] bool: True if the row is restricted and its mask lacks the target."""
         found = torch.zeros_like(target_ids, dtype=torch.int32)
         found.index_add_(0, self.rows, (self.ids == target_ids[self.rows]).int())
         return self.restricted & (found == 0)

@@ -1,4 +1,4 @@
-"""The columns of the vocabulary in this rank's shard, and the one collective of the forward pass."""
+"""Describes the columns of the vocabulary in this rank's shard, and runs the one collective of the forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADER = 4  # first id, columns, vocab_size (-1: all), checksum of the ids
 
 @dataclass(frozen=True)
 class Shard:
-    """Columns [first, first + columns) of the vocabulary, of which the leading `valid` are not padding.
+    """Describes columns [first, first + columns) of the vocabulary, of which the leading `valid` are not padding.
 
     tiles: number of the vocabulary's tiles in the shard, all of one width.
     eager: nothing is compiled. True with `tiles`: compiled code may round differently in another process.
@@ -37,7 +37,7 @@ class Shard:
         return not self.eager and worthwhile(columns)
 
     def valid_tiles(self) -> list[slice]:
-        """Return this rank's columns tile by tile, without padding; a tile that is all padding is empty."""
+        """Return this rank's columns tile by tile, without padding; a tile with only padding is empty."""
         width = self.columns // self.tiles
         return [slice(min(i * width, self.valid), min((i + 1) * width, self.valid)) for i in range(self.tiles)]
 
@@ -107,7 +107,7 @@ def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
 def gather_rows(packed: Tensor, shard: Shard) -> Tensor:
     """All-gather [rows, width] to [world, rows, width]: the only collective of the forward pass.
 
-    A gather, not a reduction: every rank then adds the same numbers in the same order, so all have the same bits.
+    It is a gather, not a reduction: every rank then adds the same numbers in the same order, so all have the same bits.
     """
     gathered = packed.new_empty((shard.world * packed.shape[0], packed.shape[1]))
     all_gather(gathered, packed, shard.group)

@@ -1,4 +1,4 @@
-"""The result of `token_statistics` and `linear_token_statistics`."""
+"""Defines the result of `token_statistics` and `linear_token_statistics`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Statistics of the policy at each of T tokens, replicated and bit-identical on every rank of the group.
+    """Contains statistics of the policy at each of T tokens, replicated and bit-identical on every rank of the group.
 
     All are fp32 (float64 for float64 logits), in nats, at the requested temperature.
 

@@ -1,4 +1,4 @@
-"""token_statistics: statistics from stored logits."""
+"""Defines token_statistics: statistics from stored logits."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def token_statistics(
             row of sums for each: statistics and gradients then have the same bits at every size of the group that
             divides `tiles`. None = each shard is one.
         inplace: True = the backward pass writes the gradient into the storage of the logits, so nothing of their size
-            is allocated. False = it allocates. None = True unless the logits are a leaf or a view of one, whose
-            values the caller expects to keep. In each case the logits keep their values until the backward pass.
+            is allocated. False = it allocates. None = True unless the logits are a leaf or a view of one: the
+            caller expects to keep a leaf's values. In each case the logits keep their values until the backward pass.
         check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA, a
             synchronisation with the device: one for each call or, with a DeferredChecks, one for all calls until its
             `raise_if_failed`. False: no checks.
@@ -165,7 +165,7 @@ class _Stored(torch.autograd.Function):
         if coefficients is None:
             return None, None, None
         (logits,) = ctx.saved_tensors
-        # detach, not .data: the version counter changes, so a second use of the consumed logits raises.
+        # detach, not .data: the version counter changes, so a second use of the consumed logits raises an error.
         gradient = logits.detach() if ctx.inplace else logits.detach().clone()
         for columns in shard.valid_tiles():
             if columns.start < columns.stop:

@@ -1,4 +1,4 @@
-"""The ids of each row, the target and then the top K, and the columns of a block that they name.
+"""Finds the ids of each row, the target and then the top K, and the columns of a block that they name.
 
 A slot is one position of [T, n], n = 1 + K. Two slots may name the same id, and a slot may be absent (-1). Example: the
 target 7 with the list [2, 7, -1] has ids [7, 2, 7, -1], counted [1, 1, 0, 0] and twin [0, 1, 0, 3].
@@ -16,7 +16,7 @@ _PAIRS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of T rows.
+    """Describes the slots of T rows.
 
     ids: [T, n] int64. present: ids >= 0. twin: [T, n] the first slot with the same id, None when n is 1. counted:
     present and its own twin, so that each distinct id counts once.
@@ -60,19 +60,22 @@ def find_slots(ids: Tensor) -> Slots:
 
 def _scatter(block: Tensor, column: Tensor, values: Tensor) -> None:
     if block.element_size() == 2:
-        # On the CPU a 16-bit float scatter_ converts and copies the whole block; the same bits as integers
-        # do not.
+        # On the CPU a 16-bit float scatter_ converts and copies the whole block; a scatter_ of the same bits as
+        # integers does not.
         block, values = block.view(torch.int16), values.view(torch.int16)
     block.scatter_(1, column, values)
 
 
 @dataclass(frozen=True)
 class LocalSlots:
-    """The slots whose column is in one block of columns.
+    """Describes the slots with a column in one block of columns.
 
-    inside: [T, n]. column: [T, n], within the block; a slot outside the block repeats a column of the same row that is
+    inside: [T, n]. column: [T, n], within the block. A slot outside the block repeats a column of the same row that is
     inside, or column 0 if none is, so that scatters need no data-dependent shapes (no device sync). source: [T, n], the
-    slot whose value belongs at `column`. any_inside: [T, 1].
+    slot with the value that belongs at `column`. any_inside: [T, 1].
+
+    Example: the ids [7, 2, 9] in the block of columns 0 to 4 (first = 0) have inside [0, 1, 0], column [2, 2, 2] and
+    source [1, 1, 1].
     """
 
     inside: Tensor
@@ -94,7 +97,7 @@ class LocalSlots:
         return hidden
 
     def show(self, block: Tensor, hidden: Tensor) -> None:
-        """Undo `hide`."""
+        """Restore the logits that `hide` has returned."""
         _scatter(block, self.column, hidden)
 
 

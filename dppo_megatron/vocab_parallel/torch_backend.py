@@ -1,7 +1,7 @@
-"""The torch backend.
+"""Implements the torch backend.
 
 A backend is a module with four functions. `forward` and `backward` pass over a block of the vocabulary: the first fills
-the rows that the collective carries, the second turns logits into their gradient. `merge` and `coefficients` are the
+the rows that the collective transfers, the second turns logits into their gradient. `merge` and `coefficients` are the
 arithmetic on [T, n] between them.
 """
 

@@ -1,4 +1,4 @@
-"""The Triton backend: the functions of torch_backend, one launch each.
+"""Implements the Triton backend: the functions of torch_backend, one launch each.
 
 The forward pass reads the logits once, the backward pass reads and writes them once. Importing this module needs
 Triton.
@@ -212,7 +212,7 @@ def forward(
     restore: bool,
     large: bool,
 ) -> None:
-    """See torch_backend.forward; the block is only read, so restore and large have no effect."""
+    """Implement torch_backend.forward; the block is only read, so restore and large have no effect."""
     tokens, columns = block.shape
     if tokens == 0:
         return
@@ -250,7 +250,7 @@ def backward(
     *,
     large: bool,
 ) -> None:
-    """See torch_backend.backward."""
+    """Implement torch_backend.backward."""
     tokens, columns = block.shape
     if tokens == 0:
         return
@@ -284,7 +284,7 @@ def backward(
 
 
 def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
-    """See torch_backend.merge."""
+    """Implement torch_backend.merge."""
     if rows.dtype != torch.float32 or ids.shape[1] > triton_rows.MAX_SLOTS:
         return torch_backend.merge(rows, ids, scale, entropy)
     return triton_rows.merge(rows, ids.contiguous(), _by_row(scale, rows), entropy)
@@ -298,7 +298,7 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """See torch_backend.coefficients."""
+    """Implement torch_backend.coefficients."""
     if merged.slots is not None:  # merged by the torch backend
         return torch_backend.coefficients(merged, ids, scale, g_slots, g_other, g_entropy)
     tau = _by_row(scale, merged.other_max)

@@ -1,4 +1,4 @@
-"""merge.py in Triton: the arithmetic on [T] and [T, n] in one launch each way instead of about a hundred.
+"""Implements merge.py in Triton: the arithmetic on [T] and [T, n] in one launch each way instead of about a hundred.
 
 On a GPU these launches, not the arithmetic, would take most of the time of a small shard. The formulas are those of
 merge.py, which explains them; results agree to rounding. fp32 only.
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from .merge import Coefficients, Merged
 
-# Ids are compared pairwise in registers.
+# Ids are compared pairwise in registers, so their number is limited.
 MAX_SLOTS = 64
 
 
 @triton.jit
 def _log1p(x):
-    # Near 1 the GPU's log is accurate only absolutely. Series of 2 artanh(x / (2 + x)), good to 1e-9 for |x| <= 1/2.
+    # Near 1 the GPU's log is accurate only absolutely. This is the series of 2 artanh(x / (2 + x)), good to 1e-9 for
+    # |x| <= 1/2.
     t = x / (2.0 + x)
     q = t * t
     p = 1.0 / 13 + q * (1.0 / 15 + q * (1.0 / 17))
@@ -192,7 +193,7 @@ def _coefficients_kernel(
 
 
 def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> Merged:
-    """See merge.merge; rows [blocks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: 1/tau and its stride over rows."""
+    """Implement merge.merge; rows [blocks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: 1/tau and its stride over rows."""
     blocks, tokens, width = rows.shape
     n = width - 3
     if rows.stride(2) != 1:
@@ -233,7 +234,7 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """See merge.coefficients; `merged` is a result of `merge` above."""
+    """Implement merge.coefficients; `merged` is a result of `merge` above."""
     tokens, n = g_slots.shape
     at_slots, a = torch.empty_like(g_slots), torch.empty_like(merged.other_max)
     b = None if g_entropy is None else torch.empty_like(a)
