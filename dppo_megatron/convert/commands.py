@@ -1,4 +1,4 @@
-"""The commands `dppo-megatron convert ...`."""
+"""Implements the commands `dppo-megatron convert ...`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quantization(StrEnum):
 
 
 class VerificationFailed(ExpectedError, RuntimeError):
-    """The two sides of a conversion compute different logits."""
+    """Raised when the two sides of a conversion compute different logits."""
 
 
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="directory to make; must not exist")]

@@ -1,4 +1,4 @@
-"""Fingerprints of a conversion's source files, and the HF directory of a Megatron checkpoint."""
+"""Computes fingerprints of a conversion's source files, and finds the HF directory of a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.run_dir import RunDir
 
 
 def fingerprint_of(directory: Path) -> dict[str, Any]:
-    """Return size and modification time of every file: equal fingerprints mean that no file was written in between."""
+    """Return size and modification time of every file. Equal fingerprints mean that no file was written in between."""
     files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(directory.iterdir()) if p.is_file()}
     return {"directory": str(directory.resolve()), "files": files}
 

@@ -7,9 +7,10 @@
         .conversion/failed.<rank> the error of a process
         .conversion/writing.*/    a shard in progress, of one process; renamed when it is on disk
 
-Processes communicate only through this directory. Each takes the shards whose number is its rank modulo the number of
-processes; process 0 waits for all receipts and renames. A killed conversion loses only the shards in progress. A
-conversion that was started twice writes a shard twice, but never into a file that has a receipt.
+Processes communicate only through this directory. Each takes the shards with its rank as the remainder of the shard
+number modulo the number of processes: with 2 processes rank 0 takes shards 0, 2, 4. Process 0 waits for all receipts
+and renames. A killed conversion loses only the shards in progress. A conversion that was started twice writes a shard
+twice, but never into a file that has a receipt.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 class Conversion(Protocol):
-    """A conversion. Every process builds the same one, which reads only headers and rejects bad sources."""
+    """Defines a conversion. Every process builds the same one, which reads only headers and rejects bad sources."""
 
     source: Path
     destination: Path
@@ -54,28 +55,28 @@ class Conversion(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size of all shards, approximately."""
+        """Return the approximate size of all shards."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return JSON that is equal for two attempts exactly if their shards belong together."""
+        """Return JSON that is equal for two attempts only if their shards belong together."""
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
-        """Write one shard to disk and return its record for `finish`, JSON. Calls `tick` now and then."""
+        """Write one shard to disk and return its record for `finish`, JSON. Calls `tick` at intervals."""
 
     def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
-        """Add the files of the whole model, when all shards are in `staging`."""
+        """Add the files of the whole model once all shards are in `staging`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionWorker:
-    """The rank of this process among the converting processes."""
+    """Identifies the rank of this process among the converting processes."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def from_environment(cls) -> ConversionWorker:
-        """Read the variables of torchrun (RANK) or srun (SLURM_PROCID); a single process without them."""
+        """Read the variables of torchrun (RANK) or srun (SLURM_PROCID); without them it is a single process."""
         for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
             if rank in os.environ and size in os.environ:
                 return cls(int(os.environ[rank]), int(os.environ[size]))
@@ -85,8 +86,8 @@ class ConversionWorker:
 def prepare(conversion: Conversion, resume: bool) -> None:
     """Create the staging directory, or with `resume` check that the existing one is of this conversion.
 
-    Raises `ModelError` for an existing destination, an interrupted conversion without `resume`, one that was of
-    other files or settings, and too little disk space.
+    Raises `ModelError` for an existing destination, an interrupted conversion without `resume`, an interrupted
+    conversion of other files or settings, and too little disk space.
     """
     refuse_existing(conversion.destination, overwrite=False)
     staging = staging_of(conversion.destination)
@@ -97,7 +98,7 @@ def prepare(conversion: Conversion, resume: bool) -> None:
         made = staging.with_name(f"{staging.name}.{os.getpid()}")
         (made / _NOTES).mkdir(parents=True)
         write_json(made / _NOTES / _JOB, job)
-        made.rename(staging)  # atomic: other processes never see it without its job
+        made.rename(staging)  # atomic: other processes never see it without its job.json
         return
     if not resume:
         raise ModelError(
@@ -107,7 +108,8 @@ def prepare(conversion: Conversion, resume: bool) -> None:
     _refuse_other_job(staging, job)
     for note in (staging / _NOTES).glob("failed.*"):
         note.unlink()
-    # Only of this host, because processes of other hosts are not visible. The final step removes the others.
+    # Only directories of this host, because processes of other hosts are not visible. The final step removes the
+    # others.
     for left in (staging / _NOTES).glob(f"{_WRITING}{socket.gethostname()}.*"):
         if not _is_running(int(left.name.split(".")[-2])):
             shutil.rmtree(left)
@@ -120,7 +122,7 @@ def run(
 ) -> None:
     """Write this worker's shards; worker 0 then waits for the others and renames. Call `prepare` first.
 
-    `watch` is called while waiting and may raise. Raises the error of a shard; on worker 0 also `ModelError` with the
+    `watch` is called while waiting and may raise. Raises the error of a shard. On worker 0 also `ModelError` with the
     errors of the others, with the shards that made no progress for ten minutes, or because another worker 0 is running.
     Finished shards stay for `--resume`.
     """
@@ -219,7 +221,7 @@ def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
 
 
 def _bytes_written(staging: Path, shards: list[str]) -> int:
-    """Return the bytes of all processes so far."""
+    """Return the bytes that all processes have written so far."""
     in_the_making = (staging / _NOTES).glob(f"{_WRITING}*/*")
     return sum(_size(path) for path in (*(staging / shard for shard in shards), *in_the_making))
 

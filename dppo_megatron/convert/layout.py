@@ -1,4 +1,4 @@
-"""The division of a Megatron checkpoint into files: one for each rank that saves weights."""
+"""Divides a Megatron checkpoint into files: one for each rank that saves weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dppo_megatron.hf import Entry, HFModelConfig
 
 @dataclass(frozen=True, slots=True)
 class TargetLayout:
-    """Parallel sizes of the ranks that the files are written for.
+    """Describes the parallel sizes of the ranks that the files are written for.
 
     Megatron loads the checkpoint at any other sizes too; at these each rank reads one file. If the stages do not divide
     the layers, some stages have one more than others.
@@ -22,7 +22,7 @@ class TargetLayout:
 
     @property
     def expert_tensor_size(self) -> int:
-        """The tensor-parallel size of the experts."""
+        """Return the tensor-parallel size of the experts."""
         return self.expert_tensor or self.tensor
 
     def problems(self, config: HFModelConfig) -> list[str]:
@@ -67,7 +67,7 @@ class TargetLayout:
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """One rank of one pipeline stage."""
+    """Describes one rank of one pipeline stage."""
 
     layout: TargetLayout
     stage: int

@@ -1,4 +1,4 @@
-"""Progress of a conversion on the terminal or in the log."""
+"""Shows the progress of a conversion on the terminal or in the log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE_EVERY_S = 30.0  # in a log, where there is no bar
 
 
 class Progress:
-    """Shows a bar on a terminal, a line now and then in a log, nothing if silent. A context manager."""
+    """Shows a bar on a terminal, a line at intervals in a log, and nothing if silent. A context manager."""
 
     def __init__(self, what: str, nbytes: int, *, silent: bool = False):
         self._what, self._nbytes, self._silent = what, nbytes, silent

@@ -17,11 +17,12 @@ from .files import fingerprint_of
 
 
 class ToHF:
-    """A `Conversion` (see `job`). Files have whole weights and at most `shard_bytes`, but at least one weight.
+    """Converts to a Hugging Face directory; a `Conversion` (see `job`).
 
-    `template` has config.json and tokenizer. `dtype` None keeps the dtype of each tensor, bf16 for FP8; `quantization`
-    "fp8_block" stores the projections as block-scaled FP8. Raises `ModelError` with every weight that the source lacks
-    or has in another shape.
+    Files have whole weights and at most `shard_bytes`, but at least one weight. `template` has config.json and
+    tokenizer. `dtype` None keeps the dtype of each tensor, bf16 for FP8; `quantization` "fp8_block" stores the
+    projections as block-scaled FP8. Raises `ModelError` with every weight that the source lacks or has in another
+    shape.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ToHF:
                     yield f"{entry.megatron} -> {name} {list(info.shape)} {dtype} in {file}"
 
     def _main_dtype(self) -> torch.dtype:
-        """Return the dtype for config.json: that of most bytes that are not quantised."""
+        """Return the dtype for config.json: the dtype of most bytes that are not quantised."""
         sizes: dict[torch.dtype, int] = {}
         for group in self._groups:
             for entry in group:
@@ -121,7 +122,7 @@ class ToHF:
 
     def _cast(self, name: str, info: TensorInfo) -> torch.Tensor:
         tensor = self._weights.tensor(name)
-        # Quantised from the dtype of the source: another cast before it would add to the error.
+        # Quantised from the source's dtype, because another cast before it would add to the error.
         return tensor if self._quantization and fp8.is_quantized(name) else tensor.to(info.dtype)
 
     def _written_info(self, entry: Entry) -> dict[str, TensorInfo]:

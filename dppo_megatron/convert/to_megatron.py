@@ -22,7 +22,7 @@ _OVERHEAD = 4096  # bytes of a stored tensor's archive and metadata
 
 
 class ToMegatron:
-    """A `Conversion` (see `job`) to one file for each source rank of `layout`.
+    """Converts to one file for each source rank of `layout`; a `Conversion` (see `job`).
 
     `dtype` None keeps the dtype of each tensor, bf16 for FP8. Raises `ModelError` with every missing, unexpected and
     misshaped tensor and every size that does not divide.

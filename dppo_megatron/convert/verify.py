@@ -32,11 +32,11 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The difference between the outputs of two models on the same tokens."""
+    """Describes the difference between the outputs of two models on the same tokens."""
 
     logits: float  # largest absolute difference
     scale: float  # largest absolute logit
-    differs_at: str | None  # "embedding", "layer 3", "final norm", "logits": the first that differs; None = none does
+    differs_at: str | None  # "embedding", "layer 3", "final norm", "logits": the first that differs; None = none
 
     def __str__(self) -> str:
         numbers = f"largest logit difference {self.logits:.2g}, largest logit {self.scale:.3g}"
@@ -155,7 +155,7 @@ def _full_precision(hf_dir: Path, config: HFModelConfig) -> Iterator[Path]:
 
 
 class _RoundedWeights:
-    """The weights of `source` rounded to the dtypes of `stored`; a `WeightSource`."""
+    """Rounds the weights of `source` to the dtypes of `stored`; a `WeightSource`."""
 
     def __init__(self, source: WeightSource, stored: SafetensorsDirectory):
         self._source, self._stored = source, stored.tensors
@@ -190,7 +190,7 @@ def _trainer_config(hf_dir: Path):
 
 @contextlib.contextmanager
 def _without_rank_variables() -> Iterator[None]:
-    """Hide the variables of torchrun inside: only this process builds the model."""
+    """Hide the variables of torchrun within the context, because only this process builds the model."""
     saved = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     try:
         yield
