@@ -1,4 +1,4 @@
-"""`dppo-megatron certify`: starts an engine and the trainer's ranks on this machine for one measurement."""
+"""Implements `dppo-megatron certify`: starts an engine and the trainer's ranks on this machine for one measurement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLL_S = 0.1
 
 
 class CertifyError(ExpectedError, RuntimeError):
-    """The ranks did not complete the measurement."""
+    """Raised when the ranks did not complete the measurement."""
 
 
 def certify(

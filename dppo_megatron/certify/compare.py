@@ -49,12 +49,12 @@ NOT_A_NUMBER = 1 << 31  # ULPs between a number and NaN
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One operator of one layer, engine against trainer."""
+    """Compares one operator of one layer, engine against trainer."""
 
     layer: int  # OUTSIDE = before or after the layers
     operator: str
     elements: int
-    differing: int  # elements whose bits differ; a zero equals a zero of the other sign
+    differing: int  # elements with different bits; a zero equals a zero of the other sign
     max_ulp: int  # in the coarser of the two dtypes
     largest: float  # absolute difference
     roundings: float  # rms of the difference over rms of the values, in machine epsilons of the dtype
@@ -75,7 +75,7 @@ class Difference:
 
 
 def compare(engine: Trace, trainer: Trace) -> list[Difference]:
-    """Compare every value that both recorded, in the order of the computation; empty without the trainer's.
+    """Compare every value that both sides recorded, in the order of the computation; empty if the trainer has none.
 
     Raises `ExpectedError` if none of them is inside a layer.
     """

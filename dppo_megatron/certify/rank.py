@@ -1,4 +1,4 @@
-"""`dppo-megatron certify` on one trainer rank; rank 0 also calls the engine and writes the certificate."""
+"""Measures `dppo-megatron certify` on one trainer rank; rank 0 also calls the engine and writes the certificate."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ScoredResponse:
-    """One response, and its log-probs when the engine scores it instead of sampling it."""
+    """Contains one response, and its log-probs when the engine scores it instead of sampling it."""
 
     prompt: Prompt  # of P tokens
     rollout: Rollout
     alone: np.ndarray  # [P + R - 1] fp32 at temperature 1, scored in a separate pass
-    beside: np.ndarray  # the same, scored together with all others
+    beside: np.ndarray  # the same log-probs, scored together with all others
 
 
 def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = None) -> None:
@@ -219,14 +219,14 @@ class _Measurement:
         }
 
     def _packed(self, own: list[TokenSequence], samples: Sequence[ScoredResponse], share: bool) -> list[np.ndarray]:
-        """Return log-probs [R] of each response, packed as in an update; with `share` each prompt once."""
+        """Return log-probs [R] of each response, packed as in an update; `share` computes each prompt once."""
         groups, lengths = ([s.prompt.position for s in samples], [len(s.prompt.token_ids) for s in samples])
         prefixes = Prefixes(np.array(groups), np.array(lengths)) if share else None
         (plan,) = plan_micro_batches(list(map(len, own)), 1, self._config.train.micro_batch_tokens, prefixes)
         return self._score(own, plan, share)
 
     def _score(self, own: list[TokenSequence], plan: Sequence[list[int]] = (), share: bool = False) -> list[np.ndarray]:
-        """Return log-probs [R] by the micro-batches of a plan; without one each sequence in a separate pass."""
+        """Return log-probs [R] by the micro-batches of a plan; without a plan each sequence has a separate pass."""
         plan = plan or [[index] for index in range(len(own))]
         batches = [pack([own[i] for i in indices], share_prefixes=share) for indices in plan]
         found: dict[int, np.ndarray] = {}
