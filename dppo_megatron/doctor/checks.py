@@ -1,4 +1,4 @@
-"""The checks of the doctor. Each reads one step and returns the evidence of a problem, or None.
+"""Defines the checks of the doctor. Each reads one step and returns the evidence of a problem, or None.
 
 docs/doctor.md lists them in this order.
 """
@@ -20,12 +20,12 @@ from .steps import ExaminedStep, Past
 Evidence = str | None
 
 GROUPS, TOKENS = 4, 1 << 16  # limits of the rollouts read per step, so that a step costs milliseconds
-IMPOSSIBLE = math.log(1e-9)  # largest log-probability of the events below that counts as evidence
+IMPOSSIBLE = math.log(1e-9)  # largest log-probability that counts as evidence, for the events below
 STILL = 50  # steps
 
 
 class Check(NamedTuple):
-    """A kind of problem: its name, the function that finds it in a step, and the remedy."""
+    """Describes a kind of problem: its name, the function that finds it in a step, and the remedy."""
 
     name: str
     look: Callable[[ExaminedStep, Past], Evidence]
@@ -62,13 +62,13 @@ def no_learning_signal(step: ExaminedStep, past: Past) -> Evidence:
         return None
     mean = step.value("rollout/reward_mean")
     if mean is not None and past.reward_means and _improved(step, past):
-        return None  # solved, by and by
+        return None  # solved gradually
     return f"in {without:.0f} of {groups} groups all samples have the same reward"
 
 
 @check("reward stands still", "read answers with low reward; another optimizer.lr, delta or grader; easier prompts")
 def reward_stands_still(step: ExaminedStep, past: Past) -> Evidence:
-    """The reward has not risen for fifty steps, although the prompts are not solved."""
+    """Check whether the reward has not risen for fifty steps although the prompts are not solved."""
     means = past.reward_means[-STILL:]
     if len(past.reward_means) < STILL or not step.setting("optimizer.lr"):
         return None
@@ -100,7 +100,11 @@ def rewards_failed(step: ExaminedStep, past: Past) -> Evidence:
     "cloned samples", "the engine draws all samples of a prompt from one seed: check its version and engine.extra_args"
 )
 def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
-    """By chance k of n samples have the same tokens, of probability p, in at most C(n, k) p^(k - 1) cases."""
+    """Check for more identical samples than chance allows.
+
+    By chance k of n samples have the same tokens, of probability p, in at most C(n, k) p^(k - 1) cases. Example: three
+    of 8 samples with p = 0.01 are equal in at most 56 x 0.0001 = 0.0056 of all groups.
+    """
     for entry in step.entries:
         length, alike = Counter(entry.response_lengths.tolist()).most_common(1)[0] if entry.num_samples else (0, 0)
         if alike < 2 or 2 * alike < entry.num_samples or length * alike > TOKENS:
@@ -122,7 +126,7 @@ def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
     "log-probs of another temperature", "the engine must return log-probs after temperature: check engine.extra_args"
 )
 def other_temperature(step: ExaminedStep, past: Past) -> Evidence:
-    """The most likely token of the engine's lists must be drawn as often as its log-prob predicts."""
+    """Check that the most likely token of the engine's lists is drawn as often as its log-prob predicts."""
     wanted = step.setting("rollout.temperature", int, float)
     for entry in step.entries:
         if wanted is not None and not math.isclose(entry.temperature, wanted, rel_tol=1e-6):
@@ -241,7 +245,7 @@ def non_finite(step: ExaminedStep, past: Past) -> Evidence:
         f"{name} has no finite value" for name in ("train/loss", "train/grad_norm") if step.metrics.get(name, 0) is None
     ]
     counted = {name: step.value(name) for name in ("train/nonfinite_tokens", "rollout/invalid_samples")}
-    # In fp16 some updates overflow, until the loss scale fits.
+    # In fp16 some updates overflow until the loss scale fits.
     overflowed = step.value("train/overflowed_updates") or 0
     counted["train/skipped_updates"] = (step.value("train/skipped_updates") or 0) - overflowed
     found += [f"{name} {value:.0f}" for name, value in counted.items() if value]
@@ -263,7 +267,10 @@ def routes_missing(step: ExaminedStep, past: Past) -> Evidence:
 
 @check("engine and trainer differ from the start", "compare temperature, dtype and model of engine and trainer")
 def differs_from_the_start(step: ExaminedStep, past: Past) -> Evidence:
-    """At the first step engine and trainer have the same weights, so only their computation can differ."""
+    """Check for a mismatch at the first step.
+
+    Engine and trainer have the same weights there, so only their computation can differ.
+    """
     if past.metrics or step.value("rollout/staleness_max"):
         return None
     kl = step.value("mismatch/kl")
@@ -272,7 +279,10 @@ def differs_from_the_start(step: ExaminedStep, past: Past) -> Evidence:
 
 @check("weights did not arrive", "see the trainer's log for the publish of that step; keep weight_sync.fingerprint on")
 def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
-    """A mismatch that appears within one step comes from missing weights; a drifting policy needs more steps."""
+    """Check for a mismatch that appears within one step.
+
+    Missing weights cause it; a drifting policy needs more steps.
+    """
     unconfirmed = step.value("engine/unconfirmed")
     version, lag = step.newest_version, step.setting("rollout.max_staleness", int) or 0
     still = past.newest_versions[-(lag + 2) :]

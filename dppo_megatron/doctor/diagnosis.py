@@ -1,4 +1,4 @@
-"""Examines a run step by step, after its end or while it goes on."""
+"""Examines a run step by step, after its end or while it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tokenizer_file import TokenizerFile
 
 @dataclass
 class Finding:
-    """One problem of a run. `evidence` comes from the step `since`, the first with the problem."""
+    """Describes one problem of a run. `evidence` comes from the step `since`, the first with the problem."""
 
     name: str
     since: int
@@ -131,7 +131,7 @@ def diagnose(run_dir: Path | str) -> Examination:
     examination.advance()
     examination.close()
     if not examination.examined:
-        # A process that fails ends the others, whose logs are written after it.
+        # A failed process ends the other processes, which write their logs after it.
         logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)
         if not (cause := next(filter(None, map(root_cause, logs)), None)):
             raise ReportError(f"{run.metrics} holds no step: name the directory of a run that trained")

@@ -1,4 +1,4 @@
-"""One training step as the checks read it, and the numbers kept of the steps before."""
+"""Represents one training step as the checks read it, and the numbers kept of earlier steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ RECENT = 10  # steps that count as recent
 
 @dataclass(frozen=True)
 class ExaminedStep:
-    """`read(entry, samples, parts)` returns a group; `setting("a.b", *kinds)` a setting of the run, or None."""
+    """Contains the data that checks read of one step.
+
+    `read(entry, samples, parts)` returns a group. `setting("a.b", *kinds)` returns a setting of the run, or None.
+    """
 
     number: int
     metrics: Mapping[str, float | None]
@@ -34,7 +37,7 @@ class ExaminedStep:
 
     @cached_property
     def rewards(self) -> np.ndarray:
-        """fp32 [trajectories with a reward]."""
+        """Return the rewards, fp32 [trajectories with a reward]."""
         each = [(entry, entry.first_of_trajectories) for entry in self.entries]
         parts = [entry.rewards[first][~entry.reward_failed[first]] for entry, first in each]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
@@ -46,7 +49,7 @@ class ExaminedStep:
 
 @dataclass
 class Past:
-    """The metrics of the earlier steps, and a few numbers of their groups."""
+    """Stores the metrics of the earlier steps, and a few numbers of their groups."""
 
     metrics: list[Mapping[str, float | None]] = field(default_factory=list)
     reward_means: list[float] = field(default_factory=list)  # of steps that have rewards
@@ -67,11 +70,11 @@ class Past:
             self.newest_versions.append(step.newest_version)
 
     def values(self, name: str) -> list[float]:
-        """Return the values of all steps that have one, in order."""
+        """Return the values of all steps with a value, in order."""
         return [float(value) for row in self.metrics if isinstance(value := row.get(name), int | float)]
 
     def recent(self, name: str) -> float | None:
-        """Return the median of the last steps."""
+        """Return the median of the last steps' values."""
         return _median(self.values(name)[-RECENT:])
 
     def at_start(self, name: str) -> float | None:

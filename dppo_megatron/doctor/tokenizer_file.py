@@ -13,7 +13,7 @@ _MARKERS = re.compile(r"<\|[A-Za-z0-9_]{2,30}\|>|<｜[^｜<>]{2,30}｜>|\[/?INST
 
 
 class TokenizerFile:
-    """The tokenizer.json in a model directory."""
+    """Represents the tokenizer.json in a model directory."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -23,7 +23,7 @@ class TokenizerFile:
 
     @classmethod
     def load(cls, model: Path) -> TokenizerFile | None:
-        """Return None where the directory has no readable tokenizer.json."""
+        """Load the directory's tokenizer.json; None if it has no readable one."""
         try:
             return cls(Tokenizer.from_file(str(model / "tokenizer.json")))
         except Exception:  # tokenizers raises Exception itself
