@@ -1,5 +1,5 @@
-"""`dppo-megatron study`: a grid of methods, conditions and seeds over one config, as one table of runs.
+"""Implements `dppo-megatron study`: a grid of methods, conditions and seeds over one config, as one table of runs.
 
-`grid` reads the study file and names every run, `runner` trains what has no row yet, `table` writes the rows,
-`verdicts` puts intervals on them, `report` draws both. docs/study.md.
+`grid` reads the study file and names every run. `runner` trains the runs that have no row yet. `rows` stores the rows,
+`verdicts` computes their intervals, and `study_report` draws both. See docs/study.md.
 """

@@ -19,7 +19,7 @@ from dppo_megatron.objectives.settings import nearest
 from dppo_megatron.observability.names import METRICS
 
 Settings = dict[str, Any]  # dotted name of a setting -> its value
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # also of a directory
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # also the name of a directory
 
 
 class StudyFile(Section):
@@ -41,7 +41,7 @@ class StudyFile(Section):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run of the study."""
+    """Describes one run of the study."""
 
     method: str
     condition: str
@@ -106,7 +106,7 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _hash(config: Config) -> str:
-    """Hash the settings that are no defaults, so that a new setting of a later version keeps stored hashes valid."""
+    """Hash the settings that are not defaults, so that a new setting of a later version keeps stored hashes valid."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     del tree["run"]["dir"]
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True, slots=True)
 class StudyRow:
-    """One run. curve: (step, value) pairs of the study's metric. A value is None where the run recorded none."""
+    """Contains one run. curve: (step, value) pairs of the study's metric. A value is None if the run recorded none."""
 
     method: str
     condition: str
@@ -83,7 +83,7 @@ def read_rows(directory: Path) -> list[StudyRow]:
 
 
 def add_row(directory: Path, row: StudyRow) -> None:
-    """Write the row to its own file, since the tasks of a job array write concurrently."""
+    """Write the row to its own file, because the tasks of a job array write concurrently."""
     (directory / ROWS).mkdir(parents=True, exist_ok=True)
     write_json(directory / ROWS / f"{row.method}--{row.condition}--seed-{row.seed}.json", asdict(row))
 

@@ -30,7 +30,7 @@ NOT_THE_ENGINES = ("run", "objective", "optimizer", "train", "acceptance", "chec
 
 
 class StudyError(ExpectedError, RuntimeError):
-    """Raised where a study cannot begin or continue."""
+    """Raised if a study cannot begin or continue."""
 
 
 def missing(study: Study, directory: Path) -> list[Cell]:
@@ -94,7 +94,7 @@ def _engine_key(config: Config) -> str:
 
 @contextmanager
 def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], None]) -> Iterator[list[str]]:
-    """Yield the settings with which runs use shared engines; none where each run starts its own."""
+    """Yield the settings with which runs use shared engines; none if each run starts its own."""
     config = cells[0].config
     if len(cells) == 1 or config.weight_sync.transport != "shared_storage":
         yield []
