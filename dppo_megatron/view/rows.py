@@ -22,8 +22,8 @@ ANSWER_BYTES = 16 << 20  # limit for the files of all evaluations, beyond which 
 _MOST_BYTES = 4 << 30
 
 # Fields of a row. `set`: 0 for training, else the number of the evaluation's set. `source`: number of the group, or of
-# the file of answers; `item`: number of the prompt in that file. `step` counts from 1; for an evaluation it is the
-# policy's version. `prompt`: place in the prompt order; `row`: line of the prompt file, for an evaluation the place.
+# the file of answers. `item`: number of the prompt in that file. `step` counts from 1; for an evaluation it is the
+# policy's version. `prompt`: place in the prompt order. `row`: line of the prompt file, for an evaluation the place.
 ROW = np.dtype(
     [(name, np.uint8) for name in ("set", "truncated", "failed")]
     + [(name, np.int32) for name in ("source", "item", "sample", "step", "prompt", "row", "tokens", "version")]
@@ -33,7 +33,7 @@ ROW = np.dtype(
 
 @dataclass
 class TrainingRows:
-    """The rows of the bank, and its groups."""
+    """Contains the rows of the bank, and its groups."""
 
     rows: np.ndarray  # of ROW
     entries: list[BankEntry]
@@ -41,7 +41,7 @@ class TrainingRows:
 
 @dataclass
 class AnswerRows:
-    """The rows of evaluations, the names of their sets, and the records of each file."""
+    """Contains the rows of evaluations, the names of their sets, and the records of each file."""
 
     rows: np.ndarray  # of ROW
     sets: list[str] = field(default_factory=list)
@@ -67,11 +67,11 @@ def training_rows(source: Source, config: Config | None) -> TrainingRows:
 
 
 def _advantages(entries: list[BankEntry], config: Config | None) -> list[np.ndarray]:
-    """Return the trainer's advantages of every sample of a step, for advantages by turn those of the first turn."""
+    """Return the trainer's advantages of every sample of a step; for advantages by turn, those of the first turn."""
     if config is not None and len(entries) == config.rollout.prompts_per_step:
         try:
             found = list(StepSamples.of(entries, config).advantages[:, :, 0])
-        except ValueError:  # groups of several sizes, which the trainer refuses
+        except ValueError:  # groups of several sizes, which the trainer rejects
             found = [np.full(entry.num_samples, np.nan) for entry in entries]
     elif config is not None and config.objective.advantage.startswith("batch"):
         found = [np.full(entry.num_samples, np.nan) for entry in entries]  # there is no batch yet

@@ -24,7 +24,7 @@ class ViewError(ExpectedError, ValueError):
 
 @dataclass
 class Source:
-    """A run, or only a bank, in the directory `root`."""
+    """Represents a run, or only a bank, in the directory `root`."""
 
     root: Path
     is_run: bool
@@ -37,7 +37,7 @@ class Source:
 
     @classmethod
     def of(cls, root: Path) -> Source:
-        """Open a directory. Raises `ViewError` where it is neither a run nor a bank."""
+        """Open a directory. Raises `ViewError` if it is neither a run nor a bank."""
         run = RunDir(root)
         if any(root.glob("segment-*.jsonl")):
             return cls(root, False, History(root.name, {}, {}, ()), root)
@@ -54,7 +54,7 @@ class Source:
         return cls(root, True, history, bank, notes)
 
     def config(self) -> Config | None:
-        """Return the run's config; None where it is absent or invalid for this version of the package."""
+        """Return the run's config; None if it is absent or invalid for this version of the package."""
         if not self.is_run:
             return None
         try:

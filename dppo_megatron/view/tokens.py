@@ -16,7 +16,7 @@ from dppo_megatron.types import POLICY, RolloutGroup
 from .source import Source
 from .trained import VALUES, TrainedTokens
 
-# Limits for the groups of the page: bytes before compression, samples.
+# Limits for the groups of the page: bytes before compression, and samples.
 TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000
 _SEED = 0
 _LARGEST_ID = 1 << 22  # of a token that has a text
@@ -43,7 +43,7 @@ class ShownTokens:
 
 
 def chosen_groups(source: Source, entries: Sequence[BankEntry], trained: TrainedTokens) -> list[int]:
-    """Choose the groups whose tokens the page has; groups with tokens stored by the trainer take precedence."""
+    """Choose the groups shown with their tokens; groups with tokens stored by the trainer take precedence."""
     sizes = np.array([(_bytes(entry), entry.num_samples) for entry in entries], np.int64).reshape(-1, 2)
     retired = {s for s in {entry.segment for entry in entries} if is_retired(source.bank, s)}
     source.missing |= {number: RETIRED for number, entry in enumerate(entries) if entry.segment in retired}
@@ -96,7 +96,11 @@ def excerpt(text: str) -> str:
 
 
 def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens) -> bytes:
-    """Pack the samples end to end. spans [J, 3] as in the bank; counts [n, 3]: tokens, sampled tokens, spans."""
+    """Pack the samples end to end. spans [J, 3] as in the bank; counts [n, 3]: tokens, sampled tokens, spans.
+
+    Example: samples with the ids [5, 6] and [7, 8, 9], all sampled, have ids [5, 6, 7, 8, 9] and counts [[2, 2, 1], [3,
+    3, 1]].
+    """
     rollouts = group.rollouts
     spans = [np.array([[POLICY, len(r.token_ids), 0]]) if r.spans is None else r.spans for r in rollouts]
     counts = [(len(r.token_ids), len(r.versions), len(s)) for r, s in zip(rollouts, spans, strict=True)]

@@ -17,12 +17,12 @@ _Place = tuple[Path, slice]
 
 
 class TrainedTokens:
-    """Stored tokens by prompt position and sample. With context parallelism several files have parts of a sequence."""
+    """Contains stored tokens by prompt position and sample. With context parallelism several files share a sequence."""
 
     def __init__(self, source: Source):
         self.positions: set[int] = set()
         self._places: dict[tuple[int, int], list[_Place]] = {}
-        self._masked: dict[tuple[int, int], tuple[int, int]] = {}  # masked tokens, tokens
+        self._masked: dict[tuple[int, int], tuple[int, int]] = {}  # (masked tokens, tokens)
         self._read = lru_cache(maxsize=8)(_values)  # groups are read in the order of the files
         paths = sorted(RunDir(source.root).tokens.glob("step-*.safetensors")) if source.is_run else []
         for path in paths:

@@ -57,7 +57,7 @@ def write_view(root: Path, out: Path | None = None, model: Path | None = None, o
 
 @dataclass
 class _Side:
-    """The data of one run. excerpts: [prompt, response of each sample] of each group, and of each answer by file."""
+    """Contains one run's data. excerpts: [prompt, response of each sample] of each group, and of answers by file."""
 
     head: dict[str, Any]
     table: dict[str, np.ndarray]
