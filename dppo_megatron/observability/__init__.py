@@ -1,1 +1,1 @@
-"""Records of a run: metric names, trackers, console progress, logs and the report."""
+"""Records a run: metric names, trackers, console progress, logs and the report."""

@@ -65,7 +65,7 @@ class PlainView:
             self.line(text)
 
     def show(self, step: int, total: int, left: str, values: str) -> None:
-        """Do nothing, since plain output cannot redraw."""
+        """Do nothing, because plain output cannot redraw."""
 
     def close(self) -> None:
         self._stream.flush()
@@ -89,7 +89,7 @@ class LiveView:
         self._live.update(Group(head, Text(values)), refresh=True)
 
     def step_line(self, text: str, at: float, last: bool) -> None:
-        """Do nothing, since the bar already shows the step."""
+        """Do nothing, because the bar already shows the step."""
 
     def line(self, text: str) -> None:
         self._console.print(Text(text))
@@ -103,7 +103,8 @@ class ProgressView:
 
     A terminal gets a line with a bar and the time left, and one with the latest values. Other outputs (a Slurm log, CI)
     get a plain line per step, at most one every `plain_interval_s`, without control codes. An evaluation gets its own
-    line. samples: number of samples in a step. Failing output (a closed pipe) disables the view; the run continues.
+    line. samples: number of samples in a step. If output fails (a closed pipe), the view is disabled and the run
+    continues.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class ProgressView:
         for record in records[-1:] if first or restarted else records:
             self.update(record)
         if first or restarted:
-            self._pace.clear()  # the pause until the next step is no pace either
+            self._pace.clear()  # the pause until the next step does not predict the pace either
         if records or time.monotonic() - self._drawn_at > _REDRAW_S:
             self._refresh()
         return bool(records)

@@ -1,4 +1,4 @@
-"""The settings and the metrics by step of a finished or running run."""
+"""Reads the settings and the metrics by step of a finished or running run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONFIG_FILE = "config.yaml"
 
 
 class ReportError(ExpectedError, ValueError):
-    """Raised where there is nothing to report on."""
+    """Raised if there is nothing to report on."""
 
 
 class Series(NamedTuple):
-    """Values of one metric over the steps that recorded a finite one."""
+    """Contains the values of one metric, over the steps that recorded a finite one."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -54,9 +54,10 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """The records of one run.
+    """Contains the records of one run.
 
-    rows: step -> all its metrics. config: the resolved config as plain YAML, perhaps of another version of the package.
+    rows: step -> all its metrics, for example {3: {"train/loss": 0.2}}. config: the resolved config as plain YAML,
+    perhaps of another version of the package.
     """
 
     label: str
@@ -71,7 +72,7 @@ class History:
 
     @property
     def names(self) -> set[str]:
-        """Names of all recorded metrics."""
+        """Return the names of all recorded metrics."""
         return {name for row in self.rows.values() for name in row}
 
     @property
@@ -79,7 +80,7 @@ class History:
         return sorted(step for step, row in self.rows.items() if is_step_record(row))
 
     def setting(self, dotted: str, *kinds: type) -> Any:
-        """Return a setting of the resolved config; None where it is absent or of none of the types `kinds`."""
+        """Return a setting of the resolved config; None if it is absent or of none of the types `kinds`."""
         node: Any = self.config
         for key in dotted.split("."):
             node = node.get(key) if isinstance(node, dict) else None
@@ -102,7 +103,7 @@ def load_history(run_dir: Path, label: str) -> History:
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
-    """Read the run's config; return an empty tree where it is absent or damaged, since the curves do not need it."""
+    """Read the run's config; return an empty tree if it is absent or damaged, because the curves do not need it."""
     path = run_dir / CONFIG_FILE
     try:
         return read_tree(path)[0] if path.is_file() else {}

@@ -17,8 +17,8 @@ from typing import BinaryIO
 from dppo_megatron.errors import bounded
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
-SERVER_START = "starting the server of node"  # an engine's log also has the logs of earlier servers
-SERVER_STOP = "asks the server to end"  # later lines are no errors
+SERVER_START = "starting the server of node"  # an engine's log also contains the logs of earlier servers
+SERVER_STOP = "asks the server to end"  # later lines are not errors
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # of vLLM's processes
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout|Diverged)\b|^\S+: error: ")
 _CONSEQUENCE = re.compile(
@@ -29,7 +29,7 @@ _WARNING = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (\S+) WARNING (?!py\.warnings)\
 MOST_WARNINGS = 20  # limit for the launcher's output; the logs have all
 _BLOCK = 64 * 1024
 _MOST_READ = 64 * _BLOCK
-_TALKATIVE = ("httpx", "httpcore", "megatron")  # a line per request, a page per optimizer
+_TALKATIVE = ("httpx", "httpcore", "megatron")  # they log a line per request, a page per optimizer
 
 
 def setup_logging(
@@ -162,7 +162,7 @@ def plain_text(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss"""
+    """Format seconds as h:mm:ss."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}"

@@ -1,8 +1,8 @@
 """Lists the metrics of every run with unit and meaning.
 
 A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these metrics. An objective may add
-metrics of its own, see `objectives`. With several rewards, `reward/NAME` is the mean of each. `reward/failed_REASON`
-counts samples without a reward, `environment/failed_REASON` trajectories whose environment raised, hung or died.
+metrics, see `objectives`. With several rewards, `reward/NAME` is the mean of each. `reward/failed_REASON` counts
+samples without a reward, `environment/failed_REASON` trajectories with an environment that raised, timed out or died.
 
 Trained tokens carry loss in the step's updates. Without a KL or an entropy bonus these are the tokens of responses with
 an advantage; the others are not computed.
@@ -55,7 +55,7 @@ _ROWS = (
     ("policy/divergence_max", "method's", "its largest value among the step's trained tokens"),
     ("policy/ratio_min", "1", "smallest importance ratio, as the method defines it, before cap and floor"),
     ("policy/ratio_max", "1", "largest importance ratio, as the method defines it, before cap and floor"),
-    # DPPO's theorem 3.2 and appendix B.3, see trainer/metrics.py; for rewards of at most 1 in size
+    # DPPO's theorem 3.2 and appendix B.3, see trainer/metrics.py; for rewards with magnitudes of at most 1
     ("bound/quadratic", "reward", "2 T (T - 1) D^2: T longest response, D largest |pi - mu| of a trained token"),
     ("bound/linear", "reward", "4 x the sum of TV over a response, mean over the trained responses"),
     ("acceptance/divergence", "method's", "divergence of the policy after the step, as it was accepted"),

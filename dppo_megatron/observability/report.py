@@ -1,4 +1,4 @@
-"""The report of a run, or of several side by side: a table on the console, report.md and curves.png."""
+"""Writes the report of a run, or of several side by side: a table on the console, report.md and curves.png."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def write_report(
 ) -> Path:
     """Print the table, write report.md and curves.png, and return the path of report.md.
 
-    `out` defaults to RUN/report for one run, and to `report` next to the first run for several, which are shown side by
-    side. The run may still be going on. Raises ReportError for a run directory without metrics.
+    `out` defaults to RUN/report for one run. For several runs, which are shown side by side, it is `report` next to the
+    first run. The run may still be in progress. Raises ReportError for a run directory without metrics.
     """
     run_dirs = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
     if not run_dirs:
@@ -116,7 +116,7 @@ def _method(run: History) -> dict[str, str]:
 
 
 def _anchor_and_region(run: History) -> tuple[str, str]:
-    """Describe the resolved objective, or the settings where this installation does not have the objective."""
+    """Describe the resolved objective, or its settings if this installation does not have the objective."""
     name, given = run.setting("objective.name", str), run.setting("objective.settings", dict) or {}
     try:
         from dppo_megatron.objectives import build_objective
@@ -225,7 +225,7 @@ _TABLES: tuple[tuple[str, str, Callable[[History], Mapping[str, str]]], ...] = (
 
 
 def _side_by_side(histories: Sequence[History], rows_of: Callable[[History], Mapping[str, str]]) -> Rows:
-    """Join the rows of all runs; a quantity that no run has is left out."""
+    """Join the rows of all runs. A quantity that no run has is left out."""
     columns = [dict([bounded(text, _LONGEST_CELL) for text in row] for row in rows_of(h).items()) for h in histories]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = {key: [column.get(key, NONE) for column in columns] for key in keys}

@@ -82,9 +82,9 @@ class JsonlFollower:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return all complete records of a file, none when it does not exist; an incomplete last line is ignored.
+    """Return all complete records of a file, none if it does not exist. An incomplete last line is ignored.
 
-    Raises `DamagedFile` where the path is no regular file.
+    Raises `DamagedFile` if the path is no regular file.
     """
     try:
         data = read_regular(Path(path), _MOST_BYTES)
@@ -158,7 +158,7 @@ class JsonlFile:
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a record. Raises ValueError once closed, and OSError without room; the file is then unchanged."""
+        """Append a record. Raises ValueError once closed, and OSError if the disk is full; the file stays unchanged."""
         if self._fd is None:
             raise ValueError("this file is closed")
         size = os.fstat(self._fd).st_size
@@ -188,7 +188,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _remove_after(path: Path, resume_step: int) -> None:
-    """Keep the lines of steps up to `resume_step`, and cut an incomplete last line."""
+    """Keep the lines of steps up to `resume_step`, and remove an incomplete last line."""
     data = path.read_bytes()
     complete = data[: data.rfind(b"\n") + 1]
     kept = b"".join(line for line in complete.splitlines(keepends=True) if _step_of(line) <= resume_step)
@@ -204,4 +204,4 @@ def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # not a record: removed
+        return math.inf  # not a record, so it is removed

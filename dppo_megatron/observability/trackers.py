@@ -30,7 +30,7 @@ FINISH_TIMEOUT_S = 120.0
 
 
 class Tracker(Protocol):
-    """A destination of metrics. `log` may be called several times for a step, and later for an earlier step."""
+    """Receives metrics. `log` may be called several times for a step, and later for an earlier step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -56,7 +56,7 @@ def build_trackers(config: Config, resume_step: int | None) -> Trackers:
 
 
 def missing_packages(tracking: TrackingConfig) -> list[str]:
-    """Return a line for each tracker of `tracking` whose package is not installed."""
+    """Return a line for each tracker of `tracking` with a package that is not installed."""
     asked = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb}
     return [
         f"tracking.{name} = {str(value).lower()}: its package is not installed; pip install {name}, or set it to "
@@ -131,8 +131,8 @@ class TensorBoardTracker:
 class WandbTracker:
     """Logs to an open wandb run. An error of wandb is a warning and never stops or delays training.
 
-    The step is a metric, so evaluations may arrive late. wandb cannot rewind a run without its server, so steps that a
-    resume repeats have both values there; metrics.jsonl has each step once.
+    The step is a metric, so evaluations may arrive late. wandb cannot rewind a run without its server, so a step that a
+    resume repeats has both values there. metrics.jsonl has each step once.
     """
 
     def __init__(self, run: Any):
@@ -180,7 +180,7 @@ def open_wandb(config: Config, resume_step: int | None) -> WandbTracker | None:
         except Exception as error:
             logger.warning("wandb %s failed, training goes on: %s", mode, " ".join(str(error).split()))
             with contextlib.suppress(Exception):
-                wandb.teardown()  # or the next attempt finds the id in use
+                wandb.teardown()  # otherwise the next attempt finds the id in use
             continue
         if mode == "online":
             logger.info("wandb: %s", run.url)
