@@ -305,7 +305,7 @@ def test_a_port_in_use_is_refused(tree):
         assert f"engine.port = {tree['engine']['port']}: already in use" in found(tree)
 
 
-LINE = "Correct that line; what it imports must be installed or on PYTHONPATH"
+LINE = "Correct that line; its imports must be installed or on PYTHONPATH"
 UNFIT = "a reward takes (prompt, response_text) and returns a number"
 
 

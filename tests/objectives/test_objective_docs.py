@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "objectives.md"
 
 
 def test_the_page_says_of_every_preset_when_to_use_it():
-    section = PAGE.read_text().split("## Which one\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Choosing a method\n")[1].split("\n## ")[0]
     assert not [name for name in PRESETS if f"`{name}`" not in section]
 
 
