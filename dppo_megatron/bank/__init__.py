@@ -1,7 +1,8 @@
-"""The rollout bank: the append-only, crash-safe directory through which every rollout reaches the trainer.
+"""Store finished groups in the rollout bank, an append-only, crash-safe directory.
 
-The orchestrator holds the one `BankWriter`; trainer ranks and tools use `BankReader`. Training order is the
-order of appending: step s trains on groups [s G, (s + 1) G). docs/bank.md describes the files.
+Every rollout reaches the trainer through the bank. The orchestrator has the only `BankWriter`; trainer ranks and tools
+use `BankReader`. The training order is the order of appending: step s trains on groups [s G, (s + 1) G). docs/bank.md
+describes the files.
 """
 
 from .entry import BankEntry

@@ -1,4 +1,4 @@
-"""Counts what a bank holds, and finds sampled tokens that would be trained on twice, not at all, or otherwise."""
+"""Count the contents of a bank, and find sampled tokens that training would repeat, miss or change."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ COUNTS = (
     *(*TOKENS.values(), "tokens that carry loss"),
 )
 Turn = tuple[int, int, int]  # prompt position, trajectory, turn
-TOLERANCE = 1e-4  # of a log-prob and the same one in its top-K list, or 0: rounding of a log-softmax
+TOLERANCE = 1e-4  # difference allowed by rounding between a log-prob and its copy in the top-K list, or above 0
 
 
 @dataclass
 class Audit:
-    """counts: of groups, trajectories, branches, turns and tokens by origin. problems: one line each.
+    """Contains the counts and problems that an audit found.
 
-    Tokens that carry loss are those of policy spans in trajectories that did not fail; `objective.overlong_filter` and
-    the objective itself may leave some of them out.
+    counts: groups, trajectories, branches, turns and tokens by origin. problems: one line each.
+    Tokens that carry loss are the tokens of policy spans in trajectories that did not fail; `objective.overlong_filter`
+    and the objective itself may leave out some of these.
     """
 
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
@@ -41,7 +42,7 @@ class Audit:
         return f"{found}; {len(self.problems)} problems"
 
     def add(self, group: RolloutGroup) -> dict[Turn, Rollout]:
-        """Counts and checks a group; returns its turns as the bank has them."""
+        """Count and check a group; return its turns as the bank stores them."""
         found: dict[Turn, Rollout] = {}
         behind: dict[Turn, np.ndarray] = {}  # all tokens up to the end of the turn
         position = group.prompt.position
@@ -77,10 +78,11 @@ class Audit:
 
 
 def audit(groups: Iterable[RolloutGroup], sampled: Mapping[Turn, Rollout] | None = None) -> Audit:
-    """Checks that each turn stands in one policy span of its trajectory, and is inherited as it was sampled.
+    """Check that each turn is in one policy span of its trajectory and is inherited exactly as it was sampled.
 
-    A bank on its own reveals only internal contradictions. `sampled` has every turn as the engine returned it, where
-    that was recorded: then tokens and all columns but the routes are compared bit for bit, and no turn may be missing.
+    A bank on its own reveals only internal contradictions. `sampled` has every turn as the engine returned it, if the
+    run recorded that. Then tokens and all columns except the routes are compared bit for bit, and no turn may be
+    missing.
     """
     result = Audit()
     left = set(sampled or ())
@@ -99,9 +101,9 @@ def audit(groups: Iterable[RolloutGroup], sampled: Mapping[Turn, Rollout] | None
 
 
 def audit_bank(directory: Path) -> Iterator[tuple[int, int, Audit]]:
-    """Audits all groups of a bank, one in memory at a time: after each (groups so far, groups in all, what was found).
+    """Audit all groups of a bank, one in memory at a time; yield (groups done, all groups, `Audit`) after each.
 
-    What cannot be read is a problem. Groups whose file is gone, as `checkpoint.keep_rollouts` removes it, are counted.
+    An unreadable group is a problem. Groups with a deleted file (`checkpoint.keep_rollouts`) are only counted.
     """
     reader, result, done = BankReader(directory), Audit(), 0
     try:
@@ -145,7 +147,7 @@ def spans_of(group: RolloutGroup, i: int) -> Iterator[tuple[int, int, np.ndarray
 
 
 def _contradictions(turn: Rollout) -> Iterator[str]:
-    """Yield the contradictions within one turn."""
+    """Yield the internal contradictions of one turn."""
     if (turn.rollout_logprob > TOLERANCE).any():
         yield "a log-prob above 0"
     if turn.versions.min() < 0 or (np.diff(turn.versions) < 0).any():
@@ -161,7 +163,7 @@ def _contradictions(turn: Rollout) -> Iterator[str]:
 
 
 def _differing(found: Rollout, sampled: Rollout) -> list[str]:
-    """Names of the values of one turn that are not those that were sampled; routes are not compared."""
+    """Return the names of the values of a turn that differ from the sampled ones; routes are not compared."""
     ours, theirs = ({"token_ids": r.token_ids, **split_columns(r.columns, [len(r.versions)], None)[0]}
                     for r in (found, sampled))  # fmt: skip
     return [

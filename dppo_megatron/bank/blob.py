@@ -1,7 +1,7 @@
-"""The blob of a group: one safetensors file whose samples can be read without one another.
+"""Encode and decode the blob of a group: one safetensors file with independently readable samples.
 
 Its tensors are `prompt.ids`, then the four parts of each sample: core, top-K, sampling mask, routes. Each part is
-contiguous. All places follow from `Shapes`, which the index line gives. Equal groups are equal bytes.
+contiguous. `Shapes`, from the index line, determines all offsets. Equal groups give equal bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .shapes import DTYPES, Shapes, tensor_bytes
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A blob as the buffers that it consists of, with their sizes and checksums for the index line."""
+    """Represents a blob as a list of buffers, with their sizes and checksums for the index line."""
 
-    buffers: list[np.ndarray]  # uint8, end to end; those of samples are the group's own arrays, not copies
+    buffers: list[np.ndarray]  # uint8, consecutive; the samples' buffers are the group's own arrays, not copies
     size: int
     front: tuple[int, int]  # bytes and crc32 of header and prompt ids
-    parts: list[list[int]]  # bytes of every part of every sample
+    parts: list[list[int]]  # bytes of each part, for every sample
     crc: list[list[int]]
     shapes: Shapes
 
@@ -61,7 +61,7 @@ def encode_group(group: RolloutGroup) -> Encoded:
 
 
 def _stored(rollout: Rollout) -> dict[str, np.ndarray]:
-    """The arrays of a sample by their names in the blob."""
+    """Return the arrays of a sample by their names in the blob."""
     spans = np.array([[POLICY, len(rollout.token_ids), 0]], np.int32) if rollout.spans is None else rollout.spans
     columns = {c.stored_name: rollout.column(c.name) for c in COLUMNS}
     return {"ids": rollout.token_ids, "spans": spans, **columns}
@@ -98,7 +98,7 @@ def _metadata(group: RolloutGroup) -> dict[str, str]:
 
 
 def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
-    """Decode a blob's first bytes to the prompt and the finish reason of every sample.
+    """Decode the first bytes of a blob to the prompt and the finish reason of every sample.
 
     Raises `ValueError` that names each difference between the header and the index line.
     """
@@ -141,7 +141,7 @@ def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
 
 
 def _read_header(header: bytes, shapes: Shapes) -> tuple[dict[str, Any], bool]:
-    """Return the metadata, and whether the tensors are those of `shapes`; parses them only where the text differs."""
+    """Return the metadata, and whether the tensors match `shapes`; parse the tensors only if their text differs."""
     start, end = b'{"__metadata__":', b"," + shapes.text().encode()
     if header.startswith(start) and header.endswith(end):
         return json.loads(header[len(start) : -len(end)]), True
@@ -152,7 +152,7 @@ def _read_header(header: bytes, shapes: Shapes) -> tuple[dict[str, Any], bool]:
 def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str, np.ndarray]) -> Rollout:
     """Decode sample i from the bytes [uint8] of its parts; columns of other parts are None.
 
-    Raises `ValueError` where the tokens contradict the index line.
+    Raises `ValueError` when the tokens contradict the index line.
     """
     arrays: dict[str, Any] = {}
     for part, tensors in zip(PARTS, entry.shapes.parts(i), strict=True):
@@ -185,7 +185,7 @@ def _compare_versions(entry: BankEntry, i: int, versions: np.ndarray) -> None:
 
 
 def _compare_spans(entry: BankEntry, i: int, spans: np.ndarray) -> np.ndarray | None:
-    """Return the spans as a `Rollout` has them: None for a single span of the policy."""
+    """Return the spans in the form of `Rollout`: None for a single span of the policy."""
     tokens = int(entry.response_lengths[i])
     wanted = [tokens, 0, 0] if entry.spans is None else entry.spans[i].tolist()
     if np.bincount(spans[:, 0], weights=spans[:, 1], minlength=3).tolist() != wanted:

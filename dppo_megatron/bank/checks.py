@@ -1,4 +1,4 @@
-"""Checks of a group before it enters the bank: a wrong dtype or length there would be trained on unseen."""
+"""Check a group before it enters the bank, because training would not notice a wrong dtype or length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FINISH_REASONS = ("stop", "length", "max_turns", "abort")
 
 
 def check_group(group: RolloutGroup) -> None:
-    """Raise `ValueError` for arrays of wrong length or dtype, values that are not finite, and contradictions."""
+    """Raise `ValueError` for arrays of wrong length or dtype, non-finite values and contradictions."""
     where = f"group of prompt position {group.prompt.position}"
     n = len(group.rollouts)
     if n == 0:
@@ -47,7 +47,7 @@ def _check_sample(r: Rollout, group: RolloutGroup, where: str) -> None:
 
 
 def _check_columns(r: Rollout, group: RolloutGroup, sampled: int, where: str) -> None:
-    """Check presence, dtype and shape of every column against the table; trailing sizes are those of sample 0."""
+    """Check presence, dtype and shape of every column against the table; sample 0 gives the trailing sizes."""
     first, found = group.rollouts[0].columns, r.columns
     read = len(group.prompt.token_ids) + len(r.token_ids) - 1
     for name, shape in expected_shapes(found, sampled, read, first).items():
@@ -109,7 +109,7 @@ def _check_trajectories(group: RolloutGroup, where: str) -> None:
 
 
 def _expect(array: Any, dtype: Any, shape: tuple[int, ...], what: str) -> None:
-    # No silent cast: log-probs that went through half precision would bias every ratio unseen.
+    # No silent cast: log-probs that passed through half precision would bias every ratio.
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
         found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise ValueError(f"{what}: expected numpy {np.dtype(dtype).name} {shape}, found {found}")

@@ -1,4 +1,4 @@
-"""The index line of a group, which is enough to plan training without opening its blob."""
+"""Describe a group by its index line, which suffices to plan training without opening the group's blob."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .shapes import Shapes
 
 @dataclass(frozen=True, slots=True)
 class BankEntry:
-    """The index line of one group: everything but its tokens."""
+    """Contains the index line of one group: all its data except the tokens."""
 
     number: int  # place in the training order: groups of the bank counted from 0
     segment: int
@@ -25,7 +25,7 @@ class BankEntry:
     rewards: np.ndarray  # [n] fp32
     reward_failed: np.ndarray  # [n] bool, the verifier gave no reward
     truncated: np.ndarray  # [n] bool, ended by the length limit
-    min_version: int  # oldest policy version that sampled any token; -1 when there is none
+    min_version: int  # oldest policy version of any sampled token; -1 when there is none
     max_version: int
     version_sum: int  # over all sampled tokens
     finish_reasons: dict[str, int]
@@ -34,11 +34,11 @@ class BankEntry:
     time: float  # seconds since the epoch, when written
     shapes: Shapes
     front: tuple[int, int]  # bytes and crc32 of the blob before the first sample: header and prompt ids
-    parts: np.ndarray  # [n, 4] int64, bytes of each part of every sample, in the order of `types.PARTS`
+    parts: np.ndarray  # [n, 4] int64, bytes of each part, in the order of `types.PARTS`
     part_crc: np.ndarray  # [n, 4] int64
     routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is stored
-    spans: np.ndarray | None = None  # [n, 3] int32, tokens by origin of their span; None: all are the policy's
-    trajectory: tuple[int, ...] | None = None  # of every sample; None: each its own
+    spans: np.ndarray | None = None  # [n, 3] int32, tokens by origin of their span; None: the policy sampled all
+    trajectory: tuple[int, ...] | None = None  # of every sample; None: each sample is its own trajectory
     turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32, of every trajectory
 
     @property
@@ -47,25 +47,25 @@ class BankEntry:
 
     @property
     def sampled(self) -> np.ndarray:
-        """[n] int32, tokens of every sample that the policy sampled: those with a log-prob and a version."""
+        """Return [n] int32, the tokens that the policy sampled, which have a log-prob and a version."""
         return self.response_lengths if self.spans is None else self.spans[:, 0]
 
     @property
     def trajectories(self) -> np.ndarray:
-        """[n] int, the trajectory of every sample, ascending from 0."""
+        """Return [n] int, the trajectory of every sample, ascending from 0."""
         return np.arange(self.num_samples) if self.trajectory is None else np.array(self.trajectory)
 
     @property
     def first_of_trajectories(self) -> np.ndarray:
-        """[trajectories] int, the first sample of each. All branches of a trajectory have its reward."""
+        """Return [trajectories] int, the first sample of each. All branches of a trajectory have the same reward."""
         return np.flatnonzero(np.diff(self.trajectories, prepend=-1))
 
     @property
     def has_sampling_mask(self) -> bool:
-        """Whether the tokens were drawn from a part of the vocabulary."""
+        """Return whether the tokens were drawn from a subset of the vocabulary."""
         return "sampling_mask_ids" in self.shapes.columns
 
     @property
     def tokens(self) -> int:
-        """Prompt and response tokens of all samples, as `RolloutGroup.num_tokens`."""
+        """Return the number of prompt and response tokens of all samples, as `RolloutGroup.num_tokens`."""
         return self.prompt_tokens * len(self.response_lengths) + int(self.response_lengths.sum())

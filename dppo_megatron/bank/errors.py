@@ -1,4 +1,4 @@
-"""What can go wrong with a bank. Every message names the file, where in it, and what to do."""
+"""Define the errors of a bank. Every message names the file, the place in the file, and the remedy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ RESTORE = "restore it from a copy, or start a new run directory"
 
 
 class BankError(ExpectedError, RuntimeError):
-    """Anything wrong with a bank; the message names the file and the remedy."""
+    """The bank has a problem; the message names the file and the remedy."""
 
 
 class BankLocked(BankError):
-    """Another process holds the bank for writing."""
+    """Another process has the bank open for writing."""
 
 
 class BankWriteError(BankError):
-    """A record could not be written. It was rolled back; every earlier record is intact.
+    """Writing a record failed. The record was rolled back; every earlier record is intact.
 
-    `errno` is that of the operating system, e.g. `errno.ENOSPC`.
+    `errno` is the error number of the operating system, e.g. `errno.ENOSPC`.
     """
 
     def __init__(self, message: str, errno: int | None = None):
@@ -30,15 +30,15 @@ class BankWriteError(BankError):
 
 
 class BankCorruption(BankError):
-    """Bytes on disk contradict each other in a place that a crash while writing cannot explain."""
+    """Bytes on disk contradict each other in a way that a crash during a write cannot explain."""
 
 
 class BankTimeout(BankError, TimeoutError):
-    """The groups waited for did not arrive, or the disk did not take one."""
+    """The expected groups did not arrive, or the disk did not accept a group."""
 
 
 def write_error(path: Path, error: OSError, needed: int) -> BankWriteError:
-    """needed: bytes that were to be written."""
+    """Return the error for a failed write of `needed` bytes."""
     why = DiskFull(path, error, needed) if error.errno in NO_ROOM else f"{path}: {error.strerror}"
     return BankWriteError(f"writing a record failed: {why}. Every record written before is intact", error.errno)
 

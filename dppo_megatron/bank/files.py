@@ -1,4 +1,4 @@
-"""The files of a bank: numbered segments, the lock of its writer, and `head.json`, which names the newest segment."""
+"""Read and write the files of a bank: numbered segments, the writer's lock, and `head.json` with the newest segment."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .errors import RESTORE, BankCorruption, not_accessible
 
 FORMAT = 2
 HEAD_NAME = "head.json"
-# Where what one process wrote is at once visible, in order, to every other that can see the file system.
+# On these, one process's writes are at once visible, in order, to every other process on the file system.
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "apfs"})
-_HINT_BYTES = 128 << 10  # of a longer hint Linux takes the beginning alone: as much as it reads ahead, by default this
-_BUFFER_BYTES = 32 << 20  # of address space: memory is what of it was ever used
+_HINT_BYTES = 128 << 10  # Linux honors only the beginning of a longer hint: its read-ahead size, by default this
+_BUFFER_BYTES = 32 << 20  # of address space; only pages that were used take memory
 _ALIGNED = 64  # bytes
 _INDEX_NAME = re.compile(r"segment-(\d{6,18})\.jsonl")
 
 
 def segment_paths(directory: Path, number: int) -> tuple[Path, Path]:
-    """(.bin, .jsonl) of a segment."""
+    """Return the paths (.bin, .jsonl) of a segment."""
     stem = f"segment-{number:06d}"
     return directory / f"{stem}.bin", directory / f"{stem}.jsonl"
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Segments with an index file, ascending; files of other names do not count, whoever put them there.
+    """Return the numbers of all segments with an index file, ascending; files with other names are ignored.
 
-    Raises `BankCorruption` when one is missing in between.
+    Raises `BankCorruption` when a number in between is missing.
     """
     names = {path.name for path in directory.glob("segment-*.jsonl")}
     found = sorted(int(m[1]) for m in map(_INDEX_NAME.fullmatch, names) if m)
@@ -51,7 +51,7 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What a writer left that was closed and not killed: all of it is on the device, nothing of it may be missing."""
+    """Contains sizes and checksum recorded by a cleanly closed writer: all its data is on the device and must exist."""
 
     index: int  # bytes of the last segment's .jsonl
     data: int  # bytes of its .bin
@@ -60,13 +60,13 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`head.json`, replaced when a segment begins, when a writer is closed and when the next one opens."""
+    """Represents `head.json`, replaced when a segment begins, when a writer is closed and when the next one opens."""
 
     segment: int  # the newest
     closed: Closed | None = None
 
     def write(self, directory: Path) -> None:
-        """Raises OSError."""
+        """Write the file atomically. Raises OSError."""
         closed = self.closed
         fields: dict[str, Any] = {"format": FORMAT, "segment": self.segment}
         if closed is not None:
@@ -75,7 +75,7 @@ class Head:
 
     @classmethod
     def read(cls, directory: Path) -> Head | None:
-        """None where there is none. Raises `BankCorruption` for a file that no writer wrote."""
+        """Read the file; return None if it is missing. Raises `BankCorruption` for content that no writer wrote."""
         path = directory / HEAD_NAME
         try:
             content = path.read_bytes()
@@ -101,28 +101,33 @@ class Head:
 
 
 class ReadBuffer:
-    """Memory for what is read, used again after `reuse`: the system clears every page of new memory, which takes longer
-    than to copy one out of its cache."""
+    """Provides memory for reads, which `reuse` makes available again.
+
+    The system clears every page of new memory, which takes longer than copying a page from its cache.
+    """
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, np.uint8)
         self._used = 0
 
     def take(self, size: int) -> np.ndarray:
-        """[size] uint8, the caller's until `reuse`."""
+        """Return [size] uint8, which belongs to the caller until `reuse`."""
         begin = self._used
-        if begin + size > len(self._bytes):  # what was taken before keeps the memory that it has
+        if begin + size > len(self._bytes):  # earlier arrays keep their memory
             begin, self._bytes = 0, np.empty(max(size, 2 * len(self._bytes), _BUFFER_BYTES), np.uint8)
         self._used = begin + -(-size // _ALIGNED) * _ALIGNED
         return self._bytes[begin : begin + size]
 
     def reuse(self) -> None:
-        """What was taken is written over by what is taken from now on."""
+        """Invalidate earlier arrays: later ones reuse their memory."""
         self._used = 0
 
 
 def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = None) -> np.ndarray:
-    """[size] uint8 of a file, fewer where it ends. One call of the system may give less, and never more than 2 GiB."""
+    """Return [size] uint8 of a file, fewer at its end.
+
+    One system call may return less than requested, and never more than 2 GiB.
+    """
     into = np.empty(size, np.uint8) if buffer is None else buffer.take(size)
     found = 0
     while found < size and (count := os.preadv(file, [into.data[found:]], offset + found)):
@@ -131,9 +136,9 @@ def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = No
 
 
 def announce(file: int, begin: int, end: int) -> None:
-    """Has the system fetch bytes [begin, end) of a file into its cache, where it takes such hints; does not wait.
+    """Ask the system to fetch bytes [begin, end) of a file into its cache, if it supports such hints; do not wait.
 
-    Raises OSError where a file system refuses.
+    Raises OSError when a file system rejects the hint.
     """
     if hasattr(os, "posix_fadvise"):
         for at in range(begin, end, _HINT_BYTES):
@@ -141,7 +146,7 @@ def announce(file: int, begin: int, end: int) -> None:
 
 
 def split_lines(path: Path) -> tuple[list[bytes], bytes]:
-    """The lines of an index file that end with a newline, and what stands behind them."""
+    """Return the lines of an index file that end with a newline, and the bytes after them."""
     content = path.read_bytes() if path.exists() else b""
     end = content.rfind(b"\n") + 1
     return [line + b"\n" for line in content[:end].split(b"\n")[:-1]], content[end:]
@@ -150,6 +155,6 @@ def split_lines(path: Path) -> tuple[list[bytes], bytes]:
 def is_local(directory: Path) -> bool:
     place = directory.resolve()
     mounts = [m for m in psutil.disk_partitions(all=True) if place.is_relative_to(m.mountpoint)]
-    # The longest mount point is the nearest; of equals the last one mounted hides the others.
+    # The longest mount point is the nearest; of equal ones, the last one mounted hides the others.
     nearest = max(enumerate(mounts), key=lambda m: (len(m[1].mountpoint), m[0]), default=None)
     return nearest is not None and nearest[1].fstype in LOCAL_FILE_SYSTEMS

@@ -1,7 +1,7 @@
-"""The finished turns of a group that is still being played: on disk before anybody acts on them.
+"""Write the finished turns of an unfinished group to disk before any process uses them.
 
-A pair of files as a segment of the bank, named by the prompt's position. A turn is a record as a group of one sample
-is: its prompt is all that stands before the turn, its trajectory the number in the group that is played.
+A journal is a pair of files like a segment of the bank, named by the prompt's position. A turn is stored as a group of
+one sample. Its prompt is all tokens before the turn; its trajectory is the number within the unfinished group.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _NONE = np.zeros(1, np.float32)
 
 
 class Journal:
-    """Of the group of the prompt at `position`, open for writing. `found`: what an earlier process wrote, in order.
+    """Opens the journal of the group of the prompt at `position` for writing.
 
-    Records are not flushed to the device: they survive the end of every process, `kill -9` included, and not that of
-    the machine. What is not whole is cut, for nobody has acted on it. Raises `BankError`.
+    `found`: the turns that an earlier process wrote, in order. Records are not flushed to the device: they survive the
+    end of every process, `kill -9` included, but not a crash of the machine. Truncates an incomplete last record;
+    nothing has used it yet. Raises `BankError`.
     """
 
     def __init__(self, directory: Path, position: int):
@@ -51,12 +52,14 @@ class Journal:
         self._segment = Segment(directory, position, False, data_size=data_size, index_size=index_size)
 
     def add(self, trajectory: int, behind: np.ndarray, sampled: Rollout, temperature: float) -> None:
-        """Returns once the turn is written. behind: [P] int32, all tokens before it. Raises `BankWriteError`."""
+        """Write a turn, and return once it is written. behind: [P] int32, all tokens before it. Raises
+        `BankWriteError`.
+        """
         prompt = Prompt(self._position, 0, behind, "", "")
         group = RolloutGroup(prompt, (replace(sampled, trajectory=trajectory),), _NONE, _NONE > 0, temperature)
         encoded = encode_group(group)
         self._segment.write(encoded.buffers, group_line(group, self._segment.data_size, encoded))
 
     def remove(self) -> None:
-        """Once the bank has the group; what else is added fails. Harmless when repeated."""
+        """Delete the files once the bank has the group; a later `add` fails. Harmless when repeated."""
         self._segment.remove()

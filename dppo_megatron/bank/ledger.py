@@ -1,4 +1,4 @@
-"""Checks of a bank's index from its first line on: which line may follow, for readers and the writer."""
+"""Check the index of a bank from its first line on: which line may follow, for readers and the writer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK = 1024
 
 
 class Positions:
-    """A set of prompt positions; they are dense, so each takes about two bits."""
+    """Stores a set of prompt positions. They are dense, so each takes about two bits."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, int] = {}
@@ -34,24 +34,24 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Offset and size of a group's blob in its segment's .bin."""
+    """Contains offset and size of a group's blob in its segment's .bin."""
 
     offset: int
     size: int
 
 
 class Ledger:
-    """Takes whole lines in order, segment after segment. Raises `BankCorruption` for one that cannot follow."""
+    """Accepts complete lines in order, segment by segment. Raises `BankCorruption` for a line that cannot follow."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self.positions = Positions()
         self.chain = 0  # running crc32 of all lines
         self.total_groups = 0
-        # Of the segment that is being read:
+        # State of the segment that is being read:
         self.segment = 0
         self.lines = 0
-        self.index_size = 0  # bytes of whole lines
+        self.index_size = 0  # bytes of complete lines
         self.data_size = 0  # bytes of the groups' blobs
         self.groups = self.dropped = 0
         self.ended = False
@@ -65,9 +65,9 @@ class Ledger:
         return segment_paths(self._directory, self.segment)[0]
 
     def add(self, line: bytes) -> Place | None:
-        """Check the next line, newline included, and return the place of its blob where it is a group's.
+        """Check the next line, newline included, and return the place of its blob if the line is a group's.
 
-        Raises `BankError` for a bank of format 1, whose lines have no crc32 of their own.
+        Raises `BankError` for a bank of format 1, because lines of that format have no crc32.
         """
         old = self.segment == 0 and self.lines == 0 and RECORD.match(line) and not is_sealed(line)
         if old and not (self._directory / HEAD_NAME).exists():
@@ -82,11 +82,11 @@ class Ledger:
         return place
 
     def next_segment(self) -> None:
-        """Go on to the next segment, which must exist. Raises `BankCorruption` when this one is not finished."""
+        """Continue with the next segment, which must exist. Raises `BankCorruption` when this one is not finished."""
         if not self.ended:
             what = "has no line" if self.lines == 0 else f"ends with line {self.lines}"
             self._refuse_file(f"{what}, without the line that ends a finished segment, though a later one exists")
-        # Old .bin files may be deleted, but those that stay are whole.
+        # Old .bin files may be deleted, but the remaining ones are complete.
         stored = file_size(self.data_path)
         if stored is not None and stored != self.data_size:
             raise BankCorruption(

@@ -1,4 +1,4 @@
-"""The lines of a bank's index: how they are written, sealed with their own crc32, and read."""
+"""Write and read the lines of a bank's index, each sealed with its own crc32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .blob import Encoded
 from .entry import BankEntry
 from .shapes import Shapes
 
-# `kind`, `position` and `row` come first on every record, so a scan need not parse the rest; of a group then its place.
+# Every record begins with `kind`, `position` and `row`, so that a scan need not parse the rest. In a group's line, the
+# place of its blob follows.
 RECORD = re.compile(rb'\{"kind":"(group|dropped)","position":(\d{1,18}),"row":(\d{1,18})[,}]')
 PLACE = re.compile(rb'\{"kind":"group","position":\d{1,18},"row":\d{1,18},"offset":(\d{1,18}),"bytes":(\d{1,18}),')
 GROUP_START = b'{"kind":"group",'
@@ -47,7 +48,7 @@ def _group_fields(group: RolloutGroup) -> dict[str, Any]:
 
 
 def group_line(group: RolloutGroup, offset: int, encoded: Encoded) -> bytes:
-    """The index line of a group whose blob starts at `offset`, newline included."""
+    """Return the index line of a group with a blob at `offset`, newline included."""
     optional: dict[str, Any] = {}
     if any(r.spans is not None for r in group.rollouts):
         optional["spans"] = [tokens_by_origin(r.spans, len(r.token_ids)) for r in group.rollouts]
@@ -84,12 +85,12 @@ def dropped_fields(position: int, row: int, reason: str, detail: str) -> dict[st
 
 
 def begin_line(segment: int, chain: int) -> bytes:
-    """First line of a segment. chain: running crc32 of all lines of the segments before it."""
+    """Return the first line of a segment. chain: running crc32 of all lines of earlier segments."""
     return sealed(kind="begin", v=2, segment=segment, chain=f"{chain:08x}")
 
 
 def end_line(groups: int, dropped: int, data_size: int) -> bytes:
-    """Last line of a segment to which nothing is added any more."""
+    """Return the last line of a segment that is complete."""
     return sealed(kind="end", groups=groups, dropped=dropped, bytes=data_size)
 
 
@@ -98,26 +99,29 @@ def plain(**fields: Any) -> bytes:
 
 
 def sealed(**fields: Any) -> bytes:
-    """The line with the crc32 of all of it that comes before as its last field."""
+    """Return the line with the crc32 of all preceding bytes as its last field."""
     text = plain(**fields)[:-2]
     return text + b',"line":"%08x"}\n' % zlib.crc32(text)
 
 
 def is_sealed(line: bytes) -> bool:
-    """Whether the line is as it was written; its newline may be missing."""
+    """Return whether the line is unchanged since it was written; its newline may be missing."""
     seal = _SEAL.fullmatch(line, line.rfind(b',"line":"'))
     return seal is not None and int(seal[1], 16) == zlib.crc32(line[: seal.start()])
 
 
 def starts_with_sealed(tail: bytes) -> bool:
-    """Whether `tail` is a whole line, or one with something else behind it than a newline."""
+    """Return whether `tail` is a complete line, possibly followed by other bytes than a newline."""
     start = tail.rfind(b',"line":"')
     return start >= 0 and len(tail) > start + _SEAL_BYTES and is_sealed(tail[: start + _SEAL_BYTES])
 
 
 def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
-    """Raises `ValueError`, `KeyError`, `IndexError` or `TypeError` for a line that is not a group's."""
-    fields = from_json(line)  # every rank reads the lines of every group: half the time of the standard library's
+    """Parse the index line of a group.
+
+    Raises `ValueError`, `KeyError`, `IndexError` or `TypeError` for any other line.
+    """
+    fields = from_json(line)  # every rank reads the lines of every group; takes half the time of the standard library
     if fields.get("v") != 2 or not is_sealed(line):
         raise ValueError(f"format {fields.get('v')!r}, or not as it was written")
     n, routing, parts = fields["n"], fields["routing"], np.array(fields["parts"], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The lock of a bank's one writer: a file that is locked until its process ends."""
+"""Lock a bank for its only writer, with a file that is locked until its process ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCK_NAME = "writer.lock"
 
 
 class WriterLock(FileLock):
-    """Taken when made. Raises `BankLocked` when another writer, in this process or any, has it."""
+    """Takes the lock when created. Raises `BankLocked` when another writer, in this or another process, has it."""
 
     def __init__(self, directory: Path):
         path = directory / LOCK_NAME
@@ -31,7 +31,7 @@ class WriterLock(FileLock):
             raise not_accessible(path, error) from error
 
     def check(self) -> None:
-        """Raises `BankLocked` when the file was deleted or replaced: another writer may have taken the bank."""
+        """Raise `BankLocked` when the file was deleted or replaced, because another writer may have taken the bank."""
         held = os.fstat(self.descriptor)
         try:
             found = os.stat(self._path)

@@ -1,4 +1,4 @@
-"""Readers of a bank: any number, in any process, while the writer appends."""
+"""Read a bank, from any number of processes, while the writer appends."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ from .ledger import Ledger
 from .lines import parse_group_line
 
 Front = tuple[Prompt, list[str]]  # the prompt, the finish reason of every sample
-FRONTS = 256  # that a reader keeps
-LAG_S = 60.0  # for which a network file system may remember that there was no such file, or a shorter one
+FRONTS = 256  # fronts that a reader keeps
+LAG_S = 60.0  # time for which a network file system may cache that a file is missing or shorter
 
 
 class BankReader:
     """Follows the bank in `directory`, which need not exist yet.
 
-    Keeps some 30 bytes per group in memory; index lines and tokens are read on demand. Every line is checked as it
-    comes: its crc32, that it follows from those before it, and that what `head.json` names is there.
+    Keeps about 30 bytes per group in memory; index lines and tokens are read on demand. Each new line is checked: its
+    crc32, whether it may follow the earlier lines, and whether the files that `head.json` names exist.
     """
 
     def __init__(self, directory: str | Path):
         self._directory = Path(directory)
         self._ledger = Ledger(self._directory)
         self._missing_since: float | None = None
-        # Of every group: segment, line number, byte offset and size of its index line.
+        # For every group: segment, line number, byte offset and size of its index line.
         self._segments = array("l")
         self._lines = array("l")
         self._offsets = array("q")
         self._sizes = array("l")
-        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # by group, those read last
+        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # by group, the last ones read
 
     @property
     def num_groups(self) -> int:
-        """Groups found by the last `refresh`."""
+        """Return the number of groups that the last `refresh` found."""
         return len(self._segments)
 
     def refresh(self) -> int:
-        """Reads what was added to the index since the last call; returns `num_groups`.
+        """Read the lines added to the index since the last call; return `num_groups`.
 
-        Raises `BankCorruption` when the index shrank or holds a line that cannot follow, or when something is missing;
-        on a network file system, when it is still so after a minute.
+        Raises `BankCorruption` when the index shrank, a line cannot follow or a file is missing. On a network file
+        system, it is raised only if the problem persists for a minute.
         """
-        # Before the index: whatever it names was there when it was written.
+        # Read before the index: all files that it names existed when it was written.
         head = Head.read(self._directory)
         while True:
-            # Checked before reading: once a successor exists, nothing is added to this segment.
+            # Checked before reading: once the next segment exists, nothing is added to this one.
             finished = self._exists(segment_paths(self._directory, self._ledger.segment + 1)[1])
             try:
                 self._read_new_lines()
@@ -68,16 +68,16 @@ class BankReader:
                     break
                 self._ledger.next_segment()
             except BankCorruption as error:
-                # Of what another host writes, a later piece may be there before an earlier one, which reads as zeros.
+                # A later part of another host's writes may appear before an earlier part, which reads as zeros.
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
-        if problem and head == Head.read(self._directory):  # else the writer went on meanwhile
+        if problem and head == Head.read(self._directory):  # else the writer continued meanwhile
             return self._not_there(problem)
         self._missing_since = None
         return self.num_groups
 
     def wait_for(self, count: int, timeout_s: float, poll_s: float = 0.01) -> int:
-        """Returns `num_groups` once it is at least `count`.
+        """Return `num_groups` once it is at least `count`.
 
         timeout_s: longest time without any new group, from the start of the call or the last arrival.
         Raises `BankTimeout`.
@@ -102,7 +102,7 @@ class BankReader:
             time.sleep(poll_s)
 
     def entries(self, start: int, stop: int) -> list[BankEntry]:
-        """Index lines of groups [start, stop) of the training order, read from disk; no tokens.
+        """Read the index lines of groups [start, stop) of the training order from disk, without tokens.
 
         Raises `IndexError` when `stop` exceeds `num_groups`.
         """
@@ -114,22 +114,22 @@ class BankReader:
         return found
 
     def segments(self) -> list[tuple[int, int]]:
-        """[start, stop) in the training order of every segment that has groups: of a run those of one step each."""
+        """Return [start, stop) in the training order of every segment with groups: one segment per step."""
         numbers = np.array(self._segments)
         ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         return [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
 
     def announce(self, wanted: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
-        """Has the system fetch what `read` of these samples will read, and does not wait for it; returns its bytes.
+        """Ask the system to fetch the bytes that `read` of these samples will read; return their number at once.
 
-        Only a hint: nothing is checked, and nothing raised where files are missing.
+        This is only a hint: nothing is checked, and missing files raise no error.
         """
         total = 0
         for segment, group in groupby(wanted, key=lambda each: each[0].segment):
             spans = [span for entry, samples in group for span in _spans(entry, samples, parts)]
             total += sum(end - begin for begin, end in spans)
             with suppress(OSError), segment_paths(self._directory, segment)[0].open("rb", buffering=0) as file:
-                there = os.fstat(file.fileno()).st_size  # what an entry says is not checked yet
+                there = os.fstat(file.fileno()).st_size  # entries are not checked yet
                 for begin, end in spans:
                     announce(file.fileno(), begin, min(end, there))
         return total
@@ -141,10 +141,10 @@ class BankReader:
         parts: Sequence[str] = PARTS,
         buffer: ReadBuffer | None = None,
     ) -> RolloutGroup:
-        """Read the group of an entry, or only the given samples of it, in the given order.
+        """Read the group of an entry, or only the given samples, in the given order.
 
-        parts: of `types.PARTS`, with `core` among them; columns of other parts are not read and None. buffer: memory
-        for the samples' arrays, which stay valid until it is reused; None = memory of their own.
+        parts: a selection of `types.PARTS` that includes `core`; columns of other parts are not read and None. buffer:
+        memory for the samples' arrays, which stay valid until it is reused; None = memory of their own.
         Raises `BankCorruption` when bytes are missing, do not match their checksum or contradict the entry.
         """
         path = segment_paths(self._directory, entry.segment)[0]
@@ -162,7 +162,7 @@ class BankReader:
             raise BankCorruption(f"{where}: {error}; {RESTORE}") from error
 
     def _front(self, file: int, entry: BankEntry) -> Front:
-        """Of one entry checked once, though its samples are read a few at a time."""
+        """Return the front of an entry; check it only once, although samples are read a few at a time."""
         known = self._fronts.get(entry.number)
         if known is not None and known[0] is entry:
             return known[1]
@@ -173,7 +173,7 @@ class BankReader:
         return front
 
     def _not_there(self, problem: str) -> int:
-        """Raises `BankCorruption`, or waits and sees where files of other hosts appear late."""
+        """Raise `BankCorruption`, or return and retry later where files of other hosts may appear late."""
         now = time.monotonic()
         if self._missing_since is None:
             self._missing_since = now
@@ -183,7 +183,7 @@ class BankReader:
 
     def _exists(self, path: Path) -> bool:
         try:
-            # NFS may remember for a minute that there was no such file, unless the directory is opened first.
+            # NFS may cache for a minute that a file is missing, unless the directory is opened first.
             os.close(os.open(self._directory, os.O_RDONLY))
         except FileNotFoundError:
             return False
@@ -194,7 +194,7 @@ class BankReader:
     def _read_new_lines(self) -> None:
         path, ledger = self._ledger.index_path, self._ledger
         try:
-            # Opened anew each time: network file systems revalidate their caches on open.
+            # Opened again each time: network file systems revalidate their caches on open.
             with path.open("rb", buffering=0) as file:
                 if file.seek(0, os.SEEK_END) < ledger.index_size:
                     raise BankCorruption(
@@ -207,7 +207,7 @@ class BankReader:
             return
         except OSError as error:
             raise not_accessible(path, error) from error
-        # A line without its newline is being written: it is read again, whole, next time.
+        # A line without newline is still being written; the next call reads it again, complete.
         for line in added[: added.rfind(b"\n") + 1].split(b"\n")[:-1]:
             offset = ledger.index_size
             if ledger.add(line + b"\n") is not None:
@@ -235,7 +235,7 @@ class BankReader:
 
 
 def read_front(file: int, entry: BankEntry) -> Front:
-    """What stands before the samples: the prompt and their finish reasons. Raises as `read_samples`."""
+    """Read the bytes before the samples: the prompt and the finish reasons. Raises as `read_samples`."""
     size, crc = entry.front
     return decode_front(_piece(file, size, entry.offset, crc, "the prompt").tobytes(), entry)
 
@@ -248,9 +248,9 @@ def read_samples(
     front: Front | None = None,
     buffer: ReadBuffer | None = None,
 ) -> RolloutGroup:
-    """Samples of the group of an entry; `file` is the descriptor of the blobs, `front` what `read_front` gave for it.
+    """Read samples of the group of an entry.
 
-    Raises `ValueError` and `OSError`.
+    `file` is the descriptor of the blobs, `front` the result of `read_front` for it. Raises `ValueError` and `OSError`.
     """
     prompt, finish = front or read_front(file, entry)
     ends = _ends(entry)
@@ -282,12 +282,12 @@ def read_samples(
 
 
 def _ends(entry: BankEntry) -> np.ndarray:
-    """[n, 4] int64: where in the file each part of each sample ends."""
+    """Return [n, 4] int64: the end in the file of each part of each sample."""
     return entry.offset + entry.front[0] + np.cumsum(entry.parts).reshape(entry.parts.shape)
 
 
 def _spans(entry: BankEntry, samples: Sequence[int], parts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """(begin, end) in the file of what `read` reads of these samples; end to end ones are one."""
+    """Yield (begin, end) in the file of the bytes that `read` reads of these samples; adjacent ranges are merged."""
     begin, end = entry.offset, entry.offset + entry.front[0]
     ends, wanted = _ends(entry), [p for p, part in enumerate(PARTS) if part in parts]
     for i in samples:
@@ -302,7 +302,7 @@ def _spans(entry: BankEntry, samples: Sequence[int], parts: Sequence[str]) -> It
 
 
 def _piece(file: int, size: int, offset: int, crc: int, what: str, buffer: ReadBuffer | None = None) -> np.ndarray:
-    """[size] uint8, checked."""
+    """Read [size] uint8 and compare their checksum."""
     found = read_up_to(file, size, offset, buffer)
     if len(found) < size:
         raise ValueError(f"{what}: only {len(found)} of {size} bytes are there")

@@ -1,8 +1,8 @@
-"""Opening a bank for writing: everything its index says is checked, and what a crash left half written is cut off.
+"""Open a bank for writing: check the whole index, and truncate records that a crash left incomplete.
 
-Only the last segment may be incomplete, for every other was flushed to the device before the next was begun. Cut are
-bytes behind the last whole line, and records at the end whose data a power failure took; never a record that is whole,
-and nothing at all where the last writer was closed.
+Only the last segment may be incomplete, because every other one was flushed to the device before the next began. Bytes
+after the last complete line are truncated, and so are records at the end with data that a power failure took. A
+complete record is never truncated. After a writer that was closed, nothing is truncated.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def recover(directory: Path) -> Ledger:
-    """The state from which a writer goes on, after truncating an incomplete end of the last segment, with a log line.
+    """Truncate an incomplete end of the last segment, with a log line; return the state that a writer continues.
 
-    Raises `BankCorruption` when the directory is damaged beyond what a crash explains.
+    Raises `BankCorruption` when the directory is damaged in a way that a crash cannot explain.
     """
     head = Head.read(directory)
     numbers = segment_numbers(directory) or [0]
@@ -38,7 +38,7 @@ def recover(directory: Path) -> Ledger:
     closed = None if head is None or head.segment != ledger.segment else head.closed
     _refuse_tail(ledger, tail, closed)
     whole, problem = _whole_lines(ledger, lines, closed)
-    named = ledger.data_size  # a power failure may take some of it and leave the rest
+    named = ledger.data_size  # a power failure may take a part of this data and leave the rest
     if whole < len(lines):
         ledger = _read(directory, lines[:whole])
     elif tail:
@@ -49,7 +49,7 @@ def recover(directory: Path) -> Ledger:
 
 
 def _read(directory: Path, last: list[bytes]) -> Ledger:
-    """All segments' lines, of the last one those in `last`."""
+    """Read the lines of all segments; the lines of the last segment are `last`."""
     ledger = Ledger(directory)
     for number in segment_numbers(directory)[:-1]:
         lines, tail = split_lines(segment_paths(directory, number)[1])
@@ -69,7 +69,7 @@ def _refuse_tail(ledger: Ledger, tail: bytes, closed: Closed | None) -> None:
 
 
 def _whole_lines(ledger: Ledger, lines: list[bytes], closed: Closed | None) -> tuple[int, str]:
-    """How many lines of the last segment stay, and why the next one does not."""
+    """Return how many lines of the last segment stay, and why the next line does not."""
     stored = file_size(ledger.data_path)
     if stored is None:
         if ledger.groups:
@@ -98,7 +98,7 @@ def _whole_lines(ledger: Ledger, lines: list[bytes], closed: Closed | None) -> t
 
 
 def _problem(ledger: Ledger, line: bytes, number: int, data: int, stored: int) -> str:
-    """Why the record is not whole; empty when it is."""
+    """Return why the record is incomplete; empty when it is complete."""
     try:
         entry = parse_group_line(line, 0, ledger.segment, number)
     except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -115,9 +115,9 @@ def _problem(ledger: Ledger, line: bytes, number: int, data: int, stored: int) -
 
 
 def _refuse_lost_lines(ledger: Ledger, closed: Closed | None, named: int) -> None:
-    """A crash leaves the data of one group that has no line yet; more means that the index lost lines.
+    """Raise `BankCorruption` if there is more data without index lines than a crash can leave: one group.
 
-    named: bytes of data for which there were lines, those included that are not whole and will be cut.
+    named: bytes of data with index lines, including incomplete records that will be truncated.
     """
     stored = file_size(ledger.data_path) or 0
     if closed is not None and (ledger.index_size, stored) != (closed.index, closed.data):
@@ -142,7 +142,7 @@ def _refuse_lost_lines(ledger: Ledger, closed: Closed | None, named: int) -> Non
 
 
 def _blob_size(data: BinaryIO) -> int | None:
-    """Bytes of the safetensors file that begins here; None where none does."""
+    """Return the size of the safetensors file that begins here; None where none does."""
     size = int.from_bytes(data.read(8), "little")
     if not 2 <= size <= HEADER_LIMIT:
         return None

@@ -1,6 +1,6 @@
-"""Rollouts that no resume needs: the trainer gives leave to delete them, the writer of the bank does.
+"""Delete rollouts that no resume needs: the trainer permits it, and the writer of the bank deletes them.
 
-bank/retain-from-000040     the .bin files of earlier segments may go; their index lines stay, the prompt cursor
+bank/retain-from-000040     permits deletion of the .bin files of earlier segments; their index lines stay
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DATA = re.compile(r"segment-(\d{6,18})\.bin")
 
 
 def give_leave(directory: Path, segment: int) -> None:
-    """The data of segments before `segment` may be deleted. Leave that was given for more stays. Raises OSError."""
+    """Permit deletion of the data of segments before `segment`. An earlier, wider permission stays. Raises OSError."""
     before = _leaves(directory)
     if segment <= max(before, default=0):
         return
@@ -31,7 +31,7 @@ def give_leave(directory: Path, segment: int) -> None:
 
 
 def delete_unneeded(directory: Path, newest: int) -> None:
-    """Deletes what leave was given for, but never the data of segment `newest`. What fails is tried again later."""
+    """Delete the permitted segments, but never the data of segment `newest`. A failed deletion is retried later."""
     try:
         end = min(max(_leaves(directory), default=0), newest)
         unneeded = sorted(n for path in directory.glob("segment-*.bin") if 0 <= (n := _number(_DATA, path)) < end)
@@ -42,7 +42,7 @@ def delete_unneeded(directory: Path, newest: int) -> None:
 
 
 def is_retired(directory: Path, segment: int) -> bool:
-    """Return whether the data of `segment` is deleted by leave, as `checkpoint.keep_rollouts` gives it."""
+    """Return whether the data of `segment` was deleted with permission, as `checkpoint.keep_rollouts` gives it."""
     return segment < max(_leaves(directory), default=0) and not segment_paths(directory, segment)[0].exists()
 
 
@@ -51,6 +51,6 @@ def _leaves(directory: Path) -> list[int]:
 
 
 def _number(pattern: re.Pattern[str], path: Path) -> int:
-    """-1 for a file of another name, whoever put it there."""
+    """Return the number in a file name, -1 for other names."""
     match = pattern.fullmatch(path.name)
     return int(match[1]) if match else -1

@@ -1,4 +1,4 @@
-"""One segment of a bank, open for writing: its two files change together or not at all."""
+"""Write one segment of a bank: both files change together or not at all."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dppo_megatron.common.files import sync
 from .errors import BankWriteError, write_error
 from .files import segment_paths
 
-_BUFFERS_A_CALL = 1024  # IOV_MAX
+_BUFFERS_A_CALL = 1024  # limit of Linux (IOV_MAX)
 
 
 class Segment:
-    """The two files of segment `number`, created when missing, at the given sizes: what lies behind them is not whole.
+    """Opens the two files of segment `number`, creates missing ones and truncates both to the given sizes.
 
-    fsync: flush each record to the device, the blob before its index line.
-    Raises `BankWriteError` when they cannot be opened.
+    Bytes after these sizes are incomplete records. fsync: flush each record to the device, the blob before its index
+    line. Raises `BankWriteError` when the files cannot be opened.
     """
 
     def __init__(self, directory: Path, number: int, fsync: bool, *, data_size: int = 0, index_size: int = 0):
         self.number = number
-        self.data_size = data_size  # bytes of whole records
+        self.data_size = data_size  # bytes of complete records
         self.index_size = index_size
         self._fsync = fsync
         self._broken: str | None = None
         self._data_path, self._index_path = segment_paths(directory, number)
-        # A reader takes the index file as the sign that the segment exists, so the blobs' file comes first.
+        # For a reader, a segment exists once its index file does, so the blob file is created first.
         self._data = self._index = -1
         try:
             self._data = os.open(self._data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -47,14 +47,14 @@ class Segment:
 
     @property
     def broken(self) -> bool:
-        """Whether what the files hold is not known any more; nothing is written to them."""
+        """Return whether the content of the files is unknown; then nothing is written to them."""
         return self._broken is not None
 
     def write(self, blob: Sequence[np.ndarray], line: bytes, *, flush: bool = False) -> None:
-        """Adds one record to both files or, raising `BankWriteError`, leaves both as they were.
+        """Add one record to both files. If that raises `BankWriteError`, both files stay as they were.
 
-        blob: its bytes [uint8] in pieces, which are written without being copied. flush: to the device, whatever the
-        segment's own rule.
+        blob: its bytes [uint8] in buffers, which are written without a copy. flush: flush to the device, regardless of
+        the setting of the segment.
         """
         if self._broken:
             raise BankWriteError(self._broken)
@@ -74,7 +74,7 @@ class Segment:
             self._sync_index(len(line))
 
     def close(self) -> None:
-        """Flushes both files to the device and closes them. Raises `BankWriteError`."""
+        """Flush both files to the device and close them. Raises `BankWriteError`."""
         try:
             for descriptor in self._open_files():
                 os.fsync(descriptor)
@@ -84,9 +84,9 @@ class Segment:
             self._close_files()
 
     def remove(self) -> None:
-        """Closes both files and deletes them; what else is written fails. Harmless when repeated."""
+        """Close both files and delete them; later writes fail. Harmless when repeated."""
         self._close_files()
-        for path in (self._index_path, self._data_path):  # in this order a crash leaves none without its blobs
+        for path in (self._index_path, self._data_path):  # in this order, a crash leaves no index without its blobs
             path.unlink(missing_ok=True)
 
     def _open_files(self) -> list[int]:
@@ -101,8 +101,8 @@ class Segment:
         try:
             os.fdatasync(self._index)
         except OSError as error:
-            # A reader may have used the record already, so it stays; what the device holds is unknown from
-            # here on.
+            # A reader may have used the record already, so it stays. From here on, the content of the device is
+            # unknown.
             failure = self._failure(error, size)
             self._broken = f"{failure}. The last record may not survive a power failure; restart to check the bank"
             raise BankWriteError(self._broken, error.errno) from error

@@ -1,4 +1,4 @@
-"""Where the tensors of a group lie in its blob: one place that the writer, the index line and readers agree on."""
+"""Compute the place of each tensor in a group's blob; the writer, the index line and readers share this code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.types import COLUMNS, PARTS, RolloutGroup, column_named
 from dppo_megatron.types import SAFETENSORS_DTYPES as DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Columns that the index line had fields for before it had `columns` and `listed`.
+# Columns that had fields of their own in the index line before `columns` and `listed` existed.
 _INDEXED = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "sampling_mask_ids",
             "sampling_mask_counts", "routed_experts")  # fmt: skip
 Tensor = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
@@ -20,19 +20,19 @@ Tensor = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What the places of a group's tensors follow from. Lists have a number for each sample.
+    """Contains the sizes that determine the places of a group's tensors. Lists have a number for each sample.
 
     Example: a prompt of 5 tokens, samples of 3 and 2 tokens with top-2 lists. prompt 5, tokens [3, 2], sampled [3, 2],
     spans [1, 1], columns {"rollout_logprob": ("F32", ()), "versions": ("I32", ()), "topk_ids": ("I32", (2,)), ...},
-    listed {}. Sample 0 has 3 * 4 bytes of ids at byte 5 * 4, one span of 12 bytes behind them, and so on.
+    listed {}. Sample 0 has 3 * 4 bytes of ids at byte 5 * 4, then one span of 12 bytes, and so on.
     """
 
     prompt: int  # tokens
     tokens: list[int]  # after the prompt, S
-    sampled: list[int]  # of them by the policy, R
+    sampled: list[int]  # of which the policy sampled, R
     spans: list[int]  # J
-    columns: dict[str, tuple[str, tuple[int, ...]]]  # dtype and trailing shape of those that the group has
-    listed: dict[str, list[int]]  # entries of those columns that have any number for each token
+    columns: dict[str, tuple[str, tuple[int, ...]]]  # dtype and trailing shape of the group's columns
+    listed: dict[str, list[int]]  # entries of the columns with a variable number for each token
 
     @classmethod
     def of(cls, group: RolloutGroup) -> Shapes:
@@ -49,10 +49,10 @@ class Shapes:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any], core: Sequence[int] = ()) -> Shapes:
-        """The inverse of `fields`, given all fields of an index line.
+        """Build the shapes from the fields of an index line; the inverse of `fields`.
 
-        core: bytes of the samples' core parts, from which their spans follow; without it each sample has one span.
-        Raises `ValueError` for a column that this version does not know.
+        core: bytes of the samples' core parts, which determine the number of spans; without it each sample has one
+        span. Raises `ValueError` for a column that this version does not know.
         """
         tokens, spans = fields["lengths"], fields.get("spans")
         columns: dict[str, tuple[str, tuple[int, ...]]] = {"rollout_logprob": ("F32", ()), "versions": ("I32", ())}
@@ -78,7 +78,7 @@ class Shapes:
         return shapes
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the index line from which `of_fields` finds the columns."""
+        """Return the fields of the index line from which `of_fields` restores the columns."""
         topk, routing = self.columns.get("topk_ids"), self.columns.get("routed_experts")
         more = {name: [dtype, *shape] for name, (dtype, shape) in self.columns.items() if name not in _INDEXED}
         listed = {name: sizes for name, sizes in self.listed.items() if name not in _INDEXED}
@@ -91,7 +91,7 @@ class Shapes:
         }
 
     def parts(self, i: int) -> tuple[list[Tensor], ...]:
-        """The tensors of each part of sample i."""
+        """Return the tensors of each part of sample i."""
         s = self.tokens[i]
         rows = {"sampled": self.sampled[i], "read": self.prompt + s - 1}
         found: dict[str, list[Tensor]] = {part: [] for part in PARTS}
@@ -104,7 +104,7 @@ class Shapes:
         return tuple(found.values())
 
     def table(self) -> dict[str, dict[str, Any]]:
-        """The header's entries of all tensors, in the order in which they lie."""
+        """Return the header's entries of all tensors, in the order of the blob."""
         tensors: list[Tensor] = [("prompt.ids", "I32", (self.prompt,))]
         for i in range(len(self.tokens)):
             tensors += [(f"s{i}.{name}", dtype, shape) for part in self.parts(i) for name, dtype, shape in part]
@@ -115,7 +115,7 @@ class Shapes:
         return entries
 
     def text(self) -> str:
-        """`table` as the writer's JSON, without the opening brace."""
+        """Return `table` as the writer's JSON, without the opening brace."""
         return json.dumps(self.table(), separators=(",", ":"))[1:]
 
 

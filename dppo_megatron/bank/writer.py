@@ -1,4 +1,4 @@
-"""The one writer of a bank: appends records, survives being killed, rolls back what a full disk interrupted."""
+"""Append records to a bank as its only writer: survive being killed, and roll back partial writes on a full disk."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ T = TypeVar("T")
 class BankWriter:
     """Appends groups and dropped prompts to the bank in `directory`, which is created when missing.
 
-    Opening takes an exclusive lock until the process ends, truncates a record that a crash left incomplete (with a log
-    line) and reads which prompt positions are done. A segment holds `groups_per_segment` groups, so with one training
-    step's groups in each, segment s is the batch of step s. One thread of the writer encodes and writes groups in the
-    order of the calls; the calls come from one thread.
+    Opening takes an exclusive lock until the process ends. It truncates a record that a crash left incomplete (with a
+    log line) and reads which prompt positions are done. A segment has `groups_per_segment` groups: with the groups of
+    one training step in each, segment s is the batch of step s. One thread of the writer encodes and writes groups in
+    the order of the calls; the calls come from one thread.
 
     fsync: flush every record to the device before `append` returns, some milliseconds each. Without it a segment is
     flushed when it is full: a record survives any crash of processes, but a power failure can lose records of the last
     segment. Readers on other hosts need it, because a network file system shows them unflushed files late and out of
     order. Default: on unless the file system is known to be local.
 
-    Raises `BankLocked` when another writer has the bank, `BankCorruption` when the directory is damaged
-    beyond what a crash explains, `BankError` when it cannot be written to.
+    Raises `BankLocked` when another writer has the bank, `BankCorruption` when the directory is damaged in a way that a
+    crash cannot explain, `BankError` when it cannot be written to.
     """
 
     def __init__(self, directory: str | Path, groups_per_segment: int, *, fsync: bool | None = None):
@@ -65,52 +65,52 @@ class BankWriter:
             self._lock.release()
             raise
         self._done = self._ledger.positions.all()
-        # Groups begun here, and of those the ones that failed: each is changed by one thread alone.
+        # Groups begun here, and how many of these failed: only one thread changes each number.
         self._stored_before, self._begun, self._failed = self._ledger.total_groups, 0, 0
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "bank-writer")
 
     @property
     def num_train_groups(self) -> int:
-        """Groups in the bank; training step s uses groups [s G, (s + 1) G) in the order of appending."""
+        """Return the number of groups in the bank; step s uses groups [s G, (s + 1) G) in the order of appending."""
         return self._ledger.total_groups
 
     @property
     def num_begun_groups(self) -> int:
-        """`num_train_groups` with those that are being written."""
+        """Return `num_train_groups` plus the groups that are being written."""
         return self._stored_before + self._begun - self._failed
 
     def done_positions(self) -> frozenset[int]:
-        """Prompt positions of all records, group or dropped: what must not be sampled again."""
+        """Return the prompt positions of all records, group or dropped, which must not be sampled again."""
         return frozenset(self._done)
 
     def append(self, group: RolloutGroup) -> int:
-        """Writes one group and returns its number in the training order.
+        """Write one group and return its number in the training order.
 
-        Raises `ValueError` for a malformed group or a position that is already done, `BankWriteError` when
-        the disk refuses it; the bank is then as before the call, and the call may be repeated once there is
-        space. Raises `BankLocked` when another writer may have the bank.
+        Raises `ValueError` for a malformed group or a position that is already done, and `BankWriteError` when the
+        write fails. The bank is then unchanged, and the call may be repeated once there is space. Raises `BankLocked`
+        when another writer may have the bank.
         """
         return self.begin_append(group).result()
 
     def begin_append(self, group: RolloutGroup) -> Future[int]:
-        """`append` in the writer's thread; the group is in the bank once the future has its number.
+        """Call `append` in the writer's thread; the group is in the bank once the future has its number.
 
-        The group's arrays must stay as they are until then. Raises at once for a position that is already done.
+        The group's arrays must not change until then. Raises at once for a position that is already done.
         """
         return self._begin(group.prompt.position, lambda: self._append(group), groups=1)
 
     def drop(self, position: int, row: int, reason: str, detail: str = "") -> None:
-        """Records that a prompt is done and yields no group. Raises as `append`."""
+        """Record that a prompt is done and yields no group. Raises as `append`."""
         self.begin_drop(position, row, reason, detail).result()
 
     def begin_drop(self, position: int, row: int, reason: str, detail: str = "") -> Future[None]:
-        """`drop` in the writer's thread. Raises at once for a position that is already done, or that is none."""
+        """Call `drop` in the writer's thread. Raises at once for a position that is already done or negative."""
         if position < 0 or row < 0:
             raise ValueError(f"dropped prompt {position} of row {row}: position and row count from 0")
         return self._begin(position, lambda: self._drop(position, row, reason, detail))
 
     def close(self) -> None:
-        """Waits for what was begun, flushes to the device and gives the lock back. Harmless when repeated."""
+        """Wait for pending writes, flush to the device and release the lock. Harmless when repeated."""
         if self._thread is None:
             return
         self._thread.shutdown()
@@ -139,7 +139,7 @@ class BankWriter:
         self._begun += groups
         return self._thread.submit(self._write, position, write, groups)
 
-    # What follows runs in the writer's thread.
+    # The methods below run in the writer's thread.
 
     def _write(self, position: int, write: Callable[[], T], groups: int) -> T:
         try:
@@ -171,8 +171,9 @@ class BankWriter:
         if ledger.lines == 0:
             return ledger, self._begin_segment(ledger)
         if head != Head(ledger.segment):
-            # A writer that was closed: from now on the files may be longer than it left them. One that was killed
-            # between the begin line of a segment and this file: no second line may follow before it names the segment.
+            # After a closed writer, the files may now grow beyond the sizes that it recorded. After a writer that was
+            # killed between the begin line of a segment and this file, no second line may follow before the file names
+            # the segment.
             self._write_head(ledger.segment)
         sizes = {"data_size": ledger.data_size, "index_size": ledger.index_size}
         return ledger, Segment(self._directory, ledger.segment, self._fsync, **sizes)
