@@ -1,7 +1,7 @@
-"""A trust region after the step: the change by its updates is measured, and reverted where it is too large.
+"""Bound a whole step by a trust region: measure the change by its updates, and revert it if it is too large.
 
 A mask decides which tokens have a gradient. It does not bound how far all gradients of a step move the policy through
-Adam. Here the tokens of the step are scored again by the new weights, before these are published.
+Adam. Here the new weights score the tokens of the step again, before the weights are published.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ _GROWTH = 2**0.5  # of the learning rate's scale, after a step that stayed well 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The end of a step on its line. divergence: there. whole: of the whole step. rejected: places beyond the bound."""
+    """Describes the accepted end of a step on the line from its start.
+
+    divergence: at that end. whole: divergence of the whole step. rejected: ends beyond the bound. Example: fraction
+    0.5, divergence 0.01, whole 0.03, rejected 1 for a step of which half is kept.
+    """
 
     fraction: float
     divergence: float
@@ -41,10 +45,10 @@ class Accepted:
 
 
 def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], float]) -> Accepted:
-    """Keep the whole step if `measure()` is within the bound there, else its half, quarter, ..., and at last nothing.
+    """Keep the whole step if `measure()` is within the bound there, else half, a quarter, ..., and at last nothing.
 
-    A step within the bound is not changed. The start is kept for any value measured there: it was accepted before, by
-    fresher rollouts or by an engine that computes as the trainer does.
+    A step within the bound is not changed. The start is kept regardless of its divergence: it was accepted before, with
+    fresher rollouts or an engine that computes as the trainer does.
     """
     whole = divergence = measure()
     fraction, rejected = 1.0, 0
@@ -59,11 +63,11 @@ def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], flo
 
 
 def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted) -> float:
-    """Return the scale of the learning rate for the next step, the radius of the trust region, from that of this step.
+    """Return the learning-rate scale for the next step, the radius of the trust region, from the scale of this step.
 
-    A step of which a part was kept should have been that much smaller. One that was taken back, from a start within
-    the bound, should have been smaller than the smallest part that was tried; where the start itself is beyond the
-    bound, the size of the step is not to blame.
+    A partly kept step should have been smaller by that fraction. A step that was fully reverted, from a start within
+    the bound, should have been smaller than the smallest fraction that was tried. If the start itself is beyond the
+    bound, the scale does not change.
     """
     if settings.learning_rate == "keep":
         return scale
@@ -75,10 +79,10 @@ def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted)
 
 
 class Acceptance:
-    """`acceptance` of the config for one actor. `begin` before a step's first update, `settle` after its last.
+    """Applies the config's `acceptance`: call `begin` before a step's first update, and `settle` after its last.
 
-    Both are collective. A decision depends on earlier steps only by the actor's `lr_scale`, which checkpoints contain,
-    so a resumed run decides as an uninterrupted one.
+    Both are collective. A decision depends on earlier steps only through the actor's `lr_scale`, which checkpoints
+    contain. A resumed run therefore decides as an uninterrupted one.
     """
 
     def __init__(self, config: Config, actor: Actor, objective: ObjectiveProtocol):
@@ -100,7 +104,7 @@ class Acceptance:
     def settle(self, batch: StepBatch, step: int) -> dict[str, float]:
         """Move the policy back along the step as far as the bound requires; return metrics, empty if not measured.
 
-        batch: what the step's updates trained on, old log-probs included.
+        batch: the data of the step's updates, old log-probs included.
         """
         line = self._line
         if line is None or not batch.updates:

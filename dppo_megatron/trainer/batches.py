@@ -1,4 +1,4 @@
-"""The sources of a step's batch: the bank (RL) or a file of answers (supervised), as the same micro-batches.
+"""Read the batch of a step from the bank (RL) or a file of answers (supervised), as the same micro-batches.
 
 Every denominator of the loss is fixed here, for the whole global update, before the first micro-batch.
 """
@@ -32,35 +32,35 @@ if TYPE_CHECKING:
     from dppo_megatron.actor import Actor
 
 
-AHEAD_BYTES = 32 << 20  # of this micro-batch and the next ones, that the system is asked to fetch
-VISIBLE_S = 120.0  # within which a network file system shows every node what rank 0 has seen
+AHEAD_BYTES = 32 << 20  # bytes of this and the next micro-batches that the system is asked to fetch
+VISIBLE_S = 120.0  # time after which a network file system shows every node the files that rank 0 has seen
 
 
 class BankMismatch(ExpectedError, ValueError):
-    """The bank was filled under other settings than those of the run that trains on it."""
+    """The bank was filled with other settings than the run that trains on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSequence:
-    """A sequence of which every token is stored: see `token_log`."""
+    """Names a sequence with all its tokens stored: see `token_log`."""
 
-    micro_batch: int  # of this data-parallel rank
-    number: int  # in it
-    position: int  # of the prompt
+    micro_batch: int  # micro-batch of this data-parallel rank
+    number: int  # place in that micro-batch
+    position: int  # position of the prompt
     sample: int
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
-    """One optimizer update: this data-parallel rank's micro-batches. Every rank has the same number of them."""
+    """Contains one optimizer update: this data-parallel rank's micro-batches, equally many on every rank."""
 
     micro_batches: list[TokenBatch]
     sequences: int  # computed over all ranks
-    tokens: int  # of those
-    rows: int  # computed for them: fewer than tokens where sequences share a prefix
-    pairs: int  # of a query and a key in causal attention over these rows
+    tokens: int  # tokens of these sequences
+    rows: int  # rows computed for these tokens: fewer where sequences share a prefix
+    pairs: int  # pairs of a query and a key in causal attention over these rows
     stored: tuple[StoredSequence, ...] = ()
-    trajectories: int = 0  # of which the sequences are the branches; 0 = each is one
+    trajectories: int = 0  # trajectories with the sequences as branches; 0 = each sequence is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class BatchSource(Protocol):
         """Return the progress so far in words; a wait times out when it stops changing."""
 
     def read(self, step: int) -> StepBatch:
-        """Return the batch of `step` for this data-parallel rank; the same plan on every rank."""
+        """Return the batch of `step` for this data-parallel rank; every rank computes the same plan."""
 
 
 class BankBatches:
-    """Batch of step s: bank groups [s*G, (s+1)*G), in prompt order so that a resumed run sums in the same order.
+    """Reads the batch of step s: bank groups [s*G, (s+1)*G), in prompt order, which a resumed run sums identically.
 
-    Reads only the samples of data-parallel rank `rank`, and of those the `parts` that `parts_of` returns.
+    Reads only the samples of data-parallel rank `rank`, and of these only the `parts` that `parts_of` returns.
     share_prefixes: samples of a group are kept together, to compute their prompt once (`Actor.shares_prefixes`).
     """
 
@@ -104,7 +104,7 @@ class BankBatches:
         self._reader = reader
         self._objective = objective
         self._rank, self._size = rank, size
-        self._buffer = ReadBuffer()  # of one micro-batch, all of which is copied when it is packed
+        self._buffer = ReadBuffer()  # of one micro-batch, which is copied entirely when it is packed
         self._rollout_metrics = RunDir(config.run.dir).rollout_metrics
         self._experts = read_hf_config(config.model.path).moe if config.rollout.routing_replay else None
 
@@ -130,7 +130,7 @@ class BankBatches:
         return StepBatch([u for u in updates if u is not None], metrics)
 
     def _staleness(self, step: int, entries: Sequence[BankEntry]) -> dict[str, float]:
-        """Policy versions between sampling and training, over all sampled tokens."""
+        """Return the number of policy versions between sampling and training, over all sampled tokens."""
         tokens = sum(int(entry.sampled.sum()) for entry in entries)
         lag = step * tokens - sum(entry.version_sum for entry in entries)
         oldest = min((entry.min_version for entry in entries if entry.sampled.any()), default=step)
@@ -147,7 +147,7 @@ class BankBatches:
         return {"rollout/kept_tokens_mean": kept / max(sum(sum(entry.shapes.sampled) for entry in entries), 1)}
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
-        """Raise `BankMismatch` where the bank was filled under other settings, or lacks the rewards of turns."""
+        """Raise `BankMismatch` if the bank was filled with other settings or lacks the rewards of turns."""
         trained = [e for e in entries if not e.reward_failed.all()]
         if self._config.objective.credit == "turn" and trained and all(e.turn_rewards is None for e in trained):
             raise BankMismatch(
@@ -159,7 +159,7 @@ class BankBatches:
                 raise BankMismatch(f"{setting}: prompt {entry.position} in the bank {found}; {remedy}")
 
     def _differences(self, entry: BankEntry) -> Iterator[tuple[str, str, str]]:
-        """Yield (setting with value, what the bank has instead, remedy) for each difference of one group."""
+        """Yield (setting with value, difference in the bank, remedy) for each difference of one group."""
         rollout, refill = self._config.rollout, "use the setting the bank was filled with"
         if entry.temperature != rollout.temperature:
             found = f"was sampled at {entry.temperature}, and training log-probs must be those of that distribution"
@@ -208,7 +208,10 @@ class BankBatches:
         }
 
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
-        """Denominators count every trajectory that carries loss; only samples that can move the policy are computed."""
+        """Plan and pack one update: compute only samples that can move the policy.
+
+        The denominators count every trajectory that carries loss.
+        """
         advantages, weights = samples.advantages, samples.loss_weights(self._config)
         moves = (advantages != 0).any(axis=2) | self._objective.moves_without_advantage
         used = (samples.carrying > 0) & moves
@@ -222,7 +225,7 @@ class BankBatches:
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens, prefixes)
         topk = self._config.rollout.topk_logprobs if "topk" in self._parts else 0
         micro_batches = []
-        # One after the other: what is read is packed, and its memory used again.
+        # One after the other: a micro-batch is read and packed, then the next one reuses the memory.
         planned = [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]
         for chosen in self._fetched_ahead(entries, planned):
             self._buffer.reuse()
@@ -252,9 +255,9 @@ class BankBatches:
     ) -> tuple[StoredSequence, ...]:
         """Return this rank's share of the sequences to store: groups are drawn until their sequences suffice.
 
-        computed: [C, 2] group and sample of all that are computed, which `plan` has by micro-batch. Example: groups
-        drawn in the order [2, 0, 1], so group 0 is second, 1 third and 2 first: turn [1, 2, 0], the argsort of the
-        order. With computed groups [0, 0, 1, 2, 2] the sequences have turns [1, 1, 2, 0, 0]; for three wanted ones the
+        computed: [C, 2] group and sample of all computed sequences, which `plan` has by micro-batch. Example: groups
+        are drawn in the order [2, 0, 1], so group 0 is second, 1 third and 2 first: turn [1, 2, 0], the argsort of the
+        order. With computed groups [0, 0, 1, 2, 2] the sequences have turns [1, 1, 2, 0, 0]. For three wanted ones the
         stable argsort [3, 4, 0, 1, 2] takes both sequences of group 2 and the first one of group 0.
         """
         wanted = -(-self._config.tracking.token_sequences // self._config.train.updates_per_step)
@@ -272,12 +275,12 @@ class BankBatches:
 
 
 def _by_group(samples: np.ndarray) -> dict[int, list[int]]:
-    """Return the samples of each group, from [C, 2] group and sample."""
+    """Return the samples of each group: [C, 2] group and sample [[0, 1], [2, 0], [0, 3]] give {0: [1, 3], 2: [0]}."""
     return {g: samples[samples[:, 0] == g, 1].tolist() for g in np.unique(samples[:, 0]).tolist()}
 
 
 def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout) -> float | np.ndarray:
-    """Return the advantage of all sampled tokens of a branch, or of each [R]; advantages [T] are those of the turns."""
+    """Return one advantage for all sampled tokens of a branch, or one for each [R]; advantages [T] are per turn."""
     if rollout.spans is None or len(advantages) == 1:
         return float(advantages[0])
     _, tokens, turns = rollout.spans[rollout.spans[:, 0] == POLICY].T
@@ -291,9 +294,9 @@ def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollou
 
 
 def parts_of(actor: Actor) -> tuple[str, ...]:
-    """Return the parts of a sample that this rank reads: lists and masks for the loss, routes to replay experts."""
+    """Return the parts of a sample that this rank reads: lists and masks for the loss, routes for expert replay."""
     parts = ["core"]
-    acceptance = actor.config.acceptance  # which compares lists on every rank
+    acceptance = actor.config.acceptance  # compares lists on every rank
     if actor.layout.is_last_stage or (acceptance.bound is not None and acceptance.divergence == "objective"):
         parts += ["topk", "sampling_mask"]
     if actor.routing is not None and actor.routing.held_layers:
@@ -302,7 +305,7 @@ def parts_of(actor: Actor) -> tuple[str, ...]:
 
 
 class SupervisedBatches:
-    """Batch of step s: the next `rollout.prompts_per_step` prompts with their own answers."""
+    """Reads the batch of step s: the next `rollout.prompts_per_step` prompts with the answers of their rows."""
 
     def __init__(self, config: Config, prompts: PromptSource, tokenizer: PreTrainedTokenizerBase, rank: int, size: int):
         self._config = config

@@ -1,4 +1,4 @@
-"""The time of each checkpoint, and the meaning of its step number."""
+"""Save and load checkpoints: when one is due, and the meaning of its step number."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class CheckpointMismatch(ExpectedError, ValueError):
 
 
 class Checkpoints:
-    """Saves weights, optimizer, schedule and RNG with the number of steps done.
+    """Saves weights, optimizer, schedule and RNG with the number of finished steps.
 
-    That number is the policy version and, times the groups per step, the bank cursor: the bank holds the rollouts of
-    every later step, so nothing else is needed to go on exactly. A context manager around the steps.
+    That number is the policy version and, times the groups per step, the bank cursor. The bank has the rollouts of
+    every later step, so nothing else is needed to resume exactly. A context manager around the steps.
     """
 
     def __init__(self, config: Config, actor: Actor):
@@ -33,14 +33,14 @@ class Checkpoints:
         self._actor = actor
         self._directory = RunDir(config.run.dir).checkpoints
         self._saved: int | None = None
-        self.metrics: dict[str, Any] = {}  # of the step that `load_latest` restored
+        self.metrics: dict[str, Any] = {}  # metrics of the step that `load_latest` restored
 
     def due(self, step: int) -> bool:
         every = self._config.checkpoint.every
         return step == self._config.train.steps or (every > 0 and step % every == 0)
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """metrics: the step's record, for a run that is killed before it is logged."""
+        """Save the state after `step`. metrics: the step's record, needed if the run is killed before it is logged."""
         if step == self._saved:
             return
         groups = step * self._config.rollout.prompts_per_step
@@ -58,13 +58,13 @@ class Checkpoints:
         self._release_rollouts()
 
     def _release_rollouts(self) -> None:
-        """Allow the deletion of rollouts that no checkpoint on the disk needs; one being written counts later."""
+        """Permit the deletion of rollouts that no checkpoint on the disk needs; one being written counts later."""
         keep = self._config.checkpoint.keep_rollouts
         if keep is None or self._actor.layout.rank != 0:
             return
         try:
             if steps := kept_steps(self._directory):
-                # A segment of the bank holds the rollouts of one step.
+                # A segment of the bank has the rollouts of one step.
                 give_leave(RunDir(self._config.run.dir).bank, min(steps[0], steps[-1] - keep))
         except OSError as error:
             log.warning("checkpoint.keep_rollouts = %d: no rollouts are deleted for now: %s", keep, error)
@@ -75,7 +75,8 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
         """Wait for the last checkpoint if it is written in the background, and raise its error.
 
-        After an error in training the other ranks may be at any point: each waits for itself, and that error stays.
+        After an error in training the other ranks may be at any point. Each rank then waits only for itself, and the
+        error of training is raised.
         """
         if kind is None:
             self._actor.finish_checkpoint()
@@ -84,7 +85,7 @@ class Checkpoints:
             self._actor.settle_checkpoint()
 
     def load_latest(self) -> int | None:
-        """Restores the newest whole checkpoint and returns its step; None when there is none."""
+        """Restore the newest complete checkpoint and return its step; None when there is none."""
         state = self._actor.load_checkpoint(self._directory)
         if state is None:
             return None

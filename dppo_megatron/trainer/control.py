@@ -1,4 +1,4 @@
-"""Agreement of all ranks between steps: the batch is there, or training stops."""
+"""Let all ranks agree between steps that the batch is available, or that training stops."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dppo_megatron.weight_sync import Publisher
 
 from .batches import BatchSource
 
-LAG_S = 2.0  # between checks for engines that came back
-ROUND_S = 60.0  # the longest that other ranks wait in one broadcast
+LAG_S = 2.0  # between checks for restarted engines
+ROUND_S = 60.0  # the longest wait of other ranks in one broadcast
 GO, STOP, STALLED, LAG, WAIT = 0, 1, 2, 3, 4
 
 
@@ -26,15 +26,15 @@ class BatchTimeout(ExpectedError, TimeoutError):
 
 
 class Control:
-    """Global rank 0 watches the bank and the signals, and broadcasts what to do over gloo, at least once a minute.
+    """Global rank 0 watches the bank and the signals, and broadcasts its decision over gloo, at least once a minute.
 
-    Only one process of the job polls the file system, and a long wait never reaches a collective's time-out.
-    A context manager: inside it SIGTERM and SIGINT are requests to stop, outside they end the process.
+    Only one process of the job polls the file system, and a long wait never reaches the time-out of a collective. A
+    context manager: inside it SIGTERM and SIGINT request a stop, outside they end the process.
     """
 
     def __init__(self, stall_timeout_s: float):
         self._stall_timeout_s = stall_timeout_s
-        self._progress, self._since = "", 0.0  # rank 0: what was last seen of the rollouts, and since when
+        self._progress, self._since = "", 0.0  # rank 0: the last progress of the rollouts, and its time
         self._stop = False
         self._handlers: dict[int, object] = {}
         self._ranks = Ranks(timeout_s=stall_timeout_s + 120)
@@ -48,15 +48,14 @@ class Control:
             signal.signal(number, handler)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it: rank 0 may wait for engines longer than a collective may take."""
+        """Return when every rank has called it; rank 0 may wait for engines longer than a collective may take."""
         self._ranks.barrier("rank 0, which waits for the engines")
 
     def wait_until_ready(self, source: BatchSource, step: int, publisher: Publisher | None = None) -> bool:
-        """True when the batch of `step` can be read, False when an engine needs the policy again before it can be
-        sampled. Collective.
+        """Wait for the batch of `step`; return False if an engine needs the policy before it can sample. Collective.
 
-        Raises `StopRequested` on every rank when a signal requested it, and `BatchTimeout` on every rank when
-        nothing new arrived for `run.stall_timeout_s`.
+        Returns True when the batch can be read. Raises `StopRequested` on every rank when a signal requested it, and
+        `BatchTimeout` on every rank when nothing new arrived for `run.stall_timeout_s`.
         """
         decision = WAIT
         self._progress, self._since = source.progress(), time.monotonic()

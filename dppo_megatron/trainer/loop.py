@@ -1,4 +1,4 @@
-"""The training loop on one page."""
+"""Run the steps of training, on one page."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ def train(
     token_log: TokenLog,
     first_step: int,
 ) -> int:
-    """Trains from `first_step` to `train.steps`; returns the number of steps that are done.
+    """Train from `first_step` to `train.steps`; return the number of finished steps.
 
-    Collective: every rank runs it. `publisher` is None where there is no engine (supervised training). A stop that
-    was requested takes effect at a step boundary or while waiting, after a checkpoint, and returns early.
-
+    Collective: every rank runs it. `publisher` is None without engines (supervised training). A requested stop takes
+    effect at a step boundary or while waiting, after a checkpoint, and returns early.
     Colocated engines and the actor use the GPUs in turn: `publish` offloads the actor, `onload_actor` puts the engines
     to sleep. After the last publish the actor stays offloaded.
     """
@@ -65,7 +64,7 @@ def train(
             metrics = StepMetrics(throughput)
             with metrics.timed("wait"):
                 while not control.wait_until_ready(source, step, publisher):
-                    publisher.publish(step)  # again, to an engine that came back
+                    publisher.publish(step)  # again, to a restarted engine
             if publisher is not None:
                 publisher.onload_actor()
             with metrics.timed("read"):
@@ -89,7 +88,7 @@ def train(
             if publisher is not None:
                 with metrics.timed("publish"):
                     metrics.add(publisher.publish(step).metrics())
-                    control.barrier()  # rank 0 may wait for an engine longer than a collective lasts
+                    control.barrier()  # rank 0 may wait for an engine longer than the time-out of a collective
             if not colocated:
                 save_if_due(metrics)  # while engines sample
             recorder.log(step, metrics.finish())

@@ -1,4 +1,4 @@
-"""`dppo-megatron trainer`: builds one rank's actor, batches and publisher, and runs the loop."""
+"""Build one rank's actor, batches and publisher, and run the loop: `dppo-megatron trainer`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .token_log import TokenLog
 
 log = logging.getLogger(__name__)
 
-OPEN_FILES = 1 << 16  # where the machine sets no limit: NCCL's connections to other ranks count
+OPEN_FILES = 1 << 16  # used if the machine sets no limit: NCCL's connections to other ranks count
 
 
 def run_trainer(config: Config, *, resume: bool) -> None:
-    """Runs one trainer rank to the end of `train.steps`, or to the step boundary at which a signal asked it to stop.
+    """Run one trainer rank to the end of `train.steps`, or to the step boundary at which a signal requested a stop.
 
-    Rank, world size and rendezvous come from the environment (torchrun, srun or the local launcher). Raises what
-    stops training: `ModelError`, `WeightSyncError`, `BatchTimeout`, `TrainingDiverged`.
+    Rank, world size and rendezvous come from the environment (torchrun, srun or the local launcher). Raises the errors
+    that stop training: `ModelError`, `WeightSyncError`, `BatchTimeout`, `TrainingDiverged`.
     """
     raise_open_files_limit(OPEN_FILES)
     run = RunDir(config.run.dir)
@@ -69,7 +69,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         actor.load_start()
     log.info("starting at step %d of %d", first_step or 0, config.train.steps)
 
-    # Only where called: transformers takes a second to import, and the prompts' file is read and tokenized whole.
+    # Loaded on first use: importing transformers takes a second, and the whole prompt file is read and tokenized.
     tokenizer = cache(lambda: load_tokenizer(config.model.path))
 
     def prompts() -> PromptSource:
@@ -90,7 +90,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         )
     publisher = None
     if config.samples:
-        # Before the wait: the engines start meanwhile.
+        # Computed before the wait, while the engines start.
         tokens = weight_check_tokens(prompts(), config.engine.max_model_len) if layout.rank == 0 else None
         if not colocated:
             engines = _connect(config, run, layout, control)
@@ -128,7 +128,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
 
 
 def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> EngineThread | None:
-    """Engine clients on rank 0, which waits for the engines to start; the others wait for it, however long."""
+    """Create the engine clients on rank 0, which waits for the engines; the other ranks wait for it without a limit."""
     engines = None
     if layout.rank == 0:
         engine_urls(config, run)

@@ -1,4 +1,4 @@
-"""The record of one step: timings of its named parts and the metrics of its updates."""
+"""Record one step: the times of its named parts and the metrics of its updates."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from .batches import UpdateBatch
 
 log = logging.getLogger(__name__)
 
-REMEMBERED, FEW = 100, 5  # steps whose median is the run's usual mismatch; with fewer nothing is reported
-JUMP, JUMP_FLOOR = 5.0, 1e-3  # times the median, and nats: rounding in fp32 jumps below it
-# Engine against trainer means the same weights: only the step's first update sees those (at staleness 0).
+REMEMBERED, FEW = 100, 5  # steps in the median, the run's usual mismatch; with fewer than FEW nothing is reported
+JUMP, JUMP_FLOOR = 5.0, 1e-3  # times the median; nats, above the jumps that fp32 rounding causes
+# Engine and trainer must be compared with the same weights: only the first update of a step has them (at staleness 0).
 FIRST_UPDATE = ("mismatch/",)
-SCORED = ("time/recompute_s", "time/reference_s")  # a forward pass over the step each
+SCORED = ("time/recompute_s", "time/reference_s")  # each a forward pass over the step
 COMPUTING = ("time/forward_backward_s", "time/optimizer_s", *SCORED)
 
 
 class MismatchLimit(ExpectedError, RuntimeError):
-    """Engine and trainer disagree on what was sampled by more than the user allows."""
+    """The log-probs of engine and trainer for the sampled tokens differ by more than the user allows."""
 
 
 class MismatchHistory:
-    """Reports a mismatch far above the run's own, with or without a limit. Starts again when a run is resumed."""
+    """Reports a mismatch far above the run's usual one, with or without a limit. Starts again when a run is resumed."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
 
     def add(self, step: int, kl: float | None) -> None:
-        """kl: the step's mismatch/kl; None where the objective does not measure it."""
+        """Add a step's mismatch and warn about a jump. kl: mismatch/kl; None if the objective does not measure it."""
         if kl is None:
             return
         usual = median(self._seen) if len(self._seen) >= FEW else float("inf")
@@ -59,11 +59,11 @@ class MismatchHistory:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Model FLOPs of a step over the seconds in which they were computed."""
+    """Compute the model FLOPs of a step per second of computation."""
 
     flops: ModelFlops
     ranks: int
-    peak: float | None  # FLOP/s of one rank's device; None on CPUs and where it is unknown
+    peak: float | None  # FLOP/s of one rank's device; None on CPUs and unknown devices
 
     @classmethod
     def of(cls, actor: Actor) -> Throughput:
@@ -72,7 +72,7 @@ class Throughput:
         return cls(ModelFlops.of(actor.hf, model.lora), layout.world_size, peak_flops(device, model.computes_in))
 
     def metrics(self, work: Work, times: Mapping[str, float]) -> dict[str, float]:
-        """work: of the step's updates, over all ranks. times: seconds by metric name."""
+        """Return the throughput metrics. work: of the step's updates, over all ranks. times: seconds by metric name."""
         flops = self.flops.update(work) + sum(name in times for name in SCORED) * self.flops.forward(work)
         rate = flops / self.ranks / sum(times.get(name, 0.0) for name in COMPUTING)
         mfu = {} if self.peak is None else {"throughput/mfu": rate / self.peak}
@@ -80,7 +80,7 @@ class Throughput:
 
 
 class StepMetrics:
-    """Collects one step. Means are over the step's updates; a few metrics are only of the first update."""
+    """Collects the metrics of one step: means over its updates, except a few metrics of the first update only."""
 
     def __init__(self, throughput: Throughput | None = None) -> None:
         self._throughput = throughput
@@ -102,12 +102,14 @@ class StepMetrics:
 
     @property
     def mismatch(self) -> float | None:
-        """KL between engine and trainer of the step's first update; None where it is not measured."""
+        """Return the KL between engine and trainer in the step's first update; None if it is not measured."""
         return self._updates[0][0].metrics.get("mismatch/kl") if self._updates else None
 
     def check_mismatch(self, limit: float | None, step: int) -> None:
-        """Raises `MismatchLimit` where the step's mismatch/kl is above `rollout.max_mismatch_kl`, not finite, or not
-        measured by the objective."""
+        """Raise `MismatchLimit` when the step's mismatch/kl exceeds `rollout.max_mismatch_kl`.
+
+        It is also raised when the value is not finite or the objective does not measure it.
+        """
         if limit is None or not self._updates:
             return
         kl = self.mismatch
@@ -126,7 +128,7 @@ class StepMetrics:
 
     @property
     def masked_tokens(self) -> Counter[int]:
-        """Token id -> how often the step's updates found it outside the trust region."""
+        """Return how often the step's updates found each token id outside the trust region."""
         return sum((Counter(stats.masked) for stats, _ in self._updates), Counter())
 
     def finish(self) -> dict[str, float]:
@@ -153,7 +155,7 @@ class StepMetrics:
             "time/forward_backward_s": sum(s.forward_backward_s for s in stats),
             "time/optimizer_s": sum(s.optimizer_s for s in stats),
         }
-        if norms := [s.grad_norm for s in stats if not s.overflowed]:  # that of an overflow is infinite
+        if norms := [s.grad_norm for s in stats if not s.overflowed]:  # an overflow has an infinite norm
             values["train/grad_norm"] = _mean(norms)
         if stats[-1].loss_scale is not None:
             values["train/loss_scale"] = stats[-1].loss_scale
@@ -163,7 +165,7 @@ class StepMetrics:
         for name, value in whole.items():
             if not name.startswith(FIRST_UPDATE):
                 values[name] = value
-            elif name in first:  # a metric without any token, e.g. with A < 0, is absent
+            elif name in first:  # a metric without tokens, e.g. with A < 0, is absent
                 values[name] = first[name]
         if {
             "mismatch/total_variation",
@@ -183,9 +185,9 @@ def improvement_bounds(
 ) -> dict[str, float]:
     """Return the bounds that DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for rewards up to 1 in size.
 
-    Theorem 3.2: 2 T (T - 1) D_max^2, D_max the largest TV of any token: here the largest |pi - mu| of a sampled one,
-    which is a lower bound of it. Appendix B.3, tighter for long responses: 4 E_mu sum_t TV(mu, pi), without bias.
-    Sums over responses; T `horizon`, the longest. With turns and branches, count only tokens that the policy sampled.
+    Theorem 3.2: 2 T (T - 1) D_max^2, D_max the largest TV of any token. Here the largest |pi - mu| of a sampled token,
+    a lower bound, replaces D_max. Appendix B.3, tighter for long responses: 4 E_mu sum_t TV(mu, pi), without bias. Sums
+    over responses; T `horizon`, the longest. With turns and branches, count only tokens that the policy sampled.
     """
     return {
         "bound/quadratic": 2 * horizon * (horizon - 1) * largest**2,

@@ -1,4 +1,4 @@
-"""The inputs that an objective needs for a whole step, before its first update: log-probs, and a batch statistic."""
+"""Compute the objective's inputs for a whole step before its first update: log-probs, and a batch statistic."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .metrics import StepMetrics
 
 
 class PolicyLogprobs:
-    """Adds to a step's micro-batches, before its first update, the log-probs that the objective needs; most need none.
+    """Adds the log-probs that the objective needs to a step's micro-batches, before the first update.
 
-    Old: by the current weights, which the step's updates then move away from. Reference: by `model.path`, built
-    here and only when needed. Each costs one forward pass over the step, timed as its own part.
+    Most objectives need none. Old: by the current weights, from which the step's updates then move away. Reference: by
+    `model.path`, built here and only when needed. Each costs one forward pass over the step, timed as its own part.
     """
 
     def __init__(self, actor: Actor, objective: ObjectiveProtocol):
@@ -41,12 +41,12 @@ class PolicyLogprobs:
 
 
 def with_batch_statistic(objective: ObjectiveProtocol, batch: StepBatch, layout: Layout) -> ObjectiveProtocol:
-    """Return the objective for this step; most need no statistic and are returned as they are.
+    """Return the objective for this step; an objective without a statistic is returned unchanged.
 
     The statistic covers the tokens of all updates and data-parallel ranks, from their old and rollout log-probs.
-    Collectives, where the objective needs one: an all-reduce over the data-parallel group, and a broadcast, because
-    ranks with the same tokens must drop the same ones in spite of rounding. Context-parallel ranks hold the same
-    tokens, which changes no mean.
+    Collectives, if the objective needs a statistic: an all-reduce over the data-parallel group, and a broadcast,
+    because ranks with the same tokens must drop the same ones in spite of rounding. Context-parallel ranks have the
+    same tokens, which changes no mean.
     """
     if not objective.needs_statistic or not batch.updates:
         return objective
@@ -59,7 +59,7 @@ def with_batch_statistic(objective: ObjectiveProtocol, batch: StepBatch, layout:
         dist.all_reduce(sums, group=layout.data_group)
     if layout.world_size > 1:
         dist.broadcast(sums, src=0)
-    return objective.with_statistic(sums.cpu())  # where a running sum has one order
+    return objective.with_statistic(sums.cpu())  # a running sum on the CPU has a fixed order
 
 
 def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[Scores]], columns: dict[str, str]) -> StepBatch:

@@ -1,4 +1,4 @@
-"""Logging of the run on rank 0: its own records and those of the orchestrator."""
+"""Log the run on rank 0: its own records and those of the orchestrator."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ POLL_S = 0.02
 class RankZeroRecorder:
     """Forwards metrics to the trackers on rank 0 and does nothing elsewhere. A context manager.
 
-    The trackers have one writer, so what the orchestrator measured (sampling speed, evaluations) is read from its
-    file and logged here under the step it belongs to, possibly late.
+    The trackers have one writer. The orchestrator's measurements (sampling speed, evaluations) are therefore read from
+    its file and logged here under their step, possibly late.
     """
 
     def __init__(self, config: Config, rank: int, resume_step: int | None, decode: Callable[[int], str]):
-        """decode: token id -> its text, for the log of masked tokens."""
+        """Open the trackers on rank 0. decode: token id -> its text, for the log of masked tokens."""
         self._config = config
         self._trackers = build_trackers(config, resume_step) if rank == 0 else None
         self._masked = MaskedTokenLog(config.run.dir, decode, resume_step) if rank == 0 else None
@@ -45,7 +45,7 @@ class RankZeroRecorder:
         self._trackers.log(step, metrics)
 
     def log_missing(self, step: int | None, metrics: Mapping[str, Any]) -> None:
-        """Logs `metrics`, of a checkpoint, where its step has no record: the run was killed between the two."""
+        """Log `metrics` of a checkpoint if its step has no record: the run was killed between the two."""
         if self._trackers is None or any(r["step"] == step and is_step_record(r) for r in self._kept):
             return
         for record in metrics_of([{**metrics, "step": step}]):
@@ -54,12 +54,12 @@ class RankZeroRecorder:
                 self._trackers.log(step, {name: math.nan if x is None else x for name, x in record.items()})
 
     def log_masked(self, step: int, counts: Mapping[int, int]) -> None:
-        """counts: token id -> how often the step masked it."""
+        """Log the masked tokens of a step. counts: token id -> how often the step masked it."""
         if self._masked is not None:
             self._masked.log(step, counts)
 
     def wait_for_last_evaluation(self) -> None:
-        """Waits until the orchestrator evaluated the last policy, if it evaluates at all."""
+        """Wait until the orchestrator evaluated the last policy, if it evaluates at all."""
         if self._trackers is None or not self._config.samples:
             return
         wanted = {(self._config.train.steps, name) for name in self._config.eval_sets}

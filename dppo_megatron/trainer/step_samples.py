@@ -1,7 +1,7 @@
-"""The trajectories of one step as arrays [G, n]: from rewards and lengths to advantages, before any token is read.
+"""Represent the trajectories of one step as arrays [G, n]: from rewards and lengths to advantages, without tokens.
 
-A response is a trajectory of one branch. One of several branches, each a row of the batch, counts once in its group's
-baseline and in the denominators; its tokens are those of all of them.
+A response is a trajectory of one branch. Each branch of a trajectory is a row of the batch. The trajectory counts once
+in its group's baseline and in the denominators; its tokens are the tokens of all its branches.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from dppo_megatron.objectives import (
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """G groups of n trajectories; every array but the last is [G, n]."""
+    """Describes G groups of n trajectories; every array except the last is [G, n].
+
+    Example: 1 group of 2 trajectories, the second truncated: rewards [[1, 0]], valid [[True, True]], sampled [[3, 8]],
+    truncated [[False, True]], carrying [[3, 0]] with `objective.overlong_filter`.
+    """
 
     rewards: np.ndarray  # fp32, the verifier's
-    valid: np.ndarray  # bool, False where the verifier gave none
+    valid: np.ndarray  # bool, False if the verifier gave none
     lengths: np.ndarray  # int32, tokens after the prompt, of the longest branch
     sampled: np.ndarray  # int32, tokens that the policy sampled, in all branches
-    branches: np.ndarray  # int32
+    branches: np.ndarray  # int32, number of branches
     truncated: np.ndarray  # bool, ended by the length limit
-    carrying: np.ndarray  # int32, tokens that carry loss: all that were sampled, or none
+    carrying: np.ndarray  # int32, tokens that carry loss: all sampled ones, or none
     penalties: np.ndarray  # fp32, added to the rewards: at most 0
-    advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: of all tokens
+    advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: one for all tokens
 
     @classmethod
     def of(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
-        """Read only the index lines.
+        """Build the arrays from the index lines only.
 
-        A truncated response that `objective.overlong_filter` takes out of the loss still counts in its group's
+        A truncated response that `objective.overlong_filter` removes from the loss still counts in its group's
         baseline: the group's mean reward does not depend on which responses carry loss.
         """
         first = [e.first_of_trajectories for e in entries]
@@ -71,7 +75,7 @@ class StepSamples:
         return StepSamples(*(getattr(self, name)[groups] for name in self.__slots__))
 
     def loss_weights(self, config: Config) -> np.ndarray:
-        """fp32 [G, n], of every loss-carrying token; the denominators count every trajectory that carries."""
+        """Return the weight of every loss-carrying token, fp32 [G, n]; every loss-carrying trajectory is counted."""
         carrying = torch.from_numpy(self.carrying).flatten()
         weights = sequence_weights(config.objective.aggregation, carrying, horizon=config.horizon)
         return weights.view(self.carrying.shape).numpy()
@@ -95,7 +99,7 @@ class StepSamples:
 
 
 def _advantages(entries: Sequence[BankEntry], rewards: np.ndarray, valid: np.ndarray, config: Config) -> np.ndarray:
-    """fp32 [G, n, T] of rewards and valid [G, n]."""
+    """Return the advantages, fp32 [G, n, T]; rewards and valid are [G, n]."""
     chosen = config.objective
     of_trajectories = torch.from_numpy(rewards), torch.from_numpy(valid)
     if chosen.credit == "trajectory":

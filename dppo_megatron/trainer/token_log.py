@@ -1,10 +1,11 @@
-"""Per-token values of some sequences in each update: log-prob, entropy, divergence, mask. For `dppo-megatron view`.
+"""Store per-token values of some sequences in each update for `dppo-megatron view`.
 
 RUN/tokens/step-000012-r003.safetensors   of step 12 (counted from 1), written by rank 3; sequences end to end
 
-`position`, `sample` [n] int32: which sample of which prompt. `counts` [n] int32: values of each. `index` [N] int32:
-their places among the sample's sampled tokens, a part of them with context parallelism. `logprob`, `entropy` (nats) and
-`divergence` (the method's) fp32 [N], by the weights that the update started from; `masked` uint8 [N].
+`position`, `sample` [n] int32: the prompt's position and the sample in its group. `counts` [n] int32: values of each
+sequence. `index` [N] int32: their places among the sample's sampled tokens, a part of them with context parallelism.
+`logprob`, `entropy` (nats) and `divergence` (the method's) fp32 [N], by the weights from which the update started;
+`masked` uint8 [N]. Example: counts [2, 1], index [0, 1, 4] are tokens 0 and 1 of the first sequence, 4 of the second.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _NAME = re.compile(r"step-(\d{6,})-r\d+\.safetensors")
 @dataclass(frozen=True, slots=True)
 class _Seen:
     given: TokenBatch
-    rows: Tensor  # [n] int64 on the device, the loss rows of this rank in it
+    rows: Tensor  # [n] int64 on the device, the loss rows of this rank in `given`
     values: Tensor  # [4, n] fp32 on the device
     sequences: list[StoredSequence]
 
@@ -44,7 +45,8 @@ class _Seen:
 class TokenLog:
     """Stores `tracking.token_sequences` sequences a step. No collectives; only `write` waits for the device.
 
-    Ranks of the last pipeline stage that hold different tokens write, the first of each tensor-parallel group.
+    On the last pipeline stage, the first rank of each tensor-parallel group writes, because only these have different
+    tokens.
     """
 
     def __init__(self, config: Config, layout: Layout, resume_step: int | None):
@@ -52,13 +54,13 @@ class TokenLog:
         self._writes = config.tracking.token_sequences > 0 and layout.is_last_stage and layout.tensor_rank == 0
         self._rank = layout.rank
         self._seen: list[_Seen] = []
-        if layout.rank == 0:  # before the first update, which no other rank ends without this one
+        if layout.rank == 0:  # before the first update, which no other rank can finish without this one
             for path in self._directory.glob("step-*"):
                 if (name := _NAME.fullmatch(path.name)) and int(name[1]) > (resume_step or 0):
                     path.unlink()
 
     def observer(self, update: UpdateBatch) -> Callable[[MicroBatch, Tensor], None] | None:
-        """For `Actor.train_update` of this update; None where this rank stores nothing of it."""
+        """Return the observer for `Actor.train_update` of this update; None if this rank stores nothing."""
         if not self._writes or not update.stored:
             return None
         of_batch: dict[int, list[StoredSequence]] = {}
@@ -72,7 +74,7 @@ class TokenLog:
         return observe
 
     def write(self, step: int) -> None:
-        """Write the step that ended, counted from 1. A failing disk stops no run."""
+        """Write the finished step, counted from 1. A disk error does not stop the run."""
         seen, self._seen = self._seen, []
         rows = [row for one in seen for row in _rows(one)]
         if not rows:
