@@ -1,4 +1,4 @@
-"""Messages of a user's agent as tokens: a tree, because the agent may edit its history and send parallel requests."""
+"""Turn the messages of a user's agent into tokens: a tree, because agents edit histories and send parallel requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dppo_megatron.types import ENVIRONMENT, POLICY, Rollout
 from .dialogue import Codec, Piece, beginning, ids_of, inherited, put, readable
 from .tools import ToolCall, parse_turn
 
-ChatMessage = dict[str, Any]  # of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
-Tool = dict[str, Any]  # of an OpenAI chat: {"type": "function", "function": {name, description, parameters}}
+ChatMessage = dict[str, Any]  # a message of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
+Tool = dict[str, Any]  # a tool of an OpenAI chat: {"type": "function", "function": {name, description, parameters}}
 
 
 class RequestRejected(Exception):
-    """A request of an agent is rejected; the message gives the reason. Other requests are not affected."""
+    """A request of an agent was rejected; the message gives the reason. Other requests are not affected."""
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """One request of an agent. max_tokens: of the answer; None = the run's limit."""
+    """Describes one request of an agent. max_tokens: limit of the answer; None = the run's limit."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
@@ -35,7 +35,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy as an agent receives it. name: follows from the tokens before it."""
+    """Describes one turn of the policy as an agent receives it. name: derived from the tokens before it."""
 
     name: str
     reasoning: str
@@ -50,7 +50,7 @@ class Turn:
 
     @property
     def message(self) -> ChatMessage:
-        """The message that an agent sends back for this turn."""
+        """Return the message that an agent sends back for this turn."""
         calls = [
             {"id": self.call_id(i), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for i, c in enumerate(self.calls)
@@ -66,12 +66,12 @@ Sample = Callable[[np.ndarray, int | None], Awaitable[Rollout]]
 
 
 class Conversation:
-    """All requests of one agent, as the branches of one trajectory.
+    """Answers all requests of one agent, as the branches of one trajectory.
 
-    A request continues the longest sampled history with which its text begins; the rest of its text is tokenized.
-    A turn that the agent sends back is written as it was sampled, reasoning included: the turn that followed
-    the same messages, else the only turn of that visible text. Where several turns differ in their reasoning, a later
-    turn that followed one of them decides; without one, the message is written as the agent sent it.
+    A request continues the longest sampled history with which its text begins; the rest of its text is tokenized. A
+    turn that the agent sends back is written exactly as it was sampled, reasoning included. It is found by the
+    preceding messages, else as the only turn with that visible text. If several turns differ in their reasoning, a
+    later turn that followed one of them decides. Without a later turn, the message is written as the agent sent it.
     """
 
     def __init__(self, codec: Codec, render: Render, sample: Sample):
@@ -80,13 +80,13 @@ class Conversation:
         self._sample = sample
         self.branches: list[list[Piece]] = []  # each ends with a turn
         self.turns = 0
-        # "length": the last turn was cut, or one refused for it; "max_turns": for their number
+        # "length": the last turn was truncated or rejected at the limit; "max_turns": at the turn limit
         self.finish_reason = "stop"
-        self._said: dict[str, list[list[ChatMessage]]] = {}  # key of a history, or of a turn -> how it was sampled
+        self._said: dict[str, list[list[ChatMessage]]] = {}  # key of a history or turn -> its messages as sampled
         self._undelivered: dict[str, Turn] = {}  # by name
 
     def finished(self) -> list[list[Piece]]:
-        """The branches as they are stored."""
+        """Return the branches as they are stored."""
         return self.branches
 
     async def ask(self, ask: TurnRequest) -> Turn:
@@ -98,7 +98,7 @@ class Conversation:
             text = self._render(written, ask.tools)
         except ValueError as error:
             raise RequestRejected(str(error)) from None
-        text = text.encode(errors="backslashreplace").decode()  # with half of a surrogate pair no tokenizer takes it
+        text = text.encode(errors="backslashreplace").decode()  # no tokenizer accepts half of a surrogate pair
         branch, known = self._history(text)
         kept = branch[:known]
         rest = put(self._codec, kept[-1].turn if kept else 0, text[sum(len(piece.text) for piece in kept) :])
@@ -109,7 +109,7 @@ class Conversation:
         if (undelivered := self._undelivered.pop(name, None)) is not None:
             return undelivered
         sampled = await self._sample(behind, ask.max_tokens)
-        if len(branch) > known:  # an earlier request of this agent went on from here otherwise
+        if len(branch) > known:  # an earlier request of this agent continued differently from here
             branch = inherited(kept)
         if not any(branch is other for other in self.branches):
             self.branches.append(branch)
@@ -123,7 +123,7 @@ class Conversation:
         return turn
 
     def hung_up(self, turn: Turn) -> None:
-        """The agent did not receive `turn`: the same request again returns it."""
+        """Keep a turn that the agent did not receive: the same request returns it later."""
         self._undelivered[turn.name] = turn
 
     def _parsed(self, name: str, before: int, sampled: Rollout, offered: bool) -> tuple[Turn, ChatMessage]:
@@ -135,7 +135,7 @@ class Conversation:
         return turn, {"role": "assistant", "content": self._codec.decode(ids, skip_special_tokens=False)}
 
     def _as_sampled(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], str]:
-        """(the messages with turns as they were sampled, the key of this history)"""
+        """Return the messages with turns exactly as they were sampled, and the key of this history."""
         keys = list(accumulate(messages, _key, initial=""))
         known = next((n for n in range(len(messages), 0, -1) if len(self._said.get(keys[n], ())) == 1), 0)
         written = list(self._said[keys[known]][0]) if known else []
@@ -145,7 +145,7 @@ class Conversation:
         return written, keys[-1]
 
     def _history(self, text: str) -> tuple[list[Piece], int]:
-        """(the branch of which the text repeats most, its pieces up to there, the last of which is a turn)"""
+        """Return the branch that shares most tokens with the text, and its number of pieces to the last common turn."""
         best: tuple[list[Piece], int] = [], 0
         most = 0
         for branch in self.branches:

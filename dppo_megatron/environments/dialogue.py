@@ -1,4 +1,4 @@
-"""One trajectory as tokens: what was sampled never changes, what is said in between is put behind it."""
+"""Build one trajectory as tokens: sampled tokens never change, and the environment's text is appended to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class Codec(Protocol):
-    """What is used of a tokenizer."""
+    """Declares the part of a tokenizer's interface that is used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -31,7 +31,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one origin. sampled: what the engine returned, of the policy's."""
+    """Contains consecutive tokens of one origin. sampled: the engine's result for the policy's tokens."""
 
     origin: int
     turn: int
@@ -42,11 +42,11 @@ class Piece:
 
 @dataclass
 class Dialogue:
-    """The branches of one trajectory, the last of which goes on.
+    """Contains the branches of one trajectory; only the last one continues.
 
-    render: None where there is no chat template; what is said is then put behind the tokens as it is. Where the
-    template writes a history that does not begin with the text of the tokens so far (thinking removed, white space
-    changed), a new branch begins: it keeps the pieces up to there and reads the rest anew.
+    render: None without a chat template; text is then appended to the tokens unchanged. If the template writes a
+    history that does not begin with the text of the tokens so far (thinking removed, white space changed), a new branch
+    begins. It keeps the common pieces and tokenizes the rest again.
     """
 
     codec: Codec
@@ -61,7 +61,7 @@ class Dialogue:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[S] int32, all tokens so far: what the next turn is sampled behind."""
+        """Return [S] int32, all tokens so far, after which the next turn is sampled."""
         return ids_of(self.branches[-1])
 
     def add_turn(self, sampled: Rollout) -> None:
@@ -70,7 +70,7 @@ class Dialogue:
         self.turns += 1
 
     def answer(self, said: list[Message]) -> bool:
-        """Puts what the environment says behind the last turn; returns whether that began a new branch."""
+        """Append the environment's messages to the last turn; return whether that began a new branch."""
         branch = self.branches[-1]
         turn = branch[-1].turn
         if self.render is None:
@@ -91,12 +91,12 @@ class Dialogue:
         branch += put(self.codec, turn, text)
 
     def _last_words(self) -> str:
-        """The last turn as a template takes it: without the token that ended it."""
+        """Return the last turn as a template expects it: without the token that ended it."""
         ids = self.branches[-1][-1].token_ids
         return self.codec.decode(ids[:-1], skip_special_tokens=False)
 
     def finished(self) -> list[list[Piece]]:
-        """The branches as they are stored: up to the last token of the policy, those without any left out."""
+        """Return the branches as stored: up to the last token of the policy; branches without one are dropped."""
         out = []
         for branch in self.branches:
             last = max((i for i, piece in enumerate(branch) if piece.origin == POLICY), default=None)
@@ -106,7 +106,7 @@ class Dialogue:
 
 
 def readable(codec: Codec, ids: np.ndarray) -> str:
-    """The text of a turn without special tokens, except for `MARKS`, which some tokenizers count among them."""
+    """Return the text of a turn without special tokens, except for `MARKS`, which are special in some tokenizers."""
     encoded = ((mark, codec.encode(mark, add_special_tokens=False)) for mark in MARKS)
     special = {own[0]: m for m, own in encoded if len(own) == 1 and not codec.decode(own, skip_special_tokens=True)}
     parts = np.split(ids, [place for place, token in enumerate(ids.tolist()) if token in special])
@@ -114,24 +114,24 @@ def readable(codec: Codec, ids: np.ndarray) -> str:
 
 
 def put(codec: Codec, turn: int, text: str) -> list[Piece]:
-    """What is said behind `turn`; nothing where it has no token."""
+    """Return the text after `turn` as a piece; nothing if it has no token."""
     ids = codec.encode(text, add_special_tokens=False) if text else []
     return [Piece(ENVIRONMENT, turn, text, np.array(ids, np.int32))] if ids else []
 
 
 def inherited(pieces: Sequence[Piece]) -> list[Piece]:
-    """As another branch begins with them."""
+    """Return the pieces as the beginning of another branch."""
     return [replace(piece, origin=INHERITED, sampled=None) if piece.origin == POLICY else piece for piece in pieces]
 
 
 def opening_tokens(branch: Sequence[Piece]) -> np.ndarray:
-    """[P] int32, the tokens before any that a policy sampled."""
+    """Return [P] int32, the tokens before the first token that a policy sampled."""
     sampled = (i for i, piece in enumerate(branch) if piece.origin != ENVIRONMENT)
     return ids_of(branch[: next(sampled, len(branch))])
 
 
 def common_beginning(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The longest array with which all begin."""
+    """Return the longest common beginning of all arrays: [1, 2, 3] and [1, 2, 4] give [1, 2]."""
     first = arrays[0]
     for other in arrays[1:]:
         size = min(len(first), len(other))
@@ -141,10 +141,10 @@ def common_beginning(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, trajectory: int) -> Rollout:
-    """A branch as the bank stores it, behind a prompt of `prompt_tokens` with which it begins."""
+    """Return a branch as the bank stores it, after a prompt of `prompt_tokens` with which the branch begins."""
     spans = [[piece.origin, len(piece.token_ids), piece.turn] for piece in branch if len(piece.token_ids)]
     skip = prompt_tokens
-    while skip:  # the prompt is no span
+    while skip:  # the prompt is not a span
         spans[0][1], skip = max(spans[0][1] - skip, 0), max(skip - spans[0][1], 0)
         spans = spans if spans[0][1] else spans[1:]
     return Rollout.of(
@@ -157,7 +157,7 @@ def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, 
 
 
 def beginning(branch: Sequence[Piece], text: str) -> tuple[list[Piece], str]:
-    """(the pieces with which `text` begins, what follows them)"""
+    """Return the pieces with which `text` begins, and the text after them."""
     for number, piece in enumerate(branch):
         if not text.startswith(piece.text):
             return list(branch[:number]), text

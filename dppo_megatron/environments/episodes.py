@@ -1,4 +1,4 @@
-"""Groups of trajectories: the policy and the environment take turns, token by token as the engine sampled them."""
+"""Play groups of trajectories: policy and environment take turns, with tokens exactly as the engine sampled them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Sample = Callable[[Callable[[int], GenerateRequest], str], Awaitable[tuple[Rollo
 def training_request(
     config: Config, prompt: Prompt, name: str, seeds: Sequence[int], stop_token_ids: Sequence[int]
 ) -> GenerateRequest:
-    """Return the request for the group of a training prompt, as `rollout` of the config asks for it."""
+    """Return the request for the group of a training prompt, with the settings of `rollout` in the config."""
     rollout = config.rollout
     return GenerateRequest(
         request_id=name,
@@ -58,7 +58,7 @@ def training_request(
 
 @dataclass(eq=False)
 class Episodes:
-    """Plays the environment of the config. Errors of sampling are raised; those of an environment fail a trajectory."""
+    """Plays the environment of the config. Sampling errors are raised; errors of an environment fail one trajectory."""
 
     config: Config
     _: KW_ONLY
@@ -67,9 +67,9 @@ class Episodes:
     tokenizer: PreTrainedTokenizerBase
     tools: Sequence[dict[str, Any]]
     stop_token_ids: Sequence[int]
-    routing: tuple[int, int] | None  # layers with experts and experts of a token, where the config wants routes
+    routing: tuple[int, int] | None  # layers with experts and experts of a token, if the config wants routes
     journals: Journals | None = None  # keep the turns of training prompts until the bank has their group
-    gateway: AgentGateway | None = None  # of an agent
+    gateway: AgentGateway | None = None  # set for an agent
 
     def __post_init__(self) -> None:
         tokenizer, tools = self.tokenizer, self.tools
@@ -79,12 +79,12 @@ class Episodes:
             asked = [{"role": "user", "content": "?"}]
             if tools and self._render(asked) == render_chat(tokenizer, asked):
                 log.warning("the chat template shows no tools, so the policy does not see those of the environment")
-        self._begun = itertools.count()  # groups
+        self._begun = itertools.count()  # number of groups
         self._counts: Counter[str] = Counter()
         self._told = False
 
     async def play(self, prompt: Prompt, rewards: RewardPool) -> RolloutGroup:
-        """The group of a training prompt. rewards: where the environment gives none."""
+        """Play the group of a training prompt. rewards: scores it if the environment gives no reward."""
         order = next(self._begun)
         rollout = self.config.rollout
         seeds = np.random.SeedSequence([self.config.run.seed, prompt.position]).generate_state(rollout.group_size)
@@ -118,11 +118,11 @@ class Episodes:
         try:
             return await asyncio.gather(*playing)
         finally:
-            for task in playing:  # where one failed, the others
+            for task in playing:  # if one failed, the others
                 task.cancel()
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the trajectories since the last call."""
+        """Return the metrics of the trajectories since the last call."""
         played = max(self._counts["trajectories"], 1)
         metrics = {"environment/turns_mean": self._counts["turns"] / played}
         metrics["environment/max_turns_share"] = self._counts["max_turns"] / played
@@ -134,7 +134,7 @@ class Episodes:
     async def _trajectory(self, wanted: TrajectoryRequest) -> Trajectory:
         """Play one trajectory. After a failure of the environment it has the turns so far and no reward.
 
-        Where its process died, a new one is led by its seed and the turns so far to where it was, once.
+        If the environment's process died, a new process repeats the seed and the turns so far, once.
         """
         trajectory, failure = await self._attempt(wanted)
         if failure is not None and failure.reason == "died":
@@ -180,7 +180,7 @@ class Episodes:
                 return await self._turn(wanted, next(asked), behind, self._left(wanted, conversation, behind, most))
             except RequestRejected:
                 raise
-            except Exception as error:  # of engines or the disk: it ends the run, not only this request
+            except Exception as error:  # of engines or the disk: ends the run, not only this request
                 if not broken.done():
                     broken.set_exception(error)
                 raise RequestRejected("the run cannot go on; its log says why") from None
@@ -204,7 +204,7 @@ class Episodes:
             raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
 
     def _left(self, wanted: TrajectoryRequest, conversation: Conversation, behind: np.ndarray, most: int | None) -> int:
-        """Tokens that a turn may have. Raises `RequestRejected`."""
+        """Return the token limit of the next turn. Raises `RequestRejected`."""
         limits, longest = self.config.environment, self.config.data.max_prompt_tokens
         if conversation.turns >= limits.max_turns:
             conversation.finish_reason = "max_turns"
@@ -260,7 +260,7 @@ class Episodes:
     async def _play(
         self, wanted: TrajectoryRequest, session: Session, dialogue: Dialogue, turn_rewards: list[float | None]
     ) -> str:
-        """Take turns until it is over; returns the finish reason."""
+        """Take turns until the trajectory is over; return the finish reason."""
         limits = self.config.environment
         for turn in range(limits.max_turns):
             behind = dialogue.token_ids
@@ -279,14 +279,14 @@ class Episodes:
                 return "stop"
             try:
                 rewritten = dialogue.answer(step.messages)
-            except ValueError as error:  # of the chat template
+            except ValueError as error:  # from the chat template
                 raise EnvironmentFailed("raised", f"its answer to turn {turn}: {error}") from None
             if rewritten:
                 self._say_rewritten()
         return "max_turns"
 
     async def _turn(self, wanted: TrajectoryRequest, turn: int, behind: np.ndarray, tokens: int) -> Rollout:
-        """A turn that was finished before, or a new one, which is on disk when this returns."""
+        """Return a turn that was finished before, or sample a new one, which is on disk when this returns."""
         if (finished := wanted.turns.take(behind)) is not None:
             self._counts["replayed"] += 1
             return finished
@@ -322,14 +322,17 @@ class Episodes:
             )
 
     async def _reward_of_text(self, wanted: TrajectoryRequest, branches: list[list[Piece]]) -> float | None:
-        """Return the reward of the last turn by `reward:`; None where the verifier failed."""
+        """Return the reward of the last turn by `reward:`; None if the verifier failed."""
         last = max((p for branch in branches for p in branch if p.sampled is not None), key=lambda p: p.turn)
         text = self.tokenizer.decode(last.token_ids, skip_special_tokens=True)
         (reward,), (failed,) = await wanted.rewards.score(wanted.prompt, [text], recorded=wanted.recorded)
         return None if failed else float(reward)
 
     def _group(self, prompt: Prompt, played: Sequence[Trajectory]) -> RolloutGroup:
-        """The common beginning of all branches is the group's prompt; without sampled tokens it is the prompt's own."""
+        """Build the group; the common beginning of all branches is its prompt.
+
+        Without sampled tokens, the prompt stays as it is. Example: [5, 7, 2] and [5, 7, 9] give [5, 7].
+        """
         branches = [branch for trajectory in played for branch in trajectory.branches]
         token_ids = common_beginning([opening_tokens(branch) for branch in branches] or [prompt.token_ids])
         if not len(token_ids):

@@ -1,4 +1,4 @@
-"""The interface of environments."""
+"""Define the interface of environments."""
 
 from __future__ import annotations
 
@@ -12,37 +12,43 @@ from dppo_megatron.types import Prompt
 
 
 class Message(TypedDict):
-    """A message as chat templates read it."""
+    """Represents a message in the form that chat templates expect."""
 
     role: str
     content: str
 
 
 class Environment(Protocol):
-    """The world of one trajectory: an instance is made for each, from `environment.settings`, in a worker process.
+    """Simulates the world of one trajectory. A worker process creates an instance for each, from
+    `environment.settings`.
 
-    Of these methods a class needs `tools` or `step`; any may be async. One that raises, or takes longer than
-    `environment.timeout_s`, fails only this trajectory.
+    A class needs `tools` or `step`; any method may be async. If a method raises, or takes longer than
+    `environment.timeout_s`, only this trajectory fails.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        """Begins; the text, if any, is added to the prompt. Trajectories of a group have the same seed."""
+        """Begin the trajectory; the text, if any, is added to the prompt. All trajectories of a group have one seed."""
 
     tools: Sequence[Callable[..., Any]]
     """Plain functions with annotations and a docstring. A turn that calls some is answered by their results, one
     that calls none is the last. An error of a call is an answer, too, except for `EnvironmentFailed`."""
 
     def step(self, text: str) -> tuple[str, float | None, bool] | Awaitable[tuple[str, float | None, bool]]:
-        """In place of `tools`: (the environment's answer to the turn `text`, its reward if it has one, whether the
-        trajectory is over)."""
+        """Answer the turn `text`; an environment has `step` or `tools`.
+
+        Returns the answer, the reward of the turn if there is one, and whether the trajectory is over.
+        """
 
     def reward(self) -> float:
-        """Of the trajectory, once it is over. Without this method it is the sum over turns; without rewards of turns,
-        the value that `reward:` of the config gives the last turn."""
+        """Return the reward of the trajectory, once it is over.
+
+        Without this method the reward is the sum over turns; without rewards of turns, `reward:` of the config scores
+        the last turn.
+        """
 
 
 class StepResult(NamedTuple):
-    """The result of one turn."""
+    """Contains the result of one turn."""
 
     messages: list[Message]
     reward: float | None
@@ -52,7 +58,7 @@ class StepResult(NamedTuple):
 class EnvironmentFailed(Exception):
     """The environment failed, so the trajectory has no reward.
 
-    `reason`: raised | timeout | died | not_finite | replay (it does not repeat itself after a process died).
+    `reason`: raised | timeout | died | not_finite | replay (it does not repeat its answers after a process died).
     """
 
     def __init__(self, reason: str, detail: str):
@@ -61,4 +67,4 @@ class EnvironmentFailed(Exception):
 
 
 class EnvironmentNameError(ExpectedError, ValueError):
-    """`environment.name` does not lead to an environment; the message gives the reason."""
+    """`environment.name` does not name an environment; the message gives the reason."""

@@ -1,4 +1,4 @@
-"""The finished turns of all trajectories that are played, so that no turn is sampled twice."""
+"""Store the finished turns of all running trajectories, so that no turn is sampled twice."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ Write = Callable[[np.ndarray, Rollout], Awaitable[None]]
 
 
 class FinishedTurns:
-    """The finished turns of one trajectory, by the tokens that they were sampled behind.
+    """Stores the finished turns of one trajectory, by the tokens before each.
 
-    When the trajectory is played again, because a process died, its turns come from here instead of an engine.
+    When a process died and the trajectory is played again, its turns come from here instead of an engine.
     """
 
     def __init__(self, found: Iterable[tuple[np.ndarray, Rollout]] = (), write: Write | None = None):
-        """found: of an earlier process. write: returns once a turn is on disk."""
+        """Store the turns. found: turns of an earlier process. write: returns once a turn is on disk."""
         self._finished = [(_key(behind), sampled) for behind, sampled in found]
         self._write = write
         self.rewind()
 
     def rewind(self) -> None:
-        """Begin the trajectory again."""
+        """Start the trajectory again: all finished turns can be taken once more."""
         self._left = list(self._finished)
 
     @property
     def left(self) -> int:
-        """The number of turns that have not been taken."""
+        """Return the number of turns that have not been taken."""
         return len(self._left)
 
     def take(self, behind: np.ndarray) -> Rollout | None:
-        """Return the first turn left that was sampled behind these tokens ([P] int32)."""
+        """Return the first remaining turn that was sampled after these tokens ([P] int32); None without one."""
         key = _key(behind)
         for place, (other, sampled) in enumerate(self._left):
             if other == key:
@@ -52,22 +52,23 @@ class FinishedTurns:
         return None
 
     async def add(self, behind: np.ndarray, sampled: Rollout) -> None:
-        """Return once the turn is on disk; it must not be used before. Raises `BankWriteError`."""
+        """Write the turn and return once it is on disk; it must not be used before. Raises `BankWriteError`."""
         if self._write is not None:
             await self._write(behind, sampled)
         self._finished.append((_key(behind), sampled))
 
 
 class Journals:
-    """The journals of the groups that are played, in `directory`, which is made. Raises `BankError`, as its methods do.
+    """Keeps the journals of the running groups in `directory`, which is created.
 
-    done: positions of the prompts that the bank has; their journals are removed.
+    done: positions of the prompts that the bank has; their journals are removed. The constructor and the methods raise
+    `BankError`.
     """
 
     def __init__(self, directory: Path, done: Collection[int]):
         directory.mkdir(exist_ok=True)
         self._directory = directory
-        self._thread = ThreadPoolExecutor(1, "journal")  # the event loop waits for no disk
+        self._thread = ThreadPoolExecutor(1, "journal")  # so that the event loop does not wait for the disk
         self._open: dict[int, Journal] = {}
         for path in sorted(directory.glob("segment-*.bin")):
             position = int(path.stem.rpartition("-")[2])
@@ -80,12 +81,12 @@ class Journals:
             log.info("%d groups go on behind %d turns that an earlier process finished", len(self._open), turns)
 
     def oldest_version(self, position: int) -> int | None:
-        """Return the oldest policy of a group's turns from an earlier process; None where there are none."""
+        """Return the oldest policy version of a group's turns from an earlier process; None if there are none."""
         found = self._open[position].found if position in self._open else []
         return min((int(group.rollouts[0].versions.min()) for group in found), default=None)
 
     async def turns(self, position: int, trajectories: int, temperature: float) -> list[FinishedTurns]:
-        """Return the turns of each trajectory of a group. Call it once for a group."""
+        """Return the turns of each trajectory of a group. Call it once per group."""
         loop = asyncio.get_running_loop()
         journal = await loop.run_in_executor(self._thread, self._opened, position)
 
@@ -100,11 +101,11 @@ class Journals:
         return [FinishedTurns(of_one, partial(write, number)) for number, of_one in enumerate(found)]
 
     def remove(self, position: int) -> None:
-        """Remove a group's journal: the bank has the group, or it begins again. May be called in any thread."""
+        """Remove a group's journal: the bank has the group, or the group starts again. May be called in any thread."""
         self._thread.submit(self._removed, position)  # after pending opens and writes
 
     def close(self) -> None:
-        """Return once everything is written or removed."""
+        """Wait until all files are written or removed."""
         self._thread.shutdown()
 
     def _opened(self, position: int) -> Journal:

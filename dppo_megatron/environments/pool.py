@@ -1,4 +1,4 @@
-"""Environments of running trajectories, each in a worker of its own that is replaced when the environment ruins it."""
+"""Provide environments to running trajectories, each with its own worker, which is replaced if it breaks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class EnvironmentPool:
         self._pool = WorkerPool(partial(EnvironmentWorker, config), config.workers, "environment")
         self._free = _Free(config.workers)
         self._failures: Counter[str] = Counter()
-        self._recent: deque[str] = deque(maxlen=64)  # why trajectories failed
+        self._recent: deque[str] = deque(maxlen=64)  # reasons of failed trajectories
 
     @asynccontextmanager
     async def session(self, order: int = 0) -> AsyncIterator[Session]:
-        """Lend an environment for one trajectory. The waiting trajectory with the lowest `order` is served first."""
+        """Yield an environment for one trajectory. The waiting trajectory with the lowest `order` is served first."""
         await self._free.take(order)
         session = Session(self._pool)
         try:
@@ -53,7 +53,7 @@ class EnvironmentPool:
                 self._free.give_back()
 
     async def tools(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them. Raises `EnvironmentNameError` where no environment can be made."""
+        """Return the tools in the form for chat templates. Raises `EnvironmentNameError` if none can be created."""
         async with self.session() as session:
             try:
                 return await session.tools()
@@ -61,18 +61,18 @@ class EnvironmentPool:
                 raise EnvironmentNameError(f"environment.name: none can be made: {failure}") from None
 
     def count(self, prompt: Prompt, failure: EnvironmentFailed) -> None:
-        """One trajectory failed."""
+        """Count and log one failed trajectory."""
         self._failures[failure.reason] += 1
         self._recent.append(f"{failure.reason}: {failure}")
         log.warning("environment of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure)
 
     @property
     def frequent_failure(self) -> str:
-        """Reason and text of most of the latest failures; empty where none failed."""
+        """Return reason and text of the most frequent recent failure; empty without failures."""
         return max(self._recent, key=self._recent.count, default="")
 
     def take_metrics(self) -> dict[str, float]:
-        """`environment/failed_REASON`, trajectories since the last call."""
+        """Return the trajectories since the last call as `environment/failed_REASON`."""
         metrics = {f"environment/failed_{reason}": float(count) for reason, count in self._failures.items()}
         self._failures.clear()
         return metrics
@@ -89,7 +89,7 @@ class EnvironmentPool:
 
 
 class _Free:
-    """The number of free places for trajectories, and a queue of those waiting."""
+    """Counts the free places for trajectories, and queues waiting ones."""
 
     def __init__(self, count: int):
         self._count = count
@@ -119,12 +119,12 @@ class _Free:
 
 
 class Session:
-    """The environment of one trajectory. Every method raises `EnvironmentFailed`."""
+    """Represents the environment of one trajectory. Every method raises `EnvironmentFailed`."""
 
     def __init__(self, pool: WorkerPool[EnvironmentWorker]):
         self._pool = pool
         self._worker: EnvironmentWorker | None = None
-        self._asked = False  # and not answered yet
+        self._asked = False  # a request is pending
 
     async def tools(self) -> list[dict[str, Any]]:
         return await self._begin(lambda worker: worker.tools())
@@ -143,13 +143,13 @@ class Session:
         return await self._ask(lambda worker: worker.agent(prompt, url, key))
 
     def close(self) -> None:
-        """Give the worker back; one that was still asked something is ended."""
+        """Return the worker to the pool; a worker with a pending request is ended."""
         worker, self._worker = self._worker, None
         if worker is not None:
             self._pool.give_back(worker, usable=not self._asked)
 
     async def _begin(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
-        """If a worker that other trajectories used dies, the request is repeated in a new worker."""
+        """Send the first request; if a worker that other trajectories used dies, repeat it in a new worker."""
         self._worker = await self._taken(self._pool.lease)
         if not self._worker.fresh:
             try:
@@ -185,12 +185,12 @@ class Session:
         try:
             return await asyncio.wrap_future(asked)
         except EnvironmentFailed:
-            self._asked = False  # it answered, that it failed
+            self._asked = False  # the failure is an answer
             raise
         except WorkerTimeout as error:
             raise EnvironmentFailed("timeout", str(error)) from None
         except WorkerError as error:
             raise EnvironmentFailed("died", str(error)) from None
-        # Arguments that cannot be pickled, such as some columns; their code is foreign too.
+        # For example, some columns cannot be pickled; this runs foreign code too.
         except Exception as error:
             raise EnvironmentFailed("raised", describe(error)) from None

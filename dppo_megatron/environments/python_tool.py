@@ -1,7 +1,7 @@
-"""A Python tool with isolated programs: no file of the machine, no network, no process, limited memory and time.
+"""Run Python programs in isolation: no file of the machine, no network, no process, limited memory and time.
 
-Kernel namespaces do it (`sandbox.py`), without root and without a package. They stop a policy's attempts, but not a
-program that breaks the kernel itself.
+Kernel namespaces isolate them (`sandbox.py`), without root and without a package. They stop a policy's attempts, but
+not a program that breaks the kernel itself.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .sandbox import PLACE
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_DESCRIPTORS = 64  # of a process
-_END_S = 30.0  # for the kernel to end the processes of a program
+_DESCRIPTORS = 64  # per process
+_END_S = 30.0  # time for the kernel to end the processes of a program
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
-# Prints the limits that do not hold.
+# Prints the limits that are not enforced.
 _PROBE = """
 import os, resource, socket, time
 def holds(name, attempt):
@@ -65,16 +65,16 @@ class SandboxError(ExpectedError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program. It has `processes` times `memory_mb` of memory, and `files_mb` twice, of files and output."""
+    """Limits one program: `processes` times `memory_mb` of memory, and twice `files_mb`, of files and output."""
 
     wall_s: float = 10.0
-    cpu_s: int = 10  # of a process
-    memory_mb: int = 512  # of a process, with the kernel's memory for it
-    processes: int = 1  # and threads, the program itself included
+    cpu_s: int = 10  # per process
+    memory_mb: int = 512  # per process, including the kernel's memory for it
+    processes: int = 1  # and threads, including the program itself
     files_mb: int = 16  # of all files in its working directory, which is in memory
-    files: int = 256  # in number
-    output: int = 8192  # characters of its output in the answer
-    readable: tuple[str, ...] = ()  # directories and files of the machine, besides Python and its packages
+    files: int = 256  # number of files
+    output: int = 8192  # characters of the program's output in the answer
+    readable: tuple[str, ...] = ()  # directories and files of the machine, in addition to Python and its packages
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -87,16 +87,16 @@ class Limits:
 
 
 class _ProgramRun(NamedTuple):
-    """ended: why it did not end by itself with code 0, or ""."""
+    """Describes the end of a program. ended: the reason if it did not end by itself with code 0, else ""."""
 
     printed: str
     ended: str
 
 
 def python_tool(**limits: Any) -> Callable[[str], str]:
-    """The tool `python`, for `tools` of an environment. limits: fields of `Limits`.
+    """Return the tool `python`, for `tools` of an environment. limits: fields of `Limits`.
 
-    Raises `SandboxError` where a limit cannot be enforced on this machine, which it tries.
+    Tests each limit. Raises `SandboxError` if one cannot be enforced on this machine.
     """
     given = Limits(**limits)
     _try_limits(given)
@@ -114,7 +114,7 @@ def python_tool(**limits: Any) -> Callable[[str], str]:
 
 
 class Python:
-    """An environment with this one tool. Settings: fields of `Limits`; `reward:` of the config values the last turn."""
+    """Provides an environment with only this tool. Settings: fields of `Limits`; `reward:` scores the last turn."""
 
     def __init__(self, **limits: Any):
         self.tools = [python_tool(**limits)]
@@ -144,12 +144,13 @@ def _try_limits(limits: Limits) -> None:
 
 
 def _run(code: str, limits: Limits) -> _ProgramRun:
-    """Raises `EnvironmentFailed` where no sandbox can be made."""
+    """Run a program in a new sandbox. Raises `EnvironmentFailed` if no sandbox can be created."""
     largest = max(limits.files_mb << 20, 4 * limits.output)
     output = os.memfd_create("output")
     told, tell = os.pipe()
     share = limits.processes * limits.memory_mb + 2 * limits.files_mb
-    # The kernel's records of a process's mappings take an eighth of their size at most, socket buffers more than pipes.
+    # The kernel's records of a process's mappings take at most an eighth of their size; socket buffers take more than
+    # pipes.
     memory, buffers = limits.memory_mb << 20, _DESCRIPTORS * _socket_buffer()
     sockets = 4 * buffers <= memory
     with tempfile.TemporaryDirectory(prefix="sandbox-") as root, os.fdopen(output, "rb") as printed:
@@ -187,13 +188,13 @@ def _run(code: str, limits: Limits) -> _ProgramRun:
 
 @cache
 def _socket_buffer() -> int:
-    """Return the bytes that the kernel keeps for a socket at most; one write exceeds the limit by half."""
+    """Return the most bytes that the kernel buffers for a socket; one write exceeds the limit by half."""
     with socket.socket(socket.AF_UNIX) as local:
         return local.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 2
 
 
 def _end(supervisor: subprocess.Popen) -> None:
-    """It ends after all processes of the program, which it ends."""
+    """Terminate the supervisor, which ends all processes of the program and then itself."""
     supervisor.terminate()
     try:
         supervisor.wait(_END_S)

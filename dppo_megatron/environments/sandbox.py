@@ -1,10 +1,11 @@
-"""The inside of `python_tool`: a script that sets up the sandbox of one program and runs the program in it.
+"""Set up the sandbox of one program and run the program in it: the script that `python_tool` starts.
 
-It imports only the standard library. There are three processes. The supervisor, which `python_tool` starts, makes new
+It imports only the standard library. There are three processes. The supervisor, which `python_tool` starts, creates new
 namespaces. They show the Python installation, read-only, and an empty directory in memory. Its child is process 1 of
 the new PID namespace; the kernel kills every process of the namespace when process 1 ends. The program is its child.
-The program has no capabilities. A filter admits only listed system calls, so that the program holds no memory that its
-limits do not count: no socket buffers, System V objects, message queues, file locks or pinned pages.
+
+The program has no capabilities. A filter admits only listed system calls, so that all memory of the program counts
+towards its limits: no socket buffers, System V objects, message queues, file locks or pinned pages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import struct
 import sys
 
 NOBODY = 65534
-PLACE = "/sandbox"  # all that can be written
+PLACE = "/sandbox"  # the only writable directory
 PROGRAM = "/program.py"
 ENDINGS = (signal.SIGTERM, signal.SIGCHLD)  # the supervisor waits for these
 # <sched.h>, <sys/mount.h>, <linux/mount.h>, <sys/prctl.h>, <linux/seccomp.h>
@@ -29,10 +30,10 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 
 NOSUID, NODEV, BIND, REC, PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS, THP_DISABLE = 1, 4, 22, 38, 41
-EPERM, ENOSYS = 0x00050001, 0x00050000 | 38  # of a call that is refused; libraries fall back after ENOSYS
+EPERM, ENOSYS = 0x00050001, 0x00050000 | 38  # for a rejected call; libraries fall back after ENOSYS
 KILL, ALLOW = 0x80000000, 0x7FFF0000
 
-MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number; which number of each call
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number; column of the call numbers
 CALLS = """
 read 0 63  write 1 64  close 3 57  open 2 -  openat 257 56  stat 4 -  fstat 5 80  lstat 6 -  newfstatat 262 79
 statx 332 291  lseek 8 62  pread64 17 67  pwrite64 18 68  readv 19 65  writev 20 66  preadv 295 69  pwritev 296 70
@@ -61,16 +62,16 @@ time 201 -  clock_gettime 228 113  clock_getres 229 114  clock_nanosleep 230 115
 recvfrom 45 207  shutdown 48 210  getsockname 51 204  getpeername 52 205  getsockopt 55 209  socketpair 53 199
 fcntl 72 25  ioctl 16 29  prctl 157 167  prlimit64 302 261  clone 56 220  mmap 9 222  socket 41 198
 """
-# The argument that decides about a call, and its values that are admitted.
+# For each call: the argument that decides, and its admitted values.
 ONLY: dict[str, tuple[int, tuple[int, ...]]] = {
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio and multiprocessing need
-    "fcntl": (1, (0, 1, 2, 3, 4, 1030, 1032)),  # no locks, which take memory without limit; no larger pipes, no leases
+    "fcntl": (1, (0, 1, 2, 3, 4, 1030, 1032)),  # no locks (unlimited memory), larger pipes, leases
     "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FION*, FIO*CLEX
     "prctl": (0, (15, 16)),  # names
     "prlimit64": (0, (0,)),  # of the caller
     "socket": (0, ()), "setxattr": (0, ()), "lsetxattr": (0, ()), "fsetxattr": (0, ()),
 }  # fmt: skip
-# The argument that decides about a call, and its bits that are not admitted: new namespaces; MAP_HUGETLB.
+# For each call: the argument that decides, and its forbidden bits: new namespaces; MAP_HUGETLB.
 WITHOUT = {"clone": (0, 0x7E020000), "mmap": (3, 0x40000)}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -82,7 +83,7 @@ def call(what: str, function: str, *arguments: object) -> None:
 
 
 def own_users(inside: int) -> None:
-    """A user namespace in which only this user exists, as `inside`."""
+    """Enter a user namespace in which only this user exists, as `inside`."""
     user, group = os.geteuid(), os.getegid()
     call("user namespace", "unshare", NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
@@ -96,7 +97,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def furnish(root: str, readable: list[str], megabytes: int, files: int, code: str) -> None:
-    """`readable` of the machine, the program, and an empty directory that can be written."""
+    """Mount the sandbox: `readable` of the machine, the program, and an empty writable directory."""
     mount("none", "/", None, REC | PRIVATE)
     text = code.encode("utf-8", "surrogatepass")
     mount("tmpfs", root, "tmpfs", NOSUID | NODEV, f"size={(len(text) >> 20) + 2}m,mode=755")
@@ -119,21 +120,24 @@ def furnish(root: str, readable: list[str], megabytes: int, files: int, code: st
 
 
 def leave_root() -> None:
-    """Limits on processes are not for root. A root of a user namespace with no other user is none."""
+    """Leave root, because limits on processes do not apply to root.
+
+    The root of a user namespace without other users stays: the limits apply to it.
+    """
     try:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     except OSError:
         return
-    call("dumpable", "prctl", DUMPABLE, 1, 0, 0, 0)  # else /proc/self is root's
+    call("dumpable", "prctl", DUMPABLE, 1, 0, 0, 0)  # else /proc/self belongs to root
 
 
 def close_calls(sockets: bool) -> None:
     only = ONLY if sockets else {**ONLY, "socketpair": (0, ())}
     audit, column = MACHINES[platform.machine()]
     words = CALLS.split()
-    # Each line: operation, distance of the jump if it is true, and if not, value. 0x20 loads, 0x06 returns.
+    # Each line: operation, jump if it is true, jump if not, value. 0x20 loads, 0x06 returns.
     program = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (0x06, 0, 0, KILL), (0x20, 0, 0, 0)]
     for name, number in zip(words[::3], words[1 + column :: 3], strict=True):
         if number == "-":
@@ -150,7 +154,7 @@ def close_calls(sockets: bool) -> None:
         else:
             body = [(0x06, 0, 0, ALLOW)]
         program += [(0x15, 0, len(body), int(number)), *body]
-    program.append((0x06, 0, 0, ENOSYS))  # of x32, too, which has other numbers
+    program.append((0x06, 0, 0, ENOSYS))  # also for x32, which has other numbers
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
     call("no new privileges", "prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -162,11 +166,11 @@ def report(descriptor: int, **said: object) -> None:
 
 
 def memory_group(most: int) -> str | None:
-    """Make a cgroup of at most `most` bytes, kernel memory included; None where this user cannot make one."""
+    """Create a cgroup of at most `most` bytes, kernel memory included; return None if this user cannot create one."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         mine = {controllers: path for _, controllers, path in (line.rstrip("\n").split(":", 2) for line in file)}
         places, limit = ["/sys/fs/cgroup/memory" + mine.get("memory", "")], "memory.limit_in_bytes"
-        if "memory" not in mine:  # version 2, in which only a group without processes has groups below it
+        if "memory" not in mine:  # version 2, in which only a group without processes has child groups
             path = mine.get("", "").rstrip("/")
             places = ["/sys/fs/cgroup" + path.rsplit("/", depth)[0] for depth in range(1 + path.count("/"))]
             limit = "memory.max"
@@ -184,7 +188,7 @@ def memory_group(most: int) -> str | None:
 
 
 def become(given: dict, group: str | None) -> None:
-    """Run the program in this process. Never returns."""
+    """Run the program in this process; never returns."""
     os.setsid()  # else its signals to its process group reach the supervisor
     with contextlib.suppress(OSError):
         if group:
@@ -193,7 +197,7 @@ def become(given: dict, group: str | None) -> None:
     if os.geteuid() == 0:
         leave_root()
     own_users(NOBODY)
-    call("no huge pages", "prctl", THP_DISABLE, 1, 0, 0, 0)  # of which a mapped part keeps the whole
+    call("no huge pages", "prctl", THP_DISABLE, 1, 0, 0, 0)  # a mapped part would keep the whole huge page
     os.chroot(given["root"])
     os.chdir(PLACE)
     for name, most in given["limits"].items():
@@ -205,9 +209,9 @@ def become(given: dict, group: str | None) -> None:
 
 
 def guard(given: dict, answer: int, supervisor: int, group: str | None) -> None:
-    """Be process 1: end with the program or with the supervisor, and report how the program ended. Never returns."""
+    """Act as process 1: end with the program or the supervisor, and report how the program ended. Never returns."""
     call("end with parent", "prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if select.select([supervisor], [], [], 0)[0]:  # it ended before that
+    if select.select([supervisor], [], [], 0)[0]:  # it ended before the call above
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the program cannot send process 1 a signal that has no handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
@@ -222,9 +226,10 @@ def guard(given: dict, answer: int, supervisor: int, group: str | None) -> None:
 
 
 def main() -> None:
-    """Arguments: the process that waits for the answer, and its descriptor. Input: the settings of `python_tool`.
+    """Run the supervisor of one program.
 
-    The answer is one line of JSON: how the program ended, or the failure. When this process ends, so have all others.
+    Arguments: the process that waits for the answer, and its descriptor. Input: the settings of `python_tool`. The
+    answer is one line of JSON: how the program ended, or the failure. When this process ends, all others have ended.
     """
     caller, answer = int(sys.argv[1]), int(sys.argv[2])
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)

@@ -1,4 +1,4 @@
-"""Tools as plain functions: described for a chat template, called as a policy's text asks for it."""
+"""Describe plain functions as tools for a chat template, and call them as the policy's text requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """problem: why it cannot be called, "" where it can."""
+    """Describes a tool call in a policy's turn. problem: why it cannot be called, "" if it can."""
 
     name: str
     arguments: dict[str, Any]
@@ -23,8 +23,11 @@ class ToolCall(NamedTuple):
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """The calls in a turn: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), or the whole turn
-    as `{"name": ..., "parameters": {...}}` (Llama)."""
+    """Return the calls in a turn.
+
+    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), or the whole turn is `{"name":
+    ..., "parameters": {...}}` (Llama).
+    """
     if found := _HERMES.findall(text):
         return [_parse(part) for part in found]
     whole = text.strip().removeprefix("<|python_tag|>")
@@ -33,7 +36,10 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 
 def parse_turn(text: str, offered: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
-    """(reasoning, content, calls) of a turn; offered: whether there are tools. Text that is no call stays content."""
+    """Return (reasoning, content, calls) of a turn; text that is not a call stays content.
+
+    offered: whether there are tools.
+    """
     reasoning, thought, rest = text.partition("</think>")
     if not thought:
         reasoning, rest = "", text
@@ -58,7 +64,7 @@ def _parse(text: str) -> ToolCall:
 
 
 class Tools:
-    """Functions by name. Raises `TypeError` if arguments cannot be described."""
+    """Stores functions by name. Raises `TypeError` if the arguments of one cannot be described."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
         self._functions = {function.__name__: TypeAdapter(function) for function in functions}

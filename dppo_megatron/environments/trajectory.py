@@ -1,4 +1,4 @@
-"""A trajectory before, while and after it is played."""
+"""Describe a trajectory before, during and after it is played."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .journals import FinishedTurns
 
 @dataclass(frozen=True)
 class TrajectoryRequest:
-    """One trajectory of a group.
+    """Describes one trajectory of a group.
 
-    first: the request of its first turn, as if that were all; its id names the trajectory among all running ones,
-    max_tokens is the limit of all tokens after the prompt. turns: finished before. order: of its group,
-    the lower the earlier it was begun. recorded: in the metrics.
+    first: the request of its first turn, as if that were the only one. Its id names the trajectory among all running
+    ones; max_tokens limits all tokens after the prompt. turns: finished before. order: number of its group, in the
+    order in which groups began. recorded: whether it counts in the metrics.
     """
 
     prompt: Prompt
@@ -34,7 +34,7 @@ class TrajectoryRequest:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """reward: None where it failed. turn_rewards: empty where no turn has one."""
+    """Contains a finished trajectory. reward: None if it failed. turn_rewards: empty if no turn has one."""
 
     branches: list[list[Piece]]
     finish_reason: str
@@ -43,14 +43,14 @@ class Trajectory:
 
     @property
     def sampled(self) -> list[Rollout]:
-        """The turns of the policy."""
+        """Return the turns of the policy."""
         pieces = (piece for branch in self.branches for piece in branch)
         return [piece.sampled for piece in pieces if piece.sampled is not None]
 
 
 @dataclass
 class Attempt:
-    """A trajectory that is being played; after a failure it keeps its turns so far."""
+    """Tracks a running trajectory; after a failure it keeps its turns so far."""
 
     played: Dialogue | Conversation | None = None
     finish_reason: str = "abort"
@@ -63,11 +63,11 @@ class Attempt:
 
 
 class AgentGateway(Protocol):
-    """The server at which agents reach the policy."""
+    """Serves the policy to agents."""
 
     @property
     def url(self) -> str: ...
 
     def session(self, conversation: Conversation) -> AbstractAsyncContextManager[str]:
-        """The key by which requests reach the conversation."""
+        """Yield the key by which requests reach the conversation."""
         ...

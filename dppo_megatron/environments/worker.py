@@ -1,4 +1,4 @@
-"""A process that holds the environment of one trajectory at a time, and the pool's handle."""
+"""Run the environment of one trajectory at a time in a process, and give the pool a handle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _OptionalText, _OptionalReward = str | None, float | None
 
 
 class EnvironmentWorker(Worker):
-    """Every method raises `EnvironmentFailed` for an error of the environment, and `WorkerError`."""
+    """Sends requests to the process; every method raises `EnvironmentFailed` for errors of the environment, and
+    `WorkerError`.
+    """
 
     def __init__(self, config: EnvironmentConfig):
         hello = {"setting": config.setting, "name": config.source, "settings": config.settings}
@@ -31,11 +33,11 @@ class EnvironmentWorker(Worker):
         self._timeout_s = config.timeout_s
 
     def tools(self) -> list[dict[str, Any]]:
-        """Return the tools as chat templates take them."""
+        """Return the tools in the form for chat templates."""
         return self._call(list[dict[str, Any]], "for an environment to be made", "tools")
 
     def steps(self) -> bool:
-        """Return whether the environment reads turns itself, and so can give each a reward."""
+        """Return whether the environment has `step`, and so can reward each turn."""
         return self._call(bool, "for an environment to be made", "steps")
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
@@ -46,11 +48,11 @@ class EnvironmentWorker(Worker):
         return StepResult(*checked(tuple[list[Message], float | None, bool], tuple(answer)))
 
     def finish(self) -> float | None:
-        """Return the reward of the trajectory, None where the environment gives none."""
+        """Return the reward of the trajectory; None if the environment gives none."""
         return self._call(_OptionalReward, "for the reward", "finish")
 
     def agent(self, prompt: Prompt, url: str, key: str) -> float | None:
-        """Run the agent to its end; return its reward, None where it gives none."""
+        """Run the agent to its end; return its reward, None if it gives none."""
         return self._call(_OptionalReward, "for the agent to return", "agent", prompt, url, key)
 
     def _call(self, kind: Any, what: str, method: str, *arguments: Any) -> Any:
@@ -65,9 +67,11 @@ class EnvironmentWorker(Worker):
 def environment_problem(
     config: EnvironmentConfig, tools: list[Any], *, chat: bool, by_turn: bool = False
 ) -> str | None:
-    """Why no environment can be made in a process of its own, or its tools (without a chat template) not be shown, or
-    its turns (`by_turn`) have no rewards, or an agent not be imported; None when all is well, or there is none. Adds
-    its tools to `tools`."""
+    """Return why an environment or agent cannot be used; None without a problem or without an environment.
+
+    The checks: it can be created in its own process (an agent: imported), tools have a chat template (`chat`), and
+    `step` exists if turns need rewards (`by_turn`). Adds its tools to `tools`.
+    """
     if config.source is None:
         return None
     worker = EnvironmentWorker(config)
@@ -96,7 +100,7 @@ def environment_problem(
 
 
 def main(descriptor: int) -> None:
-    """The worker's process."""
+    """Run the worker's process."""
     serve(descriptor, _load)
 
 
@@ -114,16 +118,16 @@ def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 class _Host:
-    """The environment in its process, and the event loop that its coroutines share."""
+    """Runs the environment in its process, with one event loop for its coroutines."""
 
     def __init__(self, make: Callable[..., Any]):
-        """make: the class, or the agent."""
+        """Store the constructor. make: the class, or the agent."""
         self._make = make
         self._environment: Any = None
         self._runner = asyncio.Runner()
 
     def answer(self, request: bytes) -> list[Any]:
-        """Answer one request. Foreign code may raise anything; it fails only this trajectory."""
+        """Answer one request. Foreign code may raise any error, which fails only this trajectory."""
         try:
             kind, *arguments = pickle.loads(request)
             outcome = getattr(self, f"_{kind}")(*arguments)
@@ -185,5 +189,5 @@ class _Host:
 
 
 def _text(value: Any) -> str:
-    """As a tokenizer takes it: with half of a surrogate pair none does."""
+    """Return the value as text that a tokenizer accepts: no tokenizer accepts half of a surrogate pair."""
     return str(value).encode(errors="backslashreplace").decode()

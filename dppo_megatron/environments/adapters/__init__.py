@@ -1,7 +1,7 @@
-"""Environments of other packages, as they are published: each module has the class that `environment.name` names, or
-the agent that `environment.agent` does.
+"""Adapt environments of other packages: each module has a class for `environment.name` or an agent for
+`environment.agent`.
 
-The packages are imported when an environment is made, in its own process.
+The packages are imported when an environment is created, in its own process.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from dppo_megatron.types import Prompt
 
 
 def seed_of(prompt: Prompt, seed: int) -> int:
-    """The row's column `seed`, so that a file can fix its tasks, as for an evaluation; else that of the group."""
+    """Return the row's column `seed`, with which a file can fix its tasks, else the group's seed."""
     return int(prompt.columns.get("seed", seed))

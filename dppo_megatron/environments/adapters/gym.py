@@ -1,4 +1,4 @@
-"""Environments with Gymnasium's `reset` and `step` and with observations as text."""
+"""Adapt environments with Gymnasium's `reset` and `step` and with text observations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from . import seed_of
 
 
 class Gym:
-    """`make(**arguments)` is the environment: `gymnasium:make`, `gem:make`, or a class.
+    """Wraps an environment created by `make(**arguments)`: `gymnasium:make`, `gem:make`, or a class.
 
-    Actions are the turns as they are; where the action space is `Discrete`, the number that the turn is.
+    An action is the text of a turn, or its number if the action space is `Discrete`.
     """
 
     def __init__(self, make: str = "gymnasium:make", arguments: dict[str, Any] | None = None, render: bool = False):
-        """render: the policy reads `render()` (of Gymnasium's with render_mode ansi), not the observation."""
+        """Create the environment.
+
+        render: the policy reads `render()` (with Gymnasium's render_mode ansi), not the observation.
+        """
         self._env = load_attribute("environment.settings.make", make, EnvironmentNameError)(**(arguments or {}))
         self._render = render
 

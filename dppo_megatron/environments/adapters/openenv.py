@@ -1,4 +1,4 @@
-"""Environments of an OpenEnv server, by openenv's own client."""
+"""Adapt environments of an OpenEnv server, with openenv's own client."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from dppo_megatron.types import Prompt
 
 from . import seed_of
 
-_clients: dict[str, Any] = {}  # by URL, for the trajectories of this process, one after the other
+_clients: dict[str, Any] = {}  # by URL, for the consecutive trajectories of this process
 
 
 class OpenEnv:
-    """The server at `url` has one session for each process (`environment.workers`) and must allow that many."""
+    """Opens a session of the server at `url`, which must allow one for each process (`environment.workers`)."""
 
     def __init__(self, url: str, action: str | None = None, observation: str | None = None):
-        """action: the field of an action that a turn fills; None: a turn is a whole action, as JSON. observation: the
-        field of an observation that the policy reads; None: the whole, as JSON."""
+        """Store the settings; `reset` connects.
+
+        action: the field of an action that a turn fills; None: a turn is a whole action, as JSON. observation: the
+        field of an observation that the policy reads; None: the whole observation, as JSON.
+        """
         self._url, self._action, self._observation = url, action, observation
 
     def reset(self, prompt: Prompt, seed: int) -> str:
@@ -29,7 +32,7 @@ class OpenEnv:
                 return self._begin(known, prompt, seed)
             except Exception:  # the server ended the session between requests
                 self._forget()
-        # Its own thread answers the server's pings while the policy is busy; the limit is environment.timeout_s.
+        # The client's thread answers the server's pings while the policy is busy; the limit is environment.timeout_s.
         _clients[self._url] = openenv.GenericEnvClient(base_url=self._url, message_timeout_s=1e6).sync()
         return self._begin(_clients[self._url], prompt, seed)
 
@@ -45,9 +48,9 @@ class OpenEnv:
         try:
             result = _clients[self._url].step(action)
         except Exception as error:
-            if "VALIDATION_ERROR" in str(error):  # it takes no such action
+            if "VALIDATION_ERROR" in str(error):  # the server rejects such an action
                 return f"error: {error}", 0.0, False
-            self._forget()  # else a late reply would be taken for that to a later action
+            self._forget()  # else a late reply would be taken as the reply to a later action
             raise
         return self._said(result.observation), result.reward, bool(result.done)
 

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: one question, one answer, scored by the data set that made the question."""
+"""Adapt tasks of reasoning-gym: one question, one answer, scored by the data set that generated the question."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from . import seed_of
 
 
 class ReasoningGym:
-    """`dataset` with the settings `config`: each group gets a question of its own, behind the prompt of its row."""
+    """Poses a task of `dataset` with the settings `config`: each group gets its own question after its row's prompt."""
 
     def __init__(self, dataset: str, config: dict[str, Any] | None = None, tag: str | None = "answer"):
-        """tag: the answer stands in <tag>...</tag>, the last one counts; None: it is the whole turn."""
+        """Check the settings. tag: the last <tag>...</tag> has the answer; None: the whole turn is the answer."""
         import reasoning_gym
         from reasoning_gym.utils import extract_answer
 
         self._create = reasoning_gym.create_dataset
         self._extract = extract_answer
         self._dataset, self._config, self._tag = dataset, config or {}, tag
-        self._create(dataset, **self._config, seed=0, size=1)  # raises at once if they are wrong
+        self._create(dataset, **self._config, seed=0, size=1)  # raises at once for wrong settings
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         self._questions = self._create(self._dataset, **self._config, seed=seed_of(prompt, seed), size=1)

@@ -1,4 +1,4 @@
-"""Environments as TRL's `environment_factory` takes them: public methods are tools."""
+"""Adapt environments for TRL's `environment_factory`: their public methods are tools."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from . import seed_of
 
 
 class FactoryEnvironment:
-    """`factory(**arguments)` is the environment. `reset` gets the columns of the row; `get_reward`, where there is one,
-    gives the reward, else `reward:` of the config does."""
+    """Wraps an environment created by `factory(**arguments)`.
+
+    `reset` gets the columns of the row. `get_reward`, if it exists, gives the reward; otherwise `reward:` of the config
+    does.
+    """
 
     def __init__(self, factory: str, arguments: dict[str, Any] | None = None):
         self._env = load_attribute("environment.settings.factory", factory, EnvironmentNameError)(**(arguments or {}))
@@ -32,7 +35,7 @@ class FactoryEnvironment:
             self.reward = self._env.get_reward
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        random.seed(seed_of(prompt, seed))  # TRL gives no seed; so trajectories of a group begin alike all the same
+        random.seed(seed_of(prompt, seed))  # TRL passes no seed; gives the trajectories of a group one start
         np.random.seed(seed_of(prompt, seed) % 2**32)
         opening = self._env.reset(**prompt.columns)
         if not isinstance(opening, str | None):

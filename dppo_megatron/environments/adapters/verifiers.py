@@ -1,4 +1,4 @@
-"""Tasksets of verifiers (v1) with their own environments: `environment.agent` names `play`."""
+"""Adapt tasksets of verifiers (v1) with their own environments: set `environment.agent` to `play`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dppo_megatron.environments.interface import EnvironmentFailed
 
 
 async def play(url: str, api_key: str, task: dict[str, Any], *, env: dict[str, Any], path: str | None = None):
-    """Plays task number `idx` (a column of the row); the reward is verifiers' own, None where it has none.
+    """Play task number `idx` (a column of the row); return verifiers' reward, None if it has none.
 
-    env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}; seats get the runtime `subprocess`
-    and the harness next to this file where it names none. path: the directory of verifiers, only for this process.
+    env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}. Seats without their own settings
+    get the runtime `subprocess` and the harness next to this file. path: the directory of verifiers, only for this
+    process.
     """
     if path is not None and os.path.abspath(path) not in sys.path:
         sys.path.insert(0, os.path.abspath(path))
@@ -27,11 +28,11 @@ async def play(url: str, api_key: str, task: dict[str, Any], *, env: dict[str, A
     try:
         tasks.extend(islice(left, max(0, idx + 1 - len(tasks))))
     except Exception:
-        _load.cache_clear()  # a generator that raised has ended: the next episode would be told of too few tasks
+        _load.cache_clear()  # a generator that raised has ended: the next episode would see too few tasks
         raise
     if not 0 <= idx < len(tasks):
         raise EnvironmentFailed("raised", f"idx = {idx}: each row of data.train needs the number of a task of {env}")
-    # The address holds the key; verifiers would send one that this variable holds.
+    # The address contains the key; verifiers would send a key from this variable.
     client = EvalClientConfig(base_url=f"{url}/sessions/{api_key}/v1", api_key_var="DPPO_MEGATRON_NO_KEY")
     async with world.serving():
         episode = await world.run_slot(world.slots(tasks[idx])[0], ModelContext(model="policy", client=client))
@@ -39,7 +40,7 @@ async def play(url: str, api_key: str, task: dict[str, Any], *, env: dict[str, A
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EnvironmentFailed("raised", "; ".join(f"{error.type}: {error.message}" for error in errors))
     ours = [trace for trace in episode.traces if trace.agent.config.client == client]
-    if len(ours) != 1 or not ours[0].agent.trainable:  # turns of others would be trained on, too
+    if len(ours) != 1 or not ours[0].agent.trainable:  # training would include turns of other models
         raise EnvironmentFailed("raised", f"{len(ours)} seats have the policy; one trainable may, others need `client`")
     return ours[0].reward if ours[0].rewards else None
 
@@ -51,7 +52,7 @@ def _load(settings: str) -> tuple[Any, Any, list[Any]]:
 
     from . import verifiers_harness
 
-    sys.modules["verifiers.v1.harnesses.dppo_megatron"] = verifiers_harness  # it looks harnesses up by such a name
+    sys.modules["verifiers.v1.harnesses.dppo_megatron"] = verifiers_harness  # verifiers looks harnesses up by this name
     env = json.loads(settings)
     taskset = env["taskset"]["id"]
     for name, seat in agent_config_fields(loaders.env_config_type(taskset, env.get("id", ""))()).items():
@@ -60,4 +61,4 @@ def _load(settings: str) -> tuple[Any, Any, list[Any]]:
         if seat.harness is None and loaders.default_harness_id(taskset) == "bash":
             given.setdefault("harness", {"id": "dppo_megatron"})
     world = loaders.load_environment(loaders.resolve_env_config(env))
-    return world, iter(world.taskset), []  # environment, tasks to read, tasks that are
+    return world, iter(world.taskset), []  # environment, unread tasks, read tasks

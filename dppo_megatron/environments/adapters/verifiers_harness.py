@@ -1,4 +1,4 @@
-"""A chat with a task's tools, as verifiers' harness `null`, which has `uv` fetch and start a program for each turn."""
+"""Chat with a task's tools, like verifiers' harness `null`, but without a program that `uv` starts for each turn."""
 
 import json
 from contextlib import AsyncExitStack
@@ -29,7 +29,7 @@ class Chat(Harness[HarnessConfig]):
                 try:
                     reply = await openai.chat.completions.create(model=ctx.model, messages=messages, tools=tools)
                 except APIStatusError as error:
-                    limit = is_context_overflow(error) or "environment.max_turns" in str(error)  # of the run: truncated
+                    limit = is_context_overflow(error) or "environment.max_turns" in str(error)  # run limit: truncated
                     return ProgramResult(0 if limit else 1, "", str(error))
                 message = reply.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
