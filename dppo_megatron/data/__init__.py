@@ -1,1 +1,4 @@
-"""Prompts, tokenizers, packing. Import the modules: only `packing` needs torch, `tokenizer` needs transformers."""
+"""Read prompts, load tokenizers, pack sequences.
+
+Import the modules: only `packing` needs torch, `tokenizer` needs transformers.
+"""

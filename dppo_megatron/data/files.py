@@ -1,4 +1,4 @@
-"""Rows of JSON lines, parquet files and Hugging Face dataset directories."""
+"""Read rows from JSON lines, parquet files and Hugging Face dataset directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .rows import PromptFileError, memory_for_rows, numbered_lines, parse_line
 from .worker import WAIT_S, Tables, borrowed
 
 _TABLES = (".parquet", ".arrow")
-_SECONDS, _BYTES_PER_S = 3.0, 20e6  # of computing for the next rows: so long, and longer for a large file
+_SECONDS, _BYTES_PER_S = 3.0, 20e6  # time limit for computing the next rows, which grows with the file
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
 
@@ -29,9 +29,9 @@ def unit(path: Path) -> str:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return the files of a path: itself, its matches (`MATH/*/train-*.parquet`), or a dataset's.
+    """Return the files of a path: the path itself, its matches (`MATH/*/train-*.parquet`), or a dataset's files.
 
-    Raises `PromptFileError` when there are none, or of several splits.
+    Raises `PromptFileError` when there are no files, or files of several splits.
     """
     if path.is_dir():
         return _dataset_files(path)
@@ -44,10 +44,10 @@ def data_files(path: Path) -> list[Path]:
 
 
 def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """(number from 1, columns) of every row; a malformed line has its error in place of columns.
+    """Yield (number from 1, columns) of every row; for a malformed line, an error replaces the columns.
 
-    held: whether the caller stores all of them, so that they must fit into memory. Raises `PromptFileError` for files
-    that have another format than their names.
+    held: whether the caller stores all rows, so that they must fit into memory. Raises `PromptFileError` for files with
+    another format than their names.
     """
     first = 1
     for file in data_files(path):
@@ -65,7 +65,7 @@ def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str
 
 def _json_lines(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     lines = list(numbered_lines(file))
-    if file.suffix == ".json" and len(lines) > 1:  # one object, or one on each line
+    if file.suffix == ".json" and len(lines) > 1:  # one object, or one per line
         with contextlib.suppress(ValueError):
             lines = [(1, json.dumps(parse_line(b"\n".join(line for _, line in lines))).encode())]
     for number, line in lines:
@@ -76,7 +76,7 @@ def _json_lines(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any] | 
 
 
 def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The next rows are read while the caller works on these."""
+    """Read the rows of a table; the next rows are read while the caller works on these."""
     try:
         import pyarrow
 
@@ -107,7 +107,7 @@ def _dataset_files(directory: Path) -> list[Path]:
         raise PromptFileError(
             directory, problem=f"a dataset of several splits; name one of {splits or 'its directories'}"
         )
-    if (state := directory / "state.json").exists():  # of datasets' save_to_disk
+    if (state := directory / "state.json").exists():  # written by datasets' save_to_disk
         try:
             saved = read_foreign_json(state)
             files = [directory / Path(entry["filename"]).name for entry in saved["_data_files"]]

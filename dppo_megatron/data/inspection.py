@@ -1,4 +1,4 @@
-"""`dppo-megatron data inspect`: the contents of a file, and the rows that a run could not use."""
+"""Describe the contents of a file and the rows that a run could not use: `dppo-megatron data inspect`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BINS = 10
 _WIDTH = 40  # characters of the longest bar
-_SHOWN = 5  # rows of a kind
+_SHOWN = 5  # rows listed per kind
 _LONGEST_PROMPT = 1200
 
 CheckAnswers = Callable[[Sequence[tuple[str, str]]], list[str | None]]
@@ -31,7 +31,10 @@ CheckAnswers = Callable[[Sequence[tuple[str, str]]], list[str | None]]
 def inspect(
     path: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, check_answers: CheckAnswers | None
 ) -> str:
-    """The report. Without a tokenizer lengths are in characters. Raises `PromptFileError` for no such file."""
+    """Return the report on a file. Without a tokenizer, lengths are in characters.
+
+    Raises `PromptFileError` for a missing file.
+    """
     render = renderer(tokenizer, config)
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     rows: list[PromptRow] = []

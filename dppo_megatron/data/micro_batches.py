@@ -1,4 +1,4 @@
-"""Plan from lengths only which sequences are computed together, and by which rank."""
+"""Decide from the lengths only which sequences are computed together, and by which rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ Plan = list[list[list[int]]]  # [rank][micro-batch] -> ascending indices of sequ
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Sequences [N] of one group stand next to each other and begin with the same tokens."""
+    """Describes the common prefixes of sequences [N], in which the sequences of a group are adjacent.
 
-    groups: np.ndarray  # [N] int, of which group each is
-    lengths: np.ndarray  # [N] int, so many tokens are the same, less than the sequence has
+    Example: groups [0, 0, 1] and lengths [5, 5, 3]: sequences 0 and 1 begin with the same 5 tokens.
+    """
+
+    groups: np.ndarray  # [N] int, the group of each sequence
+    lengths: np.ndarray  # [N] int, tokens of the common prefix, fewer than the sequence has
 
 
 def plan_micro_batches(
@@ -25,14 +28,17 @@ def plan_micro_batches(
 ) -> Plan:
     """Split sequences of the given lengths over ranks and micro-batches.
 
-    lengths: tokens of each sequence. budget: most tokens of a micro-batch; a longer sequence gets one of its
-    own. prefixes: a micro-batch computes a prefix once, however many of its group's sequences it holds.
-    Returns `plan[rank][micro_batch]` -> ascending indices into `lengths`. Every index occurs once; every rank
-    has the same number of micro-batches, at least one, some possibly empty; the token counts of two ranks
-    differ by at most the longest sequence, or the largest part of a group that is kept together. Largest
-    micro-batches come first, so that memory runs out at once or not at all.
-    With prefixes groups are kept whole, or in halves or quarters of the budget, or not at all: whichever lets ranks
-    wait least for the one that has most to compute.
+    lengths: tokens of each sequence. budget: most tokens of a micro-batch; a longer sequence gets its own micro-batch.
+    prefixes: a micro-batch computes a prefix once for all its sequences of the group.
+
+    Returns `plan[rank][micro_batch]` -> ascending indices into `lengths`. Every index occurs once. Every rank has the
+    same number of micro-batches, at least one, some possibly empty. The token counts of two ranks differ by at most the
+    longest sequence, or the largest part of a group that is kept together. The largest micro-batches come first, so
+    that a lack of memory shows at once. Example: lengths [4, 3, 2, 1], 2 ranks and budget 5 give [[[0, 3]], [[1, 2]]].
+
+    With prefixes, groups are kept whole, or in halves or quarters of the budget, or are split completely. The plan with
+    the least waiting for the slowest rank is chosen.
+
     Equal arguments give equal plans. Raises `ValueError` for lengths, ranks or a budget below 1.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -49,7 +55,7 @@ def plan_micro_batches(
 
 
 def computed_rows(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes | None) -> int:
-    """Rows that a micro-batch of these sequences computes, given the tokens [N] of all."""
+    """Return the rows that a micro-batch of these sequences computes, given the tokens [N] of all sequences."""
     rows = int(sizes[indices].sum())
     if prefixes is not None and len(indices):
         groups = prefixes.groups[indices]
@@ -59,7 +65,7 @@ def computed_rows(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes 
 
 
 def computed_pairs(plan: Plan, sizes: np.ndarray, prefixes: Prefixes | None) -> int:
-    """Pairs of a query and a key that causal attention needs for the rows of `computed_rows`, in the whole plan."""
+    """Return the pairs of a query and a key in causal attention over the rows of `computed_rows`, in `plan`."""
     if prefixes is not None:
         prefixes = Prefixes(prefixes.groups, _triangle(prefixes.lengths))
     pairs = _triangle(sizes)
@@ -71,12 +77,12 @@ def _triangle(sizes: np.ndarray) -> np.ndarray:
 
 
 def _longest(plan: Plan, sizes: np.ndarray, prefixes: Prefixes) -> int:
-    """Rows that are computed one after the other when ranks wait for each other at each micro-batch."""
+    """Return the rows computed one after the other when ranks wait for each other at each micro-batch."""
     return sum(max(computed_rows(batch, sizes, prefixes) for batch in of_ranks) for of_ranks in zip(*plan, strict=True))
 
 
 def _parts(sizes: np.ndarray, prefixes: Prefixes, most: int) -> tuple[list[list[int]], np.ndarray]:
-    """Groups in parts that compute at most `most` rows, or hold one sequence; and the rows of each."""
+    """Split groups into parts of at most `most` rows, or one sequence; return the parts and the rows of each."""
     parts: list[list[int]] = []
     rows: list[int] = []
     columns = zip(prefixes.groups.tolist(), sizes.tolist(), prefixes.lengths.tolist(), strict=True)
@@ -101,7 +107,7 @@ def _plan(sizes: np.ndarray, data_parallel: int, budget: int) -> Plan:
     plan: Plan = [[] for _ in range(data_parallel)]
     loads = [0] * data_parallel
     for start in range(0, len(bins), data_parallel):
-        # One of each round's near-equal bins to every rank, the largest to the rank that has least.
+        # Every rank gets one of each round's near-equal bins; the least loaded rank gets the largest.
         ranks = sorted(range(data_parallel), key=lambda rank: (loads[rank], rank))
         for rank, b in zip(ranks, by_load[start : start + data_parallel], strict=True):
             plan[rank].append(sorted(order[bins[b]].tolist()))
@@ -110,7 +116,7 @@ def _plan(sizes: np.ndarray, data_parallel: int, budget: int) -> Plan:
 
 
 def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[int]]:
-    """Indices into `ordered` (descending) in the fewest bins, a multiple of `multiple`, that suffice."""
+    """Return indices into `ordered` (descending) in the fewest sufficient bins, a multiple of `multiple`."""
     filled = sum(min(size, budget) for size in ordered)
     needed = max(math.ceil(filled / budget), sum(size > budget / 2 for size in ordered), 1)
     low, high = math.ceil(needed / multiple), math.ceil(max(len(ordered), 1) / multiple)
@@ -118,19 +124,19 @@ def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[in
         return bins
     low += 1
     best: list[list[int]] | None = None
-    step = 1  # from below, where it nearly always is: doubling, then by halves
+    step = 1  # search from below, where the result nearly always is: doubling, then bisection
     while low < high:
         middle = min(low + step - 1, (low + high) // 2)
         if (bins := _fill(ordered, middle * multiple, budget)) is not None:
             best, high, step = bins, middle, high
         else:
             low, step = middle + 1, 2 * step
-    # With a bin for every sequence the filling cannot fail.
+    # With a bin for every sequence, the filling cannot fail.
     return best or _fill(ordered, high * multiple, budget) or []
 
 
 def _fill(ordered: list[int], count: int, budget: int) -> list[list[int]] | None:
-    """Longest first, each into the emptiest bin; None when one does not fit there, and so nowhere."""
+    """Fill bins, longest first, each into the emptiest bin; return None if a sequence does not fit there."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, b) for b in range(count)]
     for index, size in enumerate(ordered):

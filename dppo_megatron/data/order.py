@@ -1,4 +1,4 @@
-"""The order of rows in a run: it depends only on seed and position, so a run can resume at any position."""
+"""Compute the order of rows in a run. It depends only on seed and position, so a run can resume at any position."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 class EpochOrder:
-    """An endless order of `count` rows that visits each once an epoch, in a new permutation for each."""
+    """Orders `count` rows endlessly: each epoch visits each row once, in a new permutation."""
 
     def __init__(self, count: int, seed: Sequence[int], shuffle: bool):
-        """`seed`: (seed of the run, ) for the first file; (seed of the run, number) for each further one."""
+        """Store the seed: (seed of the run, ) for the first file; (seed of the run, number) for each further one."""
         self._count, self._seed, self._shuffle = count, tuple(seed), shuffle
         self._epoch = -1
         self._order = np.zeros(0, dtype=np.int64)
@@ -25,16 +25,17 @@ class EpochOrder:
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(self._count)
-        # Not Generator.permutation: numpy promises the stream of a bit generator for ever, not of that.
+        # Not Generator.permutation: numpy guarantees the stream of a bit generator, but not of this method.
         entropy = [self._seed[0], epoch, *self._seed[1:]]
         keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(self._count)
         return np.argsort(keys, kind="stable")
 
 
 class Mixture:
-    """Spreads files over positions as evenly as their weights allow: of n positions file f has n * share to within one.
+    """Spreads files over positions as evenly as their weights allow: n positions have n * share rows of a file, +- 1.
 
-    The k-th prompt of a file is due at (k + 1/2) / share, and positions count prompts by when they are due.
+    The k-th prompt of a file is due at (k + 1/2) / share, and positions are numbered by due time. Example: shares 2/3
+    and 1/3 give due times 0.75, 2.25, 3.75, ... and 1.5, 4.5, ...: files 0, 1, 0, 0, 1, 0, ...
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -43,7 +44,7 @@ class Mixture:
         self._places = np.zeros(0, dtype=np.int64)  # in the file's own order, by position
 
     def at(self, position: int) -> tuple[int, int]:
-        """(file, place in the file's own order)."""
+        """Return (file, place in the file's own order) of a position."""
         if len(self._shares) == 1:
             return 0, position
         if position >= len(self._files):

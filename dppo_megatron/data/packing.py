@@ -1,4 +1,4 @@
-"""From sequences to a packed micro-batch: tensors for the part of a plan (`micro_batches`) that is this rank's."""
+"""Pack sequences into a micro-batch: tensors for this rank's part of a plan (`micro_batches`)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dppo_megatron.types import COLUMNS, Column, Prompt, Rollout, TokenBatch, ex
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A prompt with the response to learn from. Supervised sequences have no columns.
+    """Contains a prompt with the response to learn from. Supervised sequences have no columns.
 
-    R of the S response tokens are learned from: all, or those of `sampled`. The others are only read.
+    R of the S response tokens are learned from: all, or those marked in `sampled`. The others are only context.
     """
 
-    prompt_ids: np.ndarray  # [P] int32, at least one token: it predicts the first of the response
+    prompt_ids: np.ndarray  # [P] int32, at least one token, which predicts the first response token
     response_ids: np.ndarray  # [S] int32
-    loss_weight: float  # of every token that is learned from, its share of the global batch; 0 = carries no loss
+    loss_weight: float  # of every learned token, as its share of the global batch; 0 = no loss
     advantage: float | np.ndarray | None = None  # scalar or [R] fp32
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # of the R tokens, by the names in `COLUMNS`
     temperature: float = 1.0
-    sampled: np.ndarray | None = None  # [S] bool, R of them; None: all
+    sampled: np.ndarray | None = None  # [S] bool, R of them True; None: all
 
     @classmethod
     def of_rollout(
@@ -39,7 +39,7 @@ class TokenSequence:
         temperature: float = 1.0,
         replay_routing: bool = False,
     ) -> TokenSequence:
-        """A sampled response with the values, and if requested the routing, of the policy that sampled it."""
+        """Build a sequence from a sampled response, with the policy's values and, if requested, its routing."""
         columns = {
             c.name: rollout.column(c.name) for c in COLUMNS if c.packed and (c.part != "routes" or replay_routing)
         }
@@ -48,7 +48,7 @@ class TokenSequence:
 
     @classmethod
     def of_answer(cls, prompt: Prompt, answer_ids: np.ndarray, *, loss_weight: float) -> TokenSequence:
-        """A given answer to imitate (nll)."""
+        """Build a sequence from a given answer to imitate (nll)."""
         return cls(prompt.token_ids, answer_ids, loss_weight)
 
     def __len__(self) -> int:
@@ -56,19 +56,19 @@ class TokenSequence:
 
     @property
     def learned(self) -> int:
-        """R."""
+        """Return the number R of tokens to learn from."""
         return len(self.response_ids) if self.sampled is None else int(self.sampled.sum())
 
 
 def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, share_prefixes: bool = False) -> TokenBatch:
     """Pack one micro-batch on the CPU, sequences end to end in the given order; `TokenBatch` has an example.
 
-    All sequences must have the same columns, those that the result has.
-    Without sequences the result is a filler: a single masked token with zero loss weight, rollout fields and
-    `topk` top-K entries, so that a rank with nothing to do runs the same collectives as the others.
-    share_prefixes: a prompt that is the same as that of the sequence before is to be computed once.
-    Raises `ValueError` for an empty prompt, fields whose lengths or presence disagree, and weights or
-    advantages that are not finite.
+    All sequences must have the same columns; the result has these columns.
+    Without sequences the result is a filler: a single masked token with zero loss weight, rollout fields and `topk`
+    top-K entries. A rank without work then runs the same collectives as the others.
+    share_prefixes: a prompt that equals the prompt of the previous sequence is to be computed once.
+    Raises `ValueError` for an empty prompt, fields with different lengths or presence, and non-finite weights or
+    advantages.
     """
     for index, s in enumerate(sequences):
         if problem := _problem(s, sequences[0]):
@@ -111,17 +111,17 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, share_prefixes: b
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the tokens of sequences lie in the packed batch.
+    """Locates the tokens of sequences in the packed batch.
 
     Example of prompts of 2 and 1 tokens with responses of 2 and 1: the batch is [p p r r | p r], total 6. Response
-    tokens lie at rows 2, 3 and 5, and the rows before them predict them: rows [1, 2, 4].
+    tokens are at rows 2, 3 and 5, and the rows before them predict them: rows [1, 2, 4].
     """
 
     prompts: np.ndarray  # [B], tokens of each prompt
     sizes: np.ndarray  # [B], prompt and response
     ends: np.ndarray  # [B]
     learned_sizes: np.ndarray  # [B]
-    learned: np.ndarray | slice  # of all response tokens end to end, those that are learned from
+    learned: np.ndarray | slice  # selects the learned tokens from all response tokens, end to end
     rows: np.ndarray  # [sum of learned_sizes], the row that predicts each
 
     @classmethod
@@ -129,7 +129,7 @@ class _Places:
         prompts = np.array([len(s.prompt_ids) for s in sequences])
         responses = np.array([len(s.response_ids) for s in sequences])
         ends = np.cumsum(prompts + responses)
-        # Response token j of a sequence is predicted by the row before it: end - S + j - 1.
+        # The row before response token j of a sequence predicts it: end - S + j - 1.
         first = ends - responses - 1
         rows = np.repeat(first - (np.cumsum(responses) - responses), responses) + np.arange(responses.sum())
         learned: np.ndarray | slice = slice(None)
@@ -144,18 +144,18 @@ class _Places:
         return int(self.ends[-1])
 
     def of_learned(self, values: list[Any]) -> np.ndarray:
-        """[sum of learned_sizes] fp32 of one value a sequence."""
+        """Repeat one value per sequence: [sum of learned_sizes] fp32."""
         return np.repeat(np.array(values, dtype=np.float32), self.learned_sizes)
 
     def at_rows(self, values: np.ndarray, dtype: Any, fill: float = 0) -> torch.Tensor:
-        """The values [sum of learned_sizes, ...] at the rows that predict their tokens, `fill` at all others."""
+        """Put the values [sum of learned_sizes, ...] at the rows that predict their tokens, `fill` at all others."""
         out = np.full((self.total, *values.shape[1:]), fill, dtype=dtype)
         out[self.rows] = values
         return torch.from_numpy(out)
 
     def end_to_end(self, values: list[np.ndarray], dtype: Any, fill: float) -> torch.Tensor:
-        """`at_rows` where all response tokens are learned from, copied once: top-K lists are most of the bytes."""
-        gaps = self.prompts - (np.arange(len(self.sizes)) == 0)  # rows before a response and after the one before it
+        """Compute `at_rows` with one copy if all response tokens are learned: top-K lists are most of the bytes."""
+        gaps = self.prompts - (np.arange(len(self.sizes)) == 0)  # rows between two responses
         filling = np.full((max(int(gaps.max()), 1), *values[0].shape[1:]), fill, dtype=dtype)
         pieces = [piece for gap, value in zip(gaps, values, strict=True) for piece in (filling[:gap], value)]
         return torch.from_numpy(np.concatenate([*pieces, filling[:1]], dtype=dtype))
@@ -164,10 +164,10 @@ class _Places:
 def _packed(
     column: Column, sequences: Sequence[TokenSequence], places: _Places, carries_loss: np.ndarray
 ) -> torch.Tensor:
-    """One column of all sequences. Sampling masks of targets without loss are left out, their counts 0."""
+    """Pack one column of all sequences. Sampling masks of targets without loss are dropped, with counts 0."""
     values = [s.columns[column.name] for s in sequences]
     if column.rows == "read":
-        # A response's last token is not read when sampling: the trainer computes it itself, and nothing depends on it.
+        # Sampling does not read a response's last token. The trainer computes its value, and nothing depends on it.
         out = np.empty((places.total, *values[0].shape[1:]), dtype=column.packed)
         out[places.ends - 1] = column.fill
         for end, size, value in zip(places.ends, places.sizes, values, strict=True):
@@ -191,7 +191,7 @@ def _advantages(sequences: Sequence[TokenSequence], places: _Places) -> np.ndarr
 
 
 def _shared_prefixes(sequences: Sequence[TokenSequence]) -> list[int]:
-    """Of each sequence the prompt tokens that are those of the one before it: all or none."""
+    """Return for each sequence the prompt tokens shared with the previous one: all or none."""
     shared = [0]
     for before, own in itertools.pairwise(s.prompt_ids for s in sequences):
         shared.append(len(own) if own is before or np.array_equal(own, before) else 0)
@@ -216,7 +216,7 @@ def _filler(topk: int) -> TokenBatch:
 
 
 def _problem(s: TokenSequence, first: TokenSequence) -> str:
-    """Why a sequence cannot be packed with the first; empty when it can."""
+    """Return why a sequence cannot be packed with the first; empty when it can."""
     if s.sampled is not None and s.sampled.shape != s.response_ids.shape:
         return f"{len(s.sampled)} marks of sampled tokens for {len(s.response_ids)} response tokens"
     if len(s.prompt_ids) == 0:

@@ -1,4 +1,4 @@
-"""Prompts from data files, in an order that depends only on seed and position."""
+"""Read prompts from data files, in an order that depends only on seed and position."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["PromptFile", "PromptFileError", "PromptSource", "parse_rows", "rende
 T = TypeVar("T")
 Render = Callable[[Sequence[Any]], list[str | ValueError]]
 
-_BATCH = 256  # rows that are rendered together
-_CHARACTERS_PER_TOKEN = 1000  # no token is longer; text that is need not be tokenized to be refused
+_BATCH = 256  # rows rendered together
+_CHARACTERS_PER_TOKEN = 1000  # no token is longer; a longer text is rejected without tokenizing it
 
 
 class PromptRow(NamedTuple):
-    number: int  # in its file, from 1
+    number: int  # row in its file, from 1
     columns: dict[str, Any]
     text: str
     answer: str
@@ -41,11 +41,11 @@ class PromptRow(NamedTuple):
 
 
 class PromptFile:
-    """The prompts of one file, rendered and tokenized. The whole file is read on construction.
+    """Reads the prompts of one file, and renders and tokenizes them. The whole file is read on construction.
 
-    Raises `PromptFileError` naming every malformed line (not JSON, no such column, empty prompt, more than
-    `max_prompt_tokens` tokens unless `overlong` allows them), and for a missing or empty file; `ValueError` for an
-    unusable template.
+    Raises `PromptFileError` for a missing or empty file, or with every malformed line: not JSON, no such column, empty
+    prompt, or more than `max_prompt_tokens` tokens unless `overlong` allows them. Raises `ValueError` for an unusable
+    template.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PromptFile:
         tools: Sequence[dict[str, Any]] = (),
     ):
         self.path = Path(path)
-        self.total = 0  # rows in the file, dropped ones included
+        self.total = 0  # rows in the file, including dropped ones
         self._config = data_config
         self.rows = self._load(tokenizer, renderer(tokenizer, data_config, tools))
         self.truncated = sum(len(row.token_ids) > data_config.max_prompt_tokens for row in self.rows)
@@ -64,7 +64,7 @@ class PromptFile:
             self.rows = [self._cut(row, tokenizer) for row in self.rows]
 
     def error(self, violations: list[tuple[int, str]]) -> PromptFileError:
-        """That some rows, given by number, cannot be used."""
+        """Return the error for rows that cannot be used, given by number."""
         return PromptFileError(self.path, sorted(violations), unit=unit(self.path))
 
     def describe(self) -> str:
@@ -120,11 +120,11 @@ class PromptFile:
 
 
 class PromptSource:
-    """The prompts of a run, in an order without end.
+    """Provides the prompts of a run, in an endless order.
 
-    Position p is row p of a new permutation for each epoch (p // len) from `seed`; without `shuffle`
-    it is the file's order. Of several files each has an order of its own, and they alternate by their weights.
-    `Prompt.row` counts the rows of all files, in the order of the config. Raises as `PromptFile`.
+    Position p is row p % len of a new permutation for each epoch (p // len) from `seed`; without `shuffle` the order is
+    the order of the file. Several files have an order each, and alternate by their weights. `Prompt.row` counts the
+    rows of all files, in the order of the config. Raises as `PromptFile`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PromptSource:
         more: tuple[tuple[Path, float], ...] = (),
         tools: Sequence[dict[str, Any]] = (),
     ):
-        """`more`: further files, each with its weight; the first one's is 1. tools: as chat templates take them."""
+        """Read the files. more: further files with weights; the first file has weight 1. tools: for chat templates."""
         paths = [Path(path), *(file for file, _ in more)]
         self.files = [PromptFile(file, tokenizer, data_config, tools) for file in paths]
         self._first_rows = np.cumsum([0, *(file.total for file in self.files)])
@@ -148,11 +148,11 @@ class PromptSource:
         return sum(len(file.rows) for file in self.files)
 
     def once(self) -> list[Prompt]:
-        """Every prompt of a single file, in the order of the first epoch."""
+        """Return every prompt of a single file, in the order of the first epoch."""
         return [self.prompt(position) for position in range(len(self))]
 
     def prompt(self, position: int) -> Prompt:
-        """The prompt at a place of the run's prompt order, from 0 and without end."""
+        """Return the prompt at a position of the run's endless prompt order, from 0."""
         if position < 0:
             raise ValueError(f"prompt position {position}: positions count from 0")
         file, place = self._mixture.at(position)
@@ -164,7 +164,7 @@ class PromptSource:
 def training_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
 ) -> PromptSource:
-    """The training prompts of a run. tools: as chat templates take them."""
+    """Return the training prompts of a run. tools: for chat templates."""
     (path, _), *more = config.data.train_files
     return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more), tools)
 
@@ -172,8 +172,10 @@ def training_prompts(
 def parse_rows(
     path: Path, config: DataConfig, render: Render
 ) -> Iterator[tuple[int, dict[str, Any] | None, PromptRow | ValueError]]:
-    """(number, columns, the row without its tokens) of every row of a file; for a row that cannot be read or used
-    None and the reason."""
+    """Yield (number, columns, the row without its tokens) of every row of a file.
+
+    For an unreadable or unusable row, None and the reason.
+    """
     rows = read_rows(path, held=True)
     while batch := list(itertools.islice(rows, _BATCH)):
         wanted = [attempt(column, columns, config.prompt_column, "data.prompt_column") for _, columns in batch]
@@ -185,7 +187,7 @@ def parse_rows(
 
 
 def attempt(call: Callable[..., T], value: Any, *arguments: Any) -> T | ValueError:
-    """Return the result of `call`, or its `ValueError`. A value that is such an error is returned."""
+    """Return the result of `call` or its `ValueError`. A value that is already such an error is returned."""
     try:
         return value if isinstance(value, ValueError) else call(value, *arguments)
     except ValueError as error:
@@ -218,15 +220,15 @@ def _answer(value: Any) -> str:
 def renderer(
     tokenizer: PreTrainedTokenizerBase | None, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
 ) -> Render:
-    """The function from values of the prompt column to texts that the model reads, or reasons why there is none.
+    """Return the function that renders values of the prompt column to the model's input texts, or errors.
 
-    tools: as chat templates take them. The function raises `ChatTemplateError`.
+    tools: for chat templates. The function raises `ChatTemplateError`.
     """
     template = config.prompt_template
     if "{prompt}" not in template:
         raise ValueError(f"data.prompt_template = {template!r}: must contain {{prompt}}")
     chat = getattr(tokenizer, "chat_template", None)
-    if not config.chat_template:  # without a tokenizer it is not known whether it has one
+    if not config.chat_template:  # without a tokenizer, it is unknown whether it has one
         return lambda values: [attempt(_fill, value, config, tokenizer is None or bool(chat)) for value in values]
     if not chat:
         raise ValueError(
@@ -236,14 +238,14 @@ def renderer(
 
 
 def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
-    """The prompt column's value as a chat begins with it. Raises `ValueError`."""
+    """Return the prompt column's value as the first messages of a chat. Raises `ValueError`."""
     return list(value) if _is_messages(value) else [{"role": "user", "content": _fill(value, config)}]
 
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
 ) -> str:
-    """A chat as the model reads it, up to where it answers. Raises `ValueError`."""
+    """Return a chat as the model's input text, up to the start of its answer. Raises `ValueError`."""
     (text,) = render_chats(tokenizer, [messages], tools)
     if isinstance(text, ValueError):
         raise text
@@ -251,7 +253,7 @@ def render_chat(
 
 
 def _fill(value: Any, config: DataConfig, chat: bool = True) -> str:
-    """chat: whether the tokenizer has a chat template."""
+    """Fill the prompt template. chat: whether the tokenizer has a chat template."""
     if _is_messages(value):
         if not chat:
             raise ValueError(
@@ -265,7 +267,7 @@ def _fill(value: Any, config: DataConfig, chat: bool = True) -> str:
         raise ValueError(f"the prompt is {type(value).__name__}, expected text")
     if not value.strip():
         raise ValueError("the prompt is empty")
-    # Not str.format: braces are common in mathematics.
+    # Not str.format, because braces are common in mathematics.
     return config.prompt_template.replace("{prompt}", value)
 
 

@@ -1,7 +1,7 @@
-"""`dppo-megatron data prepare`: known datasets, from files that the user has, to one JSON line a prompt.
+"""Convert known datasets, from the user's files, to one JSON line per prompt: `dppo-megatron data prepare`.
 
-Every recipe writes the columns prompt, answer and data_source, and further ones of its own. Rows that it
-cannot use are left out and counted.
+Every recipe writes the columns prompt, answer and data_source, and further ones of its own. Unusable rows are left out
+and counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .rows import check_text, column
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _BOX = re.compile(r"\\boxed\s*(?=\{)|\\fbox\s*(?=\{)")
-_DAPO_TEMPLATE = re.compile(  # verl's files of AIME hold it, and eval.sets.NAME.prompt_template adds it
+_DAPO_TEMPLATE = re.compile(  # in verl's files of AIME; eval.sets.NAME.prompt_template adds it
     r"Solve the following math problem step by step\. [^\n]*\n\n(.*)\n\nRemember to put your answer [^\n]*", re.DOTALL
 )
 _LEVEL = re.compile(r"(?:Level\s*)?([1-5])")
@@ -32,7 +32,7 @@ class RecipeError(ExpectedError, ValueError):
 
 
 class _LeftOut(ValueError):
-    """A row that the recipe does not take."""
+    """The recipe rejects this row."""
 
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (1, 5)) -> str:
     """Write `out` and return counts of rows read, written and left out. Raises `RecipeError`.
 
-    A prompt that occurs again with the same answer is left out; one with different answers is left out altogether.
+    A repeated prompt with the same answer is left out. A prompt with different answers is left out completely.
     `levels`: of MATH, from and to.
     """
     if recipe not in RECIPES:
@@ -117,7 +117,7 @@ def _math(columns: Row) -> Row:
     row = {"prompt": _text(_first(columns, "problem", "prompt")), "answer": str(answer), "data_source": "math"}
     level = _LEVEL.fullmatch(str(columns.get("level", "")).strip())
     if level is None:
-        raise _LeftOut("without a level")  # `Level ?` of the published files
+        raise _LeftOut("without a level")  # the published files have `Level ?`
     subject = columns.get("type", columns.get("subject"))
     return row | {"level": int(level[1])} | ({"subject": subject} if subject else {})
 
@@ -180,7 +180,7 @@ def _text(value: Any) -> str:
 
 
 def _user_text(value: Any) -> str:
-    """Text, or that of a lone message of the user."""
+    """Return a text, or the text of a single user message."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and value[0].get("role") == "user":
         value = value[0].get("content")
     return _text(value)

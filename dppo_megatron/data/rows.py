@@ -1,4 +1,4 @@
-"""The rows of JSON lines, and errors that name every row of a file that cannot be used."""
+"""Parse rows of JSON lines, and raise errors that name every unusable row of a file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import psutil
 from dppo_megatron.common.files import each_once
 from dppo_megatron.errors import ExpectedError, bounded
 
-_LONGEST_LIST = 3000  # characters of the violations that are described; of the rest it gives the line numbers
+_LONGEST_LIST = 3000  # characters of the violations that are described; the others get only line numbers
 _LONGEST_PROBLEM = 200
 _LONGEST_RANGES = 300
 _LONGEST_PATH = 300
-_DEEPEST = 100  # levels of lists and objects; pickling a row and chat templates recurse over it
+_DEEPEST = 100  # levels of lists and objects; pickling and chat templates recurse over a row
 _OPENING = re.compile(rb"[\[{]")
-# Control characters, which text for a model never has. A form feed is often the rest of an unescaped \frac.
+# Control characters, which a model's text never has. A form feed is often the rest of an unescaped \frac.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 class PromptFileError(ExpectedError, ValueError):
-    """A prompt file that cannot be used: every malformed line. `violations`: (line number from 1, problem)."""
+    """A prompt file cannot be used; lists every malformed line. `violations`: (line number from 1, problem)."""
 
     def __init__(
         self, path: Path, violations: Sequence[tuple[int, str]] = (), problem: str = "", *, unit: str = "line"
@@ -36,7 +36,7 @@ class PromptFileError(ExpectedError, ValueError):
         if not count:
             super().__init__(f"{name}: {problem}")
             return
-        groups: dict[str, list[int]] = {}  # equal problems are one line
+        groups: dict[str, list[int]] = {}  # equal problems share one line
         for number, text in self.violations:
             groups.setdefault(bounded(text, _LONGEST_PROBLEM), []).append(number)
         lines, size, rest = [], 0, []
@@ -58,7 +58,7 @@ def memory_for_rows() -> int:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Raises `PromptFileError` when the file cannot be read."""
+    """Return the numbered lines of a file. Raises `PromptFileError` when the file cannot be read."""
     try:
         if (size := path.stat().st_size) > memory_for_rows():
             raise PromptFileError(path, problem=f"{size} bytes, more than half of the free memory; leave out rows")
@@ -73,7 +73,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The object of one line. Raises `ValueError` for a line that is no object, ambiguous or nested too deeply."""
+    """Return the object of one line. Raises `ValueError` if it is no object, ambiguous or nested too deeply."""
     if not line.strip():
         raise ValueError("blank; remove it")
     try:
@@ -97,7 +97,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def check_text(text: str, what: str, *, control: bool = True) -> None:
-    """Raises `ValueError` for text that is not UTF-8's, or with control characters other than tab and line ends."""
+    """Raise `ValueError` for text that is not valid UTF-8, or with control characters other than tab and line ends."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -111,7 +111,7 @@ def check_text(text: str, what: str, *, control: bool = True) -> None:
 
 
 def column(columns: dict[str, Any], name: str, setting: str) -> Any:
-    """The value of a column, or of a field in one: `reward_model.ground_truth`, `prompt.0.content`.
+    """Return the value of a column, or of a field in one: `reward_model.ground_truth`, `prompt.0.content`.
 
     Raises `ValueError` when there is none.
     """
@@ -148,7 +148,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """1, 4-6 for [1, 4, 5, 6]; as many of them as fit."""
+    """Return [1, 4, 5, 6] as "1, 4-6", shortened to fit."""
     runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     spans = [[number for _, number in run] for _, run in runs]
     return shorten_list((str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans), _LONGEST_RANGES)

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model directory, from local files only."""
+"""Load the tokenizer of a Hugging Face model directory, from local files only."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class TokenizerError(ExpectedError, ValueError):
 
 
 def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory and checks it against the model.
+    """Load the tokenizer of a model directory and check it against the model.
 
     vocab_size: embedding rows of the model; default: `vocab_size` of the directory's config.json.
-    Raises `TokenizerError` when the directory or its tokenizer is missing or unreadable, when it has more
-    tokens than the model has rows, or when no end-of-sequence token is known.
+    Raises `TokenizerError` when the directory or its tokenizer is missing or unreadable, when it has more tokens than
+    the model has rows, or when no end-of-sequence token is known.
     """
     directory = Path(model_dir)
     if not directory.is_dir():
@@ -46,7 +46,7 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
         tokenizer.decode(tokenizer("1 + 1", add_special_tokens=True)["input_ids"])  # some damage shows only in use
     except (KeyboardInterrupt, SystemExit):
         raise
-    # Damage may raise any Exception, and a Rust panic raises a BaseException.
+    # Damage may raise any Exception; a Rust panic raises a BaseException.
     except BaseException as error:
         raise TokenizerError(
             f"model.path = {directory}: its tokenizer cannot be loaded: {type(error).__name__}: "
@@ -63,7 +63,10 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
 
 
 def _refuse_endless(path: Path) -> None:
-    """transformers reads the model's sizes too, and makes a list of a name for each layer: of 10^9, for minutes."""
+    """Raise `TokenizerError` for a config with too many layers.
+
+    transformers reads the config too, and builds a list with a name for each layer: 10^9 layers take minutes.
+    """
     config = read_json(path)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers")
@@ -72,7 +75,7 @@ def _refuse_endless(path: Path) -> None:
 
 
 def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a response, ascending: of generation_config.json, else config.json, plus the tokenizer.
+    """Return the tokens that end a response, ascending: by generation_config.json, else config.json, and tokenizer.
 
     Raises `TokenizerError` when there is none.
     """
@@ -97,7 +100,7 @@ def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty when there is no file. Raises `TokenizerError` when it is none."""
+    """Return the object in a JSON file, empty when the file is missing. Raises `TokenizerError` for other content."""
     try:
         return read_foreign_json(path)
     except FileNotFoundError:

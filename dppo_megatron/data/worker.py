@@ -1,4 +1,4 @@
-"""A process that reads tables and renders chat templates: a file that crashes it or fills its memory harms only it."""
+"""Read tables and render chat templates in a process, so that files that crash it or fill its memory harm only it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dppo_megatron.errors import ExpectedError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WAIT_S = 300.0  # for a file system that stalls; the seconds that the process computes have a limit of their own
-_ROWS, _CHATS = 1024, 64  # of a reply
-_ROW_BYTES = 1000  # of a prompt in memory in addition to its text: objects and tokens
-_MOST_CHARACTERS = 1 << 23  # of a rendered prompt, and about that many of a reply
+WAIT_S = 300.0  # for a file system that stalls; the process has its own limit of computing time
+_ROWS, _CHATS = 1024, 64  # in one reply
+_ROW_BYTES = 1000  # memory of a prompt in addition to its text: objects and tokens
+_MOST_CHARACTERS = 1 << 23  # in a rendered prompt, and about as many in a reply
 _CHATS_S, _CHATS_MEMORY = 2.0, 1 << 30
 _idle: dict[str, list[Worker]] = {}
 
 
 class ChatTemplateError(ExpectedError, ValueError):
-    """The template does not end, or needs more memory than a text does."""
+    """The template does not end, or needs more memory than a text can need."""
 
 
 @contextmanager
 def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
-    """Lend a process of a class of this module, started where none is idle. An error ends it. memory: its bytes."""
+    """Yield a process of a class of this module, started if none is idle. An error ends it. memory: its byte limit."""
     idle = _idle.setdefault(answer.__name__, [])
     worker = idle.pop() if idle else None
     started = worker is None or not worker.usable
@@ -49,8 +49,10 @@ def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
 def render_chats(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[Any], tools: Sequence[dict[str, Any]] = ()
 ) -> list[str | ValueError]:
-    """Each chat as the model reads it, up to where it answers; in place of a text why there is none. A chat that is
-    such a reason stays one. tools: as chat templates take them. Raises `ChatTemplateError`."""
+    """Render each chat to the model's input text, up to the start of its answer; a problem gives an error instead.
+
+    A chat that is already an error is returned. tools: for chat templates. Raises `ChatTemplateError`.
+    """
     out: list[str | ValueError] = []
     try:
         known = {"tools": list(tools) or None, "add_generation_prompt": True, **tokenizer.special_tokens_map}
@@ -72,13 +74,16 @@ def render_chats(
 
 
 def main(descriptor: int) -> None:
-    """The worker's process."""
+    """Run the worker's process."""
     serve(descriptor, lambda hello: (None, globals()[hello["answer"]](hello["memory"])))
 
 
 class Tables:
-    """Answers (file, seconds of computing, bytes that its rows may take or None) with the first rows, (None, seconds,
-    None) with the next: an Arrow stream of one batch, no parts at the end, or why there are no rows."""
+    """Answer requests for rows of a table, one Arrow stream of one batch at a time.
+
+    A request is (file, seconds of computing, byte limit of its rows or None) for the first rows, (None, seconds, None)
+    for the next. The answer has no parts at the end, or the problem instead of rows.
+    """
 
     def __init__(self, memory: int):
         import pyarrow.parquet
@@ -95,7 +100,7 @@ class Tables:
             return next(self._batches, [])
         except MemoryError:
             return ["takes more memory than half of what is free; write it in smaller row groups"]
-        except Exception as error:  # by kind of damage pyarrow raises anything
+        except Exception as error:  # depending on the damage, pyarrow raises any error
             return [getattr(error, "strerror", None) or str(error)]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -113,7 +118,7 @@ class Tables:
                 yield from (self._checked(batch.slice(first, _ROWS)) for first in range(0, len(batch), _ROWS))
 
     def _arrow_batches(self, source: Any) -> Iterator[Any]:
-        """`datasets` writes streams; others write Arrow files."""
+        """Yield the batches: `datasets` writes streams, others write Arrow files."""
         try:
             yield from self._pa.ipc.open_stream(source)
         except self._pa.ArrowInvalid:
@@ -122,7 +127,7 @@ class Tables:
             yield from map(reader.get_batch, range(reader.num_record_batches))
 
     def _checked(self, batch: Any) -> bytes:
-        """A few bytes may stand for rows of any size, so they are made here first, within the limits."""
+        """Return a batch as a stream, after creating its rows within the limits: few bytes may expand to any size."""
         batch.validate(full=True)
         batch.to_pylist()
         sink = self._pa.BufferOutputStream()
@@ -139,8 +144,10 @@ class Tables:
 
 
 class Templates:
-    """Answers (variables of a template, chats) with (text, why there is none) of the first ones; with text where the
-    rest would fail alike."""
+    """Answer (variables of a template, chats) with (text, problem) of the first chats, as many as fit.
+
+    If all others would fail too, the answer is a text.
+    """
 
     def __init__(self, memory: int):
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -160,7 +167,7 @@ class Templates:
                 text = self._render([list(chat)], **known)[0][0]
             except MemoryError:
                 return ["the template fills its memory"]
-            except Exception as error:  # templates raise their own, e.g. for roles they do not know
+            except Exception as error:  # templates raise errors of their own, e.g. for unknown roles
                 problem = str(error) if error is chat else f"the chat template refuses it: {str(error)[:500]}"
             if len(text) > _MOST_CHARACTERS:
                 return [f"the template writes {len(text)} characters for one prompt"]
