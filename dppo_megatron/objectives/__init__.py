@@ -1,7 +1,7 @@
-"""Reinforcement-learning objectives on [T]: pure torch, no process groups, no vocabulary dimension.
+"""Compute reinforcement-learning objectives on [T]: pure torch, no process groups, no vocabulary dimension.
 
-Axes and presets are data, and configs are checked against them where there may be no torch. So what computes on tensors
-(`on_tensors` lists it) is imported when one of its names is first used.
+Axes and presets are data, and configs are checked against them, possibly without torch. Code on tensors (`on_tensors`
+lists it) is therefore imported when one of its names is first used.
 """
 
 from importlib import import_module
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        # `from . import inputs` looks here before it imports the submodule, maybe while on_tensors is being imported.
+        # `from . import inputs` looks here before it imports the submodule, possibly while on_tensors is being
+        # imported.
         if name.startswith("_") or find_spec(f"{__name__}.{name}"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(".on_tensors", __name__), name)

@@ -1,4 +1,4 @@
-"""Advantages from the rewards of groups: n samples of one prompt, G prompts."""
+"""Compute advantages from the rewards of groups: n samples of one prompt, G prompts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardMoments:
-    """Count, sum and sum of squares of group-centred rewards, 0-d fp64 each.
+    """Contains count, sum and sum of squares of group-centred rewards, 0-d fp64 each.
 
-    Ranks add theirs before they normalise.
+    Ranks add their moments before they normalise.
     """
 
     count: Tensor
@@ -44,13 +44,13 @@ def group_advantages(
     """Return the advantage of every sample.
 
     group_mean        reward - mean of its group (DPPO; Dr. GRPO, arXiv 2503.20783).
-    group_mean_std    the same over the group's sample standard deviation (GRPO, arXiv 2402.03300).
-    leave_one_out     reward - mean of the others (RLOO, arXiv 2402.14740) = n / (n - 1) group_mean.
-    batch_mean        reward - mean of the batch, which `rewards` must hold whole (FlashREINFORCE).
+    group_mean_std    group_mean over the group's sample standard deviation (GRPO, arXiv 2402.03300).
+    leave_one_out     reward - mean of the other samples (RLOO, arXiv 2402.14740) = n / (n - 1) group_mean.
+    batch_mean        reward - mean of the batch; `rewards` must be the whole batch (FlashREINFORCE).
     batch_normalised  group_mean over its sample standard deviation across the batch (REINFORCE++-baseline,
-                      arXiv 2501.03262). `moments` gives the whole batch's when `rewards` is a part of it.
-    rewards fp32/fp64. valid: False where a sample failed; it gets 0 and leaves the statistics. A group whose
-    valid rewards are all equal has no signal and gets exactly 0, as does a lone sample, but for batch_mean. No epsilon
+                      arXiv 2501.03262). `moments`: of the whole batch, if `rewards` is a part.
+    rewards fp32/fp64. valid: False where a sample failed; it gets 0 and counts in no statistic. If all
+    valid rewards of a group are equal, or there is only one, all get exactly 0, except with batch_mean. No epsilon
     in a denominator. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
     """
     if kind not in ADVANTAGE_KINDS:
@@ -83,15 +83,20 @@ def turn_advantages(
 
         A_k = R_k - baseline of the R_k of the group,   R_k = sum over l >= k of discount^(l - k) r_l
 
-    the return from turn k on (GTPO, arXiv 2511.14846; MT-GRPO, arXiv 2505.11821, for two turns), compared as `kind`,
-    one of groups, says with those of the trajectories that came to turn k. What no other came to has nothing to be
-    compared with and takes the advantage of its trajectory's first turn.
+    R_k is the return from turn k on (GTPO, arXiv 2511.14846; MT-GRPO, arXiv 2505.11821, for two turns). It is compared
+    by `kind`, a kind over groups, with the returns of the trajectories that reached turn k. If no other trajectory
+    reached turn k, the turn takes the advantage of its trajectory's first turn.
 
-    rewards: of the trajectories; what one exceeds the sum of its turns by is earned in its last turn. So without a
-    discount R_0 is the trajectory's reward, and A_0 the advantage of `group_advantages`.
-    turn_rewards, turns: of each turn, and how many there are. A trajectory with 0, none of whose turns had a reward,
-    has one advantage, that of the first turn, in all T. Returns that fp32 cannot tell apart are equal. Raises as
-    `group_advantages`, and for kinds of the batch.
+    rewards: of the trajectories; the excess of a reward over the sum of its turns is earned in the last turn. So
+    without a discount R_0 is the trajectory's reward, and A_0 the advantage of `group_advantages`.
+    turn_rewards, turns: of each turn, and the number of turns. A trajectory with 0 turns, because none had a reward,
+    has one advantage, that of the first turn, in all T. Returns that fp32 cannot distinguish are equal. Raises as
+    `group_advantages`, and for kinds over the batch.
+
+    Example, with discount 1:
+
+        rewards [[1, 0]], turn_rewards [[[0, 1], [0, 0]]], turns [[2, 2]]
+        returns [[[1, 1], [0, 0]]], advantages [[[0.5, 0.5], [-0.5, -0.5]]]
     """
     if kind in ("batch_mean", "batch_normalised"):
         raise ObjectiveError(f"advantage {kind!r} is over the batch, that of turns over groups; use another one")
@@ -121,7 +126,7 @@ def turn_advantages(
 
 
 def reward_moments(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] | None = None) -> RewardMoments:
-    """Return moments of the group-centred rewards of some groups, for kind 'batch_normalised' over several ranks."""
+    """Return the moments of the group-centred rewards of some groups, for kind 'batch_normalised' over ranks."""
     centred, valid, _ = _centred(rewards, valid)
     return RewardMoments(valid.sum().double(), centred.sum(), centred.square().sum())
 
@@ -132,14 +137,14 @@ def group_has_signal(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] |
 
 
 def _centred(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(reward - group mean in fp64, 0 where invalid or without signal; valid; signal [G, 1])."""
+    """Return (reward - group mean in fp64, 0 where invalid or without signal; valid; signal [G, 1])."""
     if rewards.ndim != 2:
         raise ObjectiveError(f"rewards must be [G, n], got shape {tuple(rewards.shape)}")
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     if valid.shape != rewards.shape:
         raise ObjectiveError(f"valid has shape {tuple(valid.shape)}, rewards has {tuple(rewards.shape)}")
     values = torch.where(valid, rewards.double(), 0.0)
-    # Compared, not taken from a rounded mean: equal rewards of 0.1 must not leave 1e-17 for a std to blow up.
+    # Compared directly, not with a rounded mean: equal rewards of 0.1 must not leave 1e-17, which a std would amplify.
     signal = _spread(values, valid) > 0
     mean = values.sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(valid & signal, values - mean, 0.0), valid, signal

@@ -1,11 +1,11 @@
-"""One number of a whole batch, which some methods need before its first micro-batch.
+"""Compute one number of a whole batch, which some methods need before the first micro-batch.
 
 A trainer adds the `sums` of its tokens over all ranks and micro-batches, and gives the result to the objective:
 
     sums = objective.statistic_sums(old_logprob, rollout_logprob, advantage, mask)   # of each micro-batch; add them
     objective = objective.with_statistic(sums)
 
-Without this an objective takes the tokens of each call as the batch.
+Without it, an objective takes the tokens of each call as the batch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 _FARTHEST = 300.0  # nats: e^600 summed over 1e40 tokens is finite in fp64, and e^-600 is above 0
-_KEPT = math.log(0.7), math.log(1.5)  # between these ln r M2PO's released code clips no token
-_BITS = 16  # of a non-negative fp32 number, which sorts as the integer of its bits: bins less than 0.8 % wide
+_KEPT = math.log(0.7), math.log(1.5)  # M2PO's released code clips no token with ln r between these
+_BITS = 16  # leading bits of a non-negative fp32 number, which sorts like this integer: bins less than 0.8 % wide
 
 
 def statistic_sums(
     kind: str, log_ratio: Float[Tensor, " T"], advantage: Float[Tensor, " T"], mask: Bool[Tensor, " T"]
 ) -> Float[Tensor, " n"]:
-    """Return fp64 sums to be added over all tokens of the batch; log_ratio = ln old - ln mu of the sampled tokens."""
+    """Return fp64 sums to add over all tokens of the batch; log_ratio = ln old - ln mu of the sampled tokens."""
     if kind != "effective_size":
         mask = mask & _moving_away(log_ratio, advantage)
     log_ratio = torch.where(mask, log_ratio, torch.zeros_like(log_ratio)).double()
@@ -47,8 +47,8 @@ def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) 
     effective_size: (sum r)^2 / (n sum r^2), r = old / mu within e^-300 and e^300, in (0, 1]; 1 for an empty batch (P3O,
     arXiv 2605.12380).
     second_moment: the first bin of (ln r)^2 to drop, so that the mean of (ln r)^2 over the bins below stays below the
-    budget, counting the tokens that PPO could clip: A > 0 and r > 1, or A < 0 and r < 1 (M2PO, arXiv 2510.01161).
-    Tokens within 0.8 % of each other share a bin.
+    budget. Only tokens that PPO could clip count: A > 0 and r > 1, or A < 0 and r < 1 (M2PO, arXiv 2510.01161). Tokens
+    within 0.8 % of each other share a bin.
     second_moment_clip, the released code: the first bin above t^2, for the largest t with which the mean of
     min((ln r)^2, t^2) over the same tokens is below the budget.
     """
@@ -59,16 +59,16 @@ def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) 
     counts, totals = each.cumsum(1)
     if kind == "second_moment_clip":
         edges = (torch.arange(len(counts), dtype=torch.int32) << (32 - _BITS)).view(torch.float32).to(counts)
-        smaller, moment = torch.stack([counts, totals]) - each  # of the bins below an edge
+        smaller, moment = torch.stack([counts, totals]) - each  # sums over the bins below an edge
         return (moment + edges * (counts[-1] - smaller) < budget * counts[-1]).long().sum()
     within = totals < budget * counts.clamp(min=1e-300)
-    # Bins are in order of size, so the mean of those below grows with the bound: the last one within is the cut.
+    # Bins are in order of size, so the mean over lower bins grows with the bound: the cut is after the last bin within.
     within = within | (counts == 0)
     return within.long().sum()
 
 
 def beyond_budget(kind: str, log_ratio: Tensor, advantage: Float[Tensor, " T"], cut: Tensor) -> Bool[Tensor, " T"]:
-    """Return the tokens that count for the budget with (ln r)^2 from the cut on; for the clip also outside `_KEPT`."""
+    """Return the budget's tokens with (ln r)^2 at or above the cut; for the clip, also with ln r outside `_KEPT`."""
     beyond = _moving_away(log_ratio, advantage) & (_bin(log_ratio.double().square()) >= cut)
     if kind == "second_moment_clip":
         beyond = beyond & ((log_ratio < _KEPT[0]) | (log_ratio > _KEPT[1]))

@@ -1,4 +1,4 @@
-"""Score centering (arXiv 2609.20807): from each token's weighted score, the one that the rollout policy expects."""
+"""Center scores (arXiv 2609.20807): subtract from each token's weighted score the rollout policy's expectation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from .settings import ObjectiveSettings
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_LEAST_TAIL = 1e-6  # of both masses outside the list (appendix A.3): from fp32 log-probs 1 - mu(H) is known no better
+_LEAST_TAIL = 1e-6  # least mass outside the list, for pi and mu (appendix A.3): fp32 log-probs give 1 - mu(H) no better
 _FARTHEST = 80.0  # nats by which pi may exceed mu in the list, so that mu r stays finite
 
 
 @dataclass(frozen=True)
 class Centering:
-    """score: [T] sum_H sg(mu_v c_v - alpha pi_v) ln pi_v, with its gradient. The rest [T] without.
+    """Contains the centering term of every token.
 
-    mass, anchor_mass: of the list H, under pi and mu. size: sum_H of the coefficients' absolute values, 0 on policy.
+    score: [T] sum_H sg(mu_v c_v - alpha pi_v) ln pi_v, with its gradient. The other fields [T] have none. mass,
+    anchor_mass: of the list H, under pi and mu. size: sum_H of the coefficients' absolute values, 0 on policy.
     """
 
     score: Float[Tensor, " T"]
@@ -39,24 +40,23 @@ def expected_score(
 ) -> Centering:
     """Return the score that mu expects, to be subtracted.
 
-    The policy term's gradient is A c_a grad ln pi(a), c = r w; mu expects A sum_v mu_v c_v grad ln pi_v of it.
-
-    The sum runs over the engine's list H as it came, never united with the sampled token: a list that depended on what
-    was sampled would not be centred in expectation. Outside H, mu is taken as pi scaled to mu's mass there (eq. 7-12);
-    with sum_v pi_v grad ln pi_v = 0 that leaves
+    The policy term's gradient is A c_a grad ln pi(a), c = r w; its expectation under mu is A sum_v mu_v c_v grad ln
+    pi_v. The sum runs over the engine's list H without changes. H is never united with the sampled token: a list that
+    depends on the sample would not be centred in expectation. Outside H, mu is taken as pi scaled to mu's mass there
+    (eq. 7-12); with sum_v pi_v grad ln pi_v = 0 that leaves
 
         sum_H sg(mu_v c_v - alpha pi_v) ln pi_v,   alpha = rho c(1 / rho),   rho = (1 - mu(H)) / (1 - pi(H)).
 
-    c_v is what the settings give token v, had it been sampled with the same A. The tail's c is that of a token with the
-    tail's ratio and mean mass (with all of its mass where topk.vocab_size is None): a region in probabilities would
-    take the whole tail for one token that moved far. Of a quadratic control only the ratio is centred: its penalty has
-    a mean, and means it.
+    c_v is the coefficient that the settings give token v if it was sampled with the same A. The tail's c is that of a
+    token with the tail's ratio and mean mass (with all of its mass where topk.vocab_size is None): a region in
+    probabilities would take the whole tail for one token that moved far. Of a quadratic control only the ratio is
+    centred: its penalty has an intended mean.
     """
     keep = tokens.mask
     present = keep[:, None] & (topk.ids >= 0)
     dtype = tokens.detached_logprob.dtype
     policy = torch.where(present, topk.logprob.to(dtype), 0.0)
-    # In float64, for 1 - mu(H) is a small difference of numbers near 1.
+    # In float64, because 1 - mu(H) is a small difference of numbers near 1.
     ln_pi = policy.detach().double()
     ln_mu = torch.where(present, topk.rollout_logprob.detach().double(), 0.0)
     ln_mu = torch.maximum(ln_mu, ln_pi - _FARTHEST)
@@ -85,7 +85,7 @@ def expected_score(
 def _coefficients(
     s: ObjectiveSettings, tokens: Tokens, ln_pi: Tensor, ln_mu: Tensor, effective_size: Tensor | None
 ) -> Float[Tensor, "T n"]:
-    """Return c = r w of each column as if it were the sampled token, by the code that computes the sampled one."""
+    """Return c = r w of each column as if it were the sampled token, with the code for the sampled token."""
     n = ln_pi.shape[1]
 
     def repeated(value: Tensor) -> Tensor:
@@ -108,12 +108,12 @@ def _coefficients(
 
 
 def _over_list(columns: Float[Tensor, "T K"]) -> Float[Tensor, " T"]:
-    """Return the sum over the columns, added one after the other so that absent ones, zeros, change no bit."""
+    """Return the sum over the columns, added one after the other so that zeros of absent ones change no bit."""
     if columns.shape[1] == 0:
         return columns.sum(dim=1)
     return columns.cumsum(dim=1)[:, -1]
 
 
 def without_old(tokens: Tokens) -> Tokens:
-    """Return `tokens` for a mismatch mask that compares listed and sampled tokens alike, by pi and mu only."""
+    """Return `tokens` for a mismatch mask that treats listed and sampled tokens equally, by pi and mu only."""
     return replace(tokens, old_logprob=None)

@@ -1,8 +1,8 @@
-"""The controls of a trust region: one function per control, each with the formula of its paper.
+"""Implement the controls of a trust region: one function per control, each with the formula of its paper.
 
-mu = rollout policy, pi = policy in training, a = sampled token, A = advantage, r = pi(a) / mu(a), D = divergence.
-The papers maximise L; the loss here is -L. Every method's gradient is d L / d ln pi(a) = A r w, and a control gives
-L and w, both [T] and without gradient: `Objective` joins them, so that the gradient is exactly A r w.
+mu = rollout policy, pi = policy in training, a = sampled token, A = advantage, r = pi(a) / mu(a), D = divergence. The
+papers maximise L; the loss here is -L. Every method's gradient is d L / d ln pi(a) = A r w. A control returns L and w,
+both [T] and without gradient; `Objective` combines them, so that the gradient is exactly A r w.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
-_ADVANTAGE_FACTOR = (0.1, 10.0)  # MASPO: by how much an advantage may narrow and widen the gate
-_RESPONSE_RATIO = (1e-8, math.exp(20))  # VESPO: where its kernel is evaluated
-_LEAST_RATIO = 1e-30  # below it r w goes to 0 with r, for w = (r w) / r would overflow
+_ADVANTAGE_FACTOR = (0.1, 10.0)  # MASPO: factors by which an advantage may narrow and widen the gate
+_RESPONSE_RATIO = (1e-8, math.exp(20))  # VESPO: range in which its kernel is evaluated
+_LEAST_RATIO = 1e-30  # below it r w approaches 0 with r, because w = (r w) / r would overflow
 
 
 @dataclass(frozen=True)
 class Controlled:
-    """A control's result, all [T]. loss: -L. weight: w. outside: tokens that it masks, clips or penalises.
+    """Contains a control's result, all [T].
 
-    penalty: a further term of the loss with a gradient of its own, where the method has one; its gradient is what
-    the tensor carries and slope, d penalty / d ln pi(a).
+    loss: -L. weight: w. outside: tokens that it masks, clips or penalises. penalty: a further term of the loss with its
+    own gradient, if the method has one. That gradient is the tensor's own plus slope, d penalty / d ln pi(a).
     """
 
     loss: Float[Tensor, " T"]
@@ -44,12 +44,12 @@ class Controlled:
     slope: Float[Tensor, " T"] | None = None
 
 
-# A control reads the settings, the tokens' positions, r as the loss uses it (with its bounds), and the top K.
+# The arguments: the settings, the tokens' positions, r as used in the loss (with its bounds), and the top K.
 Control = Callable[[ObjectiveSettings, Position, Tensor, Buckets | None], Controlled]
 
 
 def dppo_mask(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """DPPO (arXiv 2602.04879):  L = M r A,  w = M, where
+    """Apply DPPO (arXiv 2602.04879):  L = M r A,  w = M, where
 
         M = 0  iff  D > delta  and  (A > 0 and r > 1,  or  A < 0 and r < 1),  else 1.
 
@@ -60,9 +60,9 @@ def dppo_mask(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) 
 
 
 def ppo_clip(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """PPO (arXiv 1707.06347 eq. 7):  L = min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
+    """Apply PPO's clip (arXiv 1707.06347 eq. 7):  L = min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
-    w = 0 where the clipped ratio is taken, else 1. Dual clip (arXiv 1912.09729 eq. 4): where A < 0, L = max(that,
+    w = 0 where the clipped ratio is used, else 1. Dual clip (arXiv 1912.09729 eq. 4): where A < 0, L = max(this L,
     dual_clip A).
     """
     lower, upper = 1 - s.epsilon_low, 1 + s.epsilon_high
@@ -75,12 +75,12 @@ def ppo_clip(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -
 
 
 def spo(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """SPO (arXiv 2401.16025):  L = r A - |A| / (2 epsilon) (r - 1)^2,  w = 1 - sign(A) (r - 1) / epsilon."""
+    """Apply SPO (arXiv 2401.16025):  L = r A - |A| / (2 epsilon) (r - 1)^2,  w = 1 - sign(A) (r - 1) / epsilon."""
     return _quadratic(at, r, _ratio_shift(s, at))
 
 
 def drpo(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """DRPO (arXiv 2606.09821):  L = r A - |A| / (2 delta) mu (r - 1)^2,  w = 1 - sign(A) (pi - mu) / delta."""
+    """Apply DRPO (arXiv 2606.09821):  L = r A - |A| / (2 delta) mu (r - 1)^2,  w = 1 - sign(A) (pi - mu) / delta."""
     if s.penalty != "l2" or s.penalty_weight != "advantage":
         return _penalised(s, at, r, s.delta)
     return _quadratic(at, r, at.shift / s.delta)
@@ -92,7 +92,7 @@ def mask_spo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | N
 
 
 def mask_drpo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | None) -> Controlled:
-    """Mask-DRPO (arXiv 2606.09821): DRPO's penalty, but only where DPPO masks."""
+    """Apply Mask-DRPO (arXiv 2606.09821): DRPO's penalty, but only where DPPO masks."""
     outside, delta = dppo_mask(s, at, r, buckets).outside, s.penalty_delta or s.delta
     if s.penalty != "l2" or s.penalty_weight != "advantage":
         return _penalised(s, at, r, delta, only=outside)
@@ -100,11 +100,12 @@ def mask_drpo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | 
 
 
 def topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets) -> Controlled:
-    """L = r A - |A| / (2 delta) sum over S and the rest of (pi - mu)^2. Ours, experimental, in no paper.
+    """Penalise the whole top K:  L = r A - |A| / (2 delta) sum over S and the rest of (pi - mu)^2.
 
-    DRPO's penalty |A| / (2 delta) mu(a) (r - 1)^2 is one sample, a from mu, of |A| / (2 delta) sum (pi - mu)^2. This
-    is that sum over the top K and a. All other mass counts as one token; its gradient is minus that of the top-K
-    masses, so the kernel needs no gradient for `other`. w = 1: the penalty has its own gradient, through the top K.
+    Our own experiment, in no paper. DRPO's penalty |A| / (2 delta) mu(a) (r - 1)^2 is one sample, a from mu, of
+    |A| / (2 delta) sum (pi - mu)^2. Here the sum runs over S, the top K and a. All other mass counts as one token; its
+    gradient is minus that of the top-K masses, so the kernel needs no gradient for `other`. w = 1: the penalty has its
+    own gradient, through the top K.
     """
     scale = at.advantage.abs() / (2 * (s.penalty_delta or s.delta))
     policy = buckets.policy
@@ -123,18 +124,18 @@ def mask_topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: 
 
 
 def no_control(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """The plain policy gradient with importance sampling:  L = r A,  w = 1."""
+    """Apply the plain policy gradient with importance sampling:  L = r A,  w = 1."""
     return Controlled(-at.advantage * r, torch.ones_like(r), torch.zeros_like(at.diverging))
 
 
 def gate(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """A smooth weight instead of a region: one of the gates below, each of which returns (L, w)."""
+    """Apply a smooth weight instead of a region: one of the gates below, each of which returns (L, w)."""
     value, weight = GATES[s.gate](s, at, r)
     return Controlled(-value, weight, torch.zeros_like(at.diverging))
 
 
 def sigmoid_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
-    """SAPO (arXiv 2511.20347):  L = A f(r),  f(r) = 4 / tau sigma(tau (r - 1)),  w = f'(r) = 4 sigma (1 - sigma).
+    """Apply SAPO (arXiv 2511.20347):  L = A f(r),  f(r) = 4 / tau sigma(tau (r - 1)),  w = f'(r) = 4 sigma (1 - sigma).
 
     tau = gate_positive where A > 0, else gate_negative.
     """
@@ -144,11 +145,11 @@ def sigmoid_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor,
 
 
 def gaussian_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
-    """MASPO (arXiv 2602.17550):  L = A w r,  w = exp(-(r - 1)^2 / (2 sigma^2)) where the token diverges, else 1.
+    """Apply MASPO (arXiv 2602.17550):  L = A w r,  w = exp(-(r - 1)^2 / (2 sigma^2)) if the token diverges, else 1.
 
-    It diverges as in PPO: A > 0 and r > 1, or A < 0 and r < 1. sigma = clip(width / p^power, width, width_max), p(a) of
-    the policy that r is taken to, times 1 + beta A where A > 0 and 1 / (1 - beta A) where A < 0, the factor within
-    [0.1, 10].
+    It diverges as in PPO: A > 0 and r > 1, or A < 0 and r < 1. sigma = clip(width / p^power, width, width_max), with
+    p(a) of the denominator's policy in r, times a factor within [0.1, 10]: 1 + beta A where A > 0 and 1 / (1 - beta A)
+    where A < 0.
     """
     width = (s.gate_width * torch.exp(-s.gate_mass_power * at.base)).clamp(s.gate_width, s.gate_width_max)
     risk = torch.where(
@@ -161,7 +162,7 @@ def gaussian_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor
 
 
 def inverse_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
-    """ASPO (arXiv 2510.06062): where A > 0 the ratio is turned over, so that rare tokens count more, not less.
+    """Apply ASPO (arXiv 2510.06062): where A > 0 the ratio is inverted, so that rare tokens count more, not less.
 
     A > 0:  L = A min(1 / r, c),  r w = min(1 / r, c), and 0 where r > 1 + epsilon_high.
     A < 0:  L = A min(r, c),      r w = min(r, c),     and 0 where r < 1 - epsilon_low.
@@ -175,7 +176,7 @@ def inverse_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor,
 
 
 def gamma_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
-    """VESPO (arXiv 2602.10693):  r w = phi(r) = e^lambda r^k e^(-lambda r),  r the ratio of the whole response.
+    """Apply VESPO (arXiv 2602.10693):  r w = phi(r) = e^lambda r^k e^(-lambda r),  r the ratio of the whole response.
 
     lambda = gate_positive and k = gate_power_positive where A >= 0, else their negative counterparts.
     """
@@ -194,7 +195,7 @@ GATES: Mapping[str, Callable[[ObjectiveSettings, Position, Tensor], tuple[Tensor
 }
 
 
-# By the axes control and divergence.
+# Keys: the axes control and divergence.
 _TV_AND_KL = ("binary_tv", "binary_kl", "topk_tv", "topk_kl")
 CONTROLS: Mapping[tuple[str, str], Control] = {
     **{("none", divergence): no_control for divergence in (*_TV_AND_KL, "ratio")},
@@ -211,7 +212,8 @@ CONTROLS: Mapping[tuple[str, str], Control] = {
 
 
 def _quadratic(at: Position, r: Tensor, shift: Tensor, only: Tensor | None = None) -> Controlled:
-    """L = r A - |A| / 2 shift (r - 1),  w = 1 - sign(A) shift;  r A and 1 where `only` is False.
+    """Apply a quadratic penalty:  L = r A - |A| / 2 shift (r - 1),  w = 1 - sign(A) shift;  r A and 1 if `only` is
+    False.
 
     shift [T]: distance from the anchor over its threshold, (r - 1) / epsilon or (pi - mu) / delta.
     """
@@ -223,10 +225,10 @@ def _quadratic(at: Position, r: Tensor, shift: Tensor, only: Tensor | None = Non
 
 
 def _penalised(s: ObjectiveSettings, at: Position, r: Tensor, delta: float, only: Tensor | None = None) -> Controlled:
-    """The plain policy gradient and a penalty of the sampled token, |A| / delta times D or, without |A|, D / delta.
+    """Apply the plain policy gradient with a penalty of the sampled token: |A| D / delta or, without |A|, D / delta.
 
-    l2: mu (r - 1)^2 / 2. tv: |pi - mu|. kl: the binary KL(mu || pi). k3: r - 1 - ln r. The DRPO paper's ablation
-    names these; their scale is ours, that of its own penalty.
+    l2: mu (r - 1)^2 / 2. tv: |pi - mu|. kl: the binary KL(mu || pi). k3: r - 1 - ln r. The DRPO paper's ablation names
+    these; their scale is ours, the scale of its own penalty.
     """
     mu, pi = at.anchor.exp(), at.policy.exp()
     mu_rest, pi_rest = (-torch.expm1(p.clamp(max=-torch.finfo(p.dtype).eps)) for p in (at.anchor, at.policy))

@@ -1,4 +1,4 @@
-"""Corrections around the trust region, all off by default."""
+"""Compute the corrections around the trust region, all off by default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .settings import ObjectiveSettings
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-_FARTHEST = 10.0  # nats between pi and mu up to which the KL to mu grows with 1 / r
+_FARTHEST = 10.0  # largest nats between pi and mu for which the KL to mu grows with 1 / r
 
 
 def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) -> Int[Tensor, " T"]:
@@ -27,10 +27,10 @@ def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) ->
 def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
     """Return (multiplier of A r [T], dropped [T]) for the axis `mismatch`.
 
-    The mismatch ratio is trainer / engine on the weights that sampled: old / mu when the old log-probs are
-    given, else sg(pi) / mu, which also holds the drift of pi since.
-    truncate: TIS, min(ratio, high). mask: IcePop, the ratio inside [low, high] and 0 outside. Where the
-    importance ratio is already pi / mu the kept tokens are not weighted a second time.
+    The mismatch ratio is trainer / engine for the weights that sampled: old / mu if the old log-probs are given, else
+    sg(pi) / mu, which also includes the drift of pi since then.
+    truncate: TIS, min(ratio, high). mask: IcePop, the ratio inside [low, high] and 0 outside. If the importance ratio
+    is already pi / mu, the kept tokens are not weighted a second time.
     """
     weight, dropped = tokens.zeros + 1, torch.zeros_like(tokens.mask)
     if s.mismatch == "none":
@@ -60,11 +60,10 @@ def rejected(s: ObjectiveSettings, tokens: Tokens) -> Bool[Tensor, " T"]:
 def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """Return the estimator k1, k2 or k3 of KL(pi || reference) per token.
 
-    Gradient 'unbiased': sg(r) (ln pi - ln ref) grad ln pi, the gradient of the KL for samples drawn from mu
-    (Tang and Munos, arXiv 2506.09477: it is k2's gradient, whichever estimator is reported). Gradient
-    'estimator': the estimator differentiated as written, which for k1 is zero in expectation and for k3
-    (GRPO's published term) is that of another divergence. `ratio` [T] is r, detached and truncated as in the
-    policy term.
+    Gradient 'unbiased': sg(r) (ln pi - ln ref) grad ln pi, the gradient of the KL for samples drawn from mu (Tang and
+    Munos, arXiv 2506.09477: it is k2's gradient, regardless of the reported estimator). Gradient 'estimator': the
+    derivative of the estimator itself. For k1 it is zero in expectation; for k3 (GRPO's published term) it is the
+    gradient of another divergence. `ratio` [T] is r, detached and capped as in the policy term.
     """
     gap = tokens.logprob - tokens.reference_logprob
     if s.reference_kl == "k1":
@@ -82,8 +81,8 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
 def rollout_kl(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
     """Return the KL to the rollout policy on every loss-carrying token, with its gradient; r = pi / mu of the token.
 
-    squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of it). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380),
-    1 / r within e^-10 and e^10 as in its authors' code, else one token that pi has left outweighs the batch.
+    squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of that). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380),
+    1 / r within e^-10 and e^10 as in its authors' code; otherwise one token that pi has left outweighs the batch.
     """
     log_ratio = tokens.logprob - tokens.rollout_logprob
     if s.rollout_kl == "squared":
@@ -92,18 +91,18 @@ def rollout_kl(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
 
 
 def keep_finished(truncated: Bool[Tensor, " B"], response_lengths: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Overlong filtering (DAPO, arXiv 2503.14476): loss-carrying lengths with truncated responses set to 0.
+    """Return the loss-carrying lengths with truncated responses set to 0 (overlong filtering, DAPO, arXiv 2503.14476).
 
-    Use the result both for the mask and for the counts, so that a filtered response leaves the denominators
-    too.
+    Use the result for both the mask and the counts, so that the denominators exclude a filtered response too.
     """
     return torch.where(truncated, torch.zeros_like(response_lengths), response_lengths)
 
 
 def soft_overlong_penalty(response_lengths: Int[Tensor, " B"], max_length: int, buffer: int) -> Float[Tensor, " B"]:
-    """Added to the reward: 0 up to max_length - buffer, then linearly down to -1 at max_length, -1 beyond.
+    """Return the penalty to add to the reward: 0 up to max_length - buffer, then linear to -1 at max_length, -1 beyond.
 
-    DAPO (arXiv 2503.14476) eq. 13. Raises ValueError unless 0 < buffer <= max_length.
+    DAPO (arXiv 2503.14476) eq. 13. Example: max_length 100, buffer 20 and length 90 give -0.5.
+    Raises ValueError unless 0 < buffer <= max_length.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer={buffer} must be above 0 and at most max_length={max_length}")

@@ -1,4 +1,4 @@
-"""A method in words."""
+"""Describe a method in words."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _BATCH = (
 
 
 def describe(name: str, s: ObjectiveSettings) -> str:
-    """Return a few lines, one thing each. The first names the method and its policy term."""
+    """Return a few lines, each about one part of the method. The first names the method and its policy term."""
     return "\n".join(_lines(name, s))
 
 
@@ -82,7 +82,7 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
 
 
 def axes(s: ObjectiveSettings) -> dict[str, str]:
-    """Return the main axes as the cells of a table, "-" where one has no meaning; the same keys for every method."""
+    """Return the main axes as the cells of a table, "-" for an axis without a meaning; keys are always the same."""
     region = s.has_region
     policies = {"rollout": "mu", "old": "old"}
     if not region:
@@ -107,7 +107,7 @@ def axes(s: ObjectiveSettings) -> dict[str, str]:
 
 
 def additions(s: ObjectiveSettings) -> list[str]:
-    """Return the parts of a method that the table of axes does not show, a few words each."""
+    """Return the parts of a method that the table of axes does not show, each in a few words."""
     low, high = negative_bounds(s)
     by_sign = s.ratio_floor_negative is not None or s.ratio_cap_negative is not None
     which = {"any": "", "harmful": ", harmful tokens", "negative": ", A < 0"}[s.response_sign]

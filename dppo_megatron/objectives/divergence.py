@@ -1,8 +1,7 @@
-"""Divergences D(mu || pi) of each position, from the log-probs of the tokens at hand, without gradient.
+"""Compute divergences D(mu || pi) of each position, from the log-probs of the given tokens, without gradient.
 
-Each is a lower bound of the divergence over the whole vocabulary, and binary <= top-K <= full (merging
-outcomes never raises a divergence). No constant is added inside a logarithm: it would bias the tail exactly
-where p nears 1.
+Each is a lower bound of the divergence over the whole vocabulary, and binary <= top-K <= full (merging outcomes never
+raises a divergence). No constant is added inside a logarithm: it would bias the tail exactly where p nears 1.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LN2 = math.log(2.0)
 
 
 def log1mexp(logprob: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """ln(1 - e^x) for x <= 0 without cancellation: expm1 near 0, log1p below -ln 2."""
+    """Return ln(1 - e^x) for x <= 0 without cancellation: expm1 near 0, log1p below -ln 2."""
     near_one = logprob > -_LN2
     high = torch.where(near_one, logprob, torch.full_like(logprob, -1.0))
     low = torch.where(near_one, torch.full_like(logprob, -1.0), logprob)
@@ -51,15 +50,15 @@ def of_token(
 
 
 def binary_tv(anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """|mu(a) - pi(a)| from ln mu(a) and ln pi(a). DPPO (arXiv 2602.04879), binary approximation."""
+    """Return |mu(a) - pi(a)| from ln mu(a) and ln pi(a). DPPO (arXiv 2602.04879), binary approximation."""
     return (policy.exp() - anchor.exp()).abs()
 
 
 def binary_kl(anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """mu ln(mu/pi) + (1-mu) ln((1-mu)/(1-pi)) from ln mu(a) and ln pi(a). DPPO, binary approximation.
+    """Return mu ln(mu/pi) + (1-mu) ln((1-mu)/(1-pi)) from ln mu(a) and ln pi(a). DPPO, binary approximation.
 
-    1 - p below one rounding step of p is not known, so both complements stop there instead of at zero: a fp32
-    log-prob that rounded to 0 would otherwise claim an infinite divergence.
+    1 - p below one rounding step of p is unknown, so both complements stop there instead of at zero. Otherwise an fp32
+    log-prob that rounded to 0 would give an infinite divergence.
     """
     least = -torch.finfo(policy.dtype).eps
     mu_rest = anchor.clamp(max=least)
@@ -70,13 +69,13 @@ def binary_kl(anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"]) -> Float
 
 
 def topk_tv(buckets: Buckets) -> Float[Tensor, " T"]:
-    """1/2 sum over S and the rest of |mu - pi|, S = TopK(mu, K) united with {a}. DPPO, top-K."""
+    """Return 1/2 sum over S and the rest of |mu - pi|, S = TopK(mu, K) united with {a}. DPPO, top-K."""
     inside = (buckets.policy.detach() - buckets.anchor).abs().sum(dim=1)
     return 0.5 * (inside + (buckets.policy_other_logprob.exp() - buckets.anchor_other).abs())
 
 
 def topk_kl(buckets: Buckets) -> Float[Tensor, " T"]:
-    """Sum over S and the rest of mu ln(mu/pi). DPPO, top-K approximation.
+    """Return the sum over S and the rest of mu ln(mu/pi). DPPO, top-K approximation.
 
     The rest drops out where mu's mass outside S is below the rounding of 1 - sum(mu).
     """
@@ -88,8 +87,8 @@ def topk_kl(buckets: Buckets) -> Float[Tensor, " T"]:
 def predicted_change(buckets: Buckets, tail: str) -> Float[Tensor, " T"]:
     """Return the change of D when the sampled token's logit is raised: (pi_a - mu_a) + sum_i pi_i (mu_i - pi_i).
 
-    The sum runs over S; the mass outside S enters as one token ('aggregated') or spread evenly over the
-    tokens there ('uniform', needs TopKLogprobs.vocab_size). Predictive divergence masks, arXiv 2607.10848.
+    The sum runs over S. The mass outside S counts as one token ('aggregated') or evenly spread over the tokens there
+    ('uniform', needs TopKLogprobs.vocab_size). Predictive divergence masks, arXiv 2607.10848.
     """
     mu, pi = buckets.anchor, buckets.policy.detach()
     pi_other = buckets.policy_other_logprob.exp()
@@ -102,7 +101,7 @@ def predicted_change(buckets: Buckets, tail: str) -> Float[Tensor, " T"]:
 
 
 def _times_log_ratio(mu: Tensor, ln_mu: Tensor, ln_pi: Tensor) -> Tensor:
-    """Return mu (ln mu - ln pi), and 0 where mu is 0 for any logarithms."""
+    """Return mu (ln mu - ln pi), and 0 where mu is 0, for any logarithms."""
     used = mu > 0
     gap = torch.where(used, ln_mu, 0.0) - torch.where(used, ln_pi, 0.0)
     return mu * gap

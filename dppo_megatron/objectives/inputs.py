@@ -1,4 +1,4 @@
-"""The inputs of an objective, checked once, with neutral values where they must not enter the arithmetic."""
+"""Check the inputs of an objective once, and set neutral values where they must not affect the result."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Buckets:
-    """S = TopK(mu, K) united with the sampled token: [T, K + 1] columns, the last one the sampled token.
+    """Contains S = TopK(mu, K) united with the sampled token: [T, K + 1] columns, the last one the sampled token.
 
-    Absent columns, and copies of the sampled token among the top K, have `present` False and probability 0 under both.
-    `*_other` is the mass of everything else; anchor_other is 0 where it is below the rounding of its own sum.
+    Absent columns, and copies of the sampled token among the top K, have `present` False and probability 0 under both
+    policies. `*_other` is the mass of all other tokens; anchor_other is 0 where it is below the rounding of its own
+    sum.
     """
 
     present: Bool[Tensor, "T K+1"]
@@ -43,18 +44,18 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The [T] inputs with neutral values where `mask` is False, so that values there have no effect."""
+    """Contains the [T] inputs, with neutral values where `mask` is False, so that values there have no effect."""
 
     mask: Bool[Tensor, " T"]
     logprob: Float[Tensor, " T"]  # ln pi(a), with gradient
-    detached_logprob: Float[Tensor, " T"]  # the same without
+    detached_logprob: Float[Tensor, " T"]  # the same without gradient
     advantage: Float[Tensor, " T"]
     rollout_logprob: Float[Tensor, " T"] | None = None
     old_logprob: Float[Tensor, " T"] | None = None
     reference_logprob: Float[Tensor, " T"] | None = None
     entropy: Float[Tensor, " T"] | None = None  # with gradient when it has one
     sequence_ids: Int[Tensor, " T"] | None = None
-    positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = as given
+    positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = the order of the tokens
 
     @property
     def zeros(self) -> Float[Tensor, " T"]:
@@ -100,7 +101,7 @@ def check_and_clean(objective: ObjectiveProtocol, *, logprob: Tensor, mask: Tens
 
 
 def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs) -> Buckets:
-    """Return the top K and the sampled token as disjoint columns, under pi and the anchor that the settings name."""
+    """Return the top K and the sampled token as disjoint columns, under pi and the anchor of the settings."""
     name = objective.name
     if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
         raise ObjectiveError(
@@ -123,7 +124,7 @@ def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprob
 
     dtype, keep = tokens.detached_logprob.dtype, tokens.mask[:, None]
     is_target = topk.ids == topk.target_ids[:, None]
-    # The sampled token has its own column, taken from the [T] log-probs, whether or not it is in the top K.
+    # The sampled token has its own column, from the [T] log-probs, whether or not it is in the top K.
     in_topk = keep & (topk.ids >= 0) & ~is_target
     present = torch.cat([in_topk, keep], dim=1)
 
@@ -132,14 +133,14 @@ def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprob
         return torch.cat([values, sampled[:, None]], dim=1)
 
     anchor = columns(anchor_list, anchor_sampled).detach()
-    # Each probability carries the rounding of the coarser of the two sources it came from.
+    # Each probability has the rounding of the coarser of its two sources.
     eps = max(torch.finfo(anchor_list.dtype).eps, torch.finfo(dtype).eps)
     noise = 4 * eps * present.shape[1]
     remainder = 1 - (anchor.exp() * present).sum(dim=1)
     anchor_other = torch.where(remainder > noise, remainder, torch.zeros_like(remainder))
     if old and topk.old_other_logprob is not None:
         anchor_other = topk.old_other_logprob.detach().to(dtype).exp()
-    # Where the list is all there is, what the anchor's probabilities lack of 1 is rounding, however much.
+    # If the list covers all mass, any difference of the anchor's sum from 1 is rounding.
     anchor_other = torch.where(topk.other_logprob.detach() == float("-inf"), 0.0, anchor_other)
     return Buckets(
         present=present,

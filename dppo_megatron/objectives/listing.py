@@ -1,4 +1,4 @@
-"""The presets as text: a table of their axes, and one of them in words."""
+"""Show the presets as text: a table of their axes, and one preset in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ says in words what one does and lists its settings."""
 
 
 def table() -> str:
-    """Return every preset with its axes, one a line, and the meaning of the columns."""
+    """Return every preset with its axes, one per line, and the meaning of the columns."""
     rows = {name: axes(preset.settings) for name, preset in PRESETS.items()}
     columns = {"name": list(rows)}
     for axis in next(iter(rows.values())):
@@ -29,7 +29,7 @@ def table() -> str:
 def in_words(name: str) -> str:
     """Return a preset, or a user's own by dotted path, in words, with its source and its settings.
 
-    Raises ObjectiveError for an unknown name, with the nearest.
+    Raises ObjectiveError for an unknown name, with the nearest known name.
     """
     objective = build_objective(name)
     lines = [objective.describe()]

@@ -1,6 +1,6 @@
-"""Metrics that know how they reduce: over micro-batches by merging, over ranks by a sum and a max all-reduce.
+"""Reduce metrics: over micro-batches by merging, over ranks by a sum and a max all-reduce.
 
-No communication happens here. A trainer does
+No communication happens here. A trainer runs
 
     total = merge_metrics([out.metrics for out in micro_batches])
     sums, maxima = flatten_metrics(total)
@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-# Log-spaced bins 12 % wide from 1e-8 to 100, and one at each end: a quantile is known to within 6 %.
+# Log-spaced bins 12 % wide from 1e-8 to 100, and one at each end, so a quantile is exact to 6 %.
 _BINS_PER_DECADE, _LOWEST_DECADE, _DECADES = 20, -8, 10
 _BINS = _BINS_PER_DECADE * _DECADES + 2
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
@@ -29,7 +29,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric before its last step. `sums` add over ranks, `maxima` take the larger; both fp64 vectors.
+    """Contains one unfinished metric. Ranks add `sums` and take the larger `maxima`; both are fp64 vectors.
 
     kind: "mean" sums [total, count] | "sum" sums [total] | "max" maxima [x] | "min" maxima [-x]
     | "quantiles" sums [bins] | "effective_size" sums [sum w, sum w^2, count].
@@ -44,13 +44,13 @@ Metrics = Mapping[str, Metric]
 
 
 def mean_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """Return the mean of `value` over the positions `where`; of a bool value, the share that is True."""
+    """Return the mean of `value` over the positions `where`; for a bool value, the share that is True."""
     kept = torch.where(where, value.detach().double(), 0.0)
     return _summing("mean", torch.stack([kept.sum(), where.sum().double()]))
 
 
 def sum_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """Return the sum of `value` over the positions `where`; of a bool value, the number that are True."""
+    """Return the sum of `value` over the positions `where`; for a bool value, the number that are True."""
     return _summing("sum", torch.where(where, value.detach().double(), 0.0).sum()[None])
 
 
@@ -63,22 +63,22 @@ def min_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
 
 
 def quantiles_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """Histogram of a non-negative `value` over `where`, in fixed bins so that it merges exactly."""
+    """Return the histogram of a non-negative `value` over `where`, in fixed bins so that merging is exact."""
     decades = value.detach().double().clamp(min=1e-30).log10() - _LOWEST_DECADE
-    # nan_to_num: a nan cannot be put in a bin; the count of non-finite tokens reports it.
+    # nan_to_num: a nan has no bin; the count of non-finite tokens reports it.
     bin_ = (decades * _BINS_PER_DECADE).nan_to_num(nan=-1.0).floor().clamp(-1, _BINS - 2).long() + 1
     counts = torch.zeros(_BINS, dtype=torch.float64, device=value.device)
     return _summing("quantiles", counts.index_add(0, bin_, where.double()))
 
 
 def effective_size_metric(weight: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """(sum w)^2 / (n sum w^2) in (0, 1]: effective share of the samples in a weighted mean; w at most 1e130."""
+    """Return (sum w)^2 / (n sum w^2) in (0, 1], the effective share of samples in a weighted mean; w at most 1e130."""
     kept = torch.where(where, weight.detach().double().clamp(max=1e130), 0.0)  # squares of 1e48 tokens stay finite
     return _summing("effective_size", torch.stack([kept.sum(), kept.square().sum(), where.sum().double()]))
 
 
 def merge_metrics(parts: Sequence[Metrics]) -> dict[str, Metric]:
-    """Combine the metrics of micro-batches. Raises ValueError when they do not hold the same metrics."""
+    """Combine the metrics of micro-batches. Raises ValueError when they do not have the same metrics."""
     if not parts:
         raise ValueError("merge_metrics needs at least one set of metrics")
     first = parts[0]
@@ -97,7 +97,7 @@ def merge_metrics(parts: Sequence[Metrics]) -> dict[str, Metric]:
 
 
 def flatten_metrics(metrics: Metrics) -> tuple[Float[Tensor, " N"], Float[Tensor, " M"]]:
-    """(sums [N], maxima [M]) fp64, ordered by name: the same on every rank that holds the same metrics."""
+    """Return (sums [N], maxima [M]) fp64, ordered by name: the same on every rank with the same metrics."""
     ordered = [metrics[name] for name in sorted(metrics)]
     return torch.cat([m.sums for m in ordered]), torch.cat([m.maxima for m in ordered])
 
@@ -117,9 +117,9 @@ def unflatten_metrics(like: Metrics, sums: Float[Tensor, " N"], maxima: Float[Te
 
 
 def reduce_metrics(metrics: Metrics) -> dict[str, float]:
-    """Finish every metric with one copy to the host. A metric without a single sample is left out.
+    """Finish every metric with one copy to the host. A metric without a sample is left out.
 
-    Quantiles become name/p50, /p90, /p99, /p999; everything else keeps its name.
+    Quantiles become name/p50, /p90, /p99, /p999; all other metrics keep their names.
     """
     if not metrics:
         return {}
@@ -154,7 +154,7 @@ def _quantiles(counts: list[float]) -> dict[str, float]:
     for bin_, count in enumerate(counts):
         seen += count
         while wanted and seen >= wanted[0][1] * total:
-            # The geometric middle of the bin; the open bins at the ends report the edge they have.
+            # The geometric middle of the bin; the open bins at the ends report their only edge.
             middle = 10 ** (_LOWEST_DECADE + (bin_ - 0.5) / _BINS_PER_DECADE)
             ends = {0: 0.0, _BINS - 1: 10.0 ** (_LOWEST_DECADE + _DECADES)}
             result["/" + wanted.pop(0)[0]] = ends.get(bin_, middle)

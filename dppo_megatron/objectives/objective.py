@@ -1,4 +1,4 @@
-"""An objective: settings and one code path from [T] statistics to a per-token loss."""
+"""Compute the per-token loss of an objective from [T] statistics, with one code path for all settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective(ObjectiveProtocol):
-    """A named method. Build it with build_objective."""
+    """Implements a named method. Build it with build_objective."""
 
     name: str
     settings: ObjectiveSettings
@@ -59,11 +59,11 @@ class Objective(ObjectiveProtocol):
 
             loss = join(value, slope) + penalty + centering + KL + rollout KL - entropy
 
-        Three rules take tokens out of the first three terms: the mismatch mask, the rejection of a response, and the
-        region of responses with the batch's budget. A token that is out is only reported as `masked_tokens` where a
-        region took it out. Example: of a response of three tokens, mu = [0.5, 0.5, 0.1], pi = [0.6, 0.5, 0.5], with
-        `mismatch_high` 2 the third (ratio 5) is out by mismatch, with `rejection='any_token'`, `rejection_high` 2 all
-        three by rejection, with `response_region='max'`, binary TV above 0.3 all three by region.
+        Three rules drop tokens from the first three terms: the mismatch mask, the rejection of a response, and the
+        response region with the batch's budget. A dropped token is only reported as `masked_tokens` if a region dropped
+        it. Example: of a response of three tokens, mu = [0.5, 0.5, 0.1], pi = [0.6, 0.5, 0.5]. With `mismatch_high` 2,
+        mismatch drops the third token (ratio 5). With `rejection='any_token'`, `rejection_high` 2, rejection drops all
+        three. With `response_region='max'`, binary TV above 0.3, the region drops all three.
         Raises ObjectiveError for inputs that are missing, misshapen, or of 16-bit precision.
         """
         s = self.settings
@@ -77,7 +77,7 @@ class Objective(ObjectiveProtocol):
         by_rejection = rejected(s, compared)
         by_region = self._outside_region(tokens, buckets, statistic)
         taken_out = by_rejection | by_region
-        correction = torch.where(taken_out, torch.zeros_like(correction), correction)  # mismatch has put 0 already
+        correction = torch.where(taken_out, torch.zeros_like(correction), correction)  # mismatch has already set 0
 
         w = product(term.weight, correction)
         coefficient = product(term.used, w)  # r w
@@ -125,14 +125,14 @@ class Objective(ObjectiveProtocol):
         )
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
-        """Return the batch's statistic, or that of this call's tokens where none was given."""
+        """Return the batch's statistic; if none was given, that of this call's tokens."""
         if not self.needs_statistic or self.statistic is not None:
             return self.statistic
         sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask)
         return self.with_statistic(sums).statistic
 
     def _outside_region(self, tokens: Tokens, buckets: Buckets | None, statistic: Tensor | None) -> Tensor:
-        """Return [T] bool: tokens that the region of responses drops, or M2PO's budget of the batch."""
+        """Return [T] bool: tokens that the response region or M2PO's budget of the batch drops."""
         s = self.settings
         outside = torch.zeros_like(tokens.mask)
         if s.response_region != "none":
@@ -150,7 +150,7 @@ class Objective(ObjectiveProtocol):
         if logprob_of(self.settings.anchor, tokens) is None:
             return None
         if not self.needs_topk and self.settings.anchor == "old" and topk.old_logprob is None:
-            return None  # only metrics would read it, and they are about the anchor
+            return None  # only metrics would read it, and these describe the anchor
         if self.needs_topk_gradient and tokens.logprob.requires_grad and not topk.logprob.requires_grad:
             raise ObjectiveError(f"{self.name} needs a gradient through topk.logprob, which carries none")
         return make_buckets(self, tokens, topk)
@@ -159,10 +159,10 @@ class Objective(ObjectiveProtocol):
 def build_objective(name: str, **overrides: Any) -> ObjectiveProtocol:
     """Return a preset by name with any axis overridden, or a user's own by dotted path "package.module:attribute".
 
-    The attribute may be ObjectiveSettings (overridable like a preset), a ready objective, or a callable that
-    takes the overrides and returns one; an objective has every part of `ObjectiveProtocol`.
-    Raises ObjectiveError for an unknown name or axis (with the nearest), an ill-typed value, a combination
-    without meaning, or a path that does not lead to an objective.
+    The attribute may be ObjectiveSettings (overridable like a preset), a ready objective, or a callable that takes the
+    overrides and returns one. An objective has every part of `ObjectiveProtocol`.
+    Raises ObjectiveError for an unknown name or axis (with the nearest), an ill-typed value, a meaningless combination,
+    or a path that does not name an objective.
     """
     if not isinstance(name, str):
         raise ObjectiveError(f"an objective's name is a string, got {name!r}")
@@ -195,7 +195,7 @@ def _load(path: str, overrides: dict[str, Any]) -> ObjectiveProtocol:
 
 
 def _foreign(failed: str, call: Callable[[], Any]) -> Any:
-    """Return the result of the user's code, which may raise anything, `sys.exit` included."""
+    """Return the result of the user's code, which may raise any error, including `sys.exit`."""
     try:
         return call()
     except KeyboardInterrupt:

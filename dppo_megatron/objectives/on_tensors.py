@@ -1,4 +1,4 @@
-"""The public names of `objectives` that compute on tensors; the package imports them when they are first used."""
+"""Import the public names of `objectives` that compute on tensors, when one of them is first used."""
 
 # ruff: noqa: F401
 

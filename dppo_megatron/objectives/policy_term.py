@@ -1,4 +1,4 @@
-"""The policy term of a token: its importance ratio, its control, and the value and slope of its loss."""
+"""Compute the policy term of a token: its importance ratio, its control, and the value and slope of its loss."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """All [T] and without gradient but for `controlled.penalty`. ratio: r before its bounds. used: after.
+    """Contains the parts of the policy term, all [T] and without gradient except `controlled.penalty`.
 
-    weight: w of the control, 0 where a bound has taken the gradient.
+    ratio: r before its bounds. used: r after them. weight: w of the control, 0 where a bound has removed the gradient.
     """
 
     position: Position
@@ -35,13 +35,13 @@ class PolicyTerm:
 def policy_term(
     s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None, effective_size: Tensor | None = None
 ) -> PolicyTerm:
-    """Apply the axes of the ratio and of the region. effective_size: 0-d, caps r where the settings ask for it."""
+    """Apply the axes of the ratio and of the region. effective_size: 0-d, caps r if the settings require it."""
     position = locate(s, tokens, buckets)
     ratio = _importance_ratio(s, tokens)
     used = truncated(s, ratio, tokens.advantage, effective_size) if s.truncates else ratio
     controlled = CONTROLS[s.control, s.divergence](s, position, used, buckets)
     weight = controlled.weight
-    if s.path == "ratio":  # a truncated ratio is constant
+    if s.path == "ratio":  # a capped ratio is constant
         weight = torch.where(used == ratio, weight, torch.zeros_like(weight))
     return PolicyTerm(position, ratio, used, controlled, weight)
 
@@ -49,7 +49,7 @@ def policy_term(
 def truncated(
     s: ObjectiveSettings, ratio: Tensor, advantage: Tensor, effective_size: Tensor | None
 ) -> Float[Tensor, " T"]:
-    """r within its floor and cap, which may differ where A < 0 (DISPO, arXiv 2602.00983; TOPR, arXiv 2503.14286).
+    """Return r within floor and cap, which may differ where A < 0 (DISPO, arXiv 2602.00983; TOPR, arXiv 2503.14286).
 
     P3O (arXiv 2605.12380) caps it at the effective share of the batch's samples.
     """
@@ -66,7 +66,8 @@ def truncated(
 def term_slope(coefficient: Tensor, advantage: Tensor) -> Float[Tensor, " T"]:
     """Return the slope A r w:  d loss / d ln pi(a) = - A r w,  with coefficient = r w.
 
-    0 where r w or A is 0, whatever the other factor. Example: r w [1.5, 0, inf] and A [2, 2, 0] give [3, 0, 0].
+    It is 0 where r w or A is 0, regardless of the other factor. Example: r w [1.5, 0, inf] and A [2, 2, 0] give
+    [3, 0, 0].
     """
     return product(coefficient, advantage)
 
@@ -88,9 +89,9 @@ def term_value(
 
 
 def join(value: Tensor, slope: Tensor, tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return  value - slope (ln pi(a) - sg ln pi(a)):  the number of `value` with the gradient -slope grad ln pi(a).
+    """Return  value - slope (ln pi(a) - sg ln pi(a)):  equal to `value`, with the gradient -slope grad ln pi(a).
 
-    The bracket is 0 and its gradient is grad ln pi(a), so the published value does not decide the gradient. Example:
+    The bracket is 0 and its gradient is grad ln pi(a), so the published value does not affect the gradient. Example:
     value [-3, -2.4] and slope [3, 0] of the tokens above give the loss [-3, -2.4] and d loss / d ln pi(a) = [-3, 0].
     """
     return value - slope * (tokens.logprob - tokens.detached_logprob)
@@ -111,12 +112,12 @@ def weight_over_plain_ratio(
 
 
 def product(value: Tensor, factor: Tensor) -> Tensor:
-    """Return value * factor, 0 where factor is 0: a token that was taken out stays out even if its ratio overflows."""
+    """Return value * factor, and 0 where factor is 0: a dropped token stays out even if its ratio overflows."""
     return torch.where(factor == 0, torch.zeros_like(value), value * factor)
 
 
 def _importance_ratio(s: ObjectiveSettings, tokens: Tokens) -> Tensor:
-    """r = pi(a) / mu(a), or to the old policy, before cap and floor; 1 without importance sampling."""
+    """Return r = pi(a) / mu(a), or over the old policy, before cap and floor; 1 without importance sampling."""
     if s.importance == "none":
         return torch.ones_like(tokens.detached_logprob)
     return ratio_to(logprob_of(s.importance, tokens), s, tokens)

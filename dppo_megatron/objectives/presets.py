@@ -1,4 +1,4 @@
-"""The methods of the papers as data: a name, its axes, its published advantage and aggregation."""
+"""Define the methods of the papers as data: a name, its axes, its published advantage and aggregation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .settings import ObjectiveSettings as S
 
 @dataclass(frozen=True)
 class Preset:
-    """A method with the advantage and aggregation of its paper.
+    """Contains a method with the advantage and aggregation of its paper.
 
-    `advantage` and `aggregation` are advice for the run's configuration, not applied by the objective.
+    `advantage` and `aggregation` are advice for the run's configuration; the objective does not apply them.
     """
 
     settings: S

@@ -1,8 +1,8 @@
-"""Which combinations of axes make sense.
+"""Check which combinations of axes make sense.
 
-An axis that only some choices read names its branch in `settings.py`, as if it were nested under that choice: `delta`
-belongs to "mass region", `tail` to "predictive". A value where its branch is absent is an error, and so is a required
-axis that is missing. `combination_problems` adds the conflicts between axes of different branches.
+An axis that only some choices use names its branch in `settings.py`, as if it was nested under that choice: `delta`
+belongs to "mass region", `tail` to "predictive". A value without its branch is an error, and so is a missing required
+axis. `combination_problems` adds the conflicts between axes of different branches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# Each branch: which settings have it, and its name in messages.
+# Each branch: the condition on the settings, and its name in messages.
 BRANCHES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "region": (lambda s: s.has_region, "a trust region, which control='none' and control='gate' do not have"),
     "mass region": (
@@ -64,7 +64,7 @@ _BOUNDS = (
 
 
 def combination_problems(s: Any, axes: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each fault of the combination `s`. axes: name -> field of `ObjectiveSettings`."""
+    """Return one sentence for each problem of the combination `s`. axes: name -> field of `ObjectiveSettings`."""
     return [*_branch_problems(s, axes), *_conflicts(s)]
 
 

@@ -1,7 +1,7 @@
-"""Quantities of whole responses, and of the part before each token, on packed tokens.
+"""Compute quantities of whole responses, and of the tokens before each token, on packed tokens.
 
-Sequences are numbered from 0 and below T, and each is whole in a call. Every sum has the same bits in any order of
-additions, which varies on a GPU: a threshold must have one result on all ranks with the same tokens.
+Sequences are numbered from 0 and below T, and each is complete in a call. Every sum has the same bits in any order of
+additions, which varies on a GPU: a threshold must give one result on all ranks with the same tokens.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .inputs import Tokens
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-_UNIT = 2.0**-32  # of running sums: 1e6 tokens of up to 1,000 each fit, to 2e-10
+_UNIT = 2.0**-32  # of running sums: 1e6 tokens of up to 1,000 each fit, exact to 2e-10
 
 
 @torch.no_grad()
 def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
-    """Return the sum or mean of `value` over the loss-carrying tokens of each sequence, for every token of it."""
+    """Return the sum or mean of `value` over the loss-carrying tokens of each sequence, repeated for all its tokens."""
     ids = tokens.sequence_ids
     kept = torch.where(tokens.mask, value, torch.zeros_like(value)).double()
     zeros = kept.new_zeros(max(value.shape[0], 1))
     count = zeros.index_add(0, ids, tokens.mask.double())
-    # Integers add exactly: each sequence in units so small that its largest value, `count` times, fills 62 bits.
+    # Integers add exactly. Each sequence gets units so small that `count` times its largest value fills 62 bits.
     finite = torch.where(kept.isfinite(), kept, 0.0)
     largest = zeros.scatter_reduce(0, ids, finite.abs(), "amax")
     units = 2.0**62 / (largest * count).clamp(min=1)
@@ -39,7 +39,7 @@ def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> 
 
 @torch.no_grad()
 def largest_of_sequence(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return the largest `value` among the loss-carrying tokens of each sequence, repeated for every token of it."""
+    """Return the largest `value` among the loss-carrying tokens of each sequence, repeated for all its tokens."""
     lowest = torch.full_like(value, -torch.inf)
     kept = torch.where(tokens.mask, value, lowest)
     return lowest.scatter_reduce(0, tokens.sequence_ids, kept, "amax")[tokens.sequence_ids]
@@ -47,7 +47,7 @@ def largest_of_sequence(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Ten
 
 @torch.no_grad()
 def sum_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return the sum of `value`, in [0, 1000], over the loss-carrying tokens before each in its sequence, to 2e-10."""
+    """Return the sum of `value`, in [0, 1000], over the earlier loss-carrying tokens of the sequence, to 2e-10."""
     order, first = _in_order(tokens)
     kept = torch.where(tokens.mask, value, torch.zeros_like(value))[order]
     units = (kept.double().nan_to_num(nan=0.0).clamp(max=1e3) / _UNIT).round().long()
@@ -57,14 +57,14 @@ def sum_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"
 
 @torch.no_grad()
 def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return the least `value` among the loss-carrying tokens before each token in its sequence; +inf at the first."""
+    """Return the least `value` among the earlier loss-carrying tokens of each token's sequence; +inf at the first."""
     order, first = _in_order(tokens)
     least = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))[order]
     least = torch.cat([torch.full_like(least[:1], torch.inf), least[:-1]])
     place = torch.arange(len(order), device=order.device)
     least = torch.where(place > first, least, torch.inf)
     step = 1
-    while step < len(order):  # each round doubles how far back a token has looked, never past its own first
+    while step < len(order):  # each round doubles the distance looked back, never past the first
         reach = torch.where(place - step > first, place - step, place)
         least = torch.minimum(least, least[reach])
         step *= 2
@@ -80,7 +80,7 @@ def place_in_sequence(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " 
 
 @torch.no_grad()
 def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return the q-quantile of `value` over the loss-carrying tokens of each one's sequence, interpolated linearly."""
+    """Return the q-quantile of `value`, linearly interpolated, over the loss-carrying tokens of each sequence."""
     top = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))
     by_value = top.argsort(stable=True)
     order = by_value[tokens.sequence_ids[by_value].argsort(stable=True)]
@@ -95,9 +95,9 @@ def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -
 
 
 def _in_order(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
-    """(tokens by sequence and position, place in that order of the first of each one's sequence).
+    """Return (tokens by sequence and position, place in that order of the first token of each token's sequence).
 
-    Without positions the tokens of a sequence are in the order given.
+    Without positions the tokens of a sequence are in the given order.
     """
     ids = tokens.sequence_ids
     if tokens.positions is None:

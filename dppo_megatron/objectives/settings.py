@@ -1,4 +1,4 @@
-"""The axes of a method: one frozen dataclass, its types, and the choice that each axis belongs to."""
+"""Define the axes of a method: one frozen dataclass, its types, and the branch of each axis."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dppo_megatron.errors import ExpectedError
 
 from .rules import BRANCHES, combination_problems
 
-_SMALLEST, _LARGEST = 1e-30, 1e30  # what fp32 holds with room for a quotient or a product
+_SMALLEST, _LARGEST = 1e-30, 1e30  # range of fp32, with room for a quotient or a product
 
 
 class ObjectiveError(ExpectedError, ValueError):
-    """Raised for an unknown method, a combination without meaning, or inputs that a method cannot use."""
+    """The method is unknown, its combination has no meaning, or it cannot use the inputs."""
 
 
 AdvantageKind = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised", "batch_mean"]
@@ -28,7 +28,7 @@ AGGREGATION_KINDS: tuple[AggregationKind, ...] = get_args(AggregationKind)
 
 @dataclass(frozen=True)
 class _Above:
-    """A number above `least`, or equal to it where `included`."""
+    """Requires a number above `least`, or equal to it if `included`."""
 
     least: float
     included: bool = False
@@ -50,19 +50,19 @@ def _axis(
     needed_by: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Any:
-    """Declare an axis. of, needed_by: the branch of `rules.BRANCHES` that reads it, or cannot do without it."""
+    """Declare an axis. of, needed_by: the branch of `rules.BRANCHES` that uses or requires it."""
     meta = {"doc": doc, "of": of or needed_by, "required": needed_by is not None, "aliases": aliases or {}}
     return dataclasses.field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """The axes of a method. mu = rollout policy, pi = policy in training, a = sampled token, A = advantage.
+    """Contains the axes of a method. mu = rollout policy, pi = policy in training, a = sampled token, A = advantage.
 
-    Validated on construction: raises ObjectiveError that names every axis at fault at once.
+    Validated on construction: raises ObjectiveError that names every wrong axis at once.
     """
 
-    # The trust region: what is measured, what happens outside, which side is harmful, against which policy.
+    # The trust region: the divergence, the control outside, the harmful side, and the anchor.
     divergence: Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl", "ratio"] = _axis(
         "what measures the distance of pi from its anchor; 'ratio' is PPO's |r - 1|", "binary_tv"
     )
@@ -136,7 +136,7 @@ class ObjectiveSettings:
         "gate 'gaussian': its width grows as mu to the minus this", needed_by="gaussian gate"
     )
 
-    # A second region, of whole responses, with any control.
+    # A second region, for whole responses, with any control.
     response_region: Literal["none", "mean", "max"] = _axis(
         "drop tokens of responses whose D, by mean or largest over their tokens, is too large", "none"
     )
@@ -242,7 +242,7 @@ class ObjectiveSettings:
 
     @property
     def has_region(self) -> bool:
-        """True where the control needs an anchor and a threshold."""
+        """Return whether the control needs an anchor and a threshold."""
         return self.control not in ("none", "gate")
 
     @property
@@ -255,7 +255,7 @@ class ObjectiveSettings:
 
     @property
     def reads_topk(self) -> bool:
-        """True when the method reads the rollout policy's top K."""
+        """Return whether the method uses the rollout policy's top K."""
         region = self.divergence in ("topk_tv", "topk_kl") or self.direction == "predictive"
         responses = self.response_region != "none" and self.response_divergence in ("topk_tv", "topk_kl")
         return region or responses or self.centering != "none"
@@ -269,10 +269,9 @@ AXIS_ALIASES = {"epsilon": ("epsilon_low", "epsilon_high")}
 
 
 def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSettings:
-    """Return `base` with some axes replaced; a name of AXIS_ALIASES sets all of its axes.
+    """Return `base` with some axes replaced; a name of AXIS_ALIASES sets all its axes.
 
-    Raises ObjectiveError for an unknown axis (with the nearest name), an ill-typed value, or a combination
-    that makes no sense.
+    Raises ObjectiveError for an unknown axis (with the nearest name), an ill-typed value, or a meaningless combination.
     """
     given = dict(overrides)
     for alias, axes in AXIS_ALIASES.items():
@@ -292,7 +291,7 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
 
 
 def nearest(name: str, known: Any) -> str:
-    """Return the known names with all words of this one, or close to it, as a question; without any, all names."""
+    """Return the known names that contain all words of this one, or close ones, as a question; else all names."""
     close = [other for other in known if set(str(name).split("_")) <= set(other.split("_"))]
     known = sorted(known)
     close = close or difflib.get_close_matches(str(name), known, n=3, cutoff=0.65)
@@ -302,7 +301,7 @@ def nearest(name: str, known: Any) -> str:
 
 
 def axis_problem(name: str, value: Any) -> str:
-    """Return why this axis, or the axes that an alias sets, cannot have `value`; "" where it can."""
+    """Return why this axis, or the axes that an alias sets, cannot have `value`; "" if it can."""
     if name in AXIS_ALIASES:
         return next(filter(None, (axis_problem(axis, value) for axis in AXIS_ALIASES[name])), "")
     if name not in AXES:
@@ -317,7 +316,7 @@ def axis_problem(name: str, value: Any) -> str:
 
 
 def canonical(name: str, value: Any) -> Any:
-    """Return the name of a value that the axis accepts under two, e.g. old for recomputed."""
+    """Return the main name of a value that has two names, e.g. old for recomputed."""
     aliases = AXES[name].metadata.get("aliases", {}) if name in AXES else {}
     return aliases.get(value, value) if isinstance(value, str) else value
 

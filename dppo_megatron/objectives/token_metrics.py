@@ -1,4 +1,4 @@
-"""The metrics that one call of an objective reports about its tokens, under the names that a run logs."""
+"""Compute the metrics of an objective's call about its tokens, under their names in the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .trust_region import logprob_of
 
 @dataclass(frozen=True)
 class TokenResults:
-    """Intermediate results of an objective's call, all [T] and without gradient."""
+    """Contains intermediate results of an objective's call, all [T] and without gradient."""
 
     loss: Tensor
     weight: Tensor
@@ -26,8 +26,8 @@ class TokenResults:
     divergence: Tensor  # D
     outside: Tensor  # masked, clipped or penalised by the control, or dropped with its response
     beyond: Tensor  # D above its threshold, for any A and direction
-    dropped: Tensor  # by mismatch or rejection
-    correction: Tensor  # factor of A r by mismatch
+    dropped: Tensor  # because of mismatch or rejection
+    correction: Tensor  # factor of A r for mismatch
     centering: Centering | None
     reference_kl: Tensor | None
 
@@ -36,10 +36,11 @@ class TokenResults:
 def token_metrics(
     s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None, found: TokenResults
 ) -> dict[str, Metric]:
-    """Return the metrics of one call. Settings and the inputs given decide which ones exist, values do not.
+    """Return the metrics of one call. Settings and the given inputs determine which ones exist, not values.
 
-    They cover all tokens that carry loss, but `policy/masked_share`, `weight` and `ratio/capped_share` only those with
-    A != 0, which have a gradient to lose. `..._positive` and `..._negative`: tokens with A > 0 and with A < 0.
+    They cover all tokens that carry loss. Only `policy/masked_share`, `weight` and `ratio/capped_share` are restricted
+    to tokens with A != 0, which have a gradient to lose. `..._positive` and `..._negative`: tokens with A > 0 and with
+    A < 0.
     """
     mask = tokens.mask
     positive, negative = mask & (tokens.advantage > 0), mask & (tokens.advantage < 0)
@@ -116,7 +117,7 @@ def token_metrics(
 
 
 def _mismatch(name: str, engine: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Return the differences of engine and trainer on the engine's samples, in probability and in nats.
+    """Return the differences between engine and trainer for the engine's samples, in probability and in nats.
 
     k1: an unbiased estimator of KL(engine || trainer), which may be negative; k3, `mismatch/kl`, cannot.
     total_variation: E |r - 1| / 2, TV(engine, trainer) over the whole vocabulary without bias.

@@ -1,4 +1,4 @@
-"""The trust regions: of tokens (ratio, divergence, direction, thresholds), and a second one of whole responses."""
+"""Apply the trust regions: of tokens (ratio, divergence, direction, thresholds), and of whole responses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Position:
-    """All [T], without gradient.
+    """Describes the position of every token in the trust region, all [T], without gradient.
 
-    advantage: A. anchor, policy: ln of anchor(a) and pi(a). base: ln p(a) of the policy that the importance ratio is
-    taken to, which need not be the anchor. ratio: of the token, or at the level of the axis. divergence: D, as the
-    settings choose it. beyond: D is above its threshold. diverging: the update moves the token further away from the
-    anchor, and the region holds for it.
+    advantage: A. anchor, policy: ln of anchor(a) and pi(a). base: ln p(a) of the importance ratio's denominator, which
+    need not be the anchor. ratio: of the token, or at the level of the axis. divergence: D, as the settings define it.
+    beyond: D is above its threshold. diverging: the update moves the token further from the anchor, and the region
+    applies to it.
     """
 
     advantage: Float[Tensor, " T"]
@@ -45,13 +45,13 @@ class Position:
 
     @property
     def shift(self) -> Float[Tensor, " T"]:
-        """pi(a) - anchor(a)."""
+        """Return pi(a) - anchor(a)."""
         return self.policy.exp() - self.anchor.exp()
 
 
 @torch.no_grad()
 def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Position:
-    """Apply the axes of the region. Without an anchor, which only a control without a region permits, D = 0."""
+    """Apply the axes of the region. D = 0 without an anchor, which only a control without a region permits."""
     anchor = logprob_of(s.anchor, tokens)
     policy = tokens.detached_logprob
     base = logprob_of(s.importance, tokens)
@@ -86,10 +86,10 @@ def _divergence(
 
 
 def _diverging(s: ObjectiveSettings, advantage: Tensor, ratio: Tensor, buckets: Buckets | None) -> Bool[Tensor, " T"]:
-    """Return whether the update moves pi further away from the anchor.
+    """Return whether the update moves pi further from the anchor.
 
-    sampled: by the sampled token, A > 0 and r > 1 or A < 0 and r < 1 (DPPO, PPO). negative: the second of the two
-    only. predictive: by the predicted change of D (arXiv 2607.10848). symmetric: always, for either sign of A.
+    sampled: by the sampled token, A > 0 and r > 1 or A < 0 and r < 1 (DPPO, PPO). negative: only A < 0 and r < 1.
+    predictive: by the predicted change of D (arXiv 2607.10848). symmetric: always, for either sign of A.
     """
     if s.direction == "symmetric":
         return torch.ones_like(advantage, dtype=torch.bool)
@@ -99,16 +99,16 @@ def _diverging(s: ObjectiveSettings, advantage: Tensor, ratio: Tensor, buckets: 
 
 
 def logprob_of(policy: str, tokens: Tokens) -> Float[Tensor, " T"] | None:
-    """Return ln p of the sampled token by the policy that an axis names, "rollout" or "old"; None if not given."""
+    """Return ln p of the sampled token by an axis's policy, "rollout" or "old"; None if not given."""
     return tokens.old_logprob if policy == "old" else tokens.rollout_logprob
 
 
 def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return pi(a) / base(a) at the level of the axis ratio_level; `base` [T] ln p.
+    """Return pi(a) / base(a) at the level of the axis ratio_level; `base` [T] is ln p.
 
-    token: of the token. sequence: geometric mean over its response (GSPO, arXiv 2507.18071). product: the ratio of
-    the whole response. prefix_minimum: of the token, times the least ratio of the tokens before it in its response,
-    1 for the first (MinPRO, arXiv 2601.22718).
+    token: of the token. sequence: geometric mean over its response (GSPO, arXiv 2507.18071). product: the ratio of the
+    whole response. prefix_minimum: of the token, times the least ratio of the earlier tokens in its response, 1 for the
+    first (MinPRO, arXiv 2601.22718). Example: token ratios [2, 0.5, 3] give product 3 and prefix_minimum [2, 1, 1.5].
     """
     log_ratio = tokens.detached_logprob - base
     if s.ratio_level in ("sequence", "product"):
@@ -122,7 +122,7 @@ def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor
 def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
     """Return D > delta, with delta_low for delta where r < 1, both weighted by the position in the response.
 
-    Where there is no region, nothing is beyond it.
+    Without a region, no token is beyond it.
     """
     if s.measures_ratio and s.has_region:
         low, high = 1 - s.epsilon_low, 1 + s.epsilon_high
@@ -139,20 +139,20 @@ def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, r
         if s.prefix_budget is not None:
             threshold = torch.minimum(threshold, threshold + prefix_allowance(s, tokens, divergence, weight))
     beyond = weighted > threshold
-    if s.free_low is not None or s.free_high is not None:  # BandPO's code: outside the ball and PPO's interval, too
+    if s.free_low is not None or s.free_high is not None:  # as in BandPO's code: outside PPO's interval, too
         beyond = beyond & ((ratio < 1 - (s.free_low or 0)) | (ratio > 1 + (s.free_high or 0)))
     return beyond
 
 
 def position_weights(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
-    """CPPO (arXiv 2606.10968):  w_t = 1 - (1 - w_min) (t - 1) / (T - 1)  for token t of a response of T."""
+    """Return CPPO's weights (arXiv 2606.10968):  w_t = 1 - (1 - w_min) (t - 1) / (T - 1)  for token t of T."""
     least = 1.0 if s.position_weight is None else s.position_weight
     before, length = place_in_sequence(tokens)
     return 1 - (1 - least) * before.to(tokens.detached_logprob.dtype) / (length - 1).clamp(min=1)
 
 
 def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, weight: Tensor) -> Float[Tensor, " T"]:
-    """Return the budget that the tokens before leave, CPPO:  b W_{t-1} - S_{t-1}.
+    """Return the budget that the earlier tokens leave, CPPO:  b W_{t-1} - S_{t-1}.
 
     W and S are the sums of w and of w D over the tokens before t. b is the 0.9-quantile of D over the response, at
     least prefix_budget and at most prefix_budget_ceiling times that: 2 in the paper, 5 in its authors' code for verl.
@@ -172,10 +172,10 @@ def exempt(s: ObjectiveSettings, anchor: Tensor, ratio: Tensor) -> Bool[Tensor, 
 
 @torch.no_grad()
 def outside_response_region(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Bool[Tensor, " T"]:
-    """Return True where  mean_t D_t > delta  (or max_t)  over the response, and the token is one that the sign names.
+    """Return True where  mean_t D_t > delta  (or max_t)  over the response, for the tokens of the configured sign.
 
-    any: all of its tokens (TRM, arXiv 2512.23075; FlashREINFORCE). negative: A < 0 (off-policy sequence masking of
-    DeepSeek-V3.2, arXiv 2512.02556: mean k1). harmful: A ln r > 0, those that diverge further (VACO, arXiv 2603.01365:
+    any: all its tokens (TRM, arXiv 2512.23075; FlashREINFORCE). negative: A < 0 (off-policy sequence masking of
+    DeepSeek-V3.2, arXiv 2512.02556: mean k1). harmful: A ln r > 0, tokens that diverge further (VACO, arXiv 2603.01365:
     mean |r - 1|). D is measured from mu.
     """
     divergence = measure.of_token(s.response_divergence, tokens.rollout_logprob, tokens.detached_logprob, buckets)
