@@ -1,1 +1,1 @@
-"""Our objectives inside other trainers: `trl`, `verl`, `skyrl`. Each needs torch and the package it is named after."""
+"""Use the objectives in other trainers: `trl`, `verl`, `skyrl`. Each needs torch and the package of its name."""

@@ -1,4 +1,4 @@
-"""An objective on the padded rows of other trainers, and which objectives their losses can be."""
+"""Apply an objective to the padded rows of other trainers, and list the objectives that their losses can be."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def resolve(objective: str | ObjectiveProtocol, settings: dict[str, Any]) -> Obj
 def unfit(objective: ObjectiveProtocol, *, topk: bool = False, old: bool = False, terms: bool = False) -> list[str]:
     """Return why a trainer's loss cannot be this objective. The trainer supplies:
 
-    topk: the engine's lists. old: a recomputed old policy with the rollout policy. terms: a reference policy and
-    entropies.
+    topk: the engine's lists. old: a recomputed old policy in addition to the rollout policy. terms: a reference policy
+    and entropies.
     """
 
     reasons = {
@@ -50,14 +50,14 @@ def refuse_unfit(objective: ObjectiveProtocol, trainer: str, reasons: list[str])
 
 
 def presets_for(reasons: Any) -> list[str]:
-    """Return the names of the presets without a reason by `reasons(objective)`."""
+    """Return the names of the presets for which `reasons(objective)` gives no reason."""
     return [name for name in PRESETS if not reasons(build_objective(name))]
 
 
 def on_rows(objective: ObjectiveProtocol, *, mask: Tensor, **tensors: Any) -> ObjectiveOutput:
     """Apply the objective to rows [B, T], each one response; its outputs are [B T], in the order of the rows.
 
-    tensors: as the objective's call takes them, [B, T] or [B, 1]; None = not given. `topk` is [B T, K] already.
+    tensors: inputs of the objective's call, [B, T] or [B, 1]; None = not given. `topk` is [B T, K] already.
     """
     rows, length = mask.shape
     given: dict[str, Any] = {
@@ -72,7 +72,7 @@ def on_rows(objective: ObjectiveProtocol, *, mask: Tensor, **tensors: Any) -> Ob
 def averaged(out: ObjectiveOutput) -> dict[str, float]:
     """Return the metrics that may be averaged over micro-batches and ranks: means, the same names in every call.
 
-    One without any token is 0, as in the trainers' own losses. Synchronises with the device.
+    A metric without tokens is 0, as in the trainers' own losses. Synchronises with the device.
     """
     means = {name: m for name, m in out.metrics.items() if m.kind in ("mean", "effective_size")}
     return dict.fromkeys(means, 0.0) | reduce_metrics(means)

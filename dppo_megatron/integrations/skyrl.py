@@ -1,7 +1,7 @@
-"""Our objectives as policy losses of SkyRL 0.4. docs/integrations.md.
+"""Register the objectives as policy losses of SkyRL 0.4. docs/integrations.md.
 
-Import this in the entry point, before SkyRL checks its config; it registers every preset that SkyRL can hand its
-inputs to, as `dppo_megatron.NAME`, for `trainer.algorithm.policy_loss_type`.
+Import this in the entry point, before SkyRL checks its config. It registers every preset for which SkyRL supplies the
+inputs, as `dppo_megatron.NAME`, for `trainer.algorithm.policy_loss_type`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from .padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
 
 
 def reasons_against(objective: ObjectiveProtocol) -> list[str]:
-    """SkyRL sums the tokens and hands over advantages that are already divided by its denominators."""
+    """Return why SkyRL's loss cannot be this objective.
+
+    SkyRL sums the tokens, and its advantages are already divided by its denominators.
+    """
     s = objective.settings
     scaled = {
         "has a gradient where A = 0, which SkyRL would not divide by the batch's tokens": (
@@ -32,10 +35,10 @@ def reasons_against(objective: ObjectiveProtocol) -> list[str]:
 
 
 class SkyRLLoss:
-    """A policy loss as SkyRL calls it. mu is `rollout_logprobs`, the old policy `old_log_probs`.
+    """Implements a policy loss as SkyRL calls it. mu is `rollout_logprobs`, the old policy `old_log_probs`.
 
-    Thresholds are the objective's own: `eps_clip_low` and the like have no effect. Raises ObjectiveError for an
-    objective that needs what SkyRL does not hand over.
+    The objective has its own thresholds: `eps_clip_low` and similar settings have no effect. Raises ObjectiveError for
+    an objective that needs an input that SkyRL does not supply.
     """
 
     def __init__(self, objective: ObjectiveProtocol):
@@ -51,7 +54,7 @@ class SkyRLLoss:
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """All [B, T]. Returns the sum of the token losses (the advantages carry the denominators), and metrics.
+        """Return the sum of the token losses (the advantages include the denominators), and metrics. Inputs are [B, T].
 
         Raises ObjectiveError without the rollout policy's log-probs, for `off_policy_correction`, and for log-probs of
         16 bits.
@@ -78,7 +81,7 @@ class SkyRLLoss:
 
 
 def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> None:
-    """Make `objective`, a preset with any axis overridden or one of your own, SkyRL's `policy_loss_type: name`.
+    """Register `objective`, a preset with any axis overridden or your own, as SkyRL's `policy_loss_type: name`.
 
     Raises ObjectiveError as `SkyRLLoss` does, and SkyRL's ValueError for a name that is taken.
     """

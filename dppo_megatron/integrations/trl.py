@@ -1,4 +1,4 @@
-"""TRL 1.16's GRPOTrainer with one of our objectives as its loss. docs/integrations.md."""
+"""Train with TRL 1.16's GRPOTrainer and one of the objectives as its loss. docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dppo_megatron.vocab_parallel import token_statistics
 
 from .padded import on_rows, refuse_unfit, resolve, unfit
 
-# Settings of GRPOConfig that define the loss, which the objective defines here.
+# Settings of GRPOConfig for the loss, which the objective defines here.
 _OF_THE_LOSS = (
     "epsilon",
     "epsilon_high",
@@ -39,24 +39,23 @@ _OF_THE_LOSS = (
     "vespo_k_neg",
     "vespo_lambda_neg",
 )
-# Settings with which TRL would sample from another distribution than the one that it scores.
+# With these settings TRL would sample from another distribution than the one that it scores.
 _OF_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
-# Inputs of a model in addition to text: lists are requested for text only.
+# Model inputs in addition to text: lists are requested only for text.
 _NOT_TEXT = ("pixel_values", "token_type_ids", "mm_token_type_ids")
 
 
 class ObjectiveTrainer(GRPOTrainer):
-    """GRPOTrainer with `objective`, a preset with its axes in `settings` or an objective of your own, as its loss.
+    """Trains with `objective`, a preset with its axes in `settings` or your own objective, as the loss of GRPOTrainer.
 
-    mu is the log-prob that vLLM or a `rollout_func` returned, else that of the weights that sampled. `loss_type` says
-    how token losses are added up, and nothing else: `dapo`, `bnpo`, `grpo`, `dr_grpo` or `luspo`, or another name that
-    adds up as one of these. `topk`: ids per token in the lists of methods that read them, which come from the
-    sampling weights' own logits, one more forward pass per generated batch; not with vLLM, of which TRL keeps the
-    sampled token only. The reference policy of `reference_kl` is TRL's: set `beta` to `reference_kl_coefficient`.
+    mu is the log-prob that vLLM or a `rollout_func` returned, else that of the weights that sampled. `loss_type`
+    defines only how token losses are summed: `dapo`, `bnpo`, `grpo`, `dr_grpo` or `luspo`, or another name with one of
+    these sums. `topk`: ids per token in the lists of methods that use lists. These come from the sampling weights' own
+    logits, with one more forward pass per generated batch. They do not exist with vLLM, because TRL keeps only the
+    sampled token. The reference policy of `reference_kl` is TRL's: set `beta` to `reference_kl_coefficient`.
 
     Metrics are logged as `objective/NAME`, each the mean over the micro-batches that TRL logs together.
-
-    Raises ObjectiveError for an objective or a setting of GRPOConfig that could have no effect or a wrong one.
+    Raises ObjectiveError for an objective or a setting of GRPOConfig that would have no effect or a wrong one.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class ObjectiveTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _lists(self, output: dict[str, Any]) -> dict[str, Tensor]:
-        """The sampling weights' most likely ids and ln mu of them, [B, C, K]: they have not changed since."""
+        """Return the most likely ids and their ln mu, [B, C, K], by the sampling weights, which are still current."""
         ids, logprobs = [], []
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         for rows in torch.arange(len(output["completion_ids"])).split(size):
@@ -99,7 +98,7 @@ class ObjectiveTrainer(GRPOTrainer):
         return {"topk_ids": torch.cat(ids), "topk_logps": torch.cat(logprobs)}
 
     def _logits(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """[B, C, V] of the completion's tokens, before the temperature."""
+        """Return the logits [B, C, V] of the completion's tokens, before the temperature."""
         length = inputs["completion_ids"].shape[1]
         with self.accelerator.autocast():
             logits = model(
@@ -111,7 +110,7 @@ class ObjectiveTrainer(GRPOTrainer):
         return logits[:, -length - 1 : -1]
 
     def _policy(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, TopKLogprobs | None]:
-        """(log-prob [B, C], entropy [B, C], lists [B C, K]) of the policy in training."""
+        """Return (log-prob [B, C], entropy [B, C], lists [B C, K]) of the policy in training."""
         if not self.objective.needs_topk:
             extras = {name: inputs.get(name) for name in _FORWARD}
             logprob, entropy, _ = self._get_per_token_logps_and_entropies(
@@ -141,7 +140,7 @@ class ObjectiveTrainer(GRPOTrainer):
             other_logprob=statistics.other_logprob,
             target_ids=targets.flatten(),
             vocab_size=logits.shape[-1],
-            old_logprob=ln_mu,  # the weights that sampled
+            old_logprob=ln_mu,  # same weights that sampled
         )
         return statistics.logprob.view_as(targets), statistics.entropy.view_as(targets), lists
 
@@ -149,7 +148,7 @@ class ObjectiveTrainer(GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         logprob, entropy, lists = self._policy(model, inputs)
         old = inputs.get("old_per_token_logps")
-        old = logprob.detach() if old is None else old  # TRL leaves it out where the weights have not changed
+        old = logprob.detach() if old is None else old  # TRL omits it while the weights have not changed
         mu = inputs.get("sampling_per_token_logps")
         distinct = self.objective.needs_old or mu is not None
         mu = old if mu is None else mu
@@ -169,7 +168,7 @@ class ObjectiveTrainer(GRPOTrainer):
         return (out.loss.view_as(logprob) * self._weights(mask, inputs)).sum()
 
     def _weights(self, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """[B, 1] or [1, 1]: what a token's loss counts in this micro-batch, as TRL's loss of that type adds up."""
+        """Return [B, 1] or [1, 1]: the weight of a token's loss in this micro-batch, for the sum of TRL's loss type."""
         training = self.model.training
         accumulated = self.current_gradient_accumulation_steps if training else 1
         rows = mask.shape[0]
@@ -186,7 +185,7 @@ class ObjectiveTrainer(GRPOTrainer):
         return whole / (rows * horizon * accumulated)
 
     def _record(self, out: ObjectiveOutput) -> None:
-        """Collectives: a sum and a gather."""
+        """Log the metrics. Collectives: a sum and a gather."""
         sums, maxima = flatten_metrics(out.metrics)
         sums = self.accelerator.reduce(sums, reduction="sum")
         maxima = self.accelerator.gather(maxima[None]).amax(dim=0)

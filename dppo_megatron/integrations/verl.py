@@ -1,6 +1,7 @@
-"""Our objectives as policy losses of verl 0.9, and our log-probs in its Megatron engine. docs/integrations.md.
+"""Register the objectives as policy losses of verl 0.9, and the log-probs for its Megatron engine.
+docs/integrations.md.
 
-Importing this registers every preset that verl can hand its inputs to, as `dppo_megatron.NAME`:
+Importing this registers every preset for which verl supplies the inputs, as `dppo_megatron.NAME`:
 
     VERL_USE_EXTERNAL_MODULES=dppo_megatron.integrations.verl  # in the environment of every process
     actor_rollout_ref.actor.policy_loss.loss_mode=dppo_megatron.dppo_binary_tv
@@ -20,11 +21,12 @@ from .padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
 
 
 class VerlLoss:
-    """A policy loss as verl calls it.
+    """Implements a policy loss as verl calls it.
 
-    mu, and the anchor, is `old_log_prob`: with `algorithm.rollout_correction.bypass_mode` and verl's V1 trainer that
-    is the rollout policy, without it the one that verl recomputed. Thresholds are the objective's own: `clip_ratio`
-    and the like have no effect. Raises ObjectiveError for an objective that needs what verl does not hand over.
+    mu, and the anchor, is `old_log_prob`. With `algorithm.rollout_correction.bypass_mode` and verl's V1 trainer this is
+    the rollout policy, otherwise the policy that verl recomputed. The objective has its own thresholds: `clip_ratio`
+    and similar settings have no effect. Raises ObjectiveError for an objective that needs an input that verl does not
+    supply.
     """
 
     def __init__(self, objective: ObjectiveProtocol):
@@ -41,7 +43,7 @@ class VerlLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """All [B, T], log-probs fp32. Returns the loss, aggregated by verl as configured, and metrics `actor/...`."""
+        """Return the loss, aggregated by verl as configured, and metrics `actor/...`. Inputs [B, T], log-probs fp32."""
         out = on_rows(
             self.objective,
             mask=response_mask,
@@ -62,7 +64,7 @@ class VerlLoss:
 
 
 def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> None:
-    """Make `objective`, a preset with any axis overridden or one of your own, verl's loss mode `name`.
+    """Register `objective`, a preset with any axis overridden or your own, as verl's loss mode `name`.
 
     Call it in a module of yours that VERL_USE_EXTERNAL_MODULES names. Raises ObjectiveError as `VerlLoss` does, and
     ValueError for a name that is taken.
@@ -75,9 +77,10 @@ def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> 
 def use_token_statistics() -> None:
     """Let verl's Megatron engine take log-probs and entropy from `vocab_parallel`: one collective, logits not cloned.
 
-    Replaces the method of its language-model engine that computes them; all else that engine computes from logits
-    (distillation, sums of squared probabilities) stays verl's. Raises ImportError where verl's Megatron engine cannot
-    be imported. Call it once in every trainer process, e.g. in the module that VERL_USE_EXTERNAL_MODULES names.
+    Replaces the method of its language-model engine that computes them. Other values that the engine computes from
+    logits (distillation, sums of squared probabilities) still come from verl. Raises ImportError if verl's Megatron
+    engine cannot be imported. Call it once in every trainer process, e.g. in the module that VERL_USE_EXTERNAL_MODULES
+    names.
     """
     from megatron.core import parallel_state
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
@@ -88,7 +91,7 @@ def use_token_statistics() -> None:
         self: Any,
         logits: Tensor,  # [1, tokens, V_local], consumed
         label: Tensor,  # [1, tokens]
-        temperature: Tensor,  # [1, tokens]; verl's paddings have 0
+        temperature: Tensor,  # [1, tokens]; verl pads with 0
         *,
         calculate_sum_pi_squared: bool,
         calculate_entropy: bool,
