@@ -1,4 +1,4 @@
-"""Verifiers, which value responses, run so that none can stop or stall the run."""
+"""Score responses with verifiers, run so that no verifier can stop or stall the run."""
 
 from .interface import NOT_APPLICABLE, GroupReward, Reward, Ungradable
 from .pool import RewardPool

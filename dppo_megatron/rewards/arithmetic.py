@@ -1,4 +1,4 @@
-"""Exact integers, for arithmetic prompts such as `12+30=`."""
+"""Score exact integers, for arithmetic prompts such as `12+30=`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ _INTEGER = re.compile(r"-?[0-9]+")
 
 
 def arithmetic(prompt: Prompt, response_text: str) -> float:
-    """1.0 when the response without surrounding space is the integer of the answer column, written the same.
-
-    Else 0.0.
+    """Return 1.0 if the response, without surrounding space, is the integer of the answer column as written, else 0.0.
 
     Raises `ValueError` when the answer column is not an integer.
     """

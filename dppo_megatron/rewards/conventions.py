@@ -13,28 +13,28 @@ from .interface import NOT_APPLICABLE, Reward
 
 _VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _TRL = {"completions"}
-# Names that mean something else than the prompt as the first parameter, and than the response as the second.
+# First parameters with these names would not mean the prompt; second ones would not mean the response.
 _ANSWERS = {"answer", "expected", "gold", "ground_truth", "label", "reference", "solution", "target"}
 _RESPONSES = {"completion", "generation", "output", "pred", "prediction", "response", "response_text", "solution_str"}
 _MISPLACED = (_ANSWERS | _RESPONSES | {"text"}, _ANSWERS | {"prompt", "question", "row"})
 
 
 class RewardError(ExpectedError, ValueError):
-    """`reward.name` does not lead to a reward; the message names the nearest valid one."""
+    """`reward.name` does not name a reward; the message names the nearest valid one."""
 
 
 def adapt(function: Callable[..., Any], name: str) -> Reward:
     """Return `function` itself, or an adapter for the convention of verl or TRL.
 
-    verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, with those of them that it takes; it
-    returns a number, a dict with `score`, or a sequence that begins with the number. TRL: `f(prompts, completions,
-    **columns)` returns a list of numbers, None for a sample that it does not apply to; it is called with one sample.
-    Either may be async. Others are called with prompt and response. Raises `RewardError` where the names of their
-    parameters mean something else.
+    verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, or with some of these parameters. It
+    returns a number, a dict with `score`, or a sequence that begins with the number. TRL:
+    `f(prompts, completions, **columns)` returns a list of numbers, None for a sample to which it does not apply; it is
+    called with one sample. Either may be async. Other functions are called with prompt and response. Raises
+    `RewardError` if parameter names have another meaning.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of code without a signature
+    except (TypeError, ValueError):  # code without a signature
         return function
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -56,7 +56,7 @@ class _Foreign:
     def __init__(
         self,
         function: Callable[..., Any],
-        names: set[str] | None,  # of its parameters; None = it takes any
+        names: set[str] | None,  # of its parameters; None = any
         arguments: Callable[[Prompt, str], dict[str, Any]],
         value: Callable[[Any], Any],
     ):

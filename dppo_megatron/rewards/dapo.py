@@ -1,4 +1,4 @@
-"""DAPO's verifier (arXiv 2503.14476): the `Answer:` line, compared as text after Minerva's normalisation."""
+"""Score with DAPO's verifier (arXiv 2503.14476): compare the `Answer:` line as text after Minerva's normalisation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 
 from dppo_megatron.types import Prompt
 
-_READ = 300  # last characters of a response
+_READ = 300  # last characters of a response that are searched
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-# Left out of an answer, in this order: Minerva (arXiv 2206.14858), appendix D.1.
+# Removed from an answer, in this order: Minerva (arXiv 2206.14858), appendix D.1.
 _UNITS = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
     "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
@@ -25,10 +25,10 @@ _UNWRAPPED = tuple(re.compile(rf"(\\{name}\{{)({inside})(\}})") for name, inside
 
 
 class Dapo:
-    """1.0 when the last `Answer:` line within the last 300 characters is the answer column, else `wrong`.
+    """Returns 1.0 when the last `Answer:` line within the last 300 characters is the answer column, else `wrong`.
 
     Both are normalised as in DAPO's own verifier: the part after the last `=`, without units, `$` and blanks. No
-    algebra: 1/2 is not 0.5. `wrong`: DAPO trains with -1; 0, the default, makes the mean reward an accuracy.
+    algebra: 1/2 is not 0.5. `wrong`: DAPO trains with -1; with the default 0 the mean reward is an accuracy.
     """
 
     def __init__(self, wrong: float = 0.0):
@@ -48,7 +48,7 @@ class Dapo:
 
 
 def normal_form(answer: str) -> str:
-    """The text that is compared."""
+    """Return the normalised text, which is compared."""
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# A line break, \\, is read whole: the brace after it is not escaped.
+# A line break, \\, is one token, so that the brace after it is not escaped.
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\\\(?!boxed)|\\[{}]|[{}]")
-# The word, an optional adjective before it, a colon, and the rest of the line; Markdown may stand between.
+# The word, an optional adjective before it, a colon, and the rest of the line, possibly with Markdown in between.
 _ANSWER_LINE = re.compile(r"(?i)(?<![a-z])answer[*_`]{0,3}(?: is)?[ \t]?[*_`]{0,3}[:：]")
 _MARKDOWN = " \t\r*_`"
 
 
 def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
-    """Yield (place, content) of every \\boxed{...} that closes within `longest` characters, in order of ends."""
-    open_braces: list[tuple[int, int] | None] = []  # of a box, where it begins and where its content does
+    """Yield (place, content) of every \\boxed{...} that closes within `longest` characters, ordered by their ends."""
+    open_braces: list[tuple[int, int] | None] = []  # for a box: its start and the start of its content
     for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
         if token == "{":
@@ -28,7 +28,7 @@ def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
 
 
 def answer_line(text: str) -> tuple[int, str] | None:
-    """(place, rest of the line) of the last `Answer:`; of an empty rest the next line."""
+    """Return (place, rest of the line) of the last `Answer:`; if the rest is empty, the next line."""
     last = None
     for match in _ANSWER_LINE.finditer(text):
         last = match
@@ -40,7 +40,7 @@ def answer_line(text: str) -> tuple[int, str] | None:
 
 
 def last_answer(text: str, longest: int) -> str | None:
-    """The last of boxes and `Answer:` lines in the text. None when there is none."""
+    """Return the last box or `Answer:` line in the text; None when there is none."""
     found = list(boxes(text, longest))
     if (line := answer_line(text)) is not None:
         found.append(line)
@@ -48,7 +48,7 @@ def last_answer(text: str, longest: int) -> str | None:
 
 
 def depth(text: str) -> int:
-    """Levels of braces, brackets and parentheses in the text, closed or not."""
+    """Return the levels of braces, brackets and parentheses in the text, closed or not."""
     deepest = level = 0
     for character in text:
         if character in "{[(":

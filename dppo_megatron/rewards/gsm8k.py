@@ -1,4 +1,4 @@
-"""Grade-school word problems: the final number after `####` or in `\\boxed{}`, compared by math-verify."""
+"""Score grade-school word problems: compare the final number after `####` or in `\\boxed{}` by math-verify."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .mathematics import equal
 from .notation import latin
 
 _LONGEST = 256  # characters of an answer; a number is shorter
-_DEEPEST = 5  # levels of braces; the time of the parser grows by a factor with each
-# Digits with thousands separators or without any: 5,5 is no number.
+_DEEPEST = 5  # levels of braces; each level multiplies the parser's time
+# Digits with all thousands separators or none: 5,5 is not a number.
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-# Refused when it goes on as an expression: 72/2 is not 72. And as a heading: `#### 2. Solve`. Blanks can be matched in
-# one way only: more would take cubic time over many of them.
+# Rejected if an expression follows: 72/2 is not 72. Rejected as a heading: `#### 2. Solve`. Blanks match in one way
+# only, because several ways would take cubic time over many blanks.
 _MARKED = re.compile(
     rf"####\s*(?P<number>(?:[-+]\s*)?(?:\\?\$\s*)?[-+]?{_DIGITS})"
     r"(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\]|[.):][^\S\n]*[^\s*$])"
@@ -27,9 +27,9 @@ _THOUSANDS = re.compile(r"(?<![0-9.])(?<!(?<!\\),)[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0
 
 
 def gsm8k(prompt: Prompt, response_text: str) -> float:
-    """1.0 when the response's final number equals that of the answer column, else 0.0.
+    """Return 1.0 when the response's final number equals that of the answer column, else 0.0.
 
-    Counted in the response: a number after `####`, or the content of `\\boxed{}`; of several the last in the
+    The final number is a number after `####`, or the content of `\\boxed{}`; of several, the last in the
     text. A number anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides.
     The answer column ends in `#### number`, as in GSM8K, or is only a number; raises `ValueError` otherwise.
     """
@@ -45,7 +45,7 @@ gsm8k.final_answer = lambda response_text: final_answer(response_text)
 
 
 def final_answer(text: str) -> str | None:
-    """The last documented form in the text, without separators and units; None when there is none."""
+    """Return the last documented form in the text, without separators and units; None when there is none."""
     text = latin(text)
     candidates = [(match.start(), match["number"]) for match in _MARKED.finditer(text)]
     candidates += boxes(text, _LONGEST)
@@ -67,7 +67,7 @@ def _plain(text: str) -> str:
 
 
 def _equal(gold: Decimal, found: str) -> bool:
-    if len(found) > _LONGEST or depth(found) > _DEEPEST or "," in found:  # a list is no number
+    if len(found) > _LONGEST or depth(found) > _DEEPEST or "," in found:  # a list is not a number
         return False
     if _NUMBER.fullmatch(found):
         return Decimal(found) == gold

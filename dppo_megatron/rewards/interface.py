@@ -1,4 +1,4 @@
-"""The interface of rewards."""
+"""Define the interface of rewards."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dppo_megatron.types import Prompt
 
 @runtime_checkable
 class Reward(Protocol):
-    """Any callable that values one response.
+    """Scores one response.
 
-    `prompt.answer` is the answer column, `prompt.columns` the whole source row; `response_text` the
-    text after the prompt without special tokens. Returns a finite number, or `NOT_APPLICABLE`. Raising, a value that
-    is not finite, or exceeding `reward.timeout_s` scores the sample as failed: it carries no loss. It may be async.
+    `prompt.answer` is the answer column, `prompt.columns` the whole source row; `response_text` the text after the
+    prompt without special tokens. Returns a finite number, or `NOT_APPLICABLE`. If it raises, returns a non-finite
+    value, or exceeds `reward.timeout_s`, the sample fails and carries no loss. It may be async.
 
     It runs in worker processes, so it should depend only on its arguments. A callable with the attribute
-    `trusted = True` promises to return within microseconds and runs in the calling process, without a
-    timeout. With a method `check_answer(answer)` it refuses, by ValueError, answers that it cannot compare with; they
-    are reported by line before a run begins. A method `final_answer(response_text)` gives the answer in it as text, or
-    None: the vote of the response in an evaluation's maj@n.
+    `trusted = True` promises to return within microseconds; it runs in the calling process, without a timeout. A method
+    `check_answer(answer)` rejects, by ValueError, answers with which it cannot compare; these are reported by line
+    before a run begins. A method `final_answer(response_text)` returns the answer in the response as text, or None: the
+    response's vote in an evaluation's maj@n.
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> Any: ...
@@ -28,16 +28,16 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """Values all responses to a prompt at once, in the calling process, where it may only wait: a remote judge.
+    """Scores all responses to a prompt at once, in the calling process, where it may only wait: a remote judge.
 
-    Returns a number, or None where it has none, for each response. If it raises, all of them fail.
+    Returns a number, or None if it has none, for each response. If it raises, all responses fail.
     """
 
     def score_group(self, prompt: Prompt, texts: Sequence[str], timeout_s: float) -> Awaitable[list[float | None]]: ...
 
 
 class NotApplicable:
-    """A term returns this where it does not value the row; the other terms give the reward."""
+    """A term returns this if it does not score the row; the other terms give the reward."""
 
 
 NOT_APPLICABLE = NotApplicable()

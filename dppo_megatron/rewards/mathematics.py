@@ -1,4 +1,4 @@
-"""Answers of mathematics: numbers, expressions, intervals, sets, tuples, matrices; compared by math-verify."""
+"""Compare mathematical answers by math-verify: numbers, expressions, intervals, sets, tuples, matrices."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .extract import boxes, depth, last_answer
 from .interface import Ungradable
 from .notation import latin, scientific, standard
 
-# It warns once that its timeouts are off: they are signals, which work only in a main thread. The pool has its own.
+# It warns once that its timeouts are off: they are signals, which work only in a main thread. The pool has timeouts.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-LONGEST = 512  # characters of an answer; of MATH the longest has 159
-PLACES = 6  # decimals that are compared
-DEEPEST = 10  # levels of braces; the parser's time grows by a factor with each
+LONGEST = 512  # characters of an answer; the longest one in MATH has 159
+PLACES = 6  # decimals compared
+DEEPEST = 10  # levels of braces; each level multiplies the parser's time
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}")
 _SIGN = re.compile(r"\s*([-+/])\s*")
@@ -39,12 +39,12 @@ _BY_MATH_VERIFY = (LatexExtractionConfig(boxed_match_priority=0), ExprExtraction
 
 
 class Math:
-    """1.0 when the last `\\boxed{}` or `Answer:` line of the response equals the answer column, else 0.0.
+    """Returns 1.0 when the last `\\boxed{}` or `Answer:` line of the response equals the answer column, else 0.0.
 
-    As math-verify compares: LaTeX or plain, fractions, roots, intervals, sets in any order, tuples, matrices,
+    math-verify compares them: LaTeX or plain, fractions, roots, intervals, sets in any order, tuples, matrices,
     equations by their value, units left out, `28\\%` also as 28; decimals to six places, and to six significant digits
-    below 0.001. `dy/dx`, `y'` and congruences are no numbers. Words are compared as text.
-    An answer longer than 512 characters or deeper than 10 braces is wrong. One that keeps the algebra busy runs into
+    below 0.001. `dy/dx`, `y'` and congruences are not numbers. Words are compared as text.
+    An answer longer than 512 characters or deeper than 10 braces is wrong. An answer with long algebra exceeds
     reward.timeout_s and fails.
     """
 
@@ -69,7 +69,7 @@ class Math:
 
 
 def equal(gold: str, found: str) -> bool:
-    """Whether two answers, of the forms of `Math`, are the same."""
+    """Return whether two answers, in forms that `Math` accepts, are equal."""
     gold, found = plain(gold), plain(found)
     if gold == found:
         return bool(gold)
@@ -84,7 +84,7 @@ def equal(gold: str, found: str) -> bool:
 
 
 def _same_value(gold: str, found: str) -> bool:
-    """Whether math-verify equates two answers, and still does at the precision of their smallest number."""
+    """Return whether math-verify equates two answers, also at the precision of their smallest number."""
     first, second = list(_parsed(gold)), list(_parsed(found))
     if not (first and second and verify(first, second, timeout_seconds=None)):
         return False
@@ -93,7 +93,7 @@ def _same_value(gold: str, found: str) -> bool:
 
 
 def _places(value: Any) -> int:
-    """Decimal places for six significant digits of every number of a parsed answer; `PLACES` for 0.001 and more."""
+    """Return the decimal places for six significant digits of every number of a parsed answer; at least `PLACES`."""
     if not getattr(value, "is_number", False):
         parts = value.flat() if isinstance(value, MatrixBase) else getattr(value, "args", ())
         return max(map(_places, parts), default=PLACES)
@@ -120,7 +120,7 @@ def plain(answer: str) -> str:
 
 
 def _one_spelling(answer: str) -> str:
-    """Of an integer, a fraction or a finite decimal: the same text for the same number. Others stay as they are."""
+    """Return the same text for equal integers, fractions or finite decimals; other answers are unchanged."""
     text = _SIGN.sub(r"\1", _FRACTION.sub(r"\1/\2", answer))
     try:
         return str(Fraction(text.replace(",", ""))) if _NUMBER.fullmatch(text) else answer
@@ -129,7 +129,7 @@ def _one_spelling(answer: str) -> str:
 
 
 def _word(answer: str) -> str | None:
-    """Text in lower case, when the answer is words: math-verify takes bare ones for products of letters."""
+    """Return an answer of words in lower case, else None: math-verify reads bare words as products of letters."""
     match = _WORDS.fullmatch(answer)
     if match is None or (match[2] and _FUNCTIONS.search(answer)):
         return None
@@ -137,7 +137,7 @@ def _word(answer: str) -> str | None:
 
 
 def _letters(answer: str) -> str | None:
-    """The letters of a text, in lower case; none where there is anything of mathematics in it."""
+    """Return the letters of a text in lower case; None if it contains mathematics."""
     if re.search(r"[0-9\\^_=+*/<>|{}\[\]]", answer):
         return None
     return " ".join(re.sub(r"[^A-Za-z ]", " ", answer).lower().split()) or None
@@ -145,7 +145,7 @@ def _letters(answer: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """Return math-verify's parse of an answer; nothing for one that is empty, too long or too deep."""
+    """Return math-verify's parse of an answer; nothing for an empty, too long or too deep one."""
     if not answer or len(answer) > LONGEST or depth(answer) > DEEPEST:
         return ()
     if _word(answer):
@@ -157,7 +157,7 @@ def _parsed(answer: str) -> tuple[Any, ...]:
 
 
 def _opaque(part: Any) -> Any:
-    """The parsed answer with a symbol for dy/dx, which algebra would make 0 because y does not contain x."""
+    """Return the parsed answer with a symbol for dy/dx, which algebra would make 0 because y does not contain x."""
     if isinstance(part, str) or not part.has(Derivative):
         return part
     return part.replace(lambda e: isinstance(e, Derivative) and not e.expr.has(*e.variables), lambda e: Symbol(str(e)))

@@ -1,4 +1,4 @@
-"""Rewrite characters and notations of an answer into the LaTeX that math-verify reads."""
+"""Rewrite characters and notations of an answer as LaTeX that math-verify reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REWRITTEN = (  # in this order
     (r"(?<=[0-9])(?:,?\\[,!;: ]|~|\{,\}| )(?=[0-9]{3}(?![0-9/]))", ""),
     (r"(?<![0-9/.^_])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9/])", r"\1\\frac{\2}{\3}"),
     (r"(?<=[0-9])\s*(?:\*|x|\\times|\\cdot)\s*10\s*\^\s*[({]?([-+]?[0-9]+)[)}]?", r"\\times 10^{\1}"),
-    # math-verify leaves primes and transposition out, and reads dy/dx as a quotient.
+    # math-verify drops primes and transposition, and reads dy/dx as a quotient.
     (r"(?<![A-Za-z])d([A-Za-z])/d([A-Za-z])(?![A-Za-z])", r"\\frac{d\1}{d\2}"),
     (_LETTER + r"'(?![A-Za-z'])", r"\1_{prime}"),
     (_LETTER + r"''(?![A-Za-z'])", r"\1_{second}"),

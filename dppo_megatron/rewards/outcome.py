@@ -1,4 +1,4 @@
-"""The outcome of one sample: a number, or the reason why there is none."""
+"""Represent the outcome of one sample: a number, or the reason for a missing one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dppo_megatron.types import Prompt
 from .interface import NotApplicable, Reward, Ungradable
 
 LONGEST_DETAIL = 500  # characters of an error in the log
-LONGEST_ANSWER = 200  # characters by which final answers are distinguished
+LONGEST_ANSWER = 200  # characters that distinguish final answers
 UNFIT = "; a reward takes (prompt, response_text) and returns a number"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _NOT_THE_USERS = ("<", _PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
@@ -30,10 +30,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Failure(NamedTuple):
-    """A sample without a reward.
+    """Describes a sample without a reward.
 
-    `reason`: raised | not_finite | timeout | died | ungradable (the grader cannot tell) | not_applicable (no term
-    values the row).
+    `reason`: raised | not_finite | timeout | died | ungradable (the grader cannot decide) | not_applicable (no term
+    scores the row).
     """
 
     reason: str
@@ -44,11 +44,11 @@ Outcome = float | Failure | None  # None: not applicable
 
 
 def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
-    """Return the reward as a number that fp32 holds. Foreign code may raise anything; it fails only this sample.
+    """Return the reward as a number in the range of fp32. Foreign code may raise any error; it fails only this sample.
 
-    Of an async reward the coroutine is run to its end. One that a plain function drops may have been tested for truth,
-    so the sample fails. BaseException, because math-verify's own time-out, sys.exit and asyncio's CancelledError are no
-    Exceptions; here no task is cancelled and no signal raises.
+    The coroutine of an async reward is run to its end. A plain function that drops a coroutine may have tested its
+    truth value, so the sample fails. BaseException is caught, because math-verify's own time-out, sys.exit and
+    asyncio's CancelledError are not Exceptions; here no task is cancelled and no signal raises.
     """
     _unawaited.clear()
     try:
@@ -62,12 +62,12 @@ def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
         return Failure("ungradable", describe(error))
     except BaseException as error:
         innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        unfit = isinstance(error, TypeError) and innermost.startswith(_PACKAGE)  # by the call or its result itself
+        unfit = isinstance(error, TypeError) and innermost.startswith(_PACKAGE)  # raised by the call or result
         return Failure("raised", describe(error)[:300] + (UNFIT if unfit else place(error)))
 
 
 def refuse_unawaited() -> None:
-    """Let `attempt` see coroutines that this process drops."""
+    """Make coroutines that this process drops visible to `attempt`."""
     warnings.filterwarnings("error", "coroutine .* was never awaited", RuntimeWarning)
     sys.unraisablehook = lambda event: (
         _unawaited.append(str(event.exc_value))
@@ -77,9 +77,9 @@ def refuse_unawaited() -> None:
 
 
 def as_outcome(returned: Any) -> float | Failure:
-    """Return the value of a reward as a number: of int, float, bool, a NumPy scalar or a tensor of one element.
+    """Return the value of a reward as a number, from int, float, bool, a NumPy scalar or a tensor of one element.
 
-    Raises TypeError for text and None, and any error of the conversion of another class.
+    Raises TypeError for text and None, and any error that the conversion of another class raises.
     """
     if returned is None or isinstance(returned, (str, bytes, bytearray)):  # float("nan"), float("1")
         raise TypeError(f"it returned {type(returned).__name__}, expected a number")
@@ -101,7 +101,7 @@ def problem_of(check: Callable[[str], None], answer: str) -> str | None:
 
 
 def final_answer(reward: Any, text: str) -> str | None:
-    """Return the answer that a grader finds in a response, None where there is none or it raises."""
+    """Return the answer that a grader finds in a response; None if there is none or the grader raises."""
     try:
         found = reward.final_answer(text)
         return None if found is None else str(found)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
@@ -114,7 +114,7 @@ async def _finish(awaitable):
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an error, which may refuse to be text, as UTF-8 can hold it."""
+    """Return type and text of an error as valid UTF-8, even if its conversion to text fails."""
     text = type(error).__name__
     with contextlib.suppress(BaseException):
         text = f"{text}: {error}"
@@ -122,7 +122,7 @@ def describe(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """` (FILE, line N)` of the user's line that an error comes from, empty where there is none."""
+    """Return ` (FILE, line N)` of the user's line that raised an error; empty if there is none."""
     with contextlib.suppress(BaseException):
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         if isinstance(error, SyntaxError):

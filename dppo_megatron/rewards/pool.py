@@ -1,4 +1,4 @@
-"""Scores responses so that no reward can stop or stall the run: own processes, timeouts, failures counted."""
+"""Score responses so that no reward can stop or stall the run: own processes, timeouts, failures counted."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .workers import WorkerPool
 if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
 
-_ANSWERS = 64  # read by a worker at once
+_ANSWERS = 64  # read by a worker in one request
 _TEXTS = 32  # final answers in one reply of a worker
-_ANSWERS_S = 60.0  # for all of those at most; then one by one, each within reward.timeout_s
+_ANSWERS_S = 60.0  # limit for all of these; then one by one, each within reward.timeout_s
 
 
 class RewardPool:
     """Scores responses with the rewards that `config` names, `config.workers` at a time.
 
-    If the verifier of a sample raises, returns something that is not a finite number, runs longer than
-    `config.timeout_s`, or ruins its process, the sample scores 0 and is marked failed. Processes that hang, die or
-    write to the channel of the results are replaced. Rewards with `trusted = True` are called directly, without process
-    or timeout, and remote ones are waited for here.
+    A sample scores 0 and is marked failed if its verifier raises, returns a value that is not a finite number, exceeds
+    `config.timeout_s`, or breaks its process. Processes that hang, die or write to the channel of the results are
+    replaced. Rewards with `trusted = True` are called directly, without process or timeout. Remote rewards are awaited
+    here.
 
-    Of several terms a sample's reward is the weighted sum over those for the row's data source; it fails when
-    one of them does, or none applies.
+    With several terms, a sample's reward is the weighted sum over the terms for the row's data source. It fails when
+    one of these fails, or none applies. Example: weights 1 and 0.5 with outcomes 1 and -1 give 0.5.
 
     Raises `RewardError` on construction when there is no such reward. Close it, or use it as a context manager.
     """
@@ -53,7 +53,7 @@ class RewardPool:
     async def score(
         self, prompt: Prompt, texts: Sequence[str], *, recorded: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards [n] fp32 and failed [n] bool of n responses to one prompt; raises nothing a reward does.
+        """Return rewards [n] fp32 and failed [n] bool of n responses to one prompt; a reward's errors are not raised.
 
         `recorded`: whether they count in `take_metrics`.
         """
@@ -80,18 +80,18 @@ class RewardPool:
         return None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics of the samples since the last call: mean of each of several terms, failures by reason."""
+        """Return metrics of the samples since the last call: the mean of each of several terms, failures by reason."""
         return self._tally.take_metrics()
 
     @property
     def last_failure(self) -> str:
-        """Reason and text of the last reward that failed; empty where none did."""
+        """Return reason and text of the last reward that failed; empty if none failed."""
         return self._tally.last_failure
 
     def check_answers(self, rows: Sequence[tuple[str, str]]) -> list[str | None]:
-        """Why no response to a row of (data source, answer) could be scored, None where one can; for each row."""
+        """Return for each row (data source, answer) why no response to it could be scored, None if one can."""
         problems: dict[tuple[int, str], str | None] = {}
-        wanted: dict[int, dict[str, None]] = {}  # by term, every answer once
+        wanted: dict[int, dict[str, None]] = {}  # by term, each answer once
         for source, answer in rows:
             for term in self._applying(source):
                 if hasattr(self._rewards[term], "check_answer"):
@@ -106,8 +106,10 @@ class RewardPool:
         return out
 
     def try_once(self, prompts: Sequence[Prompt]) -> list[tuple[str, Failure]]:
-        """Names of the terms of users' code that fail, and why: each called once, in a worker, with the first prompt
-        that it applies to and that prompt's answer as the response."""
+        """Call each term of users' code once; return the names of failing terms with their failures.
+
+        A term runs in a worker, with the first prompt to which it applies and that prompt's answer as the response.
+        """
         firsts = {term: p for p in reversed(prompts) for term in self._applying(p.source)}
         asked = {
             term: self._workers.submit(lambda w, i=term, p=p: w.score(p, p.answer, [i], self._config.timeout_s)[0])
@@ -117,7 +119,7 @@ class RewardPool:
         return [(self._terms[i].name, found) for i, f in asked.items() if isinstance(found := f.result(), Failure)]
 
     def close(self) -> None:
-        """Stop the workers at once, running verifiers included. Harmless when repeated."""
+        """Stop the workers at once, including running verifiers. Harmless when repeated."""
         if not self._closed:
             self._closed = True
             self._workers.close()
@@ -139,7 +141,7 @@ class RewardPool:
         return bool(getattr(self._rewards[term], "trusted", False))
 
     async def _outcomes(self, prompt: Prompt, texts: Sequence[str]) -> list[Mapping[int, Outcome]]:
-        """Return for each text the outcome of every term that applies."""
+        """Return for each text the outcome of every applicable term."""
         terms = self._applying(prompt.source)
         remote = [term for term in terms if isinstance(self._rewards[term], GroupReward)]
         inline = [term for term in terms if term not in remote and self._trusted(term)]
@@ -192,7 +194,7 @@ class RewardPool:
         return as_outcome(total)
 
     def _read(self, term: int, answers: list[str]) -> list[tuple[str, str | None]]:
-        """Each answer with the term's problem with it. A worker reads many at once, or each where that fails."""
+        """Return each answer with the term's problem with it. A worker reads many at once, or singly if that fails."""
         if self._trusted(term):
             check = self._rewards[term].check_answer
             return [(answer, problem_of(check, answer)) for answer in answers]

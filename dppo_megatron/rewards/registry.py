@@ -1,4 +1,4 @@
-"""Find the callable of a name in the config."""
+"""Find the callable for a name in the config."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def build_rewards(config: RewardConfig) -> list[Reward | GroupReward]:
 
 
 def build_reward(config: RewardConfig) -> Reward | GroupReward:
-    """The reward of a `config` that has one. Raises `RewardError`."""
+    """Return the only reward of `config`. Raises `RewardError`."""
     (reward,) = build_rewards(config)
     return reward
 
 
 def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward | GroupReward:
-    """A built-in name, or `package.module:attribute` of a callable; of a class, an instance.
+    """Return a built-in reward, or the callable `package.module:attribute`; for a class, an instance.
 
     `settings` are the arguments of the class, or further ones of every call of the function. Functions of verl's and
     TRL's conventions are adapted. Modules are found on the Python path and in the working directory. Raises
@@ -67,7 +67,7 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
         except TypeError as error:
             raise RewardError(f"reward.settings of {name}: {error}; remove it") from None
         except ValueError:
-            pass  # of code without a signature
+            pass  # code without a signature
         function, reward = reward, functools.partial(reward, **settings)
         if hasattr(function, "check_answer"):
             reward.check_answer = function.check_answer
@@ -101,9 +101,9 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
 
 
 def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[ExpectedError], of_line: str = "") -> Any:
-    """Result of the user's code, which can raise anything: sys.exit too must not end a command without a word.
+    """Return the result of the user's code, which can raise any error, including sys.exit; raise `raised` for it.
 
-    of_line: the remedy where a line of the user's code raised.
+    of_line: the remedy if a line of the user's code raised.
     """
     try:
         return call()
@@ -113,6 +113,6 @@ def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[Expec
         at = place(error)
         if isinstance(error, ModuleNotFoundError) and not at:
             package = (error.name or "").partition(".")[0]
-            if f"import {package}" not in what:  # a module of this package imports it
+            if f"import {package}" not in what:  # imported by a module of this package
                 remedy = f"pip install {package.replace('_', '-')}"
         raise raised(f"{what}: {describe(error)}{at}. {(at and of_line) or remedy}") from cause

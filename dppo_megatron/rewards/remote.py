@@ -1,4 +1,4 @@
-"""A reward model or a judge that answers over HTTP: all responses to a prompt in one request, retried."""
+"""Query a reward model or a judge over HTTP: all responses to a prompt in one request, with retries."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _LARGEST_REPLY = 16 * 1024 * 1024  # bytes
 
 
 class RemoteError(RuntimeError):
-    """The server gave no rewards."""
+    """The server returned no rewards."""
 
 
 class Retriable(RemoteError):
-    """It may give them when asked again."""
+    """A later request may succeed."""
 
 
 class RemoteReward:
-    """POSTs `{"prompt", "messages", "answer", "data_source", "responses": [...]}` to `url`, as JSON, and expects
-    `{"rewards": [number or null, ...]}`, one for each response; null means that it has none.
+    """Requests rewards: POSTs `{"prompt", "messages", "answer", "data_source", "responses": [...]}` to `url`.
 
-    `batch`: responses in one request. `attempts`: how often a request that is refused with 408, 425, 429 or 5xx, or not
-    answered, is sent. reward.timeout_s holds for all of them together. `token_env` names an environment variable with
-    the bearer token. `columns` of the row that are sent along.
+    The reply must be `{"rewards": [number or null, ...]}`, one for each response; null means that there is none.
+    Example: 2 responses and the reply `{"rewards": [1.0, null]}`.
+    `batch`: responses in one request. `attempts`: how often a request is sent if it fails with 408, 425, 429 or 5xx, or
+    gets no answer. reward.timeout_s limits all attempts together. `token_env`: the environment variable with the bearer
+    token. `columns`: columns of the row that are sent too.
     """
 
     def __init__(
@@ -45,17 +46,17 @@ class RemoteReward:
         if token_env is not None and token_env not in os.environ:
             raise ValueError(f"token_env = {token_env!r}: the environment has no such variable")
         if token_env is not None and not (os.environ[token_env].isascii() and os.environ[token_env].isprintable()):
-            # aiohttp would name the header in its error, and the log would hold it.
+            # aiohttp would name the header in its error, and the log would contain it.
             raise ValueError(f"token_env = {token_env!r}: holds more than a line of ASCII")
         self._url, self._batch, self._token_env, self._columns = url, batch, token_env, tuple(columns)
         self._budget = RetryBudget(attempts=attempts, first_pause_s=0.2, longest_pause_s=5.0, jitter=True)
 
     async def score_group(self, prompt: Prompt, texts: Sequence[str], timeout_s: float) -> list[float | None]:
-        """Raises `RemoteError`, and `TimeoutError` after `timeout_s`."""
+        """Return the rewards of all texts. Raises `RemoteError`, and `TimeoutError` after `timeout_s`."""
         headers = {} if self._token_env is None else {"Authorization": f"Bearer {os.environ[self._token_env]}"}
         parts = [texts[i : i + self._batch] for i in range(0, len(texts), self._batch)]
         async with asyncio.timeout(timeout_s):
-            # Without trust_env, requests to a cluster's judge do not go through a proxy.
+            # Without trust_env, requests to a cluster's judge bypass proxies.
             async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None)) as client:
                 replies = await asyncio.gather(*(self._ask(client, prompt, part) for part in parts))
         return [reward for reply in replies for reward in reply]

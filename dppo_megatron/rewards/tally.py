@@ -12,12 +12,12 @@ from .outcome import Failure, Outcome
 
 log = logging.getLogger(__name__)
 
-_LOGGED_PER_REASON = 5  # then whenever their number has doubled
+_LOGGED_PER_REASON = 5  # then each time their number doubles
 
 
 class Tally:
     def __init__(self, names: Sequence[str]):
-        """`names` of the terms."""
+        """Start with no outcomes. names: of the terms."""
         self._names = tuple(names)
         self._scored = 0
         self._failures: Counter[str] = Counter()  # by reason
@@ -39,7 +39,7 @@ class Tally:
                 self._counts[term] += 1
 
     def take_metrics(self) -> dict[str, float]:
-        """`reward/TERM` (mean, of several terms) and `reward/failed_REASON` (count) since the last call."""
+        """Return `reward/TERM` (mean, for several terms) and `reward/failed_REASON` (count) since the last call."""
         metrics = {f"reward/failed_{reason}": float(count) for reason, count in self._recent.items()}
         if len(self._names) > 1:
             metrics |= {f"reward/{self._names[term]}": self._sums[term] / n for term, n in self._counts.items()}

@@ -1,4 +1,4 @@
-"""Answers that are compared as text: exactly, by a pattern of one's own, or the letter of a choice."""
+"""Compare answers as text: exactly, by a user's pattern, or the letter of a choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 512  # characters of an answer
 
 
 class ExactMatch:
-    """1.0 when the response, without surrounding space, is the answer column, else 0.0."""
+    """Returns 1.0 when the response, without surrounding space, is the answer column, else 0.0."""
 
     def __init__(self, ignore_case: bool = False):
         self._ignore_case = ignore_case
@@ -28,9 +28,9 @@ class ExactMatch:
 
 
 class Regex(ExactMatch):
-    """1.0 when the last match of `pattern` in the response is the answer column, else 0.0.
+    """Returns 1.0 when the last match of `pattern` in the response is the answer column, else 0.0.
 
-    Of a pattern with a group the group is compared, without surrounding space.
+    If the pattern has a group, the group is compared, without surrounding space.
     """
 
     def __init__(self, pattern: str, ignore_case: bool = False):
@@ -48,10 +48,10 @@ class Regex(ExactMatch):
 
 
 class MultipleChoice:
-    """1.0 when the last `\\boxed{}` or `Answer:` line of the response names the choice of the answer column, else 0.0.
+    """Returns 1.0 if the last `\\boxed{}` or `Answer:` line of the response names the answer column's choice, else 0.0.
 
     A choice is its letter: `B`, `(B)`, `B.`, `B) because`, `\\text{B}`, in either case. `choices`: the
-    letters there are. The answer column may hold the letter in the same forms.
+    valid letters. The answer column may have the letter in the same forms.
     """
 
     def __init__(self, choices: str = "ABCDEFGHIJ"):

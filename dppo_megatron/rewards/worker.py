@@ -1,4 +1,4 @@
-"""A process that calls rewards, and the pool's handle."""
+"""Call rewards in a process, and give the pool a handle."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class RewardWorker(Worker):
         return [Failure(part[0], part[1][:LONGEST_DETAIL]) if isinstance(part, list) else part for part in parts]
 
     def check(self, term: int, answers: Sequence[str], timeout_s: float) -> list[str | None]:
-        """Return why a term cannot compare with each answer, None where it can. Raises `WorkerError`."""
+        """Return why a term cannot compare with each answer, None if it can. Raises `WorkerError`."""
         return self.ask(("check", term, tuple(answers)), timeout_s, "for answers to be read", list[str | None])
 
     def final_answers(self, term: int, texts: Sequence[str], timeout_s: float) -> list[str | None]:
-        """Return the answer that a term finds in each text, None where it finds none. Raises `WorkerError`."""
+        """Return the answer that a term finds in each text, None if it finds none. Raises `WorkerError`."""
         return self.ask(("final", term, tuple(texts)), timeout_s, "for the answers in responses", list[str | None])
 
 
 def main(descriptor: int) -> None:
-    """The worker's process."""
+    """Run the worker's process."""
     serve(descriptor, _load)
 
 
@@ -57,7 +57,7 @@ def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 def _answer(rewards: Sequence[Any], problem: str | None, home: int, request: bytes) -> list[Any]:
-    """The parts of a reply. problem: why there are no rewards. home: descriptor of the directory where calls begin."""
+    """Return the parts of a reply. problem: why there are no rewards. home: descriptor of the start directory."""
     try:
         kind, *arguments = pickle.loads(request)
     except BaseException as error:
@@ -73,6 +73,6 @@ def _answer(rewards: Sequence[Any], problem: str | None, home: int, request: byt
         return [Failure("raised", problem[:LONGEST_DETAIL])] * len(terms)
     parts = []
     for term in terms:
-        os.fchdir(home)  # an earlier call may have entered a directory that is gone
-        parts.append(attempt(rewards[term], prompt, text))  # a `Failure` is a list in JSON
+        os.fchdir(home)  # an earlier call may have entered a deleted directory
+        parts.append(attempt(rewards[term], prompt, text))  # a `Failure` becomes a list in JSON
     return parts

@@ -1,4 +1,4 @@
-"""Worker processes, replaced when foreign code ruins them; the sample that did so fails."""
+"""Run worker processes, which are replaced when foreign code breaks them; only the sample responsible fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 
 def import_problem(config: RewardConfig) -> str | None:
-    """Return why the user's modules cannot be imported or end their process; None where they can."""
+    """Return why the user's modules cannot be imported or end their process; None if they can."""
     named = [(term.name, term.settings) for term in config.all_terms if term.name not in BUILTIN]
     if not named:
         return None
@@ -37,10 +37,10 @@ def import_problem(config: RewardConfig) -> str | None:
 
 
 class WorkerPool(Generic[AnyWorker]):
-    """At most `count` processes, each of which has imported foreign code. Started when there is something to do."""
+    """Runs at most `count` processes, each with foreign code imported, started on the first request."""
 
     def __init__(self, start: Callable[[], AnyWorker], count: int, what: str):
-        """what: the foreign code, in messages."""
+        """Store how to start a worker. what: the foreign code, in messages."""
         self._start_one = start
         self._what = what
         self._threads = ThreadPoolExecutor(count, what)  # each waits for one worker
@@ -49,26 +49,26 @@ class WorkerPool(Generic[AnyWorker]):
         self._closed = False
 
     def submit(self, ask: Callable[[AnyWorker], Result]) -> Future[Result | Failure]:
-        """Call `ask` with a worker of its own; the result is its value, or the reason why there is none."""
+        """Call `ask` with a worker; the result is its value, or the reason why there is none."""
         return self._threads.submit(self._ask, ask)
 
     def in_thread(self, call: Callable[[], Result]) -> Future[Result]:
-        """Wait for one worker in a thread, of which there are as many as workers."""
+        """Wait for one worker in a thread; there are as many threads as workers."""
         return self._threads.submit(call)
 
     def lease(self) -> AnyWorker:
-        """A worker that is the caller's until `give_back`. Raises `WorkerError`."""
+        """Return a worker that belongs to the caller until `give_back`. Raises `WorkerError`."""
         return self._idle_worker() or self.start()
 
     def give_back(self, worker: AnyWorker, *, usable: bool) -> None:
-        """usable: whether it waits for the next request; else it is ended."""
+        """Take a worker back. usable: whether it waits for the next request; else it is ended."""
         if usable:
             self._idle.append(worker)
         else:
             self._end(worker)
 
     def close(self) -> None:
-        """End the workers at once, busy ones included. Harmless when repeated."""
+        """End the workers at once, including busy ones. Harmless when repeated."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in tuple(self._all):
@@ -76,7 +76,10 @@ class WorkerPool(Generic[AnyWorker]):
         self._threads.shutdown()
 
     def _ask(self, ask: Callable[[AnyWorker], Result]) -> Result | Failure:
-        """A request that ends a worker fails only where no earlier request can have harmed that worker."""
+        """Send a request; if it ends a worker that served earlier requests, repeat it in a new one.
+
+        It fails only if no earlier request can have damaged the worker.
+        """
         try:
             worker = self.lease()
             if not worker.fresh:
@@ -91,12 +94,12 @@ class WorkerPool(Generic[AnyWorker]):
             return Failure("timeout", str(error))
         except WorkerError as error:
             return Failure("died", str(error))
-        # Arguments that cannot be pickled, such as some columns; their code is foreign too.
+        # For example, some columns cannot be pickled; this runs foreign code too.
         except BaseException as error:
             return Failure("raised", describe(error))
 
     def _keep(self, worker: AnyWorker, ask: Callable[[AnyWorker], Result]) -> Result:
-        """Asks, and keeps the worker for the next request unless it is of no more use."""
+        """Send a request, and keep the worker for the next one unless it is unusable."""
         try:
             result = ask(worker)
         except WorkerError:
@@ -120,13 +123,13 @@ class WorkerPool(Generic[AnyWorker]):
             self._end(worker)
 
     def start(self) -> AnyWorker:
-        """A new worker, the caller's as that of `lease`. Raises `WorkerError`."""
+        """Start a worker that belongs to the caller, as with `lease`. Raises `WorkerError`."""
         worker = self._start_one()
         self._all.add(worker)
         try:
             if self._closed:
                 raise WorkerError(f"the {self._what}s are closed")
-            worker.load()  # its error is repeated in every reply
+            worker.load()  # every reply repeats its error
         except WorkerError:
             self._end(worker)
             raise
