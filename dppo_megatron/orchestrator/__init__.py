@@ -1,1 +1,1 @@
-"""From prompts to finished groups in the bank: sampling under a staleness bound, rewards, evaluation."""
+"""Fill the bank with finished groups from prompts: sampling under a staleness bound, rewards, evaluation."""

@@ -1,6 +1,6 @@
-"""The answers of an evaluation on disk; stored answers are not sampled again.
+"""Store the answers of an evaluation on disk; stored answers are not sampled again.
 
-SET/v000020.jsonl   a line a prompt: prompt, answer, and of each sample text, final answer, reward, length, versions
+SET/v000020.jsonl   one line per prompt: prompt, answer; per sample: text, final answer, reward, length, versions
 SET/v000020.json    settings, prompts and policy of the answers and, once all are there, their metrics
 """
 
@@ -41,10 +41,10 @@ class _SavedRecord:
 
 
 class SavedAnswers:
-    """Those of one set under one policy. `of`: stored answers count only if this is equal."""
+    """Stores the answers of one set under one policy. `of`: stored answers count only if this is equal."""
 
     def __init__(self, directory: Path, version: int, of: dict[str, Any], *, prompts: int, n: int):
-        """`prompts` at positions from 0, `n` answers to each."""
+        """Load the stored answers. `prompts` at positions from 0, `n` answers to each."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"v{version:06d}.jsonl"
         self._head = self.path.with_suffix(".json")

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): groups that teach nothing are replaced before the trainer sees them."""
+"""Sample dynamically (DAPO, arXiv 2503.14476): replace groups without a signal before the trainer sees them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from dppo_megatron.objectives import group_has_signal
 from dppo_megatron.types import RolloutGroup
 
 NO_SIGNAL = "no_signal"  # the reason in the bank
-FEWEST_FAILED = 8  # groups; fewer may be a short failure of a service
+FEWEST_FAILED = 8  # fewer groups may be a short failure of a service
 
 
 class NoSignal(ExpectedError, RuntimeError):
-    """Nearly every prompt gives groups with equal rewards."""
+    """Nearly every prompt gives a group with equal rewards."""
 
 
 class NoReward(ExpectedError, RuntimeError):
-    """No sample of a whole step has a reward."""
+    """No sample of a complete step has a reward."""
 
 
 @dataclass(eq=False)
 class SignalFilter:
     """Chooses which groups to keep: all of them, or with `rollout.dynamic_sampling` those with different rewards.
 
-    Rewards are those of the verifier; failed ones do not count. At most `rollout.max_prompts_per_group` prompts
-    are spent for each group of a step, on the average of the step, counted from the start of this process.
+    Rewards are the verifier's; failed ones do not count. At most `rollout.max_prompts_per_group` prompts are spent per
+    group of a step, on average over the step, counted from the start of this process.
 
-    For `NoReward`, last_failure returns the reason of the last reward that failed, and trajectory_failure that of most
-    trajectories that failed lately in their environment or agent; empty where none did.
+    For `NoReward`, last_failure returns the reason of the last reward that failed. trajectory_failure returns the most
+    frequent reason of recent trajectories that failed in their environment or agent. Both are empty without failures.
     """
 
     config: RolloutConfig
@@ -41,12 +41,15 @@ class SignalFilter:
     trajectory_failure: Callable[[], str] = str
 
     def __post_init__(self) -> None:
-        self._failed = 0  # groups in a row of which every reward failed
+        self._failed = 0  # consecutive groups in which every reward failed
         self._dropped: Counter[int] = Counter()
 
     def keeps(self, group: RolloutGroup, step: int) -> bool:
-        """Return whether `step` trains on `group`. Raises NoSignal when it rejected too many groups, and NoReward
-        when every reward of a step's number of groups in a row, at least `FEWEST_FAILED`, failed."""
+        """Return whether `step` trains on `group`.
+
+        Raises NoSignal when it rejected too many groups. Raises NoReward when every reward failed in as many
+        consecutive groups as a step has, at least `FEWEST_FAILED`.
+        """
         config = self.config
         self._failed = self._failed + 1 if group.reward_failed.all() else 0
         if self._failed >= max(config.prompts_per_step, FEWEST_FAILED):
@@ -73,7 +76,7 @@ class SignalFilter:
 
 
 def describe_drop(group: RolloutGroup) -> str:
-    """The detail of a dropped prompt in the bank."""
+    """Return the detail of a dropped prompt in the bank."""
     valid = group.rewards[~group.reward_failed]
     equal = f"rewards of {len(valid)} samples are all {valid[0]:g}" if len(valid) else "no reward"
     return f"{equal}, {int(group.reward_failed.sum())} failed"

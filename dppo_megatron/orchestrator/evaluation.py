@@ -1,4 +1,4 @@
-"""Evaluation on sets of held-out prompts, by the engines that serve the policy."""
+"""Evaluate the policy on sets of held-out prompts, with the engines that serve it."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A set with its prompts and graders."""
+    """Contains a set with its prompts and graders."""
 
     settings: EvalSet
     prompts: Sequence[Prompt]
     rewards: Any  # RewardPool
-    episodes: Episodes | None = None  # where the policy answers in turns
+    episodes: Episodes | None = None  # for answers in turns
 
 
 @dataclass(eq=False)
 class Evaluator:
     """Answers and scores every set at the versions that are due: first, last, and every `eval.every`.
 
-    Results are appended to the rollout metrics, a record a set. Its step is the oldest policy version that gave a token
-    of any answer; it is the version that was due unless newer ones were published before the first or before the last
-    answer. A version that already has a result is not evaluated again, and answers of one that was interrupted count
-    when it goes on, where they are of the same policy. Seeds follow from the run's, the set, the prompt and the sample.
+    Results are appended to the rollout metrics, one record per set. Its step is the oldest policy version of any token
+    in the answers. That is the due version, unless newer ones were published before the first or last answer. A version
+    that already has a result is not evaluated again. When an interrupted evaluation is resumed, its stored answers
+    count if they are of the same policy. Seeds follow from the run's seed, the set, the prompt and the sample.
     """
 
     config: Config
@@ -56,12 +56,12 @@ class Evaluator:
     tokenizer: Any
     stop_token_ids: Sequence[int]
     output: Path  # of the records
-    answers: Path  # a directory with one for each set
+    answers: Path  # directory with one entry per set
 
     def __post_init__(self) -> None:
         records = read_metrics(self.output)
         self._begun = {(record["step"], name) for record in records for name in evaluated_sets(record)}
-        self._gate = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)  # of all evaluations together
+        self._gate = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)  # for all evaluations together
 
     def due(self, version: int) -> bool:
         every = self.config.eval.every
@@ -69,13 +69,14 @@ class Evaluator:
         return bool(self._missing(version)) and (at_ends or (every > 0 and version % every == 0))
 
     def start(self, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, dict[str, float]]]:
-        """A task that returns the metrics of every set; a failed verifier counts as 0. Raises as `Sampler.sample`.
+        """Start a task that returns the metrics of every set; a failed verifier counts as 0. Raises as
+        `Sampler.sample`.
 
         `policy`: JSON that distinguishes it from others of the same version. Afterwards `version` is no longer due.
         """
         missing = self._missing(version)
         self._begun |= {(version, name) for name in missing}
-        # Their tasks exist from here on, so their requests go before those of all groups that are begun later.
+        # Their tasks exist from here on, so their requests precede those of all groups that begin later.
         running = {name: self._start_set(name, version, policy, sampler) for name in missing}
         return asyncio.create_task(_all(running))
 
@@ -112,7 +113,7 @@ class Evaluator:
         try:
             await running
         finally:
-            running.cancel()  # where one failed, the others
+            running.cancel()  # if one failed, the others
         seconds = time.monotonic() - started
         records = [answers.records[position] for position in sorted(answers.records)]
         oldest = min(sample["versions"][0] for record in records for sample in record["samples"])
@@ -162,7 +163,7 @@ class Evaluator:
         return samples
 
     async def _played(self, name: str, version: int, prompt: Prompt, _: Sampler) -> list[dict[str, Any]]:
-        """The samples where the policy answers in turns: the text is that of the last branch, prompt included."""
+        """Return the samples for answers in turns: the text is that of the last branch, prompt included."""
         one, request = self.sets[name], self._requests(name, version, prompt)(0)
         assert one.episodes is not None
         samples = []
@@ -211,7 +212,7 @@ async def _all(running: Mapping[str, asyncio.Task[dict[str, float]]]) -> dict[st
 
 
 def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
-    """Return the metrics of a set, which depend only on the answers and the seconds: see `observability.names`."""
+    """Return the metrics of a set, computed only from the answers and the seconds: see `observability.names`."""
     samples = [record["samples"] for record in records]
     flat = [sample for answers in samples for sample in answers]
     rewards = np.array([[sample["reward"] for sample in answers] for answers in samples])
@@ -249,7 +250,7 @@ def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], sec
 
 
 def describe(name: str, metrics: Mapping[str, float]) -> str:
-    """The result of a set in a line."""
+    """Return the result of a set in one line."""
     values = {metric.rpartition("/")[2]: value for metric, value in metrics.items()}
     if name == HELDOUT:
         shown = f"greedy accuracy {values['accuracy']:.4f}, mean reward {values['reward_mean']:.4f}"

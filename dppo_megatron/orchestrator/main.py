@@ -1,4 +1,4 @@
-"""`dppo-megatron orchestrator`: builds one orchestrator from the config and runs it to the end of the run."""
+"""Build one orchestrator from the config and run it to the end of the run: `dppo-megatron orchestrator`."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ OTHER_FILES = 256  # bank, logs, reward processes, health checks
 
 
 def run_orchestrator(config: Config, prompts: int | None = None) -> None:
-    """Wait for the engines, checks that they can serve this config, and samples until the bank is full.
+    """Wait for the engines, check that they can serve this config, and sample until the bank is full.
 
-    `prompts`: how many groups the start model is to sample, without a trainer; None = as many as the trainer needs.
+    `prompts`: number of groups that the start model samples without a trainer; None = as many as the trainer needs.
     """
     run = RunDir(config.run.dir)
     setup_logging("orchestrator", run.root)
     allow_open_files(config)
-    setting = _Setting(config)  # this and the prompts are read while the engines start
+    setting = _Setting(config)  # this and the prompts are loaded while the engines start
     if config.environment.source is None:
         setting.training_prompts()
     engine_urls(config, run)
@@ -67,12 +67,12 @@ def run_orchestrator(config: Config, prompts: int | None = None) -> None:
 
 
 def allow_open_files(config: Config) -> None:
-    """Raise this process's soft limit of open files to the hard one: every request to an engine is a connection.
+    """Raise this process's soft limit of open files, because every request to an engine is a connection.
 
-    Raises `ConfigError` where sampling may need more than the hard limit.
+    Raises `ConfigError` if sampling may need more than the hard limit.
     """
     rollout = config.rollout
-    # An update may interrupt all samples: each continues in a request of its own. Evaluations run at the same time.
+    # An update may interrupt all samples, and each continues in its own request. Evaluations run at the same time.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
     if config.environment.source is not None:
         needed += config.environment.workers + 2 * rollout.max_concurrent_groups  # the journals
@@ -90,12 +90,12 @@ def allow_open_files(config: Config) -> None:
 async def evaluate_once(
     config: Config, engines: Sequence[Engine], policy: object, version: int = 0
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of every set by the policy that the engines serve now as `version`; `policy` identifies it.
+    """Evaluate every set by the policy that the engines serve now as `version`; return the metrics by set.
 
-    Records go to the run's rollout metrics.
+    `policy` identifies the policy. Records go to the run's rollout metrics.
     """
     setting = _Setting(config)
-    RunDir(config.run.dir).rollout_metrics.unlink(missing_ok=True)  # sets that are done are reported again
+    RunDir(config.run.dir).rollout_metrics.unlink(missing_ok=True)  # finished sets are reported again
     sampler = Sampler(FixedEngines(engines))
     async with contextlib.AsyncExitStack() as pools:
         episodes = await setting.episodes(pools, sampler)
@@ -158,7 +158,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
 
 
 async def _check_all(config: Config, check: Callable[[Engine], Awaitable[None]]) -> None:
-    """Settings that do not suit the run end it here; an engine that is down is checked when it comes back."""
+    """Check all engines: an unsuitable setting ends the run; an engine that is down is checked when it returns."""
     for service in engine_services(config, RunDir(config.run.dir)).values():
         engine = build_engine(config, service.url)
         try:
@@ -170,7 +170,7 @@ async def _check_all(config: Config, check: Callable[[Engine], Awaitable[None]])
 
 
 class _Setting:
-    """Common parts of sampling and evaluation: the tokenizer, the tokens that end a response, and prompts."""
+    """Provides common parts of sampling and evaluation: tokenizer, tokens that end a response, and prompts."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -179,11 +179,14 @@ class _Setting:
         self.tokenizer = load_tokenizer(config.model.path, self.vocab_size)
         end = end_token_ids(config.model.path, self.tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys((*end, *config.rollout.stop_token_ids)))
-        self.tools: list[dict[str, Any]] = []  # of the environment, once there are `episodes`
+        self.tools: list[dict[str, Any]] = []  # of the environment, once `episodes` was called
         self._prompts: PromptSource | None = None
 
     def training_prompts(self) -> PromptSource:
-        """Read at the first call; with an environment that comes after `episodes`, for they show its tools."""
+        """Return the training prompts, read at the first call.
+
+        With an environment, call `episodes` first, because the prompts show its tools.
+        """
         if self._prompts is None:
             self._prompts = training_prompts(self._config, self.tokenizer, self.tools)
         return self._prompts
@@ -191,7 +194,7 @@ class _Setting:
     async def episodes(
         self, pools: contextlib.AsyncExitStack, sampler: Sampler, journals: Journals | None = None
     ) -> Episodes | None:
-        """Return the player of `environment` of the config, until `pools` closes; None without one."""
+        """Return the player of the config's `environment`, valid until `pools` closes; None without an environment."""
         config = self._config
         if config.environment.source is None:
             return None
@@ -217,7 +220,7 @@ class _Setting:
     def evaluator(
         self, pools: contextlib.AsyncExitStack, episodes: Episodes | None, rewards: RewardPool | None = None
     ) -> Evaluator:
-        """`rewards`: of the run, used by the sets without a grader of their own; the others' are closed by `pools`."""
+        """Return the evaluator. `rewards`: of the run, for sets without a grader; `pools` closes the other graders."""
         config, run = self._config, RunDir(self._config.run.dir)
         sets = {}
         for name, chosen in config.eval_sets.items():

@@ -1,4 +1,4 @@
-"""Metrics of the orchestrator for each step, in a JSONL file that the trainer forwards to the trackers."""
+"""Record the orchestrator's metrics per step, in a JSONL file that the trainer forwards to the trackers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class StepRecorder:
 
     path: Path
     groups_per_step: int
-    take_metrics: Callable[[], Mapping[str, float]]  # of the `Sampler` and of the rewards
+    take_metrics: Callable[[], Mapping[str, float]]  # metrics of the `Sampler` and the rewards
     _: KW_ONLY
-    alone: bool = False  # without a trainer these are the records of the run's steps
+    alone: bool = False  # without a trainer, these are the records of the run's steps
 
     def __post_init__(self) -> None:
         self._rewards: defaultdict[int, list[float]] = defaultdict(list)
@@ -39,7 +39,7 @@ class StepRecorder:
         self._given_up += 1
 
     def count_dropped(self, step: int, group: RolloutGroup) -> None:
-        """Count one group that was sampled for the step and is not trained on."""
+        """Count one group that was sampled for the step and is not used for training."""
         self._dropped += 1
         self._count_tokens(step, group)
 

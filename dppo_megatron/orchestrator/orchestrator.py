@@ -1,8 +1,8 @@
-"""Prompts in, finished groups into the bank: samples, scores and bounds the staleness of every group.
+"""Turn prompts into finished groups in the bank: sample and score every group, and bound its staleness.
 
-The bank is the only state. Which prompts are done, and how many groups the trainer can count on, is read from it, so
-an orchestrator that is killed and started again loses at most the groups that were being sampled, and its seeds
-make it sample those the same again. With an environment it loses no finished turn: their journals are read, too.
+The bank is the only state: it determines which prompts are done, and how many groups the trainer can expect. An
+orchestrator that is killed and restarted loses at most the running groups, and its seeds make it sample these
+identically. With an environment it loses no finished turn, because it also reads the journals of turns.
 """
 
 from __future__ import annotations
@@ -41,31 +41,29 @@ from .waiting import WaitingGroups
 log = logging.getLogger(__name__)
 
 TOO_STALE = "too_stale"  # the reason in the bank
-MOST_WRITES = 4  # with more of them on their way to the disk, no further group is begun
+MOST_WRITES = 4  # with more pending writes, no further group is begun
 LONGEST_WRITE_S = 300.0
-LOOK_S = 0.02  # between looks for a newer policy, which lets further groups begin
+LOOK_S = 0.02  # interval of checks for a newer policy, which permits further groups
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A group that is being sampled and scored."""
+    """Describes a group that is being sampled and scored."""
 
     prompt: Prompt
-    last_step: int  # that may train on it
+    last_step: int  # last step that may train on it
 
 
 @dataclass(eq=False)
 class Orchestrator:
     """Fills the bank with `train.steps * rollout.prompts_per_step` groups, then evaluates the last policy.
 
-    Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version
-    s - rollout.max_staleness. With 0, a step's batch is sampled by exactly the weights that it will update; with more,
-    sampling continues while the trainer trains. rollout.beyond_bound decides about a group that is not done when
+    Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version s -
+    rollout.max_staleness. With 0, a step's batch is sampled by exactly the weights that it will update. With more,
+    sampling continues while the trainer trains. rollout.beyond_bound decides about a group that is not finished when
     the last step that may train on it needs it.
-
-    A prompt is begun only when a group is certainly still missing. So with staleness 0 a run uses the first prompts of
-    the order and no others, whichever group ends first and however often the orchestrator is restarted.
-
+    A prompt is begun only when a group is certainly still missing. So with staleness 0 a run uses exactly the first
+    prompts of the order, regardless of which group ends first and how often the orchestrator is restarted.
     Evaluations run during sampling; with staleness 0 before it, so that one policy gives all answers.
     """
 
@@ -80,24 +78,27 @@ class Orchestrator:
     evaluator: Evaluator | None
     recorder: StepRecorder
     stop_token_ids: Sequence[int]
-    episodes: Episodes | None = None  # where the policy answers in turns
+    episodes: Episodes | None = None  # for answers in turns
     journals: Journals | None = None  # of the turns
     prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = as many as a trainer needs
-    budget: ByteBudget | None = None  # of the engines' clients
+    budget: ByteBudget | None = None  # of the engine clients
 
     def __post_init__(self) -> None:
         rollout, episodes = self.config.rollout, self.episodes
         self._waiting = WaitingGroups(self.budget or ByteBudget(), RunDir(self.config.run.dir).bank)
         played = str if episodes is None else lambda: episodes.environments.frequent_failure
         self._filter = SignalFilter(rollout, lambda: self.rewards.last_failure, played)
-        self._evaluations: set[asyncio.Task] = set()  # that run
-        self._writes: deque[Future] = deque()  # records on their way to the disk, in order
+        self._evaluations: set[asyncio.Task] = set()  # running ones
+        self._writes: deque[Future] = deque()  # pending writes, in order
         self._bound = StalenessBound(rollout.prompts_per_step, rollout.max_staleness)
 
     async def run(self) -> None:
-        """Raises `PolicyTimeout` when the trainer stops publishing, `EngineError` when an engine fails, `NoSignal` when
-        dynamic sampling finds too few groups to train on, `NoReward` when all rewards fail, `BankError` when the disk
-        refuses a group."""
+        """Fill the bank, and evaluate.
+
+        Raises `PolicyTimeout` when the trainer stops publishing, `EngineError` when an engine fails, `NoSignal` when
+        dynamic sampling finds too few groups to train on, `NoReward` when all rewards fail, `BankError` when a group
+        cannot be written.
+        """
         rollout = self.config.rollout
         wanted = self.prompts_in_all or self.config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
@@ -137,7 +138,7 @@ class Orchestrator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._written()  # of a stopped run, too, every finished group is in the bank
+            await self._written()  # a stopped run also stores every finished group
 
     def _open_positions(self) -> Iterator[int]:
         done = self.bank.done_positions()
@@ -148,7 +149,10 @@ class Orchestrator:
         return policy is not None and policy.version >= self._bound.needed_version(group)
 
     def _oldest_version(self, prompt: Prompt, group: int) -> int:
-        """That group number `group` may hold: turns of an earlier process count, where they are not too old for it."""
+        """Return the oldest policy version that group number `group` may contain.
+
+        Turns of an earlier process count, if they are not too old for the group.
+        """
         current = self.published.current.version
         oldest = None if self.journals is None else self.journals.oldest_version(prompt.position)
         if oldest is None:
@@ -160,7 +164,7 @@ class Orchestrator:
         return min(oldest, current)
 
     def _store(self, finished: list[tuple[int, RolloutGroup]], running: dict[asyncio.Task, Running]) -> None:
-        """Move finished groups to the bank, the most urgent first, as long as the running ones stay in time."""
+        """Move finished groups to the bank, the most urgent first, as long as the running ones are not too late."""
         finished.sort(key=lambda entry: entry[0])
         while finished:
             group = self.bank.num_begun_groups
@@ -172,13 +176,12 @@ class Orchestrator:
             self._write(first.prompt.position, self.bank.begin_append(first))
 
     def _write(self, position: int, record: Future) -> None:
-        """Remember a record on its way to the disk; once it is there, its memory is free and the prompt's journal not
-        needed."""
+        """Add a pending write. When it is done, free the group's memory and remove the prompt's journal."""
         self._writes.append(record)
         loop = asyncio.get_running_loop()
 
-        def release(_: Future) -> None:  # in the writer's thread
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+        def release(_: Future) -> None:  # called in the writer's thread
+            with contextlib.suppress(RuntimeError):  # if the loop is closed
                 loop.call_soon_threadsafe(self._waiting.release, position)
 
         record.add_done_callback(release)
@@ -199,18 +202,18 @@ class Orchestrator:
                     f"writing a group to the bank takes longer than {LONGEST_WRITE_S:g} s: the file system of run.dir "
                     "does not answer; look at it, then resume"
                 )
-                log.error("%s", problem)  # now: closing the bank waits until the write returns
+                log.error("%s", problem)  # at once, because closing the bank waits until the write returns
                 raise problem
-            done.pop().exception()  # looked at below
+            done.pop().exception()  # raised below
             self._take_written()
 
     def _may_store(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
-        """Whether a finished group may be stored as number `group`: not if that makes a running one too late.
+        """Return whether a finished group may be stored as number `group`: not if a running one would then be too late.
 
-        Nothing is given up before the trainer needs the group: until then the running ones may end by themselves.
+        No group is given up before the trainer needs it: until then the running ones may end by themselves.
         """
         step = group // self.config.rollout.prompts_per_step
-        # One that is late already, and will be trained on late, delays no other.
+        # A group that is already late, and will be trained on late, delays no other group.
         in_time = sorted((t for t in running if running[t].last_step >= step), key=lambda t: running[t].last_step)
         others = [last_step for last_step in waiting if last_step >= step]
         too_late = self._bound.count_too_late(group, [running[task].last_step for task in in_time], others)
@@ -225,7 +228,7 @@ class Orchestrator:
         return True
 
     def _give_up(self, task: asyncio.Task, late: Running) -> None:
-        task.cancel()  # which aborts it in the engine
+        task.cancel()  # the engine aborts the request
         detail = f"not done when step {late.last_step} needed its last group, and no later step may train on it"
         position, row = late.prompt.position, late.prompt.row
         self._write(position, self.bank.begin_drop(position, row, TOO_STALE, detail))
@@ -233,7 +236,7 @@ class Orchestrator:
         log.warning("prompt %d: given up, %s", late.prompt.position, detail)
 
     def _keep(self, group: RolloutGroup) -> bool:
-        """Whether the run trains on `group`; when not, its prompt is recorded as dropped."""
+        """Return whether the run trains on `group`; if not, record its prompt as dropped."""
         step = self.bank.num_begun_groups // self.config.rollout.prompts_per_step
         keeps = self._filter.keeps(group, step)
         if not keeps:
@@ -261,7 +264,7 @@ class Orchestrator:
         return await self.sampler.sample(request, f"prompt {prompt.position}")
 
     async def _wait_for(self, version: int) -> None:
-        """Wait for a policy of at least `version`; evaluations that become due meanwhile are started.
+        """Wait for a policy of at least `version`, and start evaluations that become due meanwhile.
 
         The trainer may need a group that is still being written, so a failed write is raised at once.
         """
@@ -283,13 +286,13 @@ class Orchestrator:
         if self.evaluator is None or policy is None or not self.evaluator.due(policy.version):
             return
         evaluation = self.evaluator.start(policy.version, _identity(policy), self.sampler)
-        if self.config.rollout.max_staleness == 0:  # before any group: the trainer cannot publish meanwhile
+        if self.config.rollout.max_staleness == 0:  # before any group, so that the trainer cannot publish meanwhile
             await evaluation
         else:
             self._evaluations.add(evaluation)
 
 
 def _identity(policy: PublishedPolicy) -> dict[str, object]:
-    """Return the trainer's scores, which distinguish a policy from another of that version, as after a resume."""
+    """Return the trainer's scores, which distinguish a policy from another one of that version, as after a resume."""
     scored = zlib.crc32(json.dumps(policy.probe_logprobs).encode()) if policy.probe_logprobs else policy.published_at
     return {"version": policy.version, "scored": scored}

@@ -1,4 +1,4 @@
-"""How many answers to each prompt of a bank are right, and prompts that are kept by it."""
+"""Measure how many answers to each prompt of a bank are right, and select prompts by that share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dppo_megatron.types import Prompt
 
 
 class PassRateError(ExpectedError, ValueError):
-    """A bank without pass rates, or with other prompts than the file."""
+    """The bank has no pass rates, or other prompts than the file."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Measured:
 
 
 def measure(bank: Path, pass_reward: float = 1.0) -> str:
-    """A line about a bank: prompts, answers, and how many of them are right."""
+    """Return a line about a bank: its prompts, its answers, and how many of these are right."""
     found = _pass_rates(bank, pass_reward).values()
     graded, right = sum(m.graded for m in found), sum(m.right for m in found)
     always, never = sum(m.graded == m.right > 0 for m in found), sum(m.graded > 0 == m.right for m in found)
@@ -47,10 +47,9 @@ def measure(bank: Path, pass_reward: float = 1.0) -> str:
 def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: float = 1.0) -> str:
     """Write the rows of data.train with a share of right answers in [lowest, highest], and return counts of all.
 
-    Rows keep their columns and get `pass_rate` and `pass_answers` (how many were graded).
-
-    Reads the config of the run that filled the bank, next to the bank. Raises `PassRateError`, also where a row differs
-    from the sampled one.
+    Rows keep their columns and get `pass_rate` and `pass_answers` (number of graded answers).
+    Reads the config of the run that filled the bank, next to the bank. Raises `PassRateError`, also if a row differs
+    from the sampled prompt.
     """
     if not 0 <= lowest <= highest <= 1:
         raise PassRateError(f"--pass-rate {lowest:g}:{highest:g}: must be FROM:TO with 0 <= FROM <= TO <= 1")
@@ -82,7 +81,7 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
         else:
             kept = {**row.columns, "pass_rate": rate, "pass_answers": measured.graded}
             lines.append(json.dumps(kept, ensure_ascii=False, default=str) + "\n")
-    counts["not sampled"] += file.total - len(file.rows)  # dropped, for they are too long
+    counts["not sampled"] += file.total - len(file.rows)  # dropped, because they are too long
     if found:
         raise PassRateError(f"{config.data.train}: has no row {min(found) + 1}, which the bank has; restore the file")
     report = [f"{out}: {len(lines)} of {len(lines) + counts.total()} prompts"]
@@ -94,7 +93,7 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
 
 
 def _prompts(config: Config) -> PromptFile:
-    """As they were sampled: a chat template shows them the environment's tools."""
+    """Read the prompts as they were sampled: a chat template shows them the environment's tools."""
     tools: list[dict[str, Any]] = []
     if config.environment.name is not None:
         with EnvironmentPool(config.environment) as environments:
@@ -103,7 +102,7 @@ def _prompts(config: Config) -> PromptFile:
 
 
 def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
-    """By row of the prompt file, from 0; of a prompt that was sampled several times all answers count."""
+    """Return the answers by row of the prompt file, from 0; all answers count if a prompt was sampled several times."""
     reader = BankReader(bank)
     found: dict[int, Measured] = {}
     for entry in reader.entries(0, reader.refresh()):

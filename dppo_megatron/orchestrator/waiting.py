@@ -1,7 +1,7 @@
-"""Groups between their last token and the bank: in memory while there is room, beyond it in a file.
+"""Store groups between their last token and the bank: in memory up to a limit, beyond it in a file.
 
 They wait for their rewards, for slower groups that must be stored before them, and for the disk. With responses of very
-different lengths that may be most of a step, far more than a process should hold.
+different lengths that may be most of a step, too much for a process's memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ALIGNMENT = 64
 
 
 class WaitingGroups:
-    """Charges the bytes of waiting groups to `budget`; those beyond half of its room are spilled to `directory`.
+    """Charges the bytes of waiting groups to `budget`; groups beyond half of its limit are spilled to `directory`.
 
-    So at least half stays for replies that arrive. A file has no name, and is gone when its group is.
+    At least half thus remains for arriving replies. A file has no name, and is deleted with its group.
     """
 
     def __init__(self, budget: ByteBudget, directory: Path):
@@ -37,7 +37,7 @@ class WaitingGroups:
         self._kept: dict[int, int] = {}  # bytes by prompt position
 
     async def keep(self, position: int, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """The samples of one group, in memory or in a file. `release` them."""
+        """Return the samples of one group, in memory or in a file; `release` them afterwards."""
         size = sum(array.nbytes for rollout in rollouts for _, array in _arrays(rollout))
         fits = self._budget.charged + size <= self._budget.limit // 2
         self._charge(position, size)
@@ -52,7 +52,7 @@ class WaitingGroups:
         return aside
 
     def release(self, position: int) -> None:
-        """The group is stored, dropped or given up."""
+        """Release a group that is stored, dropped or given up."""
         self._budget.refund(self._kept.pop(position, 0))
 
     def _charge(self, position: int, size: int) -> None:
@@ -61,13 +61,13 @@ class WaitingGroups:
 
 
 def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
-    """Return equal samples with arrays mapped from a file without a name in `directory`; at least one must have a byte.
+    """Return equal samples with arrays mapped from an unnamed file in `directory`; at least one must have a byte.
 
     Raises OSError.
     """
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         places = [{name: (_write(file, array), array) for name, array in _arrays(r)} for r in rollouts]
-        # Keeps no descriptor open, as a map of the standard library does: there may be thousands of groups.
+        # Unlike a map of the standard library, it keeps no descriptor open: there may be thousands of groups.
         mapped = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=file.tell(), dtype=torch.uint8).numpy()
         mapped.flags.writeable = False
     return tuple(
@@ -90,7 +90,7 @@ def _arrays(rollout: Rollout) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _write(file: IO[bytes], array: np.ndarray) -> int:
-    """Where in the file it begins."""
+    """Write an array and return its offset in the file."""
     offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
     file.seek(offset)
     left = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
