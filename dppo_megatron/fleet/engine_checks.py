@@ -16,12 +16,11 @@ Result = TypeVar("Result")
 
 
 async def check_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
-    """Return the description that a healthy engine gives of itself.
+    """Return the self-description of a healthy engine.
 
-    All callers decide by this check. `MonitoredEngine` and `while_healthy` count its failures in a row: the first
-    decides whether an engine gets requests, the second ends one call and, in `launch.engine`, a frozen server.
+    All callers use this check. `MonitoredEngine` and `while_healthy` count consecutive failures: the first decides
+    whether an engine gets requests, the second ends one call and, in `launch.engine`, a frozen server.
     `LiveEngines.answering` and `slurm.status` check once.
-
     Raises `EngineError` without an answer within `timeout_s` (default `engine.health_timeout_s`), and when an update of
     its weights takes longer than `weight_sync.timeout_s`.
     """
@@ -44,11 +43,10 @@ async def check_health(engine: Engine, config: Config, timeout_s: float | None =
 async def while_healthy(
     engine: Engine, config: Config, call: Coroutine[Any, Any, Result], failures: int | None = None
 ) -> Result:
-    """Return the result of `call`, which is cancelled when `failures` health checks in a row fail (default
-    `engine.health_failures`).
+    """Return the result of `call`, but cancel it after `failures` consecutive failed health checks.
 
-    The engine is checked every `engine.health_interval_s`. A frozen engine therefore costs seconds, not the call's own
-    time-out. Raises the last check's `EngineError`.
+    The default of `failures` is `engine.health_failures`. The engine is checked every `engine.health_interval_s`. A
+    frozen engine therefore costs seconds, not the call's own time-out. Raises the last check's `EngineError`.
     """
     task = asyncio.ensure_future(call)
     failed = 0
@@ -71,18 +69,18 @@ async def while_healthy(
 
 @dataclass(frozen=True, slots=True)
 class ScoreDifference:
-    """Difference of an engine's and the trainer's log-probs of the weight check's tokens, in nats.
+    """Measures the difference between an engine's and the trainer's log-probs of the weight check's tokens, in nats.
 
     The mean separates wrong weights from rounding. In 16 bits a single token may differ by several nats, if the router
     of a mixture of experts chooses other experts; stale experts change the mean.
     """
 
-    mean: float  # NaN where a score is
+    mean: float  # NaN if any score is NaN
     largest: float
 
     @classmethod
     def between(cls, scores: np.ndarray, expected: np.ndarray) -> ScoreDifference:
-        """Both fp32 [P - 1]."""
+        """Compare scores with the expected ones, both fp32 [P - 1]."""
         difference = np.abs(scores - expected)
         return cls(float(difference.mean()), float(difference.max()))
 

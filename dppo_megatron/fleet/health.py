@@ -1,16 +1,16 @@
-"""Decide whether an engine may sample: a pure state machine without clock and network. `MonitoredEngine` calls it.
+"""Decide whether an engine may sample, by a pure state machine without clock and network for `MonitoredEngine`.
 
 ```
  starting ──answers──► stale ──pool loads and scores──► verifying ──passes──► serving ◄──► suspect
                          ▲ ◄───────────────another policy was published──────────┘ │ fails │
                          └──────────────answers again, after its quarantine─────── dead ◄──┘
 ```
-An engine serves only while its weights are verified to be those of the published policy. Either the publisher
+An engine serves only while its weights are verified as those of the published policy. Either the publisher
 confirmed this instance for that version, or the pool loaded the weights and compared log-probs. Broadcast weights
-cannot be loaded again; for them the pool compares log-probs of the instance that the publisher confirmed. The version
+cannot be loaded again; the pool then compares log-probs of the instance that the publisher confirmed. The version
 that an engine reports verifies nothing, and every death ends the verification.
 
-Why an update may be lost when an engine dies, and where that is decided: `weight_sync.publisher.Publisher`.
+`weight_sync.publisher.Publisher` explains why an update may be lost when an engine dies.
 """
 
 from __future__ import annotations
@@ -24,70 +24,70 @@ from dppo_megatron.common.retry import doubling_delay_s
 
 class State(StrEnum):
     STARTING = "starting"  # has not answered at this address yet
-    STALE = "stale"  # answers, but its weights are not verified to be the published ones
+    STALE = "stale"  # answers, but its weights are not verified as the published ones
     VERIFYING = "verifying"  # the published weights are being loaded and scored
     SERVING = "serving"
-    SUSPECT = "suspect"  # was serving and did not answer: gets no new requests, keeps its running ones
+    SUSPECT = "suspect"  # was serving and did not answer: gets no new requests, but continues its running ones
     DEAD = "dead"  # its requests are abandoned
 
 
 @dataclass(frozen=True, slots=True)
 class HealthRules:
-    failures: int  # failed health checks, or failed requests, in a row that make an engine dead
-    quarantine_s: float  # after failed requests or a failed verification; doubles with each death in a row
+    failures: int  # consecutive failed health checks, or failed requests, that make an engine dead
+    quarantine_s: float  # after failed requests or a failed verification; doubles with each consecutive death
     longest_quarantine_s: float = 60.0
     publish_s: float = 600.0  # no publish takes longer
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """The state of one engine. Each event is a method that returns the next state; `now` is the time in seconds."""
+    """Tracks the state of one engine. Each event is a method that returns the next state; `now` is in seconds."""
 
     rules: HealthRules
     state: State = State.STARTING
     since: float = 0.0  # time of the last change of `state`
     reason: str = ""  # of the last failure
     instance: str | None = None  # that answered last
-    version: int = -1  # that it reported
+    version: int = -1  # reported by it
     published: int | None = None  # version to serve
     confirmed: tuple[str, int] | None = None  # instance and version that the publisher verified
-    verified: tuple[str, int] | None = None  # instance and version it was admitted with
-    failed_checks: int = 0  # in a row
-    failed_requests: int = 0  # in a row
-    quarantines: int = 0  # in a row, without a request answered between them
+    verified: tuple[str, int] | None = None  # instance and version with which it was admitted
+    failed_checks: int = 0  # consecutive
+    failed_requests: int = 0  # consecutive
+    quarantines: int = 0  # consecutive, without an answered request in between
     quarantined_until: float = 0.0
-    updating: bool = False  # as of the last health check that it passed
+    updating: bool = False  # at the last health check that it passed
 
     @property
     def alive(self) -> bool:
-        """Whether it can be expected to serve soon without a restart."""
+        """Return whether it can be expected to serve soon without a restart."""
         return self.state not in (State.STARTING, State.DEAD)
 
     def may_verify(self, now: float) -> bool:
-        """Whether to load the published weights into it now.
+        """Return whether to load the published weights into it now.
 
         Not while it is updating or ahead of the published version: the trainer is publishing the next policy to it, and
-        loading would undo that.
+        a load would undo that.
         """
         if self.state is not State.STALE or self.updating or self.published is None or now < self.quarantined_until:
             return False
         return self.version <= self.published or now - self.since > self.rules.publish_s
 
     def registered(self, now: float) -> EngineHealth:
-        """It registered at a new address, so it is a new instance."""
+        """Return the state after a registration at a new address, which means a new instance."""
         return EngineHealth(self.rules, since=now, published=self.published)
 
     def vanished(self, now: float) -> EngineHealth:
-        """It is no longer registered."""
+        """Return the state after the engine's registration was removed."""
         return self._die(now, "it is no longer registered", until=now)
 
     def policy_published(self, now: float, version: int, confirmed: str | None = None) -> EngineHealth:
-        """Policy `version` is the one to serve; the publisher verified it in the instance `confirmed`."""
+        """Return the state after `version` was published; the publisher verified it in the instance `confirmed`."""
         verified = None if confirmed is None else (confirmed, version)
         if version == self.published:
             return replace(self, confirmed=verified)
         after = replace(self, published=version, confirmed=verified)
-        # Only the publisher loads a serving engine, so no other load can have followed the one that it confirmed.
+        # Only the publisher loads a serving engine, so no other load can have followed the confirmed one.
         if self.state is State.SERVING and confirmed == self.instance:
             return replace(after, verified=verified)
         # A suspect must answer first. A verification continues, and its result is compared with the new version.
@@ -95,7 +95,7 @@ class EngineHealth:
         return after._to(now, state, verified=None)
 
     def answered(self, now: float, instance: str, version: int) -> EngineHealth:
-        """This instance of the server passed a health check and reports this policy version.
+        """Return the state after a passed health check of this instance, which reports this policy version.
 
         With policy 7 published and confirmed in instance "a", a stale engine becomes:
 
@@ -111,7 +111,7 @@ class EngineHealth:
         seen = replace(self, instance=instance, version=version, failed_checks=0, updating=False)
         if instance != self.instance:
             seen = replace(seen, verified=None)
-        if not instance and self.state is State.SUSPECT:  # without instance names a restart cannot be excluded
+        if not instance and self.state is State.SUSPECT:  # without instance names, a restart cannot be excluded
             seen = replace(seen, verified=None, confirmed=None)
         if self.state is State.DEAD:
             return seen._to(now, State.STALE) if now >= self.quarantined_until else seen
@@ -125,11 +125,11 @@ class EngineHealth:
         return seen._to(now, State.STALE, verified=None)
 
     def answered_updating(self, now: float) -> EngineHealth:
-        """It passed a health check while its weights are being replaced; it reports their version afterwards."""
+        """Return the state after a health check during a weight update; later the engine reports the new version."""
         return replace(self, failed_checks=0, updating=True)
 
     def check_failed(self, now: float, reason: str) -> EngineHealth:
-        """A health check failed."""
+        """Return the state after a failed health check."""
         seen = replace(self, failed_checks=self.failed_checks + 1, reason=reason)
         if self.state in (State.STARTING, State.DEAD):
             return seen
@@ -138,11 +138,11 @@ class EngineHealth:
         return seen._to(now, State.SUSPECT) if self.state is State.SERVING else seen
 
     def request_done(self, now: float) -> EngineHealth:
-        """A request was answered correctly."""
+        """Return the state after a correct answer to a request."""
         return self if self.state is State.DEAD else replace(self, failed_requests=0, quarantines=0)
 
     def request_failed(self, now: float, reason: str) -> EngineHealth:
-        """A request failed, returned an invalid sample, or timed out while health checks failed."""
+        """Return the state after a request failed, gave an invalid sample, or timed out while health checks failed."""
         if self.state is State.DEAD:
             return self
         seen = replace(self, failed_requests=self.failed_requests + 1, reason=reason)
@@ -151,11 +151,11 @@ class EngineHealth:
         return seen._to(now, State.SUSPECT) if self.state is State.SERVING else seen
 
     def verification_started(self, now: float) -> EngineHealth:
-        """The pool begins to load the published weights into it."""
+        """Return the state after the pool began to load the published weights."""
         return self._to(now, State.VERIFYING) if self.may_verify(now) else self
 
     def verification_passed(self, now: float, instance: str, version: int) -> EngineHealth:
-        """Under `version`, this instance of the server scores the weight check as the trainer does."""
+        """Return the state after this instance, under `version`, scored the weight check as the trainer does."""
         if self.state is not State.VERIFYING:
             return self
         if instance != self.instance or version != self.published:
@@ -163,7 +163,7 @@ class EngineHealth:
         return self._to(now, State.SERVING, verified=(instance, version), failed_checks=0, failed_requests=0)
 
     def verification_failed(self, now: float, reason: str) -> EngineHealth:
-        """It could not load the published weights, or did not pass the weight check."""
+        """Return the state after a failed load of the published weights, or a failed weight check."""
         return self._quarantine(now, reason) if self.state is State.VERIFYING else self
 
     def _quarantine(self, now: float, reason: str) -> EngineHealth:

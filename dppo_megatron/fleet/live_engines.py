@@ -1,4 +1,4 @@
-"""The engines that a policy is published to: those that answer now, at their current addresses."""
+"""Publish a policy to the engines that answer now, at their current addresses."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from dppo_megatron.weights.fingerprint import Fingerprint
 from .engine_checks import check_health, while_healthy
 from .registry import Service, engine_services
 
-SILENT_TIMEOUT_S = 1.0  # of an engine that was silent before: leaving it out costs one load by the orchestrator
+SILENT_TIMEOUT_S = 1.0  # for an engine that did not answer before: skipping it costs one load by the orchestrator
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """The reply of one instance of one engine after it loaded the new weights."""
+    """Contains the reply of one instance of one engine after it loaded the new weights."""
 
     url: str
     instance: str
     scores: np.ndarray  # [P - 1] fp32
     load_s: float
-    pause_s: float  # part of it in which it sampled nothing
-    held: Fingerprint  # of its weights; empty where it was not asked
+    pause_s: float  # part of load_s in which it did not sample
+    held: Fingerprint  # fingerprint of its weights; empty if not requested
 
 
 class LiveEngines:
-    """Calls every engine that answers, to give it weights. Used inside one event loop.
+    """Calls every answering engine, to give it weights. Used inside one event loop.
 
-    `services` returns the registered engines by name, by default those of the run; `build` makes a client. A dead or
-    frozen engine is left out and not waited for: it does not serve until its weights are verified again.
+    `services` returns the registered engines by name, by default those of the run; `build` creates a client. A dead or
+    frozen engine is skipped without waiting: it does not serve until its weights are verified again.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class LiveEngines:
         self._services = services or partial(engine_services, config, RunDir(config.run.dir))
         self._build = build
         self._clients: dict[Service, Engine] = {}
-        self._silent: set[Service] = set()  # did not answer the last time
+        self._silent: set[Service] = set()  # did not answer last time
 
     async def answering(self) -> tuple[dict[str, EngineInfo], dict[str, EngineError]]:
-        """Return the description of every engine that answers, by URL, and the errors of the others, by name."""
+        """Return the self-description of every answering engine, by URL, and the errors of the others, by name."""
         await self._follow_services()
         engine = self._config.engine
 
@@ -101,10 +101,10 @@ class LiveEngines:
         load: Callable[[Engine], Awaitable[float]],
         tokens: np.ndarray,
     ) -> dict[str, Confirmation | EngineError]:
-        """Have each of `engines` load `version` and score `tokens`; return its confirmation or its error, by URL.
+        """Let each of `engines` load `version` and score `tokens`; return its confirmation or its error, by URL.
 
-        `load` returns the seconds for which the engine paused. An engine that was restarted or loaded with another
-        version meanwhile is an error.
+        `load` returns the seconds for which the engine paused. An engine that was restarted, or loaded another version
+        meanwhile, gives an error.
         """
 
         async def load_and_score(client: Engine) -> Confirmation:

@@ -1,4 +1,4 @@
-"""One engine of the pool: its client, its health, the task that checks it, and the requests that run on it."""
+"""Monitor one engine of the pool: its client, its health, the task that checks it, and its running requests."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Values = ParamSpec("Values")
 
 log = logging.getLogger(__name__)
 
-_ROUTINE = {State.STALE, State.SERVING}  # between them at every publish
+_ROUTINE = {State.STALE, State.SERVING}  # changes between them happen at every publish
 _BAD = {State.SUSPECT, State.DEAD}
 
 
 class MonitoredEngine:
-    """Checks the engine every `engine.health_interval_s`, feeds its `health`, and verifies its weights where needed."""
+    """Checks the engine every `engine.health_interval_s`, updates its `health`, and verifies its weights if needed."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class MonitoredEngine:
         self._epoch = 0  # counts deaths and restarts: an earlier request does not count for its health
         self._service: Service | None = None
         self._client: Engine | None = None
-        self._lost = asyncio.Event()  # set when the requests that run now are given up
+        self._lost = asyncio.Event()  # set when the running requests are given up
         self._wake = asyncio.Event()  # check at once
         self._monitor_task: asyncio.Task | None = None
         self._verification: asyncio.Task | None = None
@@ -79,7 +79,7 @@ class MonitoredEngine:
         return f"{self.name} at {self.url}: {self.health.state} for {time.monotonic() - self.health.since:.0f} s{why}"
 
     def move_to(self, service: Service) -> bool:
-        """Follow the registry. Return True if the address changed, and with it the instance."""
+        """Follow the registry. Return True if the address changed, which means a new instance."""
         if service == self._service:
             return False
         if self._service is not None:
@@ -93,20 +93,23 @@ class MonitoredEngine:
         return True
 
     def withdraw(self) -> None:
-        """It is no longer registered."""
+        """Mark the engine as no longer registered."""
         if self.health.state is not State.DEAD:
             self.apply(EngineHealth.vanished)
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """Call `Engine.generate`; success and failure count for the engine's health. Raises `EngineUnavailable` as soon
-        as the engine dies, and `EngineError` for tokens of an older policy than it was admitted with."""
+        """Call `Engine.generate`; success and failure count for the engine's health.
+
+        Raises `EngineUnavailable` as soon as the engine dies, and `EngineError` for tokens of an older policy than the
+        one with which it was admitted.
+        """
         epoch = self._epoch
         try:
             rollouts = await self._generate(request)
         except (EngineRefused, EngineIncompatible):
-            raise  # no failure of the engine
+            raise  # not a failure of the engine
         except EngineError as error:
-            # Slow is not broken: the health checks decide whether an engine that takes too long still works.
+            # Slow is not broken: the health checks decide whether a slow engine still works.
             slow = isinstance(error, EngineTimeout) and not self.health.failed_checks
             if self._epoch == epoch and not slow:
                 self.apply(EngineHealth.request_failed, str(error))
@@ -138,7 +141,7 @@ class MonitoredEngine:
         return rollouts
 
     def serve(self, policy: PublishedPolicy) -> None:
-        """Set the published policy that it is to serve."""
+        """Set the published policy that the engine is to serve."""
         self.policy = policy
         self.apply(EngineHealth.policy_published, policy.version, policy.confirmed.get(self.url))
         if self.health.state is not State.SERVING:
@@ -177,7 +180,7 @@ class MonitoredEngine:
             await self._client.close()
 
     def _connect(self) -> None:
-        """Make a new client: a client belongs to one instance of a server."""
+        """Create a new client, because a client belongs to one instance of a server."""
         if self._client is not None:
             closing = asyncio.create_task(self._client.close())
             self._closing.add(closing)
@@ -197,7 +200,7 @@ class MonitoredEngine:
             if await self._check_health() and self._may_verify():
                 self.apply(EngineHealth.verification_started)
                 self._verification = asyncio.create_task(self._verify(self._client, self.policy))
-            with contextlib.suppress(TimeoutError):  # not wait_for, which in Python 3.11 may swallow a cancellation
+            with contextlib.suppress(TimeoutError):  # wait_for may swallow a cancellation in Python 3.11
                 async with asyncio.timeout(self._config.engine.health_interval_s):
                     await self._wake.wait()
             self._wake.clear()
@@ -206,8 +209,8 @@ class MonitoredEngine:
         policy, health = self.policy, self.health
         if policy is None or not health.may_verify(time.monotonic()):
             return False
-        # Broadcast weights are in no directory. The instance that the publisher loaded them into may still have them;
-        # the trainer notices that any other is behind, and sends them again.
+        # Broadcast weights are in no directory. Only the instance into which the publisher loaded them may still have
+        # them. The trainer notices that another instance is behind, and sends them again.
         loaded = (policy.confirmed.get(self.url), policy.version)
         return policy.path is not None or (health.instance, health.version) == loaded
 
@@ -221,22 +224,22 @@ class MonitoredEngine:
             problem = str(error)
         if service != self._service or policy is not self.policy:
             self._wake.set()
-            return False  # of an instance that is gone, or about another policy
+            return False  # from a replaced instance, or about another policy
         if info is None:
             self.apply(EngineHealth.check_failed, problem)
         elif info.updating_s is not None:
             self.apply(EngineHealth.answered_updating)
         else:
             if self.health.instance not in (None, info.instance):
-                self._counts["engine/restarts"] += 1  # behind the same address
+                self._counts["engine/restarts"] += 1  # at the same address
                 self._connect()
             self.apply(EngineHealth.answered, info.instance, info.version)
         return True
 
     async def _verify(self, client: Engine, policy: PublishedPolicy) -> None:
-        """Load the published weights, whichever version the engine reports, and compare log-probs.
+        """Load the published weights, regardless of the version that the engine reports, and compare log-probs.
 
-        Weights that were broadcast are not loaded: see `_may_verify`.
+        Broadcast weights are not loaded: see `_may_verify`.
         """
         try:
             await self._check(client)
@@ -248,7 +251,7 @@ class MonitoredEngine:
             if info.instance != instance:
                 raise EngineUnavailable("the server was restarted meanwhile")
             tolerance = self._config.probe_tolerance
-            # When the trainer published the next policy to it meanwhile, the scores are of that one.
+            # If the trainer published the next policy to it meanwhile, the scores are of that policy.
             if info.version == policy.version and not difference.within(tolerance):
                 raise EngineError(
                     f"log-probs of the weight check differ by {difference} from the trainer's under policy "

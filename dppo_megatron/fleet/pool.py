@@ -21,21 +21,20 @@ from .sampling import Failures
 
 log = logging.getLogger(__name__)
 
-RECHECK_S = 0.2  # how often a request that waits for an engine looks for a newly published policy
+RECHECK_S = 0.2  # interval in which a waiting request checks for a newly published policy
 
 
 class NoEngineServes(EngineUnavailable):
-    """No engine could be given a request in time; the message names the reason of each."""
+    """No engine was available for a request in time; the message gives the reason for each engine."""
 
 
 class EnginePool:
-    """The engines of a run, each monitored; `select` gives the least loaded one that serves the published policy.
+    """Monitors the engines of a run; `select` returns the least loaded one that serves the published policy.
 
-    `services` returns the registered engines by name; it is read again every `engine.health_interval_s`. An engine
-    that comes back, or is behind, is loaded with the published weights and scored before it gets a request.
-
-    An asynchronous context manager. `check` raises `EngineError` for an engine that does not suit the run; `build`
-    makes a client. Without a `trainer`, a later policy in an engine is another run's and is replaced.
+    `services` returns the registered engines by name; it is read again every `engine.health_interval_s`. An engine that
+    returns, or is behind, is loaded with the published weights and scored before it gets a request.
+    An asynchronous context manager. `check` raises `EngineError` for an unsuitable engine; `build` creates a client.
+    Without a `trainer`, a later policy in an engine is from another run and is replaced.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class EnginePool:
             publish_s=config.weight_sync.timeout_s if trainer else 0.0,
         )
         self._engines: dict[str, MonitoredEngine] = {}
-        self._policy = None  # that the engines were last given
+        self._policy = None  # that the engines last received
         self._changed = asyncio.Event()
         self._counts: Counter[str] = Counter()
         self._reader: asyncio.Task | None = None
@@ -78,7 +77,7 @@ class EnginePool:
     async def select(self, request_id: str, failures: Failures) -> MonitoredEngine | None:
         """Return the least loaded engine that serves the published policy; wait if there is none.
 
-        Avoids an engine that returned an invalid sample; one that failed otherwise may have come back. Returns None if
+        Avoids an engine that returned an invalid sample; one that failed otherwise may have recovered. Returns None if
         only avoided engines are alive. Raises `NoEngineServes` after `engine.unavailable_timeout_s`.
         """
         avoid = {name for name, error in failures.items() if isinstance(error, InvalidSample)}
@@ -91,12 +90,12 @@ class EnginePool:
                 return None
             if time.monotonic() > deadline:
                 raise NoEngineServes(self._why_none(request_id))
-            with contextlib.suppress(TimeoutError):  # not wait_for, which in Python 3.11 may swallow a cancellation
+            with contextlib.suppress(TimeoutError):  # wait_for may swallow a cancellation in Python 3.11
                 async with asyncio.timeout(RECHECK_S):
                     await self._changed.wait()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the events since the last call, counted, and the number of engines that serve now."""
+        """Return the counts of events since the last call, and the number of engines that serve now."""
         counted = {name: float(self._counts[name]) for name in ("engine/deaths", "engine/restarts", "engine/caught_up")}
         self._counts.clear()
         return {"engine/serving": float(len(self._serving())), **counted}
@@ -114,7 +113,7 @@ class EnginePool:
         )
 
     def _follow_policy(self) -> None:
-        """Follow the published policy, before every request: no engine may get one under an outdated policy."""
+        """Follow the published policy before every request: no engine may get a request under an outdated policy."""
         policy = self._published.current
         if policy is not self._policy:
             self._policy = policy
@@ -127,7 +126,7 @@ class EnginePool:
             try:
                 self._follow(await asyncio.to_thread(self._services))
                 self._follow_policy()
-            except OSError as error:  # of a shared file system; the next look may succeed
+            except OSError as error:  # from a shared file system; the next read may succeed
                 log.warning("cannot read which engines are registered: %s", error)
 
     def _follow(self, services: Mapping[str, Service]) -> None:
@@ -155,9 +154,9 @@ class EnginePool:
 
 
 class FixedEngines:
-    """Engines that serve the same weights throughout and are not monitored, as `dppo-megatron eval` has them.
+    """Provides engines that serve the same weights throughout and are not monitored, as in `dppo-megatron eval`.
 
-    Each request goes to the one with the fewest running requests that has not failed it.
+    Each request goes to the engine with the fewest running requests that has not failed this request.
     """
 
     def __init__(self, engines: Sequence[Engine]):

@@ -1,4 +1,4 @@
-"""The registry of a run's services: the address of each engine, as files in the run directory."""
+"""Register the services of a run: the address of each engine, as files in the run directory."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def forget(run: RunDir, name: str, pid: int | None = None) -> None:
 
 
 def forget_all(run: RunDir) -> None:
-    """Remove the registrations of an earlier attempt of the run: none of its services answers any more."""
+    """Remove the registrations of an earlier attempt of the run, because none of its services still answers."""
     for path in run.services.glob("*.json") if run.services.exists() else ():
         path.unlink(missing_ok=True)
     run.published.unlink(missing_ok=True)
 
 
 def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda: None) -> list[str]:
-    """Return the URLs of every engine of the run. Waits until the engines that the run starts have registered.
+    """Return the URLs of every engine of the run, once the engines that the run starts have registered.
 
     `check` is called while waiting and may raise to end the wait. Raises `ServiceTimeout` naming the engines that did
     not register within `engine.start_timeout_s`.
@@ -77,7 +77,7 @@ def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda:
 
 
 def engine_services(config: Config, run: RunDir) -> dict[str, Service]:
-    """Return the engines of `engine.urls`, or the ones registered at this moment, by name."""
+    """Return the engines of `engine.urls`, or the currently registered ones, by name."""
     if config.engine.urls:
         return {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(config.engine.urls)}
     registered = {name: read_as(Service, run.services / f"{name}.json") for name in engine_names(config)}
@@ -105,7 +105,7 @@ def engine_log(index: int, node: int) -> str:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return an unused port, for a server that will listen on it some seconds later.
 
-    It is below the ports that systems give to outgoing connections: a busy machine may take any of those in seconds.
+    It is below the ports that systems assign to outgoing connections: a busy machine may take any of those in seconds.
     """
     for port in SystemRandom().sample(_SERVER_PORTS, 64):
         if not port_in_use(host, port):

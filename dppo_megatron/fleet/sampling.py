@@ -1,13 +1,13 @@
-"""What happens to a request: everything between a group that is wanted and an engine that may fail.
+"""Send a request until an engine answers it, within one retry budget.
 
-| when an engine | then the request | at most |
+| event | request | limit |
 |---|---|---|
-| dies, freezes, times out or fails | is sent unchanged to one that serves: same seeds and tokens | `ENGINE_ATTEMPTS` |
-| returns an invalid sample | is sent unchanged to one that did not | `ENGINE_ATTEMPTS` |
-| did so and no other is left | is made anew with other seeds | `SEED_ATTEMPTS` |
-| interrupts samples, as for an update | goes on from their tokens, with seeds derived from theirs | any number |
-| refuses it or does not suit the run | is given up: the run ends with the error | |
-| cannot be had, for none serves | waits for one | `engine.unavailable_timeout_s` |
+| engine dies, freezes, times out, fails | sent unchanged to a serving engine: same seeds, tokens | `ENGINE_ATTEMPTS` |
+| engine returns an invalid sample | sent unchanged to an engine that did not | `ENGINE_ATTEMPTS` |
+| the same, and no other engine remains | created again with other seeds | `SEED_ATTEMPTS` |
+| engine interrupts samples, as for an update | continued from their tokens, with derived seeds | none |
+| engine rejects it or does not suit the run | given up: the run ends with the error | |
+| no engine serves | waits for one | `engine.unavailable_timeout_s` |
 
 This is the only retry budget. Of the three layers with `generate`, only `Sampler` repeats a request; `MonitoredEngine`
 and the engine's client (`VllmEngine`) send it once. The client waits while a server answers "503, try again", within
@@ -36,8 +36,8 @@ from dppo_megatron.types import Rollout, join_columns
 
 log = logging.getLogger(__name__)
 
-# The retry budget. An interruption is no failure: every continuation is a request of its own.
-ENGINE_ATTEMPTS = 8  # of one request; one that ends every engine it is sent to must not do so for ever
+# The retry budget. An interruption is not a failure: every continuation is a new request.
+ENGINE_ATTEMPTS = 8  # of one request; a request that crashes every engine must not continue forever
 SEED_ATTEMPTS = 3  # of one group
 
 Failures = Mapping[str, EngineError]
@@ -48,34 +48,34 @@ class SamplingEngine(Protocol):
     name: str
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """As `Engine.generate`."""
+        """Return the samples, as `Engine.generate`."""
         ...
 
 
 class SamplingEngines(Protocol):
-    """Where requests can be sent: `EnginePool` or `FixedEngines`."""
+    """Provides engines that can receive requests: `EnginePool` or `FixedEngines`."""
 
     async def select(self, request_id: str, failures: Failures) -> SamplingEngine | None:
-        """The engine to send a request to next, None when no engine is left that might answer it."""
+        """Return the engine for the next attempt; None when no engine is left that might answer."""
         ...
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
+        """Return the counts of events since the last call."""
         ...
 
 
 class Sampler:
-    """Samples groups by whichever engines serve. See the table above."""
+    """Samples groups with the engines that serve. See the table above."""
 
     def __init__(self, engines: SamplingEngines):
         self._engines = engines
         self._counts: Counter[str] = Counter()
 
     async def sample(self, request: Callable[[int], GenerateRequest], what: str) -> tuple[Rollout, ...]:
-        """The complete samples of `request(0)`, or of the first later attempt that no engine made invalid.
+        """Return the complete samples of `request(0)`, or of the first later attempt without an invalid sample.
 
-        `request` gives every attempt seeds and an id of its own; `what` names the group in messages. Raises
-        `InvalidSample` when all attempts were invalid, otherwise as `generate`.
+        `request` gives every attempt its own seeds and id; `what` names the group in messages. Raises `InvalidSample`
+        when all attempts were invalid, otherwise as `generate`.
         """
         for attempt in range(SEED_ATTEMPTS):
             try:
@@ -85,10 +85,10 @@ class Sampler:
         raise InvalidSample(f"{what}: the engine returned an invalid group {SEED_ATTEMPTS} times; see its log")
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """The `n` samples in the order of `seeds`, all complete.
+        """Return the `n` samples in the order of `seeds`, all complete.
 
-        A sample that was interrupted may hold tokens of several policies; every token keeps the log-prob and the
-        version it was sampled with. Raises `InvalidSample` when no engine is left that returned no invalid sample,
+        An interrupted sample may have tokens of several policies; every token keeps the log-prob and the version with
+        which it was sampled. Raises `InvalidSample` when every remaining engine returned an invalid sample,
         `EngineRefused`, `EngineIncompatible`, and the last `EngineError` when the budget is spent.
         """
         rollouts = await self._send(request)
@@ -109,13 +109,13 @@ class Sampler:
         return rollout
 
     async def _send(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        """The request, unchanged, to one engine after another until one answers."""
+        """Send the request, unchanged, to one engine after another until one answers."""
         failures: dict[str, EngineError] = {}
         for attempt in range(ENGINE_ATTEMPTS):
             engine = await self._engines.select(request.request_id, failures)
             if engine is None:
                 break
-            # The server may still be busy ending the attempt before, and takes each id once.
+            # The server may still be ending the previous attempt, and accepts each id once.
             again = replace(request, request_id=f"{request.request_id}~{attempt}") if attempt else request
             try:
                 return await engine.generate(again)
@@ -127,7 +127,7 @@ class Sampler:
         raise last
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call, to requests and to engines."""
+        """Return the counts of events since the last call, for requests and engines."""
         names = ("engine/retried_requests", "rollout/invalid_samples", "rollout/continued_samples")
         counted = {name: float(self._counts[name]) for name in names}
         self._counts.clear()
@@ -141,7 +141,7 @@ class Sampler:
 
 
 def _continuation(request: GenerateRequest, sample: int, tokens: np.ndarray, left: int, piece: int) -> GenerateRequest:
-    # The engine draws from the start of a seed's stream: the same seed would repeat the draws of the first tokens.
+    # The engine draws from the start of a seed's stream, so the same seed would repeat the draws of the first tokens.
     seed = np.random.SeedSequence([request.seeds[sample], len(tokens)]).generate_state(1, np.uint64)[0]
     return replace(
         request,
