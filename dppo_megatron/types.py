@@ -1,7 +1,7 @@
-"""The nouns that flow from prompt to gradient. Plain frozen dataclasses; arrays are numpy until the trainer packs them.
+"""Define the data from prompt to gradient: plain frozen dataclasses, with numpy arrays until the trainer packs them.
 
-`P` prompt tokens, `S` tokens after the prompt, `R` of them sampled by the policy (all, but for `Rollout.spans`), `K`
-top-K ids, `n` samples of one prompt, `T` packed tokens, `L` layers with experts, `k` experts of a token.
+`P` prompt tokens, `S` tokens after the prompt, `R` of them sampled by the policy (all, except with `Rollout.spans`),
+`K` top-K ids, `n` samples of one prompt, `T` packed tokens, `L` layers with experts, `k` experts of a token.
 
 `COLUMNS` declares every per-token value once. Engine replies, continuation, the bank, its audit, packing and the
 selection of rows iterate over it. To add a value, add its row here, fill it in where an engine's reply is decoded, and
@@ -32,48 +32,48 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A value of each token of a response.
+    """Describes a value of each token of a response.
 
-    rows: "sampled" = one row for each of the R sampled tokens; "read" = one for each token that the engine read, all
-    P + S but the last; "listed" = any number for each sampled token, end to end, and the column `counts` has how many.
-    Example: of two sampled tokens, the first drawn from {5, 7} and the second from {2}, the listed column
+    rows: "sampled" = one row for each of the R sampled tokens; "read" = one for each token that the engine read, all P
+    + S except the last; "listed" = a variable number for each sampled token, end to end, with the numbers in column
+    `counts`. Example: two sampled tokens, the first drawn from {5, 7} and the second from {2}. The listed column
     sampling_mask_ids is [5, 7, 2] and its counts column sampling_mask_counts is [2, 1].
     """
 
     name: str
-    dtypes: tuple[str, ...]  # that engines may report
+    dtypes: tuple[str, ...]  # dtypes that engines may report
     rows: Literal["sampled", "read", "listed"]
-    shape: tuple[str, ...] = ()  # names of the trailing dimensions; dimensions of one name have one size in a group
+    shape: tuple[str, ...] = ()  # names of the trailing dimensions; dimensions with one name have one size in a group
     counts: str = ""
-    asked_by: str = ""  # field of `GenerateRequest` that asks for it; columns of one field come together; "" = always
-    part: str = "core"  # of the bank, see `PARTS`
-    stored: str = ""  # name in the bank's files where it differs
-    packed: str = ""  # dtype in a `TokenBatch`; "" = not trained on
-    fill: int = 0  # value of packed rows that predict no sampled token; of rows that were not read
-    token_ids: bool = False  # its values lie in [fill, vocabulary)
+    asked_by: str = ""  # field of `GenerateRequest` that requests it, with all other columns of that field; "" = always
+    part: str = "core"  # part of the bank, see `PARTS`
+    stored: str = ""  # name in the bank's files, if it differs
+    packed: str = ""  # dtype in a `TokenBatch`; "" = not used in training
+    fill: int = 0  # value of packed rows that predict no sampled token, or were not read
+    token_ids: bool = False  # its values are in [fill, vocabulary)
 
     @property
     def stored_name(self) -> str:
         return self.stored or self.name
 
 
-# Bank parts, each read only by the ranks that need it: all ranks; two of the loss (pipeline's last stage); layers with
-# experts whose routing is replayed.
+# Bank parts, each read only by the ranks that need it: all ranks; two for the loss (pipeline's last stage); layers with
+# experts and routing replay.
 PARTS = ("core", "topk", "sampling_mask", "routes")
 
 _TOPK = partial(Column, rows="sampled", shape=("K",), asked_by="topk", part="topk")
 _MASK = partial(Column, dtypes=("int32",), asked_by="sampling_mask", part="sampling_mask", packed="int32")
 COLUMNS = [
-    # ln mu of the processed distribution that the token was drawn from: at the sampling temperature, over its mask.
+    # ln mu of the processed distribution from which the token was drawn: at the sampling temperature, over its mask.
     Column("rollout_logprob", ("float32",), "sampled", packed="float32"),
     Column("versions", ("int32",), "sampled"),  # policy version that sampled the token
     # The K most likely tokens; -1 = absent.
     _TOPK("topk_ids", ("int32",), packed="int32", fill=-1, token_ids=True),
     _TOPK("rollout_topk_logprob", ("float32",), packed="float32", stored="topk_logprob"),
-    # The sampling mask: the tokens that top-p, top-k and min-p left to draw from, ascending, the sampled one included.
+    # The sampling mask: the tokens that top-p, top-k and min-p leave to draw from, ascending, with the sampled one.
     _MASK("sampling_mask_ids", rows="listed", counts="sampling_mask_counts", stored="kept_ids", token_ids=True),
     _MASK("sampling_mask_counts", rows="sampled", stored="kept_counts"),
-    # The k experts in each of the L MoE layers, in the engine's order of preference; for routing replay.
+    # The k experts in each of the L MoE layers, in the engine's order of preference, for routing replay.
     Column(
         "routed_experts",
         ("uint8", "uint16"),
@@ -88,30 +88,30 @@ COLUMNS = [
 
 
 def column_named(name: str) -> Any:
-    """The column of a name, None where there is none."""
+    """Return the column with this name; None if there is none."""
     return next((column for column in COLUMNS if column.name == name), None)
 
 
 class TokenColumns:
-    """A container with the columns of `COLUMNS` as fields; `extra` has those without a field of their own."""
+    """Contains the columns of `COLUMNS` as fields; `extra` has the columns without a field."""
 
     __slots__ = ()
     __dataclass_fields__: dict[str, Any]
     extra: Mapping[str, Any]
 
     def column(self, name: str) -> Any:
-        """The array of a column, None where there is none."""
+        """Return the array of a column; None if it is absent."""
         return getattr(self, name) if name in self.__dataclass_fields__ else self.extra.get(name)
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The columns that are there, in the order of `COLUMNS`."""
+        """Return the present columns, in the order of `COLUMNS`."""
         found = ((column.name, self.column(column.name)) for column in COLUMNS)
         return {name: array for name, array in found if array is not None}
 
     @classmethod
     def of(cls: type[T], columns: Mapping[str, Any], **fields: Any) -> T:
-        """An instance with `columns`, as fields or in `extra`, and its other fields."""
+        """Build an instance with `columns`, as fields or in `extra`, and its other fields."""
         own = {name: array for name, array in columns.items() if name in cls.__dataclass_fields__}
         fields["extra"] = {name: array for name, array in columns.items() if name not in own}
         return cls(**fields, **own)
@@ -120,11 +120,10 @@ class TokenColumns:
 def expected_shapes(
     columns: Mapping[str, Any], sampled: int, read: int, like: Mapping[str, Any], **sizes: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shape that each column must have, in the order of `COLUMNS`, those that are missing included.
+    """Return the shape that each column must have, in the order of `COLUMNS`, including missing ones.
 
-    A trailing dimension has its size in `sizes`, else the one that the first column with it has in `like`; -1 where
-    there is none. Example: 3 sampled tokens, 7 read ones, K = 2: rollout_logprob (3,), topk_ids (3, 2), routed_experts
-    (7, -1, -1).
+    A trailing dimension has its size in `sizes`, else its size in the first column with it in `like`, else -1. Example:
+    3 sampled tokens, 7 read ones, K = 2: rollout_logprob (3,), topk_ids (3, 2), routed_experts (7, -1, -1).
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for column in COLUMNS:
@@ -145,7 +144,8 @@ def split_columns(
 ) -> list[dict[str, np.ndarray]]:
     """Split columns of consecutive pieces into views, one set for each piece.
 
-    sampled: sampled tokens of each piece. read: tokens of each that the engine read; None leaves "read" columns out.
+    sampled: sampled tokens of each piece. read: tokens of each piece that the engine read; None omits "read" columns.
+    Example: sampled [2, 1] splits versions [4, 4, 5] into [4, 4] and [5].
     """
     pieces: list[dict[str, np.ndarray]] = [{} for _ in sampled]
     ends = np.cumsum(sampled)
@@ -162,10 +162,10 @@ def split_columns(
 
 
 def join_columns(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Join columns of pieces sampled one after the other; a column that a piece lacks is left out.
+    """Join columns of pieces sampled one after the other; omit a column that a piece lacks.
 
-    Each piece read all tokens before it. Of a token that several pieces read, the first one's row counts: it was read
-    by the policy of that time. Example: rows [a, b, c] and then [x, y, z, d, e] give [a, b, c, d, e].
+    Each piece read all tokens before it. If several pieces read a token, the first one's row counts, because the policy
+    of that time read it. Example: rows [a, b, c] and then [x, y, z, d, e] give [a, b, c, d, e].
     """
     joined = {}
     for column in COLUMNS:
@@ -181,9 +181,9 @@ def join_columns(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.nda
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt at its position in the run's prompt order.
+    """Contains one prompt at its position in the run's prompt order.
 
-    `position` counts prompts from the start of the run and never repeats (an epoch visits every row once), so it
+    `position` counts prompts from the start of the run and never repeats (an epoch visits every row once). It therefore
     names the prompt across crashes: positions in the bank are done, all others are still to be sampled.
     """
 
@@ -193,45 +193,46 @@ class Prompt:
     text: str
     answer: str
     columns: dict[str, Any] = field(default_factory=dict)  # the source row, for user rewards
-    source: str = ""  # data source of the row, which chooses its rewards
+    source: str = ""  # data source of the row, which selects its rewards
 
 
-POLICY, ENVIRONMENT, INHERITED = range(3)  # of a span: sampled here, put in from outside, sampled in an earlier branch
+POLICY, ENVIRONMENT, INHERITED = range(3)  # of a span: sampled here, from outside, sampled in an earlier branch
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout(TokenColumns):
-    """One sampled response with the engine's values of every token; `COLUMNS` describes them.
+    """Contains one sampled response with the engine's values of every token; `COLUMNS` describes them.
 
-    With several turns it is one branch of a trajectory: a token sequence whose spans name the sampled tokens. Example
-    of two turns with a tool's answer of two tokens between them: token_ids [5, 6, 80, 81, 7], spans [[POLICY, 2, 0],
-    [ENVIRONMENT, 2, 0], [POLICY, 1, 1]]; R = 3, so rollout_logprob and versions have three values, of 5, 6 and 7.
+    With several turns it is one branch of a trajectory: a token sequence with spans that mark the sampled tokens.
+    Example of two turns with a tool's answer of two tokens between them: token_ids [5, 6, 80, 81, 7], spans
+    [[POLICY, 2, 0], [ENVIRONMENT, 2, 0], [POLICY, 1, 1]]; R = 3, so rollout_logprob and versions have three values, of
+    5, 6 and 7.
     """
 
-    token_ids: np.ndarray  # [S] int32, the end-of-sequence token included
+    token_ids: np.ndarray  # [S] int32, including the end-of-sequence token
     rollout_logprob: np.ndarray  # [R] fp32
     versions: np.ndarray  # [R] int32
     finish_reason: str  # "stop" | "length" | "max_turns" | "abort"
     topk_ids: np.ndarray | None = None  # [R, K] int32
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
     routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] uint8 or uint16
-    # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None: one span, all of it sampled here.
+    # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None: one span, sampled completely here.
     spans: np.ndarray | None = None
     sampling_mask_ids: np.ndarray | None = None  # [sum of sampling_mask_counts] int32
     sampling_mask_counts: np.ndarray | None = None  # [R] int32
-    # Number in its group, from 0; samples of one trajectory are its branches, in order. None: a trajectory of its own.
+    # Number in its group, from 0; samples of one trajectory are its branches, in order. None: its own trajectory.
     trajectory: int | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def sampled(self) -> np.ndarray | None:
-        """[S] bool, the tokens that the policy sampled here; None: all of them."""
+        """Return [S] bool, the tokens that the policy sampled here; None: all tokens."""
         return None if self.spans is None else np.repeat(self.spans[:, 0] == POLICY, self.spans[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """All samples of one prompt with their rewards: the unit of the bank and of the group baseline."""
+    """Contains all samples of one prompt with their rewards: the unit of the bank and of the group baseline."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]  # n of them
@@ -247,15 +248,15 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch(TokenColumns):
-    """One packed micro-batch: sequences end to end, no padding (Megatron's THD).
+    """Contains one packed micro-batch: sequences end to end, no padding (Megatron's THD).
 
-    Row t predicts `target_ids[t]`, the token that follows it in its own sequence. Per-token fields belong to the
-    target; `mask` is True where the target carries loss. `loss_weight` holds the share of this token in the global
-    batch's loss, fixed before the first micro-batch, so the loss is `sum(loss_weight * loss)` however it is split.
+    Row t predicts `target_ids[t]`, the next token in its own sequence. Per-token fields belong to the target; `mask` is
+    True where the target carries loss. `loss_weight` is the share of this token in the global batch's loss, fixed
+    before the first micro-batch, so the loss is `sum(loss_weight * loss)` for any split.
 
     Example, two sequences with prompts [1, 2] and [3], responses [5, 7] and [9]: token_ids [1, 2, 5, 7, 3, 9],
     cu_seqlens [0, 4, 6], position_ids [0, 1, 2, 3, 0, 1], target_ids [0, 5, 7, 0, 9, 0], mask [F, T, T, F, T, F]. A
-    log-prob of 7 lies at row 2, the row that predicts it.
+    log-prob of 7 is at row 2, which predicts it.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -265,26 +266,26 @@ class TokenBatch(TokenColumns):
     mask: torch.Tensor  # [T] bool
     loss_weight: torch.Tensor  # [T] fp32, 0 where mask is False
     advantage: torch.Tensor | None = None  # [T] fp32
-    rollout_logprob: torch.Tensor | None = None  # [T] fp32, ln mu, as the engine reported it
+    rollout_logprob: torch.Tensor | None = None  # [T] fp32, ln mu, as reported by the engine
     temperature: torch.Tensor | None = None  # [T] fp32; None = 1
     topk_ids: torch.Tensor | None = None  # [T, K] int32, -1 = absent
     rollout_topk_logprob: torch.Tensor | None = None  # [T, K] fp32
-    # Sampling masks of all targets, end to end; None = each was drawn from the whole vocabulary.
+    # Sampling masks of all targets, end to end; None = the whole vocabulary for each target.
     sampling_mask_ids: torch.Tensor | None = None  # [sum of sampling_mask_counts] int32
     sampling_mask_counts: torch.Tensor | None = None  # [T] int32, 0 where mask is False
-    # Computed by the trainer before the step's first update, where the objective needs it.
-    old_logprob: torch.Tensor | None = None  # [T] fp32, by the weights the step starts from
+    # Computed by the trainer before the step's first update, if the objective needs it.
+    old_logprob: torch.Tensor | None = None  # [T] fp32, by the weights before the step
     old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
-    old_other_logprob: torch.Tensor | None = None  # [T] fp32, of all tokens but topk_ids and the target
+    old_other_logprob: torch.Tensor | None = None  # [T] fp32, of all tokens except topk_ids and the target
     reference_logprob: torch.Tensor | None = None  # [T] fp32, by the run's start model
-    # Computed once where possible: the first so many tokens of a sequence are those of the sequence before it.
-    shared_prefix: torch.Tensor | None = None  # [B] int32, 0 = none; the same of all sequences with one beginning
-    # Routing replay: the experts of each MoE layer that read token_ids[t], -1 where the trainer chooses itself.
+    # Computed once where possible: the first tokens of a sequence that equal the previous sequence's.
+    shared_prefix: torch.Tensor | None = None  # [B] int32, number; 0 = none; equal for equal beginnings
+    # Routing replay: the experts of each MoE layer for token_ids[t], -1 where the trainer chooses.
     routed_experts: torch.Tensor | None = None  # [T, L, k] int16
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor that is there by its name, those in `extra` included."""
+        """Return every present tensor by its name, including those in `extra`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
         return {name: tensor for name, tensor in {**own, **self.extra}.items() if tensor is not None}
