@@ -1,8 +1,8 @@
-"""The limit on the bytes of engines' replies that this process holds at once.
+"""Limits the bytes of engine replies that this process buffers at the same time.
 
-Replies of long responses are large (a group of 16 x 16k tokens with K = 20 and routes is 70 MB) and many engines answer
-together, but one process decodes, scores and stores them. A reply is read only when it fits the limit; until then it
-waits in the engine and in TCP's buffers.
+Replies of long responses are large: a group of 16 x 16k tokens with K = 20 and routes is 70 MB. Many engines answer at
+the same time, but one process decodes, scores and stores their replies. A reply is read only when it fits the limit;
+until then it waits in the engine and in TCP's buffers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ MOST_BYTES = 512 << 20
 class ByteBudget:
     """A limit of `limit` bytes, granted in the order of the requests. Used inside one event loop.
 
-    It counts replies that are being read and decoded (`ReplySlot`) and finished groups that its user keeps (`charge`).
-    Charging never waits, so the sum may briefly reach twice `limit`. One reply is always admitted, even over the limit:
-    a user that keeps groups until another one arrives cannot deadlock the reader.
+    It counts replies that are being read and decoded (`ReplySlot`) and finished groups that the user keeps (`charge`).
+    Charging never waits, so the sum may briefly reach twice `limit`. One reply is always admitted, even over the limit,
+    so a user that keeps groups until another one arrives cannot deadlock the reader.
 
-    Limit 100, charged 80: a reply of 30 is read at once if no other reply is, and otherwise waits for a `refund`.
+    Example: with limit 100 and 80 charged, a reply of 30 is read at once if no other reply is being read. Otherwise it
+    waits for a `refund`.
     """
 
     def __init__(self, limit: int = MOST_BYTES):
@@ -35,12 +36,12 @@ class ByteBudget:
         self.charged += size
 
     def refund(self, size: int) -> None:
-        """Take back a `charge`."""
+        """Subtract `size` bytes that were added by `charge`, and admit waiting replies."""
         self.charged -= size
         self._admit()
 
     async def reserve(self, size: int) -> None:
-        """Wait until `size` bytes may be read; `release` them afterwards."""
+        """Wait until `size` bytes may be read. The caller must `release` them afterwards."""
         if not self._waiting and self._fits(size):
             self.reserved += size
             return
@@ -51,7 +52,7 @@ class ByteBudget:
         except asyncio.CancelledError:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-                self._admit()  # a smaller request behind it may fit
+                self._admit()  # a smaller request after it may fit
             else:
                 self.release(size)
             raise
@@ -72,7 +73,7 @@ class ByteBudget:
 
 
 class ReplySlot:
-    """Context manager inside which one reply, or the last of several attempts at it, is read and decoded."""
+    """Context manager in which one reply is read and decoded. A retry releases the bytes of the attempt before it."""
 
     def __init__(self, budget: ByteBudget):
         self._budget = budget
@@ -85,9 +86,9 @@ class ReplySlot:
         self._release()
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes | bytearray:
-        """Return the body of a reply whose headers have arrived. Raises aiohttp.ClientError.
+        """Return the body of a reply after its headers have arrived. Raises aiohttp.ClientError.
 
-        A reply without a declared length, unlike those of engines, or with compression is read without waiting.
+        A reply that is compressed or has no declared length is read without waiting. Engines send no such replies.
         """
         self._release()
         size = reply.content_length or 0

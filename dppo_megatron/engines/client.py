@@ -1,4 +1,4 @@
-"""What the HTTP clients of all kinds of engine share, and the check that a running server suits the run."""
+"""The base of the HTTP clients of all kinds of engine, and the check of a running server against the config."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .trace import UNSEEN, Trace, joined
 class HttpEngine:
     """Base of the clients that implement `dppo_megatron.engines.protocol.Engine`.
 
-    Bound to the event loop it is first used in. `config.request_timeout_s` bounds `generate` and `score`,
-    `config.weight_sync.timeout_s` bounds a weight update, the wait for running requests included.
+    A client is bound to the event loop that uses it first. `config.request_timeout_s` bounds `generate` and `score`.
+    `config.weight_sync.timeout_s` bounds a weight update, including the wait for running requests.
     """
 
     def __init__(self, config: Config, url: str, budget: ByteBudget | None, unknown_route: str):
-        """budget: of all clients of this process; None = this one has its own."""
+        """Create the client. `budget` is shared by all clients of this process; None creates one for this client."""
         self.url = url.rstrip("/")
         self._budget = budget or ByteBudget()
         self._generate_timeout_s = config.request_timeout_s
@@ -52,7 +52,7 @@ class HttpEngine:
             return self._limits
 
     def _joined(self, what: str, decode: Callable[[], list[Trace]]) -> Trace:
-        """Return one trace of those that `decode` returns for each worker."""
+        """Return one trace, joined from the traces that `decode` returns for each worker."""
         try:
             trace = joined(decode())
         except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
@@ -62,9 +62,9 @@ class HttpEngine:
         return trace
 
     def _fingerprint(self, workers: Any) -> Fingerprint:
-        """Return the fingerprints of the whole weights from the shares that workers report.
+        """Return the fingerprints of the whole weights, computed from the shares that the workers report.
 
-        Raises `EngineError` where workers hold unequal copies.
+        Raises `EngineError` where workers have unequal copies.
         """
         try:
             whole, unequal = of_workers(
@@ -81,7 +81,7 @@ class HttpEngine:
 def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | None) -> None:
     """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`, and its remedy.
 
-    `vocab_size` is that of the trainer's model; None leaves it unchecked.
+    `vocab_size` is the vocabulary size of the trainer's model; None leaves it unchecked.
     """
     rollout, engine = config.rollout, config.engine
     cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size

@@ -1,6 +1,6 @@
-"""`engine.exact` in a server on a CPU: its model's operators use the trainer's arithmetic (`common.row_math`).
+"""Implements `engine.exact` in a CPU server: the model's operators use the trainer's arithmetic (`common.row_math`).
 
-vLLM and SGLang have the same module names; the hooks of each are in `vllm/extension/exact_server.py` and
+vLLM and SGLang have the same module names; their hooks are in `vllm/extension/exact_server.py` and
 `sglang/plugin/exact_server.py`. If the trainer's ranks have shards, products and log-probs are computed by shard and
 combined in rank order. Depends only on torch.
 """
@@ -22,7 +22,7 @@ from dppo_megatron.common.row_math import attention, product, rms_norm, rope_tab
 from dppo_megatron.vocab_parallel import torch_backend
 from dppo_megatron.vocab_parallel.topk import join_ids
 
-VARIABLE = "DPPO_EXACT"  # of the server's environment
+VARIABLE = "DPPO_EXACT"  # environment variable of the server
 
 
 class NoExactOperator(RuntimeError):
@@ -33,10 +33,10 @@ class NoExactOperator(RuntimeError):
 class Exact:
     """The settings of the trainer that a server needs."""
 
-    tensor: int  # its tensor-parallel ranks
-    frequencies: tuple[float, ...]  # of the rotary embedding
+    tensor: int  # tensor-parallel ranks of the trainer
+    frequencies: tuple[float, ...]  # frequencies of the rotary embedding
     vocab_size: int
-    shard_columns: int  # of the head, on each rank
+    shard_columns: int  # columns of the output head on each rank
     fp32_head: bool
 
     def to_environment(self) -> dict[str, str]:
@@ -44,22 +44,22 @@ class Exact:
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Operators | None:
-    """Read the operators from the server's environment; None without `engine.exact`."""
+    """Read the operators from the server's environment; return None without `engine.exact`."""
     text = environment.get(VARIABLE)
     return None if text is None else Operators(Exact(**json.loads(text)))
 
 
 class Operators:
-    """The operators of one server."""
+    """The model operators of one server, computed with the trainer's arithmetic."""
 
     def __init__(self, exact: Exact):
         self._exact = exact
-        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # of all positions up to the last one seen
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # by dtype, of positions up to the last one seen
 
     def install(self, model: nn.Module) -> None:
-        """Replace norms, rotary embeddings and activations of `model`; the server's hooks replace the others.
+        """Replace norms, rotary embeddings and activations of `model`; the server's hooks replace the other layers.
 
-        Raises `NoExactOperator` with the first layer that is none of these.
+        Raises `NoExactOperator` for the first layer without a counterpart in the trainer.
         """
         for name, module in model.named_children():
             self._install(name, module)
@@ -79,7 +79,7 @@ class Operators:
                 self._install(f"{name}.{child}", inside)
 
     def linear(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply [T, K] by the weight of `layer` to [T, N], by the trainer's shards and added in rank order."""
+        """Multiply [T, K] by the weight of `layer` to [T, N], by the trainer's shards, with sums in rank order."""
         kind, ranks = type(layer).__name__, self._exact.tensor
         if kind not in _PRODUCTS:
             raise NoExactOperator(f"engine.exact: {kind} has no counterpart in the trainer")
@@ -95,7 +95,7 @@ class Operators:
         return out if bias is None else out + bias
 
     def _columns(self, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-        """Multiply by fused projections; every rank has an equal share of each."""
+        """Multiply by a fused weight of several projections. Every rank has an equal share of each projection."""
         ranks = self._exact.tensor
         if ranks == 1:
             return product(x, weight.t())
@@ -105,21 +105,23 @@ class Operators:
         return torch.cat([part for parts in zip(*outs, strict=True) for part in parts], dim=-1)
 
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return logits [T, rows of weight]; those after the vocabulary are 0."""
+        """Return logits [T, rows of weight]; the columns after the vocabulary are 0."""
         exact, rows = self._exact, weight[: self._exact.vocab_size]
         hidden = hidden.float() if exact.fp32_head else hidden
         logits = torch.cat([product(hidden, self._shard(rows, rank).t()) for rank in range(exact.tensor)], dim=-1)
         return F.pad(logits[:, : exact.vocab_size], (0, len(weight) - len(rows)))
 
     def _shard(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the rows of a rank, with its padding."""
+        """Return the rows of `rank`, padded to the shard's size."""
         columns = self._exact.shard_columns
         own = rows[rank * columns : (rank + 1) * columns]
         return F.pad(own, (0, 0, 0, columns - len(own)))
 
     def activation(self, x: Tensor) -> Tensor:
-        """Return silu(gate) * up, separately for each rank's columns: torch rounds silu differently at the end of a row
-        whose width is not a multiple of a vector's."""
+        """Return silu(gate) * up, computed separately for the columns of each rank.
+
+        torch rounds silu differently at the end of a row if the row's width is not a multiple of the vector width.
+        """
         gates, ups = (part.chunk(self._exact.tensor, dim=-1) for part in x.chunk(2, dim=-1))
         return torch.cat([F.silu(gate) * up for gate, up in zip(gates, ups, strict=True)], dim=-1)
 
@@ -162,10 +164,13 @@ def attend(
     counts: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return [T, h, d]: attention of requests over their cache, with their new tokens end to end in `query`.
+    """Return the attention output [T, h, d] of requests over their cache; `query` has their new tokens end to end.
 
-    counts [n]: new tokens of each request; lengths [n]: all tokens, the new ones included. cached(requests [m], L)
-    returns keys and values [m, L, g, d] of the first L positions, with any values after a request's length.
+    counts [n]: new tokens of each request. lengths [n]: all tokens of each request, including the new ones.
+    cached(requests [m], L): returns keys and values [m, L, g, d] of the first L positions, with any values after a
+    request's length.
+
+    Example: counts [1, 2] and lengths [9, 2] are a decode step after 8 cached tokens and a prompt of 2 tokens; T = 3.
     """
     out = torch.empty_like(query)
     starts = counts.cumsum(0) - counts

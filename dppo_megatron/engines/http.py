@@ -1,4 +1,4 @@
-"""HTTP to one engine server: bounded in time, repeated while it is busy, every failure an `EngineError`."""
+"""HTTP requests to one engine server, with timeouts and retries; every failure becomes an `EngineError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .byte_budget import ReplySlot
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
 T = TypeVar("T")
-CONTROL_TIMEOUT_S = 30.0  # requests an engine answers at once, even under load
+CONTROL_TIMEOUT_S = 30.0  # for requests that an engine answers at once, even under load
 REQUEST_TIMEOUT_REMEDY = (
     " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
     "rollout.max_concurrent_groups"
@@ -29,21 +29,25 @@ OTHER_SECRET = (
 NO_SECRET = "this process brought none: RUN/secret is not there, or not for this user to read; see engine.secret_file"
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 JSON = {"content-type": "application/json"}
-SMALL_REPLY_BYTES = 64 << 10  # decoded in less time than a thread takes to be found
-IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: a reused connection is never one the server just closed
+SMALL_REPLY_BYTES = 64 << 10  # decoded faster than a thread can be started
+IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: the server never closes a connection that is just reused
 
 
 async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments: Any) -> T:
-    """Return decode(reply, *arguments), in a thread if the reply is large.
+    """Return decode(reply, *arguments), computed in a thread if the reply is large.
 
-    Top-K log-probs of a group of long responses take a third of a second."""
+    Decoding the top-K log-probs of a group of long responses takes a third of a second.
+    """
     if len(reply) <= SMALL_REPLY_BYTES:
         return decode(reply, *arguments)
     return await asyncio.to_thread(decode, reply, *arguments)
 
 
 class EngineCalls:
-    """HTTP to the server at `url`, with the run's `secret`. `unknown_route` is the remedy when it lacks a route."""
+    """HTTP calls to the server at `url`, with the run's `secret`.
+
+    `unknown_route` is the remedy in errors about a missing route.
+    """
 
     def __init__(self, url: str, secret: str | None, unknown_route: str):
         self.url = url.rstrip("/")
@@ -63,9 +67,11 @@ class EngineCalls:
         timeout_remedy: str = "",
         slot: ReplySlot | None = None,
     ) -> bytes | bytearray:
-        """Return the body of a 200 reply. Sends POST if there is a body, else GET. `what` names the operation in
-        errors, of which one for the time-out ends in `timeout_remedy`. With `slot` the reply waits for its byte
-        budget."""
+        """Return the body of a 200 reply. Send POST if there is a body, else GET.
+
+        `what` names the operation in errors; the timeout error ends in `timeout_remedy`. With `slot` the reply waits
+        for its byte budget.
+        """
         content = json.dumps(body).encode() if body is not None else content
         wait = RETRY_BUSY_S[0]
         try:
@@ -118,8 +124,10 @@ class EngineCalls:
 
 
 def _reason(content: bytes | bytearray) -> str:
-    """Return the reason in a reply: `{"error": text}` (vLLM with our routes), `{"error": {"message"}}` or
-    `{"message"}`."""
+    """Return the error text of a reply.
+
+    The formats are `{"error": text}` (vLLM with our routes), `{"error": {"message": text}}` and `{"message": text}`.
+    """
     try:
         error = json.loads(content)
         error = error.get("error", error)
@@ -135,9 +143,9 @@ class Reply:
 
 
 class Connections:
-    """As many connections to `url` as requests run; they bring `secret`. Bound to the event loop of the first request.
+    """A pool of connections to `url`, one per running request, with the run's `secret` in every request.
 
-    No timeouts of its own: bound the call.
+    It is bound to the event loop of the first request. It has no timeouts of its own; the caller must bound each call.
     """
 
     def __init__(self, url: str, secret: str | None):
@@ -148,8 +156,10 @@ class Connections:
     async def request(
         self, method: str, path: str, content: bytes | None = None, slot: ReplySlot | None = None
     ) -> Reply:
-        """Return the whole reply of any status; that of a 200 is read in `slot`, if given. `content` is JSON. Raises
-        aiohttp.ClientError and OSError."""
+        """Return the whole reply, of any status. The body of a 200 reply is read in `slot`, if given.
+
+        `content` is JSON. Raises aiohttp.ClientError and OSError.
+        """
         if self._session is None:
             self._session = self._open()
         url = URL(self._url + path, encoded=True)
@@ -172,5 +182,5 @@ class Connections:
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,  # engines are peers of this process; a web proxy is never between them
+            trust_env=False,  # engines are peers of this process; requests to them must never pass a web proxy
         )

@@ -1,7 +1,7 @@
-"""The names of a server's package that are not its public interface, and whether the installed version has them.
+"""Lists the private names of a server's package that we use, and checks them against the installed version.
 
-`vllm/internals.txt` and `sglang/internals.txt` list them. Depends only on the standard library, because SGLang's own
-environment runs it too, by its path.
+`vllm/internals.txt` and `sglang/internals.txt` contain the names. Depends only on the standard library, because
+SGLang's own environment also runs this file, by its path.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ _LINE = re.compile(r"(?P<path>[\w.:]+)(?:\((?P<passed>.*?)\))?(?:\[(?P<read>.*?)
 
 
 class Internal(NamedTuple):
-    """A line such as `m:Cls.f(self, mode=)  weight updates`: a method that we hook, or call with `mode=`."""
+    """One private name and its use, from a line such as `m:Cls.f(self, mode=)  weight updates`.
+
+    The line in this example names a method that we hook, or call with `mode=`.
+    """
 
     path: str  # module:name
     why: str
-    passed: tuple[str, ...] | None = None  # "self", "name=", "_" for one by position; None = we do not call it
+    passed: tuple[str, ...] | None = None  # "self", "name=", or "_" for a positional argument; None = we do not call it
     read: tuple[str, ...] = ()  # attributes of its instances that we read or set
 
     def problem(self) -> str | None:
-        """Return how the installed version differs from this entry."""
+        """Return how the installed version differs from this entry, or None if it matches."""
         module, _, names = self.path.partition(":")
         try:
             found = import_module(module)
@@ -72,7 +75,9 @@ def _refuses(function: Any, passed: tuple[str, ...]) -> str | None:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Return whether instances of `cls` have the attribute: of the class, or named in the source of its classes."""
+    """Return whether instances of `cls` have the attribute: as a class attribute, or named in the source of its
+    classes.
+    """
     if hasattr(cls, name):
         return True
     classes = [c for c in cls.__mro__ if c.__module__.split(".")[0] in ("vllm", "sglang")]
@@ -80,6 +85,6 @@ def _has(cls: Any, name: str) -> bool:
     return f"self.{name}" in sources or f" {name}:" in sources
 
 
-if __name__ == "__main__":  # prints the problem of each name of the kind that is given
-    del sys.path[0]  # this folder, whose `sglang` is another
+if __name__ == "__main__":  # prints the problem of each name of the given kind
+    del sys.path[0]  # this folder has a different `sglang`
     print(json.dumps({entry.path: entry.problem() for entry in names_of(sys.argv[1])[2]}))

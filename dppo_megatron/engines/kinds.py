@@ -1,4 +1,4 @@
-"""The kinds of engine that `engine.kind` names, one folder each, and what the run starts of them."""
+"""The kinds of engine that `engine.kind` names, one folder each, with the client and server command of each kind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kind_of(config: Config) -> EngineKind:
 
 
 def build_engine(config: Config, url: str, budget: ByteBudget | None = None) -> Engine:
-    """Return a client of the running server at `url`. budget: one for all engines that this process samples by."""
+    """Return a client of the running server at `url`. `budget` is shared by all engines of this process."""
     return kind_of(config).client(config, url, budget)
 
 
@@ -37,14 +37,15 @@ def server_python(config: Config) -> Path:
 
 
 def server_command(config: Config, port: int, model: Path, version: int, node: Node | None = None) -> list[str]:
-    """Return the argv of a server of `model`, policy `version`, on `engine.host`:`port`; on `node` of several."""
+    """Return the argv of a server of `model`, policy `version`, on `engine.host`:`port`, or of one of its nodes."""
     return kind_of(config).command(config, port, model, version, node)
 
 
 def server_environment(config: Config, version: int) -> dict[str, str]:
     """Return the variables that a server starting with policy `version` needs in addition to this process's own.
 
-    They include the run's secret, which `make_secret` has made, and the directories it may load weights from.
+    They include the run's secret, which `make_secret` must have created, and the directories that weights may be loaded
+    from.
     """
     kind, run = kind_of(config), RunDir(config.run.dir.absolute())
     roots = os.pathsep.join(map(str, (run.root, run.weights)))  # RUN/weights may be a link to larger storage

@@ -1,7 +1,7 @@
 """The protocol of a rollout engine, the same for every kind of server.
 
-Tokens in, tokens out. An engine samples groups, scores sequences, and swaps its weights; it knows nothing of rewards
-or training. Every call is bounded in time and raises `EngineTimeout`.
+Requests and replies contain token ids, never text. An engine samples groups, scores sequences, and swaps its weights;
+it has no part in rewards or training. Every call has a timeout and raises `EngineTimeout`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EngineTimeout(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine understood the request and refused it; repeating it would be refused again."""
+    """The engine rejected the request as invalid; a retry would be rejected again."""
 
 
 class EngineIncompatible(EngineError):
@@ -46,32 +46,32 @@ class EngineIncompatible(EngineError):
 
 
 class InvalidSample(EngineError):
-    """The engine answered, but the samples cannot be those of the request. They must never be trained on."""
+    """The engine answered, but the samples cannot belong to the request. They must never be used for training."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One group: `n` samples of one prompt.
+    """A request for one group: `n` samples of one prompt.
 
-    `seeds` names the random stream of each sample; the same seed, prompt and weights give the same tokens whatever
-    else the engine is doing. Sampling ends at the first of `stop_token_ids` (kept as the last token) or after
-    `max_tokens`; the engine adds no stop tokens of its own. Temperature 0 is greedy; its log-probs are the engine's
-    choice.
+    `seeds` has the seed of each sample's random stream. The same seed, prompt and weights give the same tokens,
+    regardless of the engine's other requests. Sampling ends at the first of `stop_token_ids` (kept as the last token)
+    or after `max_tokens`; the engine adds no stop tokens of its own. Temperature 0 is greedy; the log-probs then depend
+    on the kind of engine.
     """
 
     request_id: str  # unique among running requests
     token_ids: np.ndarray  # [P] int32
     n: int
-    seeds: tuple[int, ...]  # n of them, 0 <= seed < 2**63
+    seeds: tuple[int, ...]  # [n], 0 <= seed < 2**63
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     topk: int = 0  # K most likely tokens per position; 0 = none
     routed_experts: bool = False  # return the experts that each token was routed to
     top_p: float = 1.0  # below 1 without `sampling_mask` the engine chooses whether log-probs are over the mask
-    top_k: int = 0  # draw from so many most likely tokens; 0 = all
-    min_p: float = 0.0  # draw from tokens with at least this share of the most likely one's probability
-    sampling_mask: bool = False  # return which tokens top_p, top_k and min_p left at each position
+    top_k: int = 0  # sample only from the `top_k` most likely tokens; 0 = all
+    min_p: float = 0.0  # sample only from tokens with at least this share of the highest probability
+    sampling_mask: bool = False  # return the tokens that top_p, top_k and min_p left at each position
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))
@@ -83,7 +83,7 @@ class GenerateRequest:
             (self.n < 1, f"n = {self.n} must be at least 1"),
             (len(self.seeds) != self.n, f"{len(self.seeds)} seeds for n = {self.n} samples"),
             (any(not 0 <= seed < 2**63 for seed in self.seeds), "seeds must lie in [0, 2**63)"),
-            # Below 0.01 servers quietly sample at 0.01, and the log-probs would belong to another temperature.
+            # Below 0.01 servers silently sample at 0.01, so the log-probs would belong to another temperature.
             (
                 not (self.temperature == 0 or 0.01 <= self.temperature < float("inf")),
                 f"temperature = {self.temperature} must be 0 (greedy) or at least 0.01",
@@ -105,28 +105,28 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a server reports about itself."""
+    """The state and limits that a server reports."""
 
-    version: int  # policy version of the weights; -1 = not one of ours
+    version: int  # policy version of the weights; -1 = the weights have no version of this run
     vocab_size: int
-    max_model_len: int  # prompt and response together, tokens
-    max_logprobs: int  # cap on K
+    max_model_len: int  # tokens of prompt and response together
+    max_logprobs: int  # upper limit of K
     logprobs_mode: str
     dtype: str  # "float32" | "bfloat16" | "float16"
-    model: str  # directory the server was started from
+    model: str  # directory that the server was started from
     engine: str  # name and version of the server
-    running: int  # being sampled now: groups of all clients (vLLM), samples of this client (SGLang)
+    running: int  # running now: groups of all clients (vLLM), samples of this client (SGLang)
     routed_experts: bool = False  # it can return the experts that each token was routed to
-    sampling_mask: bool = False  # it can return which tokens top_p, top_k and min_p left at each position
-    problems: tuple[str, ...] = ()  # settings it reports as unfit for rollouts, each with its remedy
-    instance: str = ""  # names this instance of the server: another one after every restart; "" = unknown
-    workers: int = 1  # processes that hold its weights and receive new ones
-    weight_group: str = ""  # name of the group whose broadcasts they can receive; empty = none
-    updating_s: float | None = None  # since the update of its weights began that goes on now; None = none does
+    sampling_mask: bool = False  # it can return the tokens that top_p, top_k and min_p left at each position
+    problems: tuple[str, ...] = ()  # reported settings that are unfit for rollouts, each with its remedy
+    instance: str = ""  # identifies this instance of the server and changes with every restart; "" = unknown
+    workers: int = 1  # processes that have its weights and receive new ones
+    weight_group: str = ""  # name of the weight group that it can receive broadcasts of; empty = none
+    updating_s: float | None = None  # seconds since the running weight update began; None = no update is running
 
 
 class Engine(Protocol):
-    """One server. All methods may be called concurrently; `load_weights` calls are serialised by the server.
+    """A client of one server. All methods may be called concurrently; the server serialises `load_weights` calls.
 
     Every method but `close` raises `EngineTimeout` and `EngineUnavailable`.
     """
@@ -138,37 +138,49 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """fp32 [S - 1]: log-prob at temperature 1 of each token after the first given those before it ([S] int32),
-        computed afresh under the current weights. Raises `InvalidSample` and `EngineRefused`."""
+        """Return fp32 [S - 1]: the log-prob at temperature 1 of each token after the first, given the tokens before it.
+
+        token_ids: [S] int32. The log-probs are computed without caches under the current weights. Raises
+        `InvalidSample` and `EngineRefused`.
+        """
         ...
 
     async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
-        """Return values inside the pass that `score` makes of [S] int32, of every layer and operator that can be
-        hooked, and the scores. Slow. Raises `InvalidSample` and `EngineRefused`."""
+        """Return the intermediate values of the forward pass that `score` makes, and the scores.
+
+        token_ids: [S] int32. The trace has the values of every layer and operator that can be hooked. Slow. Raises
+        `InvalidSample` and `EngineRefused`.
+        """
         ...
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
-        """Serve the weights in the directory `path`, a model or a delta (`weights.delta`), as policy `version`. Returns
-        the seconds without sampling. When it raises `EngineRefused` the old weights still serve; after any
-        other error call it again before generating."""
+        """Serve the weights in the directory `path`, a model or a delta (`weights.delta`), as policy `version`.
+
+        Returns the seconds without sampling. After `EngineRefused` the old weights are still served. After any other
+        error the caller must load weights again before it generates.
+        """
         ...
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
-        """Make the workers members of the trainer's group, and of no earlier one. Returns when all have joined."""
+        """Make the workers members of the trainer's group, and of no earlier one. Return when all have joined."""
         ...
 
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
-        """Serve what the trainer broadcasts in `step` of the joined group as policy `version`. As `load_weights`;
-        after an error other than `EngineRefused` the engine is in no group."""
+        """Serve the weights that the trainer broadcasts in `step` of the joined group as policy `version`.
+
+        Otherwise as `load_weights`. After an error other than `EngineRefused` the engine is in no group.
+        """
         ...
 
     async def weights_fingerprint(self) -> Fingerprint:
-        """Return fingerprints of the weights that the engine holds now, computed by it."""
+        """Return fingerprints that the engine computes from its current weights."""
         ...
 
     async def sleep(self) -> None:
-        """Free the memory of weights and cache once running requests have ended. The engine serves nothing until it
-        woke and loaded weights."""
+        """Wait for running requests, then free the memory of weights and cache.
+
+        The engine serves no requests until `wake` is called and weights are loaded.
+        """
         ...
 
     async def wake(self) -> None:
@@ -178,22 +190,24 @@ class Engine(Protocol):
     async def info(self) -> EngineInfo: ...
 
     async def version(self) -> int:
-        """Return the policy version now served; -1 if the weights are not one of ours."""
+        """Return the policy version that is served now; -1 if the weights have no version of this run."""
         ...
 
     async def health(self) -> None:
-        """Return if the engine can serve, else raise."""
+        """Return if the engine can serve requests; raise otherwise."""
         ...
 
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
         """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`.
 
-        `vocab_size` is that of the trainer's model; None leaves it unchecked.
+        `vocab_size` is the vocabulary size of the trainer's model; None leaves it unchecked.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a running request; `generate` returns what was sampled, with finish_reason "abort" where interrupted."""
+        """End a running request. Its `generate` returns the sampled tokens, with finish_reason "abort" where
+        interrupted.
+        """
         ...
 
     async def close(self) -> None:

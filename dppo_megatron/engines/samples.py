@@ -1,4 +1,4 @@
-"""The samples of one group end to end in flat arrays: as engines send them, checked before anything uses them."""
+"""The samples of one group, end to end in flat arrays as engines send them, and the checks before their first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.types import Rollout, column_named, expected_shapes, split_co
 from .protocol import GenerateRequest, InvalidSample
 
 FINISH_REASONS = ("stop", "length", "abort")
-LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a log-prob above it is no log-prob
+LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a value above it is not a log-prob
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class GroupSamples:
     """`n` samples end to end: `S` response tokens in all, and `columns` as `COLUMNS` describes them.
 
     Example of two samples: lengths [2, 1], token_ids [5, 6, 9], columns {"rollout_logprob": [-1.0, -0.5, -2.0],
-    "versions": [3, 3, 4]}. The last of each belongs to the second sample. "read" columns have P - 1 rows more for each
-    sample.
+    "versions": [3, 3, 4]}. The last value of each belongs to the second sample. "read" columns have P - 1 more rows for
+    each sample.
     """
 
     lengths: np.ndarray  # [n] int32
@@ -31,7 +31,7 @@ class GroupSamples:
 
     @classmethod
     def of(cls, samples: Sequence[Rollout]) -> GroupSamples:
-        """The samples of one group, all with the same columns."""
+        """Concatenate the samples of one group, which must all have the same columns."""
         found = [sample.columns for sample in samples]
         return cls(
             lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
@@ -41,7 +41,7 @@ class GroupSamples:
         )
 
     def rollouts(self, prompt_tokens: int) -> tuple[Rollout, ...]:
-        """One `Rollout` for each sample of a prompt of `prompt_tokens`; the arrays are views."""
+        """Return one `Rollout` for each sample of a prompt of `prompt_tokens`; the arrays are views."""
         tokens = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
         columns = split_columns(self.columns, self.lengths, self.lengths + prompt_tokens - 1)
         return tuple(
@@ -50,7 +50,7 @@ class GroupSamples:
         )
 
     def check(self, request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-        """Raise `InvalidSample`, naming the sample and the fault, unless these can answer `request`."""
+        """Raise `InvalidSample`, naming the sample and the fault, unless these samples can answer `request`."""
         self._check_shapes(request)
         check = _Check(request.request_id, self.lengths)
         logprob = self.columns["rollout_logprob"]
@@ -131,10 +131,10 @@ class GroupSamples:
         check.tokens(~drawn, "the sampled token is not among those that were left to draw from")
 
     def _in_mask(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-        """[S, n] bool: whether each of ids [S, n] was left to draw from at its position."""
+        """Return [S, n] bool: whether each of ids [S, n] is in the sampling mask of its position."""
         tokens = np.arange(len(ids), dtype=np.int64)
         width = vocab_size + ids.shape[1]
-        # Ascending numbers, token by token, so that one search finds all ids.
+        # Number each (position, id) pair in ascending order, so that one search finds all ids.
         left = np.repeat(tokens, self.columns["sampling_mask_counts"]) * width + self.columns["sampling_mask_ids"]
         wanted = tokens[:, None] * width + ids
         return left[np.searchsorted(left, wanted).clip(max=len(left) - 1)] == wanted
@@ -146,12 +146,15 @@ def _distinct(experts: np.ndarray) -> bool:
 
 
 def absent_experts(prompt_tokens: int, layers: int, k: int) -> np.ndarray:
-    """[P - 1, L, k] uint8 for a sample aborted before it began: any routing will do where no token carries loss."""
+    """Return zeros [P - 1, L, k] uint8 for a sample aborted before it began.
+
+    Its tokens carry no loss, so any routing is valid.
+    """
     return np.broadcast_to(np.arange(k, dtype=np.uint8), (prompt_tokens - 1, layers, k))
 
 
 def check_scores(what: str, logprobs: np.ndarray | None, expected: int) -> np.ndarray:
-    """`logprobs`, which must be `expected` log-probs. Raises `InvalidSample`."""
+    """Return `logprobs` if they are `expected` valid log-probs. Raises `InvalidSample` otherwise."""
     if logprobs is None or logprobs.shape != (expected,):
         raise InvalidSample(f"{what}: expected {expected} log-probs, got {logprobs}")
     if not (np.isfinite(logprobs).all() and (logprobs <= LOGPROB_TOLERANCE).all()):

@@ -1,4 +1,4 @@
-"""The secret of a run, which every request to its engines must carry. It is stored in one file only."""
+"""Creates and reads the secret of a run, which every request to its engines must carry. Only one file contains it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-WRITTEN_S = 5.0  # for another process that creates it at the same moment to write it
+WRITTEN_S = 5.0  # for another process that creates the file at the same time to write the secret
 
 
 class NoSecret(ExpectedError, RuntimeError):
-    """The file that should hold the secret does not."""
+    """The run's secret cannot be read from its file."""
 
 
 def make_secret(config: Config) -> None:
-    """Create RUN/secret unless it exists or `engine.secret_file` names another. Of several processes that make it at
-    once, one does. Raises `NoSecret` for a file without one."""
+    """Create RUN/secret unless it exists or `engine.secret_file` names another file.
+
+    If several processes call this at once, one of them creates the file. Raises `NoSecret` for a file without a secret.
+    """
     run = RunDir(config.run.dir)
     run.make()
     path, remedy = config.engine.secret_file or run.secret, "write another into it, and tell it to the servers"
@@ -42,9 +44,9 @@ def make_secret(config: Config) -> None:
 
 
 def read_secret(config: Config) -> str | None:
-    """Return the secret of this run's engines; None if this user can read none, and engines then reject requests.
+    """Return the secret of this run's engines, or None if this user cannot read it. Engines then reject requests.
 
-    Raises `NoSecret` for one that no request can bring.
+    Raises `NoSecret` for a secret that cannot be sent in a header.
     """
     try:
         return _read(config.engine.secret_file or RunDir(config.run.dir).secret) or None
@@ -73,13 +75,16 @@ def _close_to_others(path: Path, remedy: str) -> None:
     except FileNotFoundError:
         raise NoSecret(f"engine.secret_file = {path}: does not exist") from None
     if mode & 0o077:
-        with contextlib.suppress(OSError):  # it is another user's, or the file system is read-only
+        with contextlib.suppress(OSError):  # it belongs to another user, or the file system is read-only
             path.chmod(0o600)
         log.warning("%s could be read by others (mode %o); %s", path, mode, remedy)
 
 
 def _read(path: Path) -> str:
-    """Return one line of ASCII: an HTTP client's error about a header with anything else would show the secret."""
+    """Return one line of printable ASCII. Raises `NoSecret` for any other content.
+
+    An HTTP client's error about an invalid header would show the secret.
+    """
     secret = path.read_bytes().decode("ascii", errors="replace").strip()
     if not (secret.isascii() and secret.isprintable()):
         raise NoSecret(f"{path}: holds more than a line of ASCII; leave only the secret in it")

@@ -1,6 +1,6 @@
 """The interface of a kind of engine before a server runs, and how servers start on this machine.
 
-Rules between settings use this file, so it imports torch only where a function needs it.
+The rules between settings use this file, so it imports torch only inside functions that need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class Node(NamedTuple):
-    """A node of an engine that spans several, and the address of node 0, which answers requests."""
+    """One node of an engine that spans several, with the address of node 0, which answers requests."""
 
     rank: int
     host: str
@@ -35,13 +35,13 @@ class Node(NamedTuple):
 class EngineKind(ABC):
     """One kind of server. Problems are lines `setting = value: why; remedy`; by default a kind serves every setting."""
 
-    secret_variables: tuple[str, ...] = (SECRET_VARIABLE,)  # of its environment; they hold the run's secret
-    own_receiver = False  # workers receive broadcast weights by our `WeightReceiver`, not by code of the server's own
-    install = ""  # where to get an environment that has it; appended to the error about a missing package
+    secret_variables: tuple[str, ...] = (SECRET_VARIABLE,)  # environment variables that contain the run's secret
+    own_receiver = False  # workers receive broadcast weights by our `WeightReceiver`, not by the server's own code
+    install = ""  # how to get an environment that has the server; appended to the error about a missing package
 
     @abstractmethod
     def client(self, config: Config, url: str, budget: ByteBudget | None) -> Engine:
-        """Return a client of the server at `url`. Opens no connection yet."""
+        """Return a client of the server at `url`, without opening a connection."""
 
     @abstractmethod
     def python(self, config: Config) -> Path:
@@ -49,15 +49,15 @@ class EngineKind(ABC):
 
     @abstractmethod
     def command(self, config: Config, port: int, model: Path, version: int, node: Node | None = None) -> list[str]:
-        """Return the argv of a server of policy `version`; `node`: None for an engine of one node."""
+        """Return the argv of a server of policy `version`. `node` is None for an engine of one node."""
 
     @abstractmethod
     def environment(self, config: Config, version: int) -> dict[str, str]:
-        """Return the variables to add to this process's own."""
+        """Return the variables to add to this process's own environment for the server."""
 
     @abstractmethod
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
-        """Return the bytes that a GPU holds in addition to weights and cache while an update loads.
+        """Return the bytes that a GPU needs in addition to weights and cache while an update loads.
 
         module: bytes of the largest module, unsharded; bucket: bytes of a broadcast bucket, 0 when weights are files.
         """
@@ -79,9 +79,9 @@ class EngineKind(ABC):
         return []
 
     def more_packages(self, config: Config, *, cuda: bool) -> dict[str, str]:
-        """Return the packages that its interpreter needs besides the server, each with the problem if it is missing.
+        """Return the packages that the interpreter needs besides the server, each with the problem if it is missing.
 
-        `{python}` in a problem stands for the interpreter. cuda: whether the servers run on GPUs.
+        `{python}` in a problem is replaced by the interpreter. cuda: whether the servers run on GPUs.
         """
         return {}
 
@@ -94,8 +94,8 @@ class EngineKind(ABC):
         return [layers]
 
 
-# Tens of microseconds by libgomp's count, longer than most pauses between two operators of a small model: an eighth of
-# the time of sampling at 20 M parameters. Three times as long takes the cores from other processes.
+# libgomp's spin count for tens of microseconds, longer than most pauses between two operators of a small model. It
+# saves an eighth of the sampling time at 20 M parameters. Three times this count takes the cores from other processes.
 SPINS = 3000
 CPU_KV_CACHE_BYTES = 2**30  # by default engines take a share of all memory, which other processes need as well
 
@@ -108,17 +108,21 @@ def device_here() -> Device:
 
 
 def cpu_threads(config: Config) -> dict[str, str]:
-    """Return the variables for a server on CPUs: a thread for each core, asleep while trainer and API process
-    compute."""
+    """Return the variables for a server on CPUs: one thread for each core, asleep while other processes compute.
+
+    The other processes are the trainer and the API process.
+    """
     variables = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_WAIT_POLICY": "PASSIVE"}
-    if config.engine.count == 1:  # engines that share the cores would spin while another one computes
+    if config.engine.count == 1:  # engines that share the cores would spin while another engine computes
         variables["GOMP_SPINCOUNT"] = str(SPINS)
     return variables
 
 
 def start_model(config: Config) -> Path:
-    """`model.path`, or with `engine.quantization: fp8_block` the quantised copy in the run directory
-    (`launch.quantized`), for an engine takes only weights that are stored as those it started with."""
+    """Return `model.path`, or with `engine.quantization: fp8_block` the quantised copy in the run directory.
+
+    `launch.quantized` makes the copy. An engine only takes weights in the format of the weights it started with.
+    """
     from dppo_megatron.hf import read_hf_config
 
     if not config.engine.serves_fp8 or read_hf_config(config.model.path).quantization is not None:
@@ -127,7 +131,7 @@ def start_model(config: Config) -> Path:
 
 
 def exact_environment(config: Config) -> dict[str, str]:
-    """Return the variables for a server with `engine.exact`, else none."""
+    """Return the variables for a server with `engine.exact`; empty without it."""
     if not config.engine.exact:
         return {}
     from dppo_megatron.hf import inverse_frequencies, padded_vocab_size, read_hf_config

@@ -1,7 +1,7 @@
-"""Values inside one forward pass of a served model, recorded by hooks under the names that the trainer gives them.
+"""Records the values inside one forward pass of a served model by hooks, under the names that the trainer gives them.
 
-vLLM and SGLang name their modules alike. Depends only on torch and on no other module, because an SGLang server
-loads this file by its path.
+vLLM and SGLang give their modules the same names. Depends only on torch and on no other module, because an SGLang
+server loads this file by its path.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
 class TraceRecorder:
-    """Record the pass of `model` that reads `token_ids`, also in a batch with others, until `take`."""
+    """Records the forward pass of `model` that reads `token_ids`, also in a batch with others, until `take`."""
 
     def __init__(self, model: nn.Module, token_ids: list[int]):
         self._token_ids = token_ids
-        self._rows: slice | None = None  # of the running pass
-        self._size = 0  # rows of it
-        self._layer = OUTSIDE  # that runs
+        self._rows: slice | None = None  # rows of `token_ids` in the running pass
+        self._size = 0  # rows of the running pass
+        self._layer = OUTSIDE  # the layer that runs now
         self._trace: Trace = {}
         self._hooks = [
             module.register_forward_hook(self._hook(layer, values)) for module, layer, values in _points(model)
         ]
 
     def take(self) -> Trace:
-        """Remove the hooks and return the recorded values on the CPU. Empty where no pass read the tokens, or no
-        hook saw it."""
+        """Remove the hooks and return the recorded values on the CPU.
+
+        The trace is empty if no pass read the tokens or no hook was called.
+        """
         for hook in self._hooks:
             hook.remove()
         return self._trace
@@ -58,17 +60,17 @@ class TraceRecorder:
                 self._rows, self._size = self._found(ids), len(ids)
             if self._rows is None:
                 return
-            # All layers rotate by one module, which has the name of the first one's.
+            # All layers share one rotary module, which is named after the first layer.
             self._layer = self._layer if values is _rotated else layer
             for operator, value in values(module, arguments, output).items():
                 rows = self._rows
-                if operator == "logits":  # of every row but the last, for the log-probs of the prompt
+                if operator == "logits":  # the logits of every row but the last, for the log-probs of the prompt
                     if len(value) != len(self._token_ids) - 1:
                         continue
                     rows = slice(None)
-                else:  # some models norm [T, h, d], others [T h, d]
+                else:  # some models normalize [T, h, d], others [T h, d]
                     value = value.reshape(self._size, -1)
-                # A copy, because kernels write where they have read.
+                # A copy, because kernels write their output over their input.
                 self._trace[self._layer, operator] = value.detach()[rows].to("cpu", copy=True)
 
         return hook
@@ -113,7 +115,7 @@ def _whole(operator: str) -> Callable[..., dict[str, Tensor]]:
 
 
 def _norm(operator: str, residual: str) -> Callable[..., dict[str, Tensor]]:
-    """A norm that adds the residual first returns the sum as well."""
+    """Return a function for a norm's values; a norm that adds the residual first returns the sum as well."""
 
     def values(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> dict[str, Tensor]:
         normed, stream = output if isinstance(output, tuple) else (output, arguments[0])

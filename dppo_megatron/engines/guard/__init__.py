@@ -1,2 +1,5 @@
-"""Protects every route of an engine's server. Only the standard library, because SGLang's own environment runs it too,
-where this package is not installed: `sglang_server` is started by its path."""
+"""Protects every route of an engine's server.
+
+Depends only on the standard library, because SGLang's own environment also runs it. This package is not installed
+there, so `sglang_server` is started by its path.
+"""

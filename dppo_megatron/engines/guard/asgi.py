@@ -1,4 +1,4 @@
-"""ASGI middleware: the run's secret, a limit on what a request may hold, and where weights may be loaded from."""
+"""ASGI middleware that checks the run's secret, the size of each request, and the paths of weights to load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECRET_VARIABLE = "DPPO_SECRET"
 """Environment variable of the server: what requests must bring as `Authorization: Bearer ...`."""
 ROOTS_VARIABLE = "DPPO_WEIGHTS_ROOT"
 """Environment variable of the server: directories, separated by colons, that weights may be loaded from."""
-MAX_BODY_BYTES = 64 * 2**20  # the largest request of ours, a plan that names every tensor of a big mixture, is a third
+MAX_BODY_BYTES = 64 * 2**20  # three times our largest request, a weight plan with every tensor of a big mixture
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -22,15 +22,15 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class RefusedPath(ValueError):
-    """Weights may not be loaded from there."""
+    """Weights may not be loaded from this path."""
 
 
 class Guard:
     """Pass requests that carry the secret. Protects every route of the application except GET of `open_paths`.
 
-    Others are answered 401 before their body is read, and one beyond `MAX_BODY_BYTES` 413. Without a secret every
-    request is rejected. `paths`: route -> the field of its JSON that names a directory to load from, which must be
-    inside `roots`.
+    Requests without the secret get 401 before their body is read; requests larger than `MAX_BODY_BYTES` get 413.
+    Without a secret every request is rejected. `paths` maps a route to the JSON field with the directory to load from.
+    That directory must be inside `roots`. Example: `{"/update_weights_from_disk": "model_path"}`.
     """
 
     def __init__(
@@ -93,8 +93,11 @@ class Guard:
 
 
 def inside_roots(path: str, roots: Collection[str]) -> str:
-    """Return `path` with symbolic links resolved. Raises `RefusedPath` unless it is one of `roots`, such as a start
-    model that is a snapshot of links into a cache, or is inside one and holds only regular files (`check_files`)."""
+    """Return `path` with symbolic links resolved. Raises `RefusedPath` for a path outside `roots`.
+
+    A root itself may have links: a start model can be a snapshot of links into a cache. A path inside a root may have
+    only regular files (`check_files`).
+    """
     real = os.path.realpath(path)
     for root in map(os.path.realpath, roots):
         if os.path.commonpath((root, real)) == root:
@@ -108,8 +111,10 @@ def inside_roots(path: str, roots: Collection[str]) -> str:
 
 
 def check_files(directory: str) -> None:
-    """Raise `RefusedPath` if `directory`, or a version that it is a delta of, is or holds a link or a special file: a
-    reader would leave the run's directory, or block on a FIFO."""
+    """Raise `RefusedPath` if `directory`, or the base of its delta, is or contains a link or a special file.
+
+    A reader would follow the link out of the run's directory, or block on a FIFO.
+    """
     seen: set[str] = set()
     while directory not in seen and os.path.isdir(directory):
         seen.add(directory)
@@ -117,7 +122,7 @@ def check_files(directory: str) -> None:
         for entry in (directory, *(os.path.join(directory, name) for name in folders + files)):
             if os.path.islink(entry) or not (os.path.isfile(entry) or os.path.isdir(entry)):
                 raise RefusedPath(f"{entry}: is a link or a special file; put what it should be in its place")
-        with contextlib.suppress(Exception), open(os.path.join(directory, "delta.json")) as file:  # for its reader
+        with contextlib.suppress(Exception), open(os.path.join(directory, "delta.json")) as file:  # left to its reader
             directory = os.path.join(os.path.dirname(directory), os.path.basename(json.load(file)["base"]))
 
 
@@ -126,7 +131,7 @@ def roots_of_environment() -> tuple[str, ...]:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Return the body, at most one part over the limit; None if the client is gone."""
+    """Return the body, cut off after the part that exceeds the limit; None if the client has disconnected."""
     parts, size = [], 0
     while size <= MAX_BODY_BYTES:
         message = await receive()

@@ -1,7 +1,8 @@
-"""`python .../sglang_server.py ARGUMENTS`: a stock `python -m sglang.launch_server ARGUMENTS` behind our guard.
+"""Runs a stock SGLang server behind our guard, with the arguments of `python -m sglang.launch_server`.
 
-SGLang's own key is an argument, which it logs and reports, and leaves /health, /ready and /metrics open. Here every
-route needs the secret of the environment, and weights are loaded only from the run.
+Start it with `python .../sglang_server.py ARGUMENTS`. SGLang's own key is a command-line argument, which the server
+logs and reports. It also leaves /health, /ready and /metrics open. Here every route needs the secret of the
+environment, and weights are loaded only from the run.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # in this folder
 
 OTHER_DOORS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--encoder-only", "--use-ray")
 """Arguments of servers that answer elsewhere than through this process's application."""
-ITS_FILE = "--config"  # of further arguments
+ITS_FILE = "--config"  # the file of further arguments
 SLEEPS = "--enable-memory-saver"
 
 
 def main(arguments: list[str]) -> None:
     for argument in arguments:
         flag = argument.partition("=")[0]
-        # argparse takes what an argument begins with for the whole of it.
+        # argparse accepts any unique prefix of an argument.
         if any(len(flag) > 2 and name.startswith(flag) for name in OTHER_DOORS):
             sys.exit(f"{flag}: opens a port that the run's secret does not guard; remove it (engine.extra_args)")
         if flag == ITS_FILE:
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> None:
 
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # before anything that they adjust
+    load_plugins()  # before the modules that the plug-ins change are imported
     import requests
     from sglang.srt.entrypoints import http_server
 
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> None:
     )
     # The server warms itself up through its own routes.
     own = requests.Session()
-    own.trust_env = False  # a proxy of the environment would learn the secret, and ~/.netrc would take its place
+    own.trust_env = False  # else a proxy of the environment would receive the secret, and ~/.netrc would replace it
     own.headers["Authorization"] = f"Bearer {secret}"
     own.exceptions = requests.exceptions
     http_server.requests = own
@@ -57,7 +58,11 @@ def main(arguments: list[str]) -> None:
 
 
 def _check_memory_saver() -> None:
-    """Where a run has colocated engines; else a process of SGLang's would end over it later, amid other messages."""
+    """Exit with one message if torch_memory_saver cannot be imported.
+
+    Only runs with colocated engines need it. Without this check a process of SGLang would exit later, with the cause
+    hidden among other messages.
+    """
     try:
         import torch_memory_saver  # noqa: F401
     except (ImportError, OSError) as error:

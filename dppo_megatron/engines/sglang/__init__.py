@@ -1,1 +1,1 @@
-"""SGLang: a client of its HTTP server, the command line that starts it, and what its CPU build lacks (`cpu`)."""
+"""SGLang: a client of its HTTP server, the command line that starts it, and replacements for CPU kernels (`cpu`)."""

@@ -52,9 +52,9 @@ from .wire import (
 class SglangEngine(HttpEngine):
     """HTTP client of one server.
 
-    The server has no cap on K, exits when a token id is outside its vocabulary, and takes any weights it finds. So
-    requests and weight directories are checked before they are sent, against `config` and the files of the model that
-    engines start with.
+    The server has no upper limit of K, exits when a token id is outside its vocabulary, and loads any weights it is
+    given. So the client checks requests and weight directories before it sends them, against `config` and the files of
+    the model that engines start with.
     """
 
     def __init__(self, config: Config, url: str, budget: ByteBudget | None = None):
@@ -63,8 +63,8 @@ class SglangEngine(HttpEngine):
         self._max_logprobs = config.engine.max_logprobs
         self._seeded = config.engine.seeded
         self._sleeps = config.engine.placement == "colocated"
-        self._running: dict[str, GenerateRequest] = {}  # request id -> as the server knows it
-        self._last_info: EngineInfo | None = None  # by the last `info`
+        self._running: dict[str, GenerateRequest] = {}  # request id -> request as sent to the server
+        self._last_info: EngineInfo | None = None  # result of the last `info`
         self._update: tuple[str, float] | None = None  # label of the running update, and when it was first seen
         self._model: HFModelConfig | None = None
         self._end_tokens: frozenset[int] = frozenset()
@@ -81,7 +81,7 @@ class SglangEngine(HttpEngine):
         self._admit(what, request, limits)
         await self._check_not(what, ASLEEP, EMPTY)
         longest = limits.max_model_len - len(request.token_ids)
-        # Under a name of its own: the server may still be busy ending a request of that id whose client is gone.
+        # A new id for every attempt: the server may still be ending a request of the same id with a closed connection.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
         body = encode_group(sent, min(request.max_tokens, longest))
         with ReplySlot(self._budget) as slot:
@@ -199,7 +199,10 @@ class SglangEngine(HttpEngine):
         return self._last_info
 
     def _updating_s(self, served: dict[str, Any]) -> float | None:
-        """Return the seconds since this client first saw the running update, during which the scheduler is silent."""
+        """Return the seconds since this client first saw the running update.
+
+        The scheduler does not answer during an update.
+        """
         label = served.get("weight_version", "")
         if not label.startswith(UPDATING):
             self._update = None
@@ -217,8 +220,8 @@ class SglangEngine(HttpEngine):
             raise EngineError(f"engine {self.url}: {what}: not in its description: {error}") from error
 
     async def health(self) -> None:
-        # Answered by the scheduler, also between the steps of long requests and while paused; /health would sample a
-        # token, take a second, and fail while paused.
+        # The scheduler answers this route, also between the steps of long requests and while paused. /health would
+        # sample a token, take a second, and fail while paused.
         if self._updating_s(await self._calls.json("health", "/model_info", retry_busy=False)) is not None:
             return
         await self._calls.json("health", "/server_info", retry_busy=False)
@@ -235,10 +238,13 @@ class SglangEngine(HttpEngine):
         return info
 
     async def _logprobs_mode(self) -> str:
-        """Return the mode, measured because the server does not report it: doubling the temperature halves the
-        distance of the two most likely tokens, unless log-probs ignore the temperature."""
+        """Return the log-prob mode, which is measured because the server does not report it.
+
+        Doubling the temperature halves the distance of the two most likely tokens, unless log-probs ignore the
+        temperature.
+        """
         limits = await self._static_info()
-        prompt = np.arange(1, min(9, limits.vocab_size))  # token 0 is often padding, whose logits are all equal
+        prompt = np.arange(1, min(9, limits.vocab_size))  # token 0 is often padding with equal logits
         distance = []
         for temperature in (1.0, 2.0):
             request = GenerateRequest(f"temperature-{uuid4().hex}", prompt, 1, (0,), temperature, 1, topk=2)
@@ -308,8 +314,10 @@ def _read_model(path: Path) -> tuple[HFModelConfig, frozenset[int]]:
 
 
 def _vocab_size(served: Path, own: Path) -> int:
-    """Return the vocabulary size, which SGLang does not report; that of the run's model if this machine cannot see
-    the served one."""
+    """Return the vocabulary size of the served model, which SGLang does not report.
+
+    If this machine cannot read the served model, return the vocabulary size of the run's model.
+    """
     try:
         return read_hf_config(served).vocab_size
     except ModelError:

@@ -1,6 +1,6 @@
-"""SGLang as a kind of engine: settings it cannot serve, the command line of its servers, and the memory of an update.
+"""SGLang as a kind of engine: unsupported settings, the command line of its servers, and the memory of an update.
 
-Starts nothing, and imports torch only where a function needs it.
+This module starts no process, and imports torch only inside functions that need it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
 
 CUMEM = "NCCL_CUMEM_ENABLE"
-MEMORY_SAVER = "torch_memory_saver"  # a package for CUDA; without it SGLang frees nothing when it sleeps
-CONTEXT_MARGIN = 8  # positions of --context-length that SGLang keeps back from prompt and response
-# dppo_megatron.engines.guard.sglang_server, which SGLang's own environment may not know by that name.
+MEMORY_SAVER = "torch_memory_saver"  # a package for CUDA; without it SGLang frees no memory when it sleeps
+CONTEXT_MARGIN = 8  # positions of --context-length that SGLang reserves and prompt and response cannot use
+# dppo_megatron.engines.guard.sglang_server; SGLang's own environment may not have it under that name.
 GUARDED_SERVER = Path(__file__).parents[1] / "guard" / "sglang_server.py"
-PLUGIN = Path(__file__).parent / "plugin"  # holds the metadata by which SGLang finds it
+PLUGIN = Path(__file__).parent / "plugin"  # contains the metadata by which SGLang finds the plug-in
 CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
 
 
@@ -92,7 +92,7 @@ class Sglang(EngineKind):
         }
 
     def rank_environment(self, config: Config) -> dict[str, str]:
-        # SGLang sets 0 for itself, and both ends of a broadcast must agree.
+        # SGLang sets its own variable to 0, and both ends of a broadcast must agree.
         return {CUMEM: config.engine.env.get(CUMEM, "0")} if config.weight_sync.transport == "broadcast" else {}
 
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
@@ -122,14 +122,14 @@ class Sglang(EngineKind):
         argv = [
             *(str(self.python(config)), str(GUARDED_SERVER)),
             *("--model-path", str(model)),
-            # Another node's server answers health checks there, also where it is on the same machine.
+            # The server of another node answers health checks on its own port, because it may run on the same machine.
             *("--host", engine.host, "--port", str(port + (node.rank if node is not None else 0))),
             *("--dtype", DTYPES[engine.dtype].long),
             *("--tp-size", str(engine.tensor_parallel)),
             *("--context-length", str(engine.max_model_len + CONTEXT_MARGIN)),
             *("--max-running-requests", str(engine.max_num_seqs)),
             *("--weight-version", str(version)),
-            "--skip-tokenizer-init",  # tokens in, tokens out
+            "--skip-tokenizer-init",  # requests and replies contain token ids
             *("--log-level-http", "warning"),
         ]
         if engine.expert_parallel:
@@ -141,7 +141,7 @@ class Sglang(EngineKind):
             argv.append("--enable-deterministic-inference")  # without it samples ignore their seeds
         if config.rollout.routing_replay:
             argv.append("--enable-return-routed-experts")
-        if config.rollout.top_k > 0:  # equal probabilities may leave more; a request with still more is aborted
+        if config.rollout.top_k > 0:  # ties may leave more tokens; SGLang aborts a request with still more
             argv += ["--sampling-mask-max-tokens", str(max(4096, 2 * config.rollout.top_k))]
         cpu = (device or device_here()) == "cpu"
         if config.weight_sync.lora == "adapter":
@@ -159,7 +159,7 @@ class Sglang(EngineKind):
                 *(("--lora-backend", "torch_native") if cpu else ()),
             ]
         if engine.placement == "colocated" and not cpu:
-            argv.append("--enable-memory-saver")  # without it sleep frees nothing
+            argv.append("--enable-memory-saver")  # without it sleep frees no memory
         if engine.kv_cache_bytes is not None or cpu:
             tokens = (engine.kv_cache_bytes or CPU_KV_CACHE_BYTES) // _kv_bytes_per_token(config, model)
             argv += ["--max-total-tokens", str(tokens)]
@@ -174,12 +174,12 @@ class Sglang(EngineKind):
                 "--disable-cuda-graph",
                 "--disable-radix-cache",
                 "--skip-server-warmup",
-                "--sleep-on-idle",  # else it takes half a core while the trainer computes
+                "--sleep-on-idle",  # otherwise it takes half a core while the trainer computes
             ]
         return [*argv, *engine.extra_args]
 
     def environment(self, config: Config, _version: int, *, device: Device | None = None) -> dict[str, str]:
-        """Return the variables to add to the server's environment. `config.engine.env` wins."""
+        """Return the variables to add to the server's environment. `config.engine.env` takes precedence."""
         variables = {
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(PLUGIN),
@@ -193,7 +193,7 @@ class Sglang(EngineKind):
             variables |= {
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "PYTHONPATH": f"{CPU_ENVIRONMENT}{os.pathsep}{PLUGIN}",
-                "TORCHDYNAMO_DISABLE": "1",  # one small function, for which a compiler would have to be there
+                "TORCHDYNAMO_DISABLE": "1",  # only one small function is compiled, and that needs a compiler
                 **cpu_threads(config),
             }
         return variables | config.engine.env
@@ -214,13 +214,13 @@ def _lacks_fused_part(names: Iterable[str]) -> bool:
 
 
 def _kv_bytes_per_token(config: Config, model_path: Path) -> int:
-    """Return the bytes of keys and values on one GPU of the engine."""
+    """Return the bytes of keys and values of one token on one GPU of the engine."""
     from dppo_megatron.hf import read_hf_config
 
     model = read_hf_config(model_path)
     if model.mla is not None:
         per_layer = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
-        # Each GPU has its share of the heads, one at least.
+        # Each GPU has its share of the heads, at least one.
         per_layer = 2 * max(1, model.num_kv_heads // config.engine.tensor_parallel) * model.head_dim
     return model.num_layers * per_layer * DTYPES[config.engine.dtype].bytes

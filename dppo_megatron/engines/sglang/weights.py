@@ -27,13 +27,13 @@ from .wire import ASLEEP, EMPTY, reported_version
 
 READ_POLL_S = 0.01
 IDLE_POLL_S = 0.05
-CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer at all
-INCONSISTENT = "inconsistent"  # label of weights that are neither the old nor the new ones
+CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer any more
+INCONSISTENT = "inconsistent"  # label of weights that mix the old and the new version
 NO_PLUGIN = (
     "its PYTHONPATH lacks the folder engines/sglang/plugin of dppo_megatron, with which `dppo-megatron engine` starts "
     "it; fingerprints (weight_sync.fingerprint), adapters (weight_sync.lora) and broadcasts over NCCL need it"
 )
-UPDATING = "updating-"  # their label while an update goes on; followed by its name
+UPDATING = "updating-"  # prefix of the label during an update; the update's name follows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,8 +46,11 @@ class _Group:
 
 
 class SglangWeights:
-    """Updates through the server's own routes, one at a time, each within `timeout_s`. What the server would load
-    although it is not the model of `model_path`, or an adapter of `adapters` for it, is refused here."""
+    """Updates the weights through the server's own routes, one at a time, each within `timeout_s`.
+
+    SGLang would also load weights that are neither the model of `model_path` nor an adapter of `adapters` for it. This
+    class rejects them.
+    """
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class SglangWeights:
 
     @property
     def group(self) -> str:
-        """Name of the weight group that the server joined through this client; empty = none."""
+        """Return the name of the weight group that the server joined through this client; empty = none."""
         return "" if self._group is None else self._group.plan.name
 
     async def load(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
@@ -82,7 +85,7 @@ class SglangWeights:
             await asyncio.to_thread(self._check_weights, what, path)
             if self._adapters is not None or is_delta(
                 path
-            ):  # without the plug-in SGLang would load its file as weights
+            ):  # without the plug-in SGLang would load the delta's file as weights
                 workers = len(await ask_plugin(self._calls, what, NCCL))
                 if self._adapters is None:
                     await self._read_ahead(what, path, self._read_ahead_bytes // workers, deadline)
@@ -93,7 +96,7 @@ class SglangWeights:
             return time.monotonic() - since
 
     async def _read_ahead(self, what: str, path: Path, most_bytes: int, deadline: float) -> None:
-        """Make the schedulers read `path` while they sample. Raises `EngineError` where one cannot."""
+        """Make the schedulers read `path` while they sample. Raises `EngineError` if one of them fails."""
         action, pause_s = f"{READ_AHEAD} {most_bytes} {path}", READ_POLL_S
         while True:
             told = await ask_plugin(self._calls, what, action, _left(deadline))
@@ -112,8 +115,10 @@ class SglangWeights:
             pause_s = min(2 * pause_s, 50 * READ_POLL_S)
 
     async def sleep(self) -> None:
-        """Wait for running requests and free the memory of weights and cache. Until weights are loaded again the
-        server holds requests back that clients send all the same."""
+        """Wait for running requests, then free the memory of weights and cache.
+
+        Until weights are loaded again the server queues the requests that clients still send.
+        """
         what = "going to sleep"
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
@@ -122,13 +127,13 @@ class SglangWeights:
                 return
             if not label.startswith(EMPTY):
                 await self._wait_until_idle(what, deadline)
-            # A scheduler that is not idle would end. Of the ways to pause only this one ends later requests and
-            # costs no core: it stops the server's HTTP process, not the scheduler, which would spin.
+            # A scheduler that is not idle would exit. Of the ways to pause, only this one ends later requests and uses
+            # no core: it stops the server's HTTP process, not the scheduler, which would spin.
             await self._calls.call(what, "/pause_generation", _left(deadline), body={"mode": "abort"})
             await self._occupy(what, "/release_memory_occupation", f"{ASLEEP}{reported_version(label)}", deadline)
 
     async def wake(self) -> None:
-        """Allocate the memory again, with arbitrary contents. Does nothing if weights are served."""
+        """Allocate the memory again, with arbitrary contents. Do nothing if weights are served."""
         what = "waking up"
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
@@ -143,7 +148,7 @@ class SglangWeights:
             await self._label(what, label)
         except BaseException as error:
             await self._mark_inconsistent(what)
-            if isinstance(error, EngineRefused):  # SGLang answers so whatever goes wrong, and a refusal ends the run
+            if isinstance(error, EngineRefused):  # SGLang reports every failure so, and a refusal ends the run
                 raise EngineError(str(error)) from None
             raise
 
@@ -164,7 +169,7 @@ class SglangWeights:
             address = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
                 rendezvous = await asyncio.to_thread(WeightRendezvous.connect, *address)
-                rendezvous.ready("join", workers)  # for the server, which has no part in the rendezvous
+                rendezvous.ready("join", workers)  # on behalf of the server, which takes no part in the rendezvous
             except WeightGroupError as error:
                 raise EngineError(f"engine {self.url}: {what}: {error}") from None
             self._group = _Group(plan, rendezvous, workers)
@@ -176,7 +181,7 @@ class SglangWeights:
                 raise
 
     async def _check_nccl(self, what: str, plan: WeightGroupPlan) -> None:
-        """Raise `EngineRefused` if the server has another NCCL or NCCL_CUMEM_ENABLE than the trainer."""
+        """Raise `EngineRefused` if the server's NCCL version or NCCL_CUMEM_ENABLE differs from the trainer's."""
         told = await ask_plugin(self._calls, "its version of NCCL", NCCL)
         if problem := nccl_problem(plan.nccl, plan.nccl_cumem, told[0].get(NCCL, ""), told[0].get(CUMEM, "")):
             raise EngineRefused(f"engine {self.url}: {what}: {problem}")
@@ -203,7 +208,7 @@ class SglangWeights:
             async with self._paused(what, mode, deadline) as since:
                 try:
                     await self._receive(what, self._group, step, version, deadline)
-                except BaseException as error:  # cancelled, too: requests that were kept must not go on unmarked
+                except BaseException as error:  # also on cancellation: kept requests must not continue unmarked
                     await self._mark_inconsistent(what)
                     await self._leave_group()
                     if isinstance(error, EngineRefused):
@@ -243,7 +248,7 @@ class SglangWeights:
                 )
 
     async def _mark_inconsistent(self, what: str) -> None:
-        """Set a label under which every token is rejected until an update succeeds. Loaded parts stay loaded."""
+        """Set a label under which every token is rejected until an update succeeds. Loaded tensors stay loaded."""
         with contextlib.suppress(EngineError):
             await self._label(what, INCONSISTENT, CLEAN_UP_TIMEOUT_S)
 
@@ -262,9 +267,11 @@ class SglangWeights:
         await self._calls.call(what, "/update_weight_version", timeout_s, body=body)
 
     def _check_weights(self, what: str, path: Path) -> None:
-        """Raise `EngineRefused` unless `path` holds exactly the tensors of the run's model, or of an adapter for it;
-        SGLang would load the ones it knows, keep the old ones of those it misses, and report success."""
-        try:  # as the server does: it would refuse them after it has paused
+        """Raise `EngineRefused` unless `path` has exactly the tensors of the run's model, or of an adapter for it.
+
+        SGLang would load the tensors it knows, keep the old values of missing ones, and report success.
+        """
+        try:  # the server makes the same check, but only after it has paused
             inside_roots(str(path), [str(self._model_path), str(path.parent)])
         except RefusedPath as error:
             raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
@@ -297,9 +304,9 @@ class SglangWeights:
 
     @contextlib.asynccontextmanager
     async def _paused(self, what: str, mode: UpdateMode, deadline: float) -> AsyncIterator[float]:
-        """Pause generation inside; yields the start time of the monotonic clock."""
-        # Retracted requests are prefilled again afterwards: each further token is drawn from exactly the policy it is
-        # tagged with. Paused in place they would go on with keys and values of the old weights.
+        """Pause generation inside the context; yield the start time of the monotonic clock."""
+        # Retracted requests are prefilled again afterwards, so each further token is drawn from exactly the policy it
+        # is tagged with. Requests paused in place would continue with keys and values of the old weights.
         how, since = {"mode": "abort" if mode == "abort" else "retract"}, time.monotonic()
         try:
             await self._calls.call(what, "/pause_generation", _left(deadline), body=how)
@@ -322,8 +329,7 @@ class SglangWeights:
 async def ask_plugin(
     calls: EngineCalls, what: str, action: str, timeout_s: float = CONTROL_TIMEOUT_S
 ) -> list[dict[str, str]]:
-    """Return the report of our plug-in for each worker, at least one. Raises `EngineIncompatible` for a server
-    without it."""
+    """Return the report of our plug-in for each worker, at least one. Raises `EngineIncompatible` if it is missing."""
     try:
         body = {"action": action, "selector": "target"}
         reply = await calls.json(what, "/weights_checker", timeout_s, body=body)
@@ -331,7 +337,7 @@ async def ask_plugin(
     except EngineRefused as error:
         if "Unsupported action" in str(error):
             raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
-        raise EngineError(str(error)) from None  # SGLang answers so whatever goes wrong, a lack of memory too
+        raise EngineError(str(error)) from None  # SGLang reports every failure this way, also a lack of memory
     except (KeyError, TypeError, AttributeError) as error:
         raise EngineError(f"engine {calls.url}: {what}: garbled reply: {error}") from None
     if not told:

@@ -1,7 +1,7 @@
-"""Requests to SGLang's `/generate` and its answers, as one group of samples.
+"""Encodes requests to SGLang's `/generate` and decodes its replies, as one group of samples.
 
-Token ids, log-probs of sampled tokens and sampling masks come as JSON, the top K and routed experts as base64 of their
-arrays.
+Token ids, log-probs of sampled tokens and sampling masks arrive as JSON. The top K and routed experts arrive as base64
+of their arrays.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from dppo_megatron.engines.trace import Trace
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.types import Rollout
 
-# Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its neighbours. This
-# is the least it takes: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
+# Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its batch. This is the
+# lowest temperature it accepts: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
 GREEDY_TEMPERATURE = 2e-6
-# What begins the labels of weights that sleep discarded, asleep and awake again; the version before follows.
+# Prefixes of the labels of weights that sleep discarded: still asleep, and awake again. The version before follows.
 ASLEEP, EMPTY = "asleep-", "empty-"
 
 
 def child_ids(request_id: str, n: int) -> list[str]:
-    """SGLang's own request of each sample. Aborting one id aborts every id that begins with it, hence the end mark."""
+    """Return the id of SGLang's own request for each sample, such as "7#0;" and "7#1;".
+
+    Aborting an id aborts every id with that prefix, so each id ends in a mark.
+    """
     return [f"{request_id}#{index};" for index in range(n)]
 
 
 def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
-    """One batch of `n` requests that differ by their seed."""
+    """Return the request body of one batch of `n` requests that differ only in their seed."""
     sampling = {
         "temperature": request.temperature or GREEDY_TEMPERATURE,
         "top_p": request.top_p,
         "top_k": request.top_k or -1,
         "min_p": request.min_p,
         "max_new_tokens": max_tokens,
-        # Without it the end tokens of the model directory would stop a request, with it no token stops it.
+        # False: the end tokens of the model directory also stop a request. True: no token stops it.
         "ignore_eos": not request.stop_token_ids,
         "stop_token_ids": list(request.stop_token_ids),
     }
@@ -50,9 +53,7 @@ def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
         "return_logprob": True,
         "top_logprobs_num": request.topk,
     }
-    if (
-        request.sampling_mask
-    ):  # SGLang's other log-probs are over the whole vocabulary whatever top_p, top_k and min_p are
+    if request.sampling_mask:  # SGLang's other log-probs are over the whole vocabulary
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support", "top_logprobs_num": 0}
     elif request.topk:
         body |= {"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
@@ -62,7 +63,10 @@ def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
 
 
 def encode_score(token_ids: list[int]) -> dict[str, Any]:
-    """One token is sampled because none cannot be, at temperature 1 as everything else in its batch."""
+    """Return the request body that scores `token_ids`.
+
+    SGLang cannot sample zero tokens, so one is sampled, at temperature 1 like all tokens of its batch.
+    """
     return {
         "input_ids": token_ids,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True, "sampling_seed": 0},
@@ -72,7 +76,7 @@ def encode_score(token_ids: list[int]) -> dict[str, Any]:
 
 
 def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -> GroupSamples:
-    """The samples of a reply to `encode_group`, in order. Raises ValueError for anything else."""
+    """Return the samples of a reply to `encode_group`, in order. Raises ValueError for any other reply."""
     outputs = _load(reply)
     if not isinstance(outputs, list) or len(outputs) != request.n:
         raise ValueError(f"expected {request.n} samples, got {reply[:200]!r}")
@@ -85,9 +89,9 @@ def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -
 
 
 def decode_score(reply: bytes, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, int]:
-    """fp32 [S - 1] log-probs of tokens 1.. and the version that scored them. Raises ValueError."""
+    """Return fp32 [S - 1] log-probs of tokens 1.. and the version that scored them. Raises ValueError."""
     output = _load(reply)
-    # SGLang scores the last token of the vocabulary as it should and calls it 0.
+    # SGLang scores the last token of the vocabulary correctly but reports its id as 0.
     named = [token if token < vocab_size - 1 else 0 for token in token_ids]
     try:
         entries = output["meta_info"]["input_token_logprobs"]
@@ -99,12 +103,15 @@ def decode_score(reply: bytes, token_ids: list[int], vocab_size: int) -> tuple[n
 
 
 def parse_version(label: str) -> int:
-    """SGLang labels weights with text; ours is a number, anything else is -1."""
+    """Return the policy version in SGLang's text label of the weights, or -1 if the label is not a number."""
     return int(label) if label.isdecimal() else -1
 
 
 def reported_version(label: str) -> int:
-    """Of an engine that sleeps or has just woken that of the weights it discarded, as vLLM reports it."""
+    """Return the policy version that a label reports.
+
+    For an engine that sleeps or has just woken, it is the version of the discarded weights, as in vLLM.
+    """
     return parse_version(label.removeprefix(ASLEEP).removeprefix(EMPTY))
 
 
@@ -132,7 +139,7 @@ def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: 
 
 
 def _over_mask(name: str, meta: dict[str, Any], tokens: list[int], k: int) -> dict[str, np.ndarray]:
-    """The sampling masks, with log-probs of the sampled tokens and the K most likely ones over them."""
+    """Return the sampling masks, with log-probs of the sampled tokens and the K most likely ones over them."""
     masks, values = (meta[f"output_token_sampling_{what}"] if tokens else [] for what in ("mask", "logprobs"))
     if not len(masks) == len(values) == len(tokens) or any(map(lambda m, v: len(m) != len(v), masks, values)):
         raise ValueError(f"{name}: the sampling mask of some of its tokens is missing")
@@ -155,7 +162,7 @@ def _over_mask(name: str, meta: dict[str, Any], tokens: list[int], k: int) -> di
 
 
 def _finish_reason(reason: dict[str, Any], tokens: list[int]) -> str:
-    # A step that gave NaN ends with reason "stop", a made-up last token, and the text "NaN happened" as what matched.
+    # A step with NaN ends with reason "stop", an invented last token, and "NaN happened" as the matched text.
     if reason["type"] == "stop" and (not tokens or reason.get("matched") != tokens[-1]):
         return f"stop at {reason.get('matched')!r}"
     return str(reason["type"])
@@ -174,7 +181,7 @@ def _topk(meta: dict[str, Any], length: int, k: int) -> dict[str, np.ndarray]:
 
 
 def _experts(meta: dict[str, Any], length: int, prompt_tokens: int, model: HFModelConfig) -> np.ndarray:
-    """SGLang numbers all layers; the dense ones are left out."""
+    """Return the routed experts without the dense layers. SGLang numbers all layers."""
     dtype = np.uint8 if model.moe.num_experts <= 256 else np.uint16
     layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
     if not length:
@@ -187,7 +194,7 @@ def _experts(meta: dict[str, Any], length: int, prompt_tokens: int, model: HFMod
 
 
 def _versions(spans: list[dict[str, Any]] | None, length: int) -> np.ndarray:
-    """[length] int32; -1 where the weights carry no version of ours."""
+    """Return [length] int32, the policy version of each token; -1 where the weights have no version of this run."""
     versions = np.full(length, -1, dtype=np.int32)
     for span in spans or ():
         versions[span["start"] : span["end"]] = parse_version(span["version"])
@@ -199,7 +206,7 @@ def _array(text: str, dtype: str) -> np.ndarray:
 
 
 def _floats(values: list[float | None]) -> np.ndarray:
-    """fp32; a null, which is how a NaN arrives, becomes NaN again."""
+    """Return fp32 values. SGLang sends NaN as null, which becomes NaN again."""
     return np.array(values, dtype=np.float32)
 
 
@@ -211,7 +218,10 @@ def _load(reply: bytes) -> Any:
 
 
 def decode_trace(told: dict[str, str]) -> Trace:
-    """What one worker recorded, as the plug-in reports it. Raises ValueError or what torch raises for anything else."""
+    """Return the values that one worker recorded, as the plug-in reports them.
+
+    Raises ValueError or torch's errors for any other report.
+    """
     trace: Trace = {}
     for name, text in told.items():
         layer, operator = name.split("/")

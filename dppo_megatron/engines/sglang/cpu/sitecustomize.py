@@ -1,14 +1,14 @@
-"""Lets SGLang run where its native packages have no build: a machine without CUDA.
+"""Lets SGLang run on a machine without CUDA, where its native packages have no build.
 
 Python reads this file at start because the server's PYTHONPATH names this directory (see `engines/sglang/kind.py`).
 
-- `sgl_kernel` (no CPU build is published) and `torchvision` (its published build is for the CUDA torch) become modules
-  whose every attribute can be imported and raises when called: so a run that completes used none of them. The
-  one native function that is needed, the hash of seeded sampling, is in `seeded_sampling`.
-- Seeded sampling comes with `--enable-deterministic-inference`, which knows GPU attention only and replaces GPU
-  kernels. The CPU's own torch attention, one request at a time, is admitted, and there is nothing to replace.
-- Returning routed experts pins its host buffer through CUDA even where there is none, and adapters (LoRA, by SGLang's
-  backend in plain torch) pin their tables of the batch; the pinning is skipped.
+- `sgl_kernel` (no CPU build is published) and `torchvision` (its published build is for the CUDA torch) become stub
+  modules. Any attribute can be imported from a stub and raises when called, so a completed run called none of them. The
+  run needs one native function, the hash of seeded sampling, which `seeded_sampling` implements.
+- Seeded sampling needs `--enable-deterministic-inference`, which supports only GPU attention and replaces GPU kernels.
+  Here it accepts the CPU's own torch attention, one request at a time, and replaces no kernels.
+- Returning routed experts pins its host buffer through CUDA even on a machine without CUDA. Adapters (LoRA, by SGLang's
+  backend in plain torch) pin their batch tables. The pinning is skipped.
 """
 
 import importlib.abc
@@ -21,7 +21,7 @@ ABSENT = ("sgl_kernel", "torchvision")
 
 
 class Absent:
-    """Any attribute of an absent package: it has attributes of its own, and raises when called."""
+    """A stub for any attribute of an absent package: its attributes are stubs too, and a call raises."""
 
     def __init__(self, name):
         self.__name__ = name
@@ -74,7 +74,7 @@ def skip_pinning(module):
 
 
 class TorchWithoutPinning:
-    """torch, whose factories do not pin what they make."""
+    """A replacement for torch that ignores `pin_memory` in its factory functions."""
 
     def __getattr__(self, name):
         import torch
@@ -104,7 +104,7 @@ ADJUSTED = {
 
 
 class AdjustedModules(importlib.abc.MetaPathFinder):
-    """Loads a module as it is and then adjusts it."""
+    """Import hook that loads a module and then adjusts it."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in ADJUSTED:

@@ -1,17 +1,16 @@
-"""Our plug-in of an SGLang server: it reports fingerprints of the weights, and serves adapters and deltas.
-
+"""Our plug-in of an SGLang server, which reports fingerprints of the weights and serves adapters and deltas.
 
 SGLang finds the metadata next to this file because the server's PYTHONPATH names the folder (see
-`engines/sglang/kind.py`); nothing of dppo_megatron is installed in its environment.
+`engines/sglang/kind.py`). Its environment has no installed dppo_megatron.
 
-- /weights_checker reports fingerprints, of the parameters, which are loaded in place and computed with as they are, and
-  of the adapter that the kernels read; the version of NCCL; and the values inside a pass that it was told to record.
-- /update_weights_from_disk of a server with --enable-lora takes a directory with an adapter. It takes the place of the
-  one before it, as weights do, and every request is answered by it: a request that names an adapter would keep its own
-  to its end, under a version that is not the adapter's.
-- It also takes a directory with a delta (`weights/delta.py`). /weights_checker has one prefetched.
-- /release_memory_occupation and /resume_memory_occupation may be repeated, for an answer can be lost: over the second
-  of two SGLang's scheduler ends.
+- /weights_checker reports fingerprints of the parameters, which are loaded in place and used unchanged, and of the
+  adapter that the kernels read. It also reports the version of NCCL and the recorded values of a forward pass.
+- /update_weights_from_disk of a server with --enable-lora takes a directory with an adapter. The adapter replaces the
+  one before it and answers every request. If requests named an adapter, they would keep the old one to their end and
+  report the new version.
+- That route also takes a directory with a delta (`weights/delta.py`). /weights_checker prefetches one.
+- /release_memory_occupation and /resume_memory_occupation may be repeated, because a reply can be lost. Without the
+  hooks SGLang's scheduler would exit on the second request.
 - With `engine.exact` it computes as the trainer does (`exact_server.py`).
 """
 
@@ -24,25 +23,25 @@ from itertools import pairwise
 from pathlib import Path
 
 FINGERPRINT = "dppo_fingerprint"
-UNTOLD = "untold"  # instead of the two numbers of a group
+UNTOLD = "untold"  # reported instead of the two numbers of a group without a fingerprint
 NCCL = "dppo_nccl"
 CUMEM = "NCCL_CUMEM_ENABLE"  # SGLang sets it before it starts its workers
-START_TRACE = "dppo_start_trace"  # and the token ids
+START_TRACE = "dppo_start_trace"  # followed by the token ids
 TAKE_TRACE = "dppo_take_trace"
 EXACT = "DPPO_EXACT"  # in the environment of a server with engine.exact
-READ_AHEAD = "dppo_read_ahead"  # and how many bytes to keep at most, and the directory
+READ_AHEAD = "dppo_read_ahead"  # followed by the upper limit of buffered bytes, and the directory
 HAS_READ = "dppo_has_read"
-STATE = "state"  # in its answer: one of the two below, or why it cannot be read
+STATE = "state"  # key of the reply: one of the two values below, or the error of reading it
 READING, READ = "reading", "read"
 TRACE = Path(__file__).parents[2] / "trace.py"
-WEIGHTS = Path(__file__).parents[3] / "weights"  # whose files are loaded by their paths
+WEIGHTS = Path(__file__).parents[3] / "weights"  # its files are loaded by their paths
 GUARD = Path(__file__).parents[2] / "guard" / "asgi.py"
 ADAPTER_CONFIG = "adapter_config.json"
-POLICY = "policy"  # SGLang's name of the adapter; there is no other
+POLICY = "policy"  # the only adapter that SGLang has
 
-_recorders = []  # none or one
-_aheads = weakref.WeakKeyDictionary()  # model -> what is read for it
-_taken = []  # the one that is loaded now
+_recorders = []  # at most one
+_aheads = weakref.WeakKeyDictionary()  # model -> the version that is prefetched for it
+_taken = []  # the prefetched version that is being loaded
 _managers = weakref.WeakKeyDictionary()  # model -> SGLang's manager of the adapter that it serves
 
 
@@ -54,7 +53,7 @@ def register():
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
     memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     store = _loaded(WEIGHTS.parent / "common" / "local_store.py").LocalStore
-    importlib.import_module("torch.distributed.rendezvous").TCPStore = store  # of the schedulers, on one node
+    importlib.import_module("torch.distributed.rendezvous").TCPStore = store  # for the schedulers, on one node
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
     HookRegistry.register(f"{loader}._get_weights_iterator", weights_iterator, HookType.AROUND)
@@ -100,9 +99,9 @@ def nccl_version():
 def weights_fingerprint(model):
     fingerprint, shares, seen = _ours("fingerprint"), {}, set()
     for name, module in model.named_modules():
-        if name.endswith(".fused_qkv_a_proj_with_mqa"):  # does not tell the sizes of its parts
+        if name.endswith(".fused_qkv_a_proj_with_mqa"):  # this layer does not report the sizes of its parts
             module.output_partition_sizes = [(r := model.config.q_lora_rank), module.output_size - r]
-        if not hasattr(module, "lora_backend"):  # with an adapter it names the parameters of the layer inside
+        if not hasattr(module, "lora_backend"):  # a layer under an adapter appears again as its base layer
             fingerprint.add_shares(shares, fingerprint.module_shares(name, module, seen))
     manager = _managers.get(model)
     if manager is None or POLICY not in manager.loras:
@@ -119,7 +118,7 @@ def weights_fingerprint(model):
 
 
 def read_ahead(model, most_bytes, directory):
-    """Begin to read the version that /update_weights_from_disk will load."""
+    """Start reading the version that /update_weights_from_disk will load."""
     guard = _loaded(GUARD)
     before = _aheads.pop(model, None)
     if before is not None:
@@ -151,7 +150,7 @@ def update_from_disk(original, updater, model_path, load_format, **options):
         return False, f"{model_path}: no adapter, and a server with --enable-lora takes nothing else; start it without"
     try:
         load_adapter(manager, model_path)
-    except Exception as error:  # one that is raised would end the server
+    except Exception as error:  # an exception would end the server
         return False, f"{model_path}: {type(error).__name__}: {error}"
     return True, "Succeeded to load the adapter."
 
@@ -161,7 +160,7 @@ def update_whole(original, updater, model_path, load_format, **options):
     _taken[:] = [ahead] if ahead is not None and ahead.version.is_in(Path(model_path)) else []
     try:
         return original(updater, model_path, load_format, **options)
-    except _ours("delta").DamagedDelta as error:  # one that is raised would end the server
+    except _ours("delta").DamagedDelta as error:  # an exception would end the server
         return False, str(error)
     finally:
         _taken.clear()
@@ -200,7 +199,7 @@ def prepare(original, manager, forward_batch):
 
 
 def _answered_by(manager, names):
-    """Return the ids, with the policy's for requests that name no adapter, once there is a policy."""
+    """Return the adapter ids; requests without an adapter get the policy's, once it is loaded."""
     return [POLICY if name is None and POLICY in manager.loras else name for name in names]
 
 
@@ -217,7 +216,7 @@ def resume(original, manager, request):
 
 
 def _text(value):
-    """Dtype, shape and bits."""
+    """Return dtype, shape and bits in base64 as text, for example "float32 2x3 AACAPw..."."""
     import torch
 
     bits = base64.b64encode(value.contiguous().view(torch.uint8).numpy().tobytes()).decode()
@@ -225,12 +224,12 @@ def _text(value):
 
 
 def _ours(name):
-    """A module of the folder `weights`, which needs no other of ours."""
+    """Return a module of the folder `weights` that imports no other module of ours."""
     return _loaded(WEIGHTS / f"{name}.py")
 
 
 def _loaded(file):
-    """A module of ours; once, so that its errors are of one class."""
+    """Return our module in `file`. It is loaded once, so that its exceptions have one class."""
     name = f"dppo_{file.stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

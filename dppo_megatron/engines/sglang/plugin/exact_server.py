@@ -1,7 +1,7 @@
-"""`engine.exact` in a stock SGLang server on a CPU: products, attention and log-probs by `engines.exact`.
+"""Implements `engine.exact` in a stock SGLang server on a CPU: products, attention and log-probs by `engines.exact`.
 
-Loaded, and anything of SGLang hooked, only where the server's environment asks for it. SGLang's own environment has no
-dppo_megatron: `operators` makes a package of the folders, of which only modules that depend only on torch are imported.
+This module is loaded, and SGLang is hooked, only if the server's environment requests it. SGLang's own environment has
+no dppo_megatron, so `operators` makes a package of the folders. It imports only modules that depend only on torch.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[3]
 
 
 def operators():
-    """Those of the server's environment."""
+    """Return the operators that the server's environment requests."""
     if PACKAGE.name not in sys.modules:
         spec = importlib.util.spec_from_file_location(PACKAGE.name, PACKAGE / "__init__.py")
         sys.modules[PACKAGE.name] = importlib.util.module_from_spec(spec)
@@ -42,7 +42,7 @@ def register(ours):
 
 
 def load_model(ours, hooked, original, loader, **options):
-    for target in hooked:  # SGLang goes on without a hook that it cannot apply
+    for target in hooked:  # SGLang ignores a hook that it cannot apply
         if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
             raise RuntimeError(f"engine.exact: {target} was not hooked")
     model = original(loader, **options)
@@ -57,7 +57,7 @@ def load_model(ours, hooked, original, loader, **options):
 
 
 class Product:
-    """A layer's method, that multiplies as the trainer does."""
+    """Replaces a layer's quantization method, to multiply as the trainer does."""
 
     def __init__(self, method, ours):
         self._method, self.apply = method, ours.linear
@@ -93,7 +93,10 @@ def decode(
 
 
 def attended(query, output, keys, values, places, lengths, counts, scale):
-    """places [n, ...]: where in the cache each position of a request is."""
+    """Write the attention output of all requests to `output` and return it.
+
+    places [n, ...]: the cache slot of each position of a request.
+    """
     from dppo_megatron.engines.exact import attend
 
     def cached(requests, length):
@@ -105,7 +108,7 @@ def attended(query, output, keys, values, places, lengths, counts, scale):
 
 
 def sample(ours, original, sampler, logits_output, sampling_info, return_logprob, top_logprobs_nums, *rest, **options):
-    """The sampler draws as before; what it reports of a token is computed from the logits before temperature."""
+    """Let the sampler draw as before, and compute the reported log-probs from the logits before temperature."""
     logits = logits_output.next_token_logits.float().clone() if return_logprob else None
     drawn = original(sampler, logits_output, sampling_info, return_logprob, top_logprobs_nums, *rest, **options)
     if logits is None:
@@ -126,7 +129,7 @@ def sample(ours, original, sampler, logits_output, sampling_info, return_logprob
 
 
 def score(ours, original, processor, *arguments, get_logits_fn, logits_metadata, input_logprob_indices, **options):
-    """Log-probs of a prompt's tokens, at temperature 1."""
+    """Replace the log-probs of a prompt's tokens by the trainer's, at temperature 1."""
     seen = []
 
     def logits_of(*given, **how):

@@ -1,7 +1,7 @@
-"""A policy published as an adapter: vLLM's own LoRA on top of the weights that the server started with.
+"""Serves a policy published as an adapter, by vLLM's own LoRA on top of the weights that the server started with.
 
-Its fingerprint is computed from the tensors that vLLM's kernels multiply with, and counted as the layers'
-weights are: `weights.fingerprint`.
+Its fingerprint is computed from the tensors that vLLM's kernels multiply with, and is added to the layers' fingerprints
+(`weights.fingerprint`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dppo_megatron.weights import fingerprint
 from dppo_megatron.weights.fingerprint import WorkerSums, add_shares
 from dppo_megatron.weights.manifest import BadWeights
 
-NUMBER = 1  # vLLM's of the adapter; there is no other
+NUMBER = 1  # vLLM's number of the only adapter
 
 
 def adapter_in(directory: Path, enabled: bool) -> LoRARequest | None:
     """Return the adapter in `directory` as requests name it; None for a directory with a whole model.
 
-    `enabled`: the server was started with --enable-lora. Then it keeps the weights that it started with,
-    since vLLM loads no others into layers under an adapter. Raises BadWeights for a directory of the other kind.
+    `enabled`: the server was started with --enable-lora. Such a server keeps its first weights, since vLLM loads no
+    others into layers under an adapter. Raises BadWeights for a directory of the other kind.
     """
     is_adapter = (directory / ADAPTER_CONFIG).is_file()
     if is_adapter and not enabled:

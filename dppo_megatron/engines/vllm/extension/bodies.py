@@ -1,4 +1,4 @@
-"""The bodies of requests to our routes. Anything else is rejected with one line that names the field."""
+"""The bodies of requests to our routes. Any other body is rejected with one line that names the field."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.engines.protocol import GenerateRequest, UpdateMode
 from dppo_megatron.weights.broadcast_plan import Backend, TensorSpec, WeightGroupPlan
 
-SHOWN = 3  # wrong fields in an error
-TEXT = 4096  # characters of a name or a path
+SHOWN = 3  # wrong fields shown in an error
+TEXT = 4096  # most characters of a name or a path
 
 Int32 = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1, max_length=TEXT)]
@@ -27,7 +27,7 @@ class Body(BaseModel):
 
 class GenerateBody(Body):
     request_id: Text
-    token_ids: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]  # the vocabulary is checked by the route
+    token_ids: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]  # the route checks the ids against the vocabulary
     n: Annotated[int, Field(le=2**16)]
     seeds: list[int]
     temperature: float
@@ -41,7 +41,7 @@ class GenerateBody(Body):
     sampling_mask: bool = False
 
     def request(self) -> GenerateRequest:
-        """Raises ValueError for what `GenerateRequest` refuses."""
+        """Return the request. Raises ValueError for values that `GenerateRequest` rejects."""
         return GenerateRequest(**dict(self))
 
 

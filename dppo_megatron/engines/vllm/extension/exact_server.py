@@ -1,6 +1,6 @@
-"""`engine.exact` in a vLLM worker on a CPU: products, attention and log-probs by `engines.exact`.
+"""Implements `engine.exact` in a vLLM worker on a CPU: products, attention and log-probs by `engines.exact`.
 
-Imported only if the server's environment requests it; otherwise nothing of vLLM is changed.
+It is imported only if the server's environment requests it; otherwise vLLM is unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from dppo_megatron.engines.exact import Operators, attend
 
-GREEDY = 1e-5  # vLLM takes lower temperatures for 0
+GREEDY = 1e-5  # vLLM treats lower temperatures as 0
 
 
 def install(operators: Operators) -> None:
@@ -37,7 +37,7 @@ def install(operators: Operators) -> None:
 
 
 def _keep_weight(operators: Operators, layer: Any, remove_weight: bool) -> None:
-    """Keep the weight instead of a packed copy for vLLM's own kernels."""
+    """Use the weight itself instead of a packed copy for vLLM's own kernels."""
     layer.cpu_linear = lambda x, weight, bias: operators.linear(layer, x, bias)
 
 
@@ -80,8 +80,7 @@ def _attention(
 
 
 def _replace_logprobs(operators: Operators) -> None:
-    """Compute reported log-probs by `operators`; the sampler draws as before. They are computed from the logits
-    before temperature."""
+    """Compute reported log-probs with `operators`, from the logits before temperature. The sampler draws as before."""
     forward, gather = Sampler.forward, Sampler.gather_logprobs
 
     def sampled(self: Any, logits: Tensor, sampling_metadata: Any, *arguments: Any, **options: Any) -> Any:
@@ -95,7 +94,10 @@ def _replace_logprobs(operators: Operators) -> None:
             self.dppo_drawn_from = None
 
     def gathered(self: Any, values: Tensor, number: int, token_ids: Tensor) -> LogprobsTensors:
-        """values: log-probs of what is sampled; of a prompt its logits, at temperature 1."""
+        """Return the log-probs of the found tokens.
+
+        values: log-probs of the sampled distribution; for a prompt its logits, at temperature 1.
+        """
         found = gather(values, number, token_ids)
         logits, temperature = getattr(self, "dppo_drawn_from", None) or (values, None)
         logprobs = operators.logprobs(logits, found.logprob_token_ids, temperature)

@@ -1,4 +1,4 @@
-"""The experts that each token was routed to: recorded in the worker, collected by the API process.
+"""Records the experts that each token was routed to in the worker, and collects them in the API process.
 
 On GPUs vLLM records them itself (`--enable-return-routed-experts`, which needs a model runner that CPUs lack); there
 only `moe_layers` is used.
@@ -31,14 +31,14 @@ def moe_layers(model: torch.nn.Module) -> list[tuple[int, MoERunner]]:
 class ExpertRecorder:
     """Worker side: records the routing of every step of `runner`, vLLM's V1 model runner, per request and position.
 
-    A position that is computed again, because its request was preempted, keeps what was noted first: the routing its
-    next token was sampled under.
+    If a preempted request computes a position again, the first record is kept: its next token was sampled under that
+    routing.
     """
 
     def __init__(self, runner, num_experts: int):
         self._runner = runner
         self._dtype = np.uint8 if num_experts <= 256 else np.uint16
-        self._step: list[torch.Tensor] = []  # of the running step, [tokens, k] by layer
+        self._step: list[torch.Tensor] = []  # [tokens, k] of each layer in the running step
         self._records: dict[str, list[np.ndarray]] = {}  # request id -> consecutive [tokens, L, k]
         layers = moe_layers(runner.model)
         self._num_layers = len(layers)
@@ -47,7 +47,7 @@ class ExpertRecorder:
         runner.execute_model = partial(self._execute, runner.execute_model)
 
     def take(self, request_id: str) -> np.ndarray | None:
-        """[tokens, L, k] of a finished request, which is forgotten; None when no step of it ran."""
+        """Return and drop the record [tokens, L, k] of a finished request; None when it had no step."""
         parts = self._records.pop(request_id, None)
         return None if parts is None else np.concatenate(parts)
 
@@ -79,7 +79,7 @@ class ExpertRecorder:
 
 
 class ExpertsReader:
-    """API side: the experts of finished samples, from vLLM's own outputs or from the workers' recorders."""
+    """API side: returns the experts of finished samples, from vLLM's own outputs or from the workers' recorders."""
 
     def __init__(self, engine: EngineClient, config: VllmConfig):
         self._engine = engine
@@ -94,9 +94,9 @@ class ExpertsReader:
     def of_cached_positions(self) -> bool:
         """Return whether positions from the prefix cache have their experts too.
 
-        vLLM itself keeps the experts of every block of the cache under the block's hash, and forgets both together
-        when the cache is reset, as after every update (vllm/distributed/aux_output_connector). Our recorder sees
-        only what is computed.
+        vLLM itself stores the experts of every cached block under the block's hash. It drops both when the cache is
+        reset, as after every update (vllm/distributed/aux_output_connector). Our recorder records only computed
+        positions.
         """
         return self._native
 
@@ -106,7 +106,11 @@ class ExpertsReader:
         self._layers = (await self._engine.collective_rpc(method))[0]
 
     async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> np.ndarray:
-        """[sum of P + R - 1, L, k] uint8 or uint16: prompt and response but the last token of every sample."""
+        """Return [sum of P + R - 1, L, k] uint8 or uint16, with the prompt and response of every sample end to end.
+
+        The last token of a sample has no row. Example: prompts of 3 tokens with responses of 2 and 4 tokens give 4 + 6
+        rows.
+        """
         if self._native:
             parts = [None if s.routed_experts is None else s.routed_experts[:, self._layers] for s in samples]
         else:

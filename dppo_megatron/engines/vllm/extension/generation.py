@@ -1,4 +1,4 @@
-"""Sampling and scoring through the engine client, with results as flat arrays instead of dicts."""
+"""Samples and scores through vLLM's engine client, with results as flat arrays instead of dicts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def sample_group(
 
 
 def child_ids(request: GenerateRequest) -> list[str]:
-    """The engine's own request of each sample."""
+    """Return the id of the engine's own request for each sample."""
     end = RECORDED if request.routed_experts else ""
     return [f"{request.request_id}/{index}{end}" for index in range(request.n)]
 
@@ -62,7 +62,7 @@ def child_ids(request: GenerateRequest) -> list[str]:
 async def score(
     engine: EngineClient, token_ids: list[int], request_id: str, masks: MaskReader, adapter: LoRARequest | None
 ) -> tuple[np.ndarray, int]:
-    """fp32 [S - 1] log-probs at temperature 1 of tokens 1.. given their prefix, and the version that scored them."""
+    """Return fp32 [S - 1] log-probs at temperature 1 of tokens 1.. after their prefix, and the scoring version."""
     params = SamplingParams(
         **_greedy(masks),
         max_tokens=1,
@@ -71,18 +71,21 @@ async def score(
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_reading_prefix_cache=True,  # cached keys and values skip positions, and may be of other weights
+        skip_reading_prefix_cache=True,  # cached keys and values skip positions, and may be from other weights
     )
     output = await _final(engine, token_ids, params, request_id, adapter)
     flat = output.prompt_logprobs
-    # Position 0 has no entry; each other one begins with the prompt's token.
+    # Position 0 has no entry; the entry of every other position begins with the prompt's token.
     first = np.asarray(flat.start_indices[1:])
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)[first]
     return logprobs, int(_versions([output.outputs[0].weight_versions or ()], np.ones(1, np.int32))[0])
 
 
 def _greedy(masks: MaskReader) -> dict[str, float]:
-    """Temperature 0, which vLLM refuses where it returns sampling masks; there the one token that top-k leaves."""
+    """Return the sampling parameters of greedy decoding: temperature 0, or top-k 1 where vLLM returns sampling masks.
+
+    vLLM rejects temperature 0 there.
+    """
     return {"temperature": 1.0, "top_k": 1} if masks.native else {"temperature": 0.0}
 
 
@@ -93,14 +96,15 @@ def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, masks: 
         max_tokens=request.max_tokens,
         seed=seed if request.temperature else None,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # only the stop tokens of the request stop it, whatever the model directory holds
+        ignore_eos=True,  # only the request's stop tokens stop it, not those of the model directory
         logprobs=request.topk,
         flat_logprobs=True,
         extra_args={MASKS: True} if request.sampling_mask else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # used for this one sample only
-        # Positions whose keys and values come from the cache are not routed again: who records must see them computed.
+        skip_clone=True,  # the parameters are used for this one sample only
+        # Positions with cached keys and values are not routed again; recording routes therefore disables the prefix
+        # cache.
         skip_reading_prefix_cache=(request.routed_experts and not experts.of_cached_positions) or None,
     )
 
@@ -134,10 +138,10 @@ async def _final(
 
 
 def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.ndarray]) -> GroupSamples:
-    """recorded: the columns that were recorded apart from vLLM's outputs."""
+    """Return the samples as flat arrays. `recorded`: the columns that are not in vLLM's outputs."""
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
     ids, logprobs = _columns([sample.logprobs for sample in samples], lengths.tolist(), k)
-    # Column 0 of each position is the sampled token, the K most likely follow, then any that could not be drawn.
+    # Column 0 of each position is the sampled token. The K most likely follow, with id -1 if they cannot be drawn.
     ids[np.isneginf(logprobs)] = -1
     versions = _versions([sample.weight_versions or () for sample in samples], lengths)
     found = {"rollout_logprob": logprobs[:, 0], "versions": versions, **recorded}
@@ -154,7 +158,7 @@ def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.nda
 def _columns(found: Sequence[FlatLogprobs], positions: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids int32 and log-probs fp32, [positions of all samples, k + 1], the sampled token's first.
 
-    positions: of each sample. Raises ValueError where vLLM reports log-probs of others.
+    positions: number of positions of each sample. Raises ValueError if vLLM reports log-probs of other positions.
     """
     if (reported := list(map(len, found))) != list(positions):
         raise ValueError(f"log-probs of {reported} positions, expected {list(positions)}")
@@ -164,8 +168,10 @@ def _columns(found: Sequence[FlatLogprobs], positions: Sequence[int], k: int) ->
 
 
 def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray) -> np.ndarray:
-    """[tokens of all samples] int32, of the spans and the length of each; -1 where the weights carry no version of
-    ours."""
+    """Return [tokens of all samples] int32, the policy version of each token, from the spans and length of each sample.
+
+    The version is -1 where the weights have no version of this run.
+    """
     ends = np.cumsum(lengths)
     versions = np.full(ends[-1], -1, dtype=np.int32)
     for of_sample, start, end in zip(spans, (ends - lengths).tolist(), ends.tolist(), strict=True):
@@ -175,5 +181,5 @@ def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray)
 
 
 def parse_version(label: str) -> int:
-    """vLLM labels weights with text; ours is a number, anything else is -1."""
+    """Return the policy version in vLLM's text label of the weights, or -1 if the label is not a number."""
     return int(label) if label.isdecimal() else -1

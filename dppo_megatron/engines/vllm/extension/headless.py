@@ -10,7 +10,7 @@ import sys
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-if __name__ == "__main__":  # spawned workers import this, too
+if __name__ == "__main__":  # spawned workers import this file too
     parser, serve = FlexibleArgumentParser(), ServeSubcommand()
     serve.subparser_init(parser.add_subparsers(dest="subparser"))
     arguments = parser.parse_args(["serve", *sys.argv[1:]])

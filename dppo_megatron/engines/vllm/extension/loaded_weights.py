@@ -1,12 +1,12 @@
-"""Fingerprints of the weights that a worker's model was given, although vLLM changes them after loading.
+"""Computes fingerprints of the weights that a worker's model loaded, although vLLM changes them after loading.
 
-CPU kernels store a packed copy that cannot be read and drop the weight; GPU kernels may shuffle, pad or quantize again.
-So each layer's weights are summed twice when vLLM processes it: as loaded, and as they remain. A fingerprint counts the
-loaded weights only if the remaining ones are unchanged when it is computed.
+CPU kernels store a packed copy that cannot be read and drop the weight; GPU kernels may shuffle, pad or quantize it. So
+each layer's weights are summed twice when vLLM processes it: as loaded, and as they remain. A fingerprint uses the sum
+of the loaded weights only if the remaining ones are unchanged when it is computed.
 
-Example, a layer whose kernel negates its weight W:
+Example, a layer with a kernel that negates its weight W:
     load W = [1, 2]   loaded: sum of [1, 2]   remaining: sum of [-1, -2]
-    fingerprint, weight still [-1, -2]: sum of [1, 2], which is what the trainer sent
+    fingerprint, weight still [-1, -2]: sum of [1, 2], equal to the trainer's
     fingerprint, weight [-7, -8], the kernel's old copy: sum of [-7, -8], which no version has
 """
 
@@ -38,7 +38,7 @@ class LoadedWeights:
         self._model = model
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._processed: WeakKeyDictionary[torch.nn.Module, tuple[WorkerSums, WorkerSums]] = WeakKeyDictionary()
-        self.fingerprint_s = self.pack_s = 0.0  # of the layers that were processed since `follow`
+        self.fingerprint_s = self.pack_s = 0.0  # seconds for layers that were processed since `follow`
 
     def follow(self) -> None:
         self.fingerprint_s = self.pack_s = 0.0
@@ -62,7 +62,7 @@ class LoadedWeights:
 
     @contextmanager
     def packing(self) -> Iterator[None]:
-        """Count the time inside as packing, for layers that vLLM does not process itself."""
+        """Count the time inside the context as packing, for layers that vLLM does not process itself."""
         began, counted = time.perf_counter(), self.pack_s + self.fingerprint_s
         yield
         self.pack_s += time.perf_counter() - began - (self.pack_s + self.fingerprint_s - counted)
@@ -75,7 +75,7 @@ class LoadedWeights:
         stage = get_pp_group() if model_parallel_is_initialized() else None
         first, last = stage is None or stage.is_first_rank, stage is None or stage.is_last_rank
         for name, module in modules.items():
-            now = module_shares(name.replace(".base_layer", ""), module, seen)  # the layer under an adapter
+            now = module_shares(name.replace(".base_layer", ""), module, seen)  # the name of the layer under an adapter
             loaded, remaining = self._processed.get(module, ({}, {}))
             embeds = _is(module, "VocabParallelEmbedding")
             is_head = last and (name in heads or (not heads and embeds))
@@ -94,7 +94,7 @@ class LoadedWeights:
 
 
 class _Followed:
-    """Stands in for `process_weights_after_loading` of one layer's method."""
+    """Replaces `process_weights_after_loading` of one layer's method, to sum the weights before and after it."""
 
     def __init__(self, weights: LoadedWeights, process: Any):
         self._weights, self._process = weights, process

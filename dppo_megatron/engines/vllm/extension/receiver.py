@@ -1,4 +1,4 @@
-"""A worker's side of the broadcasts: joins every sender's group and yields the buckets of each update."""
+"""The worker side of weight broadcasts: joins the group of every sender and yields the buckets of each update."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dppo_megatron.weights.process_group import SenderGroup, WeightGroupError, W
 
 
 class WeightReceiver:
-    """Worker number `worker` of its engine. Created once for a group; closed for good after any error.
+    """Receives broadcasts as worker number `worker` of its engine. Created once for a group; any error closes it.
 
-    Raises `WeightGroupError`, as all its methods, naming the step that failed.
+    All methods raise `WeightGroupError` that names the failed step.
     """
 
     def __init__(self, plan: WeightGroupPlan, worker: int, device: torch.device):
@@ -35,8 +35,8 @@ class WeightReceiver:
     def receive(self, step: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield one iterator of (name, tensor) for each bucket, once all workers are ready for `step`.
 
-        The next bucket travels while the caller uses the last one. Every bucket has memory of its own: a loader may
-        keep views until its layer is complete.
+        The next bucket is transferred while the caller uses the last one. Every bucket has memory of its own, because a
+        loader may keep views until its layer is complete.
         """
         try:
             self._rendezvous.ready(step)

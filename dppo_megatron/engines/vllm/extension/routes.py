@@ -1,10 +1,16 @@
-"""HTTP routes under /dppo of a stock vLLM server: sample a group, score, swap weights, report what is served.
+"""HTTP routes under /dppo of a stock vLLM server: sample a group, score, swap weights, report the server's state.
 
-An endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. It also puts `Guard` before every route of
-the server: all but /health need the secret of DPPO_SECRET. Replies with arrays are safetensors (see `wire`), everything
-else is JSON; errors are `{"error": text}` with status 400 (refused, nothing changed), 401 (without the secret), 409
-(the served weights are incomplete), 413 (too large), 503 (paused or full; send it again), 504 (running requests did
-not end in time) or 500.
+This is an endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. It also puts `Guard` before every
+route of the server: all but /health need the secret of DPPO_SECRET. Replies with arrays are safetensors (see `wire`);
+all others are JSON. Errors are `{"error": text}` with a status:
+
+- 400: refused, nothing changed
+- 401: without the secret
+- 409: the served weights are incomplete
+- 413: too large
+- 503: paused or full; send it again
+- 504: running requests did not end in time
+- 500: any other error
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ class ClientGone(Exception):
 
 
 class DppoRoutes:
-    """The plugin vLLM creates once per API process."""
+    """The plugin that vLLM creates once per API process."""
 
     name = "dppo_megatron"
     required_tasks = ("generate",)
@@ -59,7 +65,7 @@ class DppoRoutes:
         self._engine: EngineClient | None = None
         self._updater: WeightUpdater | None = None
         self._tracing = asyncio.Lock()
-        self._instance = uuid4().hex  # of this server; another one after a restart
+        self._instance = uuid4().hex  # identifies this server process; a restart changes it
         self._experts: ExpertsReader | None = None
         self._masks: MaskReader | None = None
 
@@ -100,7 +106,7 @@ class DppoRoutes:
     async def _info(self, request: Request) -> Response:
         config, parallel = self._engine.model_config, self._engine.vllm_config.parallel_config
         updating_s, version = self._updater.updating_s, self._updater.version
-        if updating_s is None:  # only then does the engine core answer, and a frozen one shows
+        if updating_s is None:  # otherwise the engine core does not answer; here a frozen core fails the check
             version = parse_version(await _unless_gone(request, self._engine.get_weight_version()))
         return JSONResponse(
             {
@@ -163,7 +169,7 @@ class DppoRoutes:
         self._running[group.request_id] = group
 
     def _check_ids(self, token_ids: np.ndarray) -> None:
-        # Without a tokenizer vLLM does not look, and an id beyond the embedding ends the engine.
+        # Without a tokenizer vLLM does not check ids, and an id beyond the embedding ends the engine.
         vocab_size = self._engine.model_config.get_vocab_size()
         foreign = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
         if len(foreign):
@@ -273,7 +279,7 @@ def _error(status: int, error: BaseException) -> Response:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """Return the result of `work`, which is cancelled (and so aborted in the engine) when the client hangs up.
+    """Return the result of `work`. Cancel it, which aborts it in the engine, when the client disconnects.
 
     The body must have been read, or be empty, so that the next message is the disconnect.
     """

@@ -1,7 +1,8 @@
-"""Which tokens top-p, top-k and min-p left at each position: recorded in the worker, collected by the API process.
+"""Records the sampling mask of each position in the worker, and collects the masks in the API process.
 
-On GPUs vLLM returns them itself (`--return-sampling-mask`, which needs a model runner that CPUs lack). Either way they
-are the finite entries of what vLLM drew from (vLLM 0.32: temperature, then min-p, top-k, top-p), never computed again.
+A mask has the tokens that top-p, top-k and min-p left. On GPUs vLLM returns them itself (`--return-sampling-mask`,
+which needs a model runner that CPUs lack). Either way they are the finite entries of the distribution that vLLM drew
+from (vLLM 0.32: temperature, then min-p, top-k, top-p). They are never computed again.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from .experts import name_of
 RECORDED = "dppo_sampling_masks"
 """Key of a request's `extra_args` that asks for its sampling masks."""
 
-Masks = tuple[np.ndarray, np.ndarray]  # ids end to end, and how many each position has, both int32
+Masks = tuple[np.ndarray, np.ndarray]  # ids end to end, and the count of each position, both int32
 
 
 class MaskRecorder:
-    """Worker side: notes from what every step of `runner`, vLLM's V1 model runner, draws, per request and position.
+    """Worker side: records the sampling mask of each draw of `runner`, vLLM's V1 model runner.
 
-    A position that is drawn again, because its request was preempted first, keeps what was noted last: the engine
-    uses the last draw too.
+    A record belongs to a request and a position. If a preempted request draws a position again, the last record is
+    kept, because the engine uses the last draw too.
     """
 
     def __init__(self, runner):
@@ -36,7 +37,10 @@ class MaskRecorder:
         runner.sampler.sample = partial(self._sample, runner.sampler.sample)
 
     def take(self, request_id: str, first: int, tokens: int) -> Masks | None:
-        """Of `tokens` positions from `first` of a finished request, which is forgotten; None where one is lacking."""
+        """Return the masks of `tokens` positions from `first` of a finished request, and drop its record.
+
+        None if a position has no record. Example: masks [5, 7] and [2] give ids [5, 7, 2] and counts [2, 1].
+        """
         record = self._records.pop(request_id, {})
         if any(position not in record for position in range(first, first + tokens)):
             return None
@@ -46,7 +50,7 @@ class MaskRecorder:
     def _sample(self, sample, logits, *args, **kwargs):
         sampled, logprobs = sample(logits, *args, **kwargs)
         batch = self._runner.input_batch
-        # A position's number is the length of what was read before it.
+        # A position's number is the length of the sequence before it.
         positions = self._runner.optimistic_seq_lens_cpu[: batch.num_reqs].tolist()
         for row, (request_id, position) in enumerate(zip(batch.req_ids, positions, strict=True)):
             if (self._runner.requests[request_id].sampling_params.extra_args or {}).get(RECORDED):
@@ -56,7 +60,7 @@ class MaskRecorder:
 
 
 class MaskReader:
-    """API side: the sampling masks of finished samples, from vLLM's own outputs or from the workers' recorders."""
+    """API side: returns the sampling masks of finished samples, from vLLM's own outputs or the workers' recorders."""
 
     def __init__(self, engine: EngineClient, config: VllmConfig):
         self._engine = engine
@@ -67,12 +71,12 @@ class MaskReader:
         )
 
     async def start(self) -> None:
-        """Before the first request, where `available`."""
+        """Start recording. Call it before the first request, if `available`."""
         if not self.native:
             await self._engine.collective_rpc("dppo_record_masks")
 
     async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> Masks:
-        """Raises RuntimeError where the masks of a sample are incomplete."""
+        """Return the masks of all samples end to end. Raises RuntimeError if those of a sample are incomplete."""
         if self.native:
             parts = [_flat(sample) for sample in samples]
         else:

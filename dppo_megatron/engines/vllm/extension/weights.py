@@ -1,4 +1,4 @@
-"""API-process side of a weight update: check everything, pause, swap, tag, forget cached prefixes, resume."""
+"""API-process side of a weight update: check the weights, pause, swap, tag, reset the prefix cache, resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ_POLL_S = 0.01
 
 
 class WeightsInconsistent(RuntimeError):
-    """An update failed half-way: the weights are neither the old nor the new ones until one succeeds."""
+    """An update failed half-way: the weights mix the old and the new version until an update succeeds."""
 
 
 class WeightUpdater:
@@ -35,11 +35,11 @@ class WeightUpdater:
 
     def __init__(self, engine: EngineClient, model: Path, version: int = -1, *, adapters: bool = False):
         self._engine = engine
-        self._adapters = adapters  # it takes adapters, and nothing else
+        self._adapters = adapters  # the server loads only adapters
         self._model = model
         self._served: Manifest | None = None
         self._lock = asyncio.Lock()
-        self._began: float | None = None  # when the holder of the lock took it
+        self._began: float | None = None  # when the current owner acquired the lock
         self._version = version
         self._inconsistent: str | None = None
         self._group = ""
@@ -62,8 +62,10 @@ class WeightUpdater:
 
     @property
     def updating_s(self) -> float | None:
-        """Return the seconds since the running update, join, sleep or wake began; the engine core is silent
-        meanwhile."""
+        """Return the seconds since the running update, join, sleep or wake began; None if none is running.
+
+        The engine core does not answer during these operations.
+        """
         return None if self._began is None else time.monotonic() - self._began
 
     @asynccontextmanager
@@ -77,14 +79,14 @@ class WeightUpdater:
 
     @property
     def group(self) -> str:
-        """Return the name of the weight group whose broadcasts the workers can receive; empty = none."""
+        """Return the name of the weight group that the workers receive broadcasts of; empty = none."""
         return self._group
 
     async def join(self, plan: WeightGroupPlan) -> None:
         """Make the workers members of the trainer's weight group, and of no earlier one.
 
-        Raises BadWeights, before any process waits, when the group's tensors are not those of the served model, or its
-        NCCL or its NCCL_CUMEM_ENABLE is another.
+        Raises BadWeights, before any process waits, if the group's tensors are not those of the served model. Another
+        NCCL version or NCCL_CUMEM_ENABLE raises it too.
         """
         async with self._exclusive():
             if self._adapters:
@@ -97,7 +99,7 @@ class WeightUpdater:
             self._group = plan.name
 
     async def receive(self, group: str, step: str, version: int, mode: UpdateMode, wait_s: float) -> float:
-        """Serve what the trainer broadcasts in `step` of `group` as policy `version`; otherwise as `load`."""
+        """Serve the weights that the trainer broadcasts in `step` of `group` as policy `version`; see `load`."""
         async with self._exclusive():
             if group != self._group:
                 raise BadWeights(f"weight group {group}: the workers are in {self._group or 'none'}; join it first")
@@ -108,7 +110,7 @@ class WeightUpdater:
                 raise
 
     async def sleep(self) -> None:
-        """Wait for running requests and discard weights and cache. An update must follow `wake`."""
+        """Wait for running requests and discard weights and cache. After `wake` weights must be loaded."""
         async with self._exclusive():
             self._inconsistent = "the engine was put to sleep, which discards them"
             await self._engine.sleep(level=2, mode="wait")
@@ -122,8 +124,9 @@ class WeightUpdater:
 
         A delta is read before the pause, up to each worker's share of `read_ahead_bytes`.
 
-        Raises BadWeights or UnreadableWeights before anything is touched, TimeoutError when running requests do not end
-        within `wait_s` (mode wait; the old weights go on), and WeightsInconsistent when loading itself fails.
+        Raises BadWeights or UnreadableWeights before the weights change. Raises TimeoutError when running requests do
+        not end within `wait_s` (mode wait; the old weights stay in use). Raises WeightsInconsistent when loading itself
+        fails.
         """
         async with self._exclusive():
             if (adapter := adapter_in(path, self._adapters)) is not None:
@@ -134,7 +137,7 @@ class WeightUpdater:
             return await self._update(str(path), {"directory": str(path)}, version, mode, wait_s)
 
     async def _read_ahead(self, path: Path, most_bytes: int, wait_s: float) -> None:
-        """Make the workers read `path` while they sample. Raises UnreadableWeights where one cannot."""
+        """Make the workers read `path` while they sample. Raises UnreadableWeights if one of them fails."""
         share = most_bytes // self._engine.vllm_config.parallel_config.world_size
         deadline, pause_s = time.monotonic() + wait_s, READ_POLL_S
         try:
@@ -153,7 +156,7 @@ class WeightUpdater:
             pause_s = min(2 * pause_s, 50 * READ_POLL_S)
 
     async def parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the last update, of the slowest worker."""
+        """Return the seconds of each part of the last update, as measured by the slowest worker."""
         return max(await self._engine.collective_rpc("dppo_update_parts"), key=lambda parts: sum(parts.values()))
 
     async def _update(
@@ -172,7 +175,7 @@ class WeightUpdater:
         except Exception as error:
             self._inconsistent = f"{source}: {error}"
             log.exception("weight update from %s failed half-way", source)
-            # Requests that were kept must not go on under such weights.
+            # Kept requests must not continue under such weights.
             await self._engine.pause_generation(mode="abort")
             raise WeightsInconsistent(self._inconsistent) from error
         finally:
@@ -197,14 +200,17 @@ class WeightUpdater:
             self._adapter = None
         await self._engine.update_weight_version(str(version))
         self._version = version
-        # Kept requests hold cached keys and values of the old weights: they are preempted and prefilled again, so each
+        # Kept requests have cached keys and values of the old weights. They are preempted and prefilled again, so each
         # further token is drawn from exactly the policy it is tagged with.
         if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
             raise RuntimeError("the prefix cache still holds keys and values of the old weights")
 
     async def _on_workers(self, method: str, *arguments: Any) -> None:
-        """Call all workers. Raises RuntimeError with the problems that they return: a worker that raised would leave
-        the replies of the others in vLLM's queues, where the next call would read them."""
+        """Call `method` on all workers. Raises RuntimeError with the problems that they return.
+
+        Workers return their errors: an exception of one would leave the replies of the others in vLLM's queues, and the
+        next call would read them.
+        """
         replies = await self._engine.collective_rpc(method, args=arguments)
         problems = [f"worker {number}: {reply}" for number, reply in enumerate(replies) if reply is not None]
         if problems:

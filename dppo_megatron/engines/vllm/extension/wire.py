@@ -1,6 +1,6 @@
-"""Bytes between the client and the server's routes: a request is JSON, a reply with arrays is safetensors.
+"""Encodes the bytes between the client and the server's routes: JSON requests, and safetensors replies with arrays.
 
-What is no array (finish reasons, ids) is JSON in the metadata of the safetensors, under "header".
+Values that are not arrays (finish reasons, ids) are JSON in the metadata of the safetensors, under "header".
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def encode_reply(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes
 
 
 def decode_reply(reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Header and arrays, which are views of `reply`. Raises ValueError for anything that `encode_reply` does not
-    return."""
+    """Return the header and the arrays, which are views of `reply`. Raises ValueError unless `encode_reply` made it."""
     try:
         size = int.from_bytes(reply[:8], "little")
         if 8 + size > len(reply):
@@ -47,7 +46,7 @@ def encode_samples(header: dict[str, Any], samples: GroupSamples) -> bytes:
 
 
 def decode_samples(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> GroupSamples:
-    """Decode what `decode_reply` returned for `encode_samples`; columns of no row in `COLUMNS` are ignored.
+    """Decode the result of `decode_reply` for `encode_samples`; ignore columns that `COLUMNS` does not list.
 
     Raises KeyError and TypeError for anything else.
     """
@@ -56,7 +55,10 @@ def decode_samples(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Gro
 
 
 def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
-    """As safetensors' own reader, which would copy every array: the arrays lie end to end and fill the data."""
+    """Return the arrays as views of `data`, where they are end to end without gaps.
+
+    safetensors' own reader would copy every array.
+    """
     arrays, end = {}, 0
     for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, stop) = SAFETENSORS_DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
@@ -91,7 +93,7 @@ def encode_request(request: GenerateRequest) -> bytes:
 
 
 def encode_trace(logprobs: np.ndarray, workers: list[list[tuple[int, str, bytes, str, tuple[int, ...]]]]) -> bytes:
-    """What every worker recorded (`WorkerExtension.dppo_take_trace`), and the log-probs of the same pass."""
+    """Encode the values that every worker recorded (`WorkerExtension.dppo_take_trace`) and the pass's log-probs."""
     arrays, dtypes = {"logprobs": logprobs}, {}
     for worker, values in enumerate(workers):
         for layer, operator, bits, dtype, shape in values:
@@ -102,7 +104,10 @@ def encode_trace(logprobs: np.ndarray, workers: list[list[tuple[int, str, bytes,
 
 
 def decode_trace(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Trace]:
-    """The traces of all workers. Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError for others."""
+    """Return the traces of all workers.
+
+    Raises KeyError, TypeError, ValueError, AttributeError or RuntimeError for any other reply.
+    """
     traces: list[Trace] = [{} for _ in range(header["workers"])]
     for name, dtype in header["dtypes"].items():
         worker, layer, operator = name.split("/")
@@ -112,7 +117,7 @@ def decode_trace(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[
 
 
 def bits_of(value: torch.Tensor) -> np.ndarray:
-    """numpy has no bfloat16."""
+    """Return the bits of `value` as an array; numpy has no bfloat16."""
     return value.contiguous().view(getattr(torch, f"int{8 * value.dtype.itemsize}")).numpy()
 
 

@@ -1,7 +1,7 @@
-"""Worker side: a weight transfer engine fed from a model directory on shared storage or by trainer ranks' broadcasts.
+"""Worker side: a weight transfer engine that reads a model directory on shared storage or trainer ranks' broadcasts.
 
-Importing this module registers it and ends the process with its parent. Name `WorkerExtension` as the server's
---worker-extension-cls so that every worker does, and `{"backend": BACKEND}` as its --weight-transfer-config.
+Importing this module registers the engine and ends the process with its parent. Name `WorkerExtension` as the server's
+--worker-extension-cls so that every worker imports it, and `{"backend": BACKEND}` as its --weight-transfer-config.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ BACKEND = "dppo"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    plan: dict[str, Any]  # a WeightGroupPlan to join
+    plan: dict[str, Any]  # the WeightGroupPlan to join
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The source of an update: exactly one of the two."""
+    """The source of an update. Exactly one of the two fields is set."""
 
-    directory: str = ""  # of the new policy, in names of Hugging Face: a model, or a delta
-    step: str = ""  # of the joined group: what the trainer broadcasts now
+    directory: str = ""  # directory of the new policy in Hugging Face names: a model or a delta
+    step: str = ""  # step of the joined group that the trainer broadcasts now
 
 
 class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -69,10 +69,10 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*arguments)
         self._receiver: WeightReceiver | None = None
         self.loaded = LoadedWeights.of(self.model)
-        self._ahead: PrefetchedVersion | None = None  # read for the update to come
-        self._loading: PrefetchedVersion | None = None  # of the update that goes on
+        self._ahead: PrefetchedVersion | None = None  # prefetched for the next update
+        self._loading: PrefetchedVersion | None = None  # version of the running update
         self._began = 0.0
-        self.parts: dict[str, float] = {}  # seconds of the update before
+        self.parts: dict[str, float] = {}  # seconds of the last update, by part
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -80,7 +80,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver = WeightReceiver(plan, self.parallel_config.rank, self.device)
 
     def read_ahead(self, directory: Path, most_bytes: int) -> None:
-        """Begin to read the version that will be loaded next."""
+        """Start reading the version that will be loaded next."""
         before, self._ahead = self._ahead, None
         if before is not None:
             before.drop()
@@ -131,10 +131,10 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _repack(model: torch.nn.Module, loaded: LoadedWeights) -> None:
-    """CPU kernels keep packed copies that a layerwise reload leaves stale in two places.
+    """Pack again the copies of CPU kernels that a layerwise reload leaves stale.
 
-    A head tied to the embedding loads nothing itself, so its copy is not packed again; expert weights are packed on the
-    first load only. Either way the server would go on with the old weights and report success.
+    A head tied to the embedding loads no weights itself, so its copy is not packed again. Expert weights are packed on
+    the first load only. In both cases the server would continue with the old weights and report success.
     """
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
@@ -158,11 +158,11 @@ class WorkerExtension:
     """Mixed into every worker. Naming it also makes every worker import this module."""
 
     def dppo_join_weight_group(self, plan: dict[str, Any]) -> str | None:
-        """Return why it failed, or None. An exception here would put vLLM's reply queues out of order."""
+        """Join the group. Return why it failed, or None: an exception would put vLLM's reply queues out of order."""
         return _problem(lambda: self.init_weight_transfer_engine({"plan": plan}))
 
     def dppo_read_ahead(self, directory: str, most_bytes: int) -> str | None:
-        """Begin to read the version that `dppo_update_weights` will load. Returns why it failed, or None."""
+        """Start reading the version that `dppo_update_weights` will load. Return why it failed, or None."""
         return _problem(lambda: self.weight_transfer_engine.read_ahead(Path(directory), most_bytes))
 
     def dppo_has_read(self) -> bool | str:
@@ -177,10 +177,10 @@ class WorkerExtension:
         return self.weight_transfer_engine.parts
 
     def dppo_update_weights(self, info: dict[str, Any]) -> str | None:
-        """Run a whole update from an `UpdateInfo`. Returns why it failed, or None."""
+        """Run a whole update from an `UpdateInfo`. Return why it failed, or None."""
 
         def update() -> None:
-            self._weight_update_active = False  # of an update that failed
+            self._weight_update_active = False  # left over from a failed update
             self.start_weight_update()
             self.update_weights(info)
             self.finish_weight_update()
@@ -188,7 +188,7 @@ class WorkerExtension:
         return _problem(update)
 
     def dppo_load_adapter(self, directory: str) -> str | None:
-        """Serve the adapter in `directory` to requests that name it. Returns why it failed, or None."""
+        """Serve the adapter in `directory` to requests that name it. Return why it failed, or None."""
         return _problem(lambda: adapter.load(self.model_runner, directory))
 
     def dppo_fingerprint(self) -> WorkerSums:
@@ -211,7 +211,7 @@ class WorkerExtension:
         return [number for number, _ in moe_layers(self.model_runner.model)]
 
     def dppo_record_experts(self) -> list[int]:
-        """Record the experts of requests that ask for it, from now on. Returns the layers' numbers."""
+        """Start recording the experts of requests that ask for it. Return the layers' numbers."""
         self._dppo_experts = ExpertRecorder(self.model_runner, self.model_config.get_num_experts())
         return self.dppo_moe_layers()
 
@@ -221,13 +221,13 @@ class WorkerExtension:
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
     def dppo_record_masks(self) -> None:
-        """From now on what top-p, top-k and min-p left is recorded of requests that ask for it."""
+        """Start recording the sampling masks of requests that ask for it."""
         self._dppo_masks = MaskRecorder(self.model_runner)
 
     def dppo_take_masks(
         self, names: list[str], prompt_tokens: int, lengths: list[int]
     ) -> list[tuple[bytes, bytes] | None]:
-        """Ids and counts of the response tokens of requests, each taken once; None where some are missing."""
+        """Return ids and counts of the response tokens of requests, each taken once; None where some are missing."""
         records = [
             self._dppo_masks.take(*one) for one in zip(names, [prompt_tokens] * len(names), lengths, strict=True)
         ]
@@ -258,4 +258,4 @@ WeightTransferEngineFactory.register_engine(BACKEND, TrainerWeights)
 _follow_first_load()
 _compute_as_the_trainer()
 if (_server := multiprocessing.parent_process()) is not None:
-    end_with_parent(_server.pid, signal.SIGKILL)  # else a killed server leaves its engine and its workers behind
+    end_with_parent(_server.pid, signal.SIGKILL)  # otherwise a killed server leaves its engine and its workers running
