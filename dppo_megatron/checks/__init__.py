@@ -1,8 +1,8 @@
-"""Every rule about a config is in this folder, once. CONTRIBUTING.md lists which command checks it.
+"""All rules about a config, each in one place. CONTRIBUTING.md lists the commands that check them.
 
 A rule file has one subject and a function `problems(config, ...)` that returns lines `setting = value: why; remedy`.
-All problems that can be found are reported together, before a process starts. Nothing imports torch before a
-rule needs it: the node that drives a Slurm job may have none.
+All problems that can be found are reported together, before a process starts. A rule imports torch only when it needs
+it, because the node that drives a Slurm job may have no torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Place = Literal["run", "node", "elsewhere", "unstaged"]
 
 
 def settings_problems(config: Config) -> list[str]:
-    """Return every broken rule between settings. Pure: no files, no network, no torch."""
+    """Return every broken rule between settings. Reads no files, uses no network, and imports no torch."""
     return [problem for rule in SETTINGS for problem in rule.problems(config)]
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Reads `path`, applies overrides (`a.b=value`, the value in YAML), checks types, names and rules between settings.
+    """Read `path`, apply overrides (`a.b=value`, the value in YAML), and check types, names and rules between settings.
 
-    Relative paths in the file are relative to the working directory, as on a command line.
-    Raises `ConfigError` naming every violation. Reads no model or data files; `preflight` does.
+    Relative paths in the file are relative to the working directory, as on a command line. Raises `ConfigError` naming
+    every violation. Reads no model or data files; `preflight` does.
     """
     config = read_config(path, overrides)
     if problems := settings_problems(config):
@@ -44,15 +44,19 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]:
-    """Checks settings, objective, model directory, engine, prompts, reward and, for a whole run, this machine.
+    """Check settings, objective, model directory, engine, prompts, reward and, for a whole run, this machine.
 
-    `place`: this machine is that of the whole "run", so GPUs must suffice and ports be free; it is one "node" of
-    several; or the run is "elsewhere", on GPUs that this machine need not have, and "unstaged" if absent files of model
-    and data are only notes. Starts nothing. Returns notes worth showing (the method, the data). Raises `ConfigError`
-    with every violation.
+    `place` is the part of the run on this machine:
+
+    - "run": the whole run, so GPUs must suffice and ports be free
+    - "node": one of several nodes
+    - "elsewhere": no part; the run uses other GPUs
+    - "unstaged": no part, and absent files of model and data are only notes
+
+    Starts no run. Returns notes for the user (the method, the data). Raises `ConfigError` with every violation.
     """
     notes: list[str] = []
-    absent: list[str] = []  # problems that end once a file is here
+    absent: list[str] = []  # problems of files that may still be copied here
     tools: list[dict[str, Any]] = []
     hf, elsewhere = model.read(config), place in ("elsewhere", "unstaged")
     rules = [
@@ -64,7 +68,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(missing_packages, config.tracking),
         partial(engine.environment_problems, config, elsewhere=elsewhere),
         partial(engine.model_problems, config, hf),
-        partial(user_code.environment_problems, config, tools),  # before the prompts, which show them
+        partial(user_code.environment_problems, config, tools),  # before the prompts, which contain the tools
         partial(data.problems, config, hf, notes, absent, tools),
         partial(user_code.reward_problems, config),
     ]
@@ -84,8 +88,9 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
 def check_job(
     config: Config, source: str, *, resume: bool, nodes: tuple[int, ...] | None = None, gpus: int | None = None
 ) -> list[str]:
-    """Checks settings, nodes and the run directory of a Slurm job; returns notes. `nodes`, `gpus`: see
-    `slurm.problems`. Raises `ConfigError` with every violation. Needs no torch.
+    """Check settings, nodes and the run directory of a Slurm job; return notes.
+
+    `nodes`, `gpus`: see `slurm.problems`. Raises `ConfigError` with every violation. Needs no torch.
     """
     notes: list[str] = []
     problems = settings_problems(config) + slurm.problems(config, nodes, gpus, notes)
@@ -95,7 +100,7 @@ def check_job(
 
 
 def _started_elsewhere(config: Config, source: str) -> list[str]:
-    """Return that relative paths and modules exist only in a directory above the config."""
+    """Return a problem if relative paths and modules exist only in a directory above the config."""
     names = (config.reward.name, config.objective.name, config.environment.source)
     modules = [Path(f"{name.partition(':')[0].replace('.', '/')}.py") for name in names if name and ":" in name]
     paths = [config.model.path, config.model.weights, config.data.train, config.data.eval, *modules]
@@ -108,7 +113,7 @@ def _started_elsewhere(config: Config, source: str) -> list[str]:
 
 
 def _check(rule: Callable[[], list[str]]) -> list[str]:
-    """Return the rule's problems. A rule that cannot be checked reports why and does not hide the others."""
+    """Return the rule's problems. A rule that raises becomes a problem itself and does not hide the others."""
     try:
         return rule()
     except (ValueError, OSError, ImportError) as error:

@@ -1,5 +1,7 @@
-"""Rules of `data`: a tokenizer that suits the model, and prompt files whose every row can be read, is short, and has an
-answer that the rewards can compare with."""
+"""Rules of `data`: the tokenizer must suit the model, and every row of the prompt files must be usable.
+
+A usable row can be read, is short enough, and has an answer that the rewards can compare with.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
 def problems(
     config: Config, hf: HFModelConfig | None, notes: list[str], absent: list[str], tools: Sequence[dict[str, Any]] = ()
 ) -> list[str]:
-    """Read and tokenize every file. Adds to `notes` how many prompts each has, to `absent` which are not here.
+    """Read and tokenize every file. Add the number of prompts of each to `notes`, and missing files to `absent`.
 
-    tools: of the environment; the chat template writes them into every prompt.
+    tools: the tools of the environment, which the chat template writes into every prompt.
     """
     from dppo_megatron.data.prompts import PromptFile, PromptFileError
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
@@ -29,7 +31,7 @@ def problems(
     try:
         tokenizer = load_tokenizer(config.model.path)
     except TokenizerError as error:
-        if hf is not None:  # else the model's own problem is reported
+        if hf is not None:  # otherwise the model's own problem is reported
             here = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
             (out if here else absent).append(str(error))
     if config.rollout.bank is not None and not config.rollout.bank.is_dir():
@@ -59,8 +61,10 @@ def problems(
 
 
 def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]], notes: list[str]) -> list[str]:
-    """Return rows that no response could be scored for, and rewards that score none. Adds to `notes` rewards that
-    raise for the first row. An environment may score by itself, whatever `reward` is."""
+    """Return rows that no response could be scored for, and rewards that score no row.
+
+    Adds to `notes` rewards that raise for the first row. An environment may compute rewards itself, without `reward`.
+    """
     from dppo_megatron.rewards import RewardError, RewardPool
     from dppo_megatron.rewards.outcome import UNFIT
     from dppo_megatron.types import Prompt

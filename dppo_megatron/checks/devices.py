@@ -1,6 +1,7 @@
 """Rules of devices and ports, of this machine and of a cluster.
 
-Ranks take the first GPUs, engines the next or, colocated, the same.
+Ranks take the first GPUs. Engines take the next ones or, if colocated, the same. Example: 2 ranks and 2 engines of 1
+GPU use GPUs 0-1 and 2-3, or both GPUs 0-1 if colocated.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def visible_devices() -> list[str]:
 
 
 def require_gpu() -> None:
-    """Raise if torch was built for GPUs and sees none: this rank would train on the CPU among ranks on GPUs."""
+    """Raise if torch was built for GPUs and sees none. This rank would train on the CPU among ranks on GPUs."""
     import torch
 
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
@@ -70,7 +71,7 @@ def unreached(config: Config) -> list[str]:
 
 
 def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> list[str]:
-    """Return why ranks (if it `trains`) and engines do not fit on these GPUs; without any, the CPU computes."""
+    """Return why ranks (if `trains`) and engines do not fit on these GPUs. Without GPUs the CPU computes."""
     engine, engines = config.engine, config.started_engines
     if not visible:
         if config.slurm.gpu is not None:
@@ -107,7 +108,10 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
 
 
 def fit_engines(config: Config, visible: list[str]) -> Config:
-    """Return `config` with as many engines as fit on `visible` GPUs if no rank trains. Prints a lower number."""
+    """Return `config` with at most as many engines as fit on `visible` GPUs, if no rank trains.
+
+    Prints the number of engines if it is lowered.
+    """
     most = len(visible) // config.engine.devices
     if not most or config.started_engines <= most:
         return config
@@ -120,7 +124,7 @@ def _first_of_engines(config: Config) -> int:
 
 
 def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
-    """Return why `nodes` of `per_node` devices are too few for ranks and engines, or cannot hold one engine."""
+    """Return why `nodes` of `per_node` devices are too few for ranks and engines, or too small for one engine."""
     engine, serving, needed = config.engine, config.engine_devices, devices_needed(config)
     if serving and engine.devices_per_node > per_node:
         return [
@@ -151,8 +155,11 @@ def devices_needed(config: Config) -> int:
 
 
 def _slots(config: Config, nodes: int, per_node: int) -> int:
-    """Return how many engines find devices: on those that the ranks, which fill node after node, leave, or colocated on
-    the ranks' own. Engines of several nodes take whole nodes that the ranks leave."""
+    """Return the number of engines that the free devices can run.
+
+    Ranks fill node after node; their own devices are free for colocated engines. Engines of several nodes need whole
+    nodes. Example: 12 ranks on 3 nodes of 8 devices leave 4 + 8 devices: 3 engines of 4 devices, or 1 of 8.
+    """
     full, begun = divmod(config.parallel.world_size, per_node)
     if config.engine.placement == "colocated":
         full = begun = 0

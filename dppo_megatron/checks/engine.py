@@ -1,4 +1,4 @@
-"""Rules of `engine` and `weight_sync`. Those of one kind of engine are in its folder: `engines/<kind>/kind.py`."""
+"""Rules of `engine` and `weight_sync`. The rules of one kind of engine are in `engines/<kind>/kind.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LAST_PORT = 65535
 OF_ONE_MACHINE = ("/dev/shm", "/run", "/tmp")
 MOST_LORA_RANK = 512
-MOST_SENDERS = 32  # of broadcast weights: a communicator for each, with buffers of its own in every engine worker
+MOST_SENDERS = 32  # of broadcast weights: each needs a communicator with its own buffers in every engine worker
 ANSWER_S = 25.0  # for an interpreter on a slow file system to find a package
 
 
@@ -40,7 +40,7 @@ def problems(config: Config) -> list[str]:
 
 
 def _layout(config: Config) -> list[str]:
-    """Rules of the GPUs of one engine."""
+    """Return problems of the GPUs of one engine."""
     e, out = config.engine, []
     if e.devices % e.nodes:
         out.append(
@@ -142,7 +142,7 @@ def _adapters(config: Config) -> list[str]:
 
 
 def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
-    """Return why engines cannot serve the model. Both kinds split attention by whole heads, and FP8 by whole blocks.
+    """Return why engines cannot serve the model. All kinds split attention by whole heads, and FP8 by whole blocks.
 
     hf: the model's config.json; None if it cannot be read.
     """
@@ -250,5 +250,5 @@ def _finds(python: str, package: str) -> bool:
         try:
             return process.wait(ANSWER_S) == 0
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+            os.killpg(process.pid, signal.SIGKILL)  # and its child processes
             raise OSError(f"no answer in {ANSWER_S:g} s") from None

@@ -1,4 +1,4 @@
-"""Rules of `engine.exact`: what stands in the way of engine and trainer computing the same bits."""
+"""Rules of `engine.exact`: settings with which engine and trainer would not compute the same bits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def problems(config: Config) -> list[str]:
 
 
 def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool) -> list[str]:
-    """`elsewhere`: the run has other devices than this machine."""
+    """Return properties of the model that `engine.exact` does not support.
+
+    `elsewhere`: the run has other devices than this machine.
+    """
     import torch
 
     if not config.engine.exact:

@@ -1,4 +1,4 @@
-"""Rules of the model in the configured layout and precision, from its config.json; `actor` knows what it can build."""
+"""Rules of the model in the configured layout and precision, from its config.json. `actor` has the supported models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(config: Config) -> HFModelConfig | None:
 
 
 def problems(config: Config, hf: HFModelConfig | None, absent: list[str], *, elsewhere: bool) -> list[str]:
-    """Return why the model cannot be built; adds missing files to `absent`. `elsewhere`: it runs on `slurm.gpu`."""
+    """Return why the model cannot be built; add missing files to `absent`. `elsewhere`: it runs on `slurm.gpu`."""
     from dppo_megatron.actor import check_model
 
     out = check_model(on_any_machine(config) if elsewhere else config)
@@ -35,7 +35,7 @@ def problems(config: Config, hf: HFModelConfig | None, absent: list[str], *, els
 
 
 def _weights(config: Config, hf: HFModelConfig, absent: list[str]) -> list[str]:
-    """Return why trainer or engines cannot start from their weights. Reads only headers: milliseconds a file."""
+    """Return why trainer or engines cannot start from their weights. Reads only headers, in milliseconds per file."""
     from dppo_megatron.hf import ModelError, WeightMap, header_problems, open_weights
     from dppo_megatron.hf.torch_dist_place import is_torch_dist
 
@@ -66,13 +66,13 @@ def _adapter(config: Config, hf: HFModelConfig) -> list[str]:
 
 
 def on_any_machine(config: Config) -> Config:
-    """Return the model without the settings that need certain devices; no parameter depends on them."""
+    """Return the model without the settings that need certain devices. No parameter depends on those settings."""
     model = config.model.model_copy(update={"layers": "local", "fp8": "none"})
     return config.model_copy(update={"model": model})
 
 
 def _capability(config: Config) -> list[str]:
-    """Return what the GPUs cannot compute; a GPU of an unknown kind is assumed to compute everything."""
+    """Return settings that the GPUs cannot compute. An unknown kind of GPU is assumed to compute all of them."""
     from dppo_megatron.actor.precision import RECIPES, capability_problems
     from dppo_megatron.common.hardware import hardware
 

@@ -8,7 +8,7 @@ from dppo_megatron.config import Config, ConfigError, read_config, with_absolute
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import problem
 
-# Changing these between attempts of a run is safe; changing anything else would make the second attempt another run.
+# These settings may change between attempts of a run. A change of any other would make the second attempt another run.
 RESUMABLE_CHANGES = (
     "run.dir", "train.steps", "tracking", "profile", "checkpoint", "eval.every", "engine", "parallel", "slurm",
     "weight_sync", "run.stall_timeout_s", "train.micro_batch_tokens", "train.share_prefixes", "optimizer.lr",
@@ -50,7 +50,7 @@ def problems(config: Config, *, resume: bool) -> list[str]:
         return earlier_run(config)
     if not saved.exists():
         return [f"run.dir = {config.run.dir}: no run to --resume, {saved} is missing; correct it, or drop --resume"]
-    return changed_settings(config, read_config(saved))  # without rules between settings: they may be newer
+    return changed_settings(config, read_config(saved))  # not the rules between settings, which may be newer
 
 
 def changed_settings(config: Config, saved: Config) -> list[str]:
@@ -64,7 +64,7 @@ def changed_settings(config: Config, saved: Config) -> list[str]:
 
 
 def earlier_run(config: Config) -> list[str]:
-    """Return a problem if the run directory already holds a run."""
+    """Return a problem if the run directory already has a run."""
     run = RunDir(config.run.dir)
     if not run.bank.exists() and not run.checkpoints.exists():
         return []

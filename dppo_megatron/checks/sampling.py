@@ -1,4 +1,4 @@
-"""Rules of `rollout` and `eval`: samples are of the policy whose log-probs are stored, and fit the engine."""
+"""Rules of `rollout` and `eval`: stored log-probs must be those of the sampled policy; samples must fit the engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _staleness(config: Config) -> list[str]:
 
 
 def lengths(config: Config) -> list[str]:
-    """Return a problem if some response does not fit the engine."""
+    """Return a problem for a response length that does not fit the engine."""
     prompt, room = config.data.max_prompt_tokens, config.engine.max_model_len
     name, response = max(config.response_tokens.items(), key=lambda item: item[1])
     if not config.samples or prompt + response <= room:

@@ -10,8 +10,8 @@ def problems(
 ) -> list[str]:
     """Return why the run does not fit the nodes that `slurm` requests, or the job has other nodes.
 
-    `nodes`: of each component of the job that runs; None before it is submitted. `gpus`: of its first node, if known.
-    Adds to `notes` how many GPUs are not used.
+    `nodes`: of each component of the running job; None before submission. `gpus`: of its first node, if known. Adds the
+    number of unused GPUs to `notes`.
     """
     out = _requested(config, [] if notes is None else notes) + ([] if nodes is None else _granted(config, nodes))
     if gpus is None or gpus >= (wanted := config.slurm.gpus_per_node):

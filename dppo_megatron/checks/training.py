@@ -85,7 +85,7 @@ def _layout(config: Config) -> list[str]:
             "change one of them"
         )
     expert_ranks = (p.expert_tensor or p.tensor) * p.expert * p.pipeline
-    if p.world_size % expert_ranks and (p.expert > 1 or p.expert_tensor):  # else the rule above implies it
+    if p.world_size % expert_ranks and (p.expert > 1 or p.expert_tensor):  # otherwise the rule above implies it
         out.append(
             f"parallel.world_size = {p.world_size}: not a multiple of expert_tensor x expert x pipeline = "
             f"{expert_ranks}; change one of them"
@@ -107,7 +107,7 @@ def _precision(config: Config) -> list[str]:
     if m.fp8 != "none" and m.layers == "local":
         out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
     if m.dtype == "fp32" and m.layers == "transformer_engine":
-        # FlashAttention and cuDNN take 16 bits, and TransformerEngine's own fallback no packed sequences (to 2.9).
+        # FlashAttention and cuDNN need 16 bits. TransformerEngine's own fallback takes no packed sequences (up to 2.9).
         out.append(
             "model.dtype = fp32: TransformerEngine has no attention kernel for packed sequences in fp32; set "
             "model.dtype to bf16 or fp16, or model.layers to local"

@@ -9,17 +9,20 @@ from dppo_megatron.config.task import EnvironmentConfig
 
 
 def objective_problems(config: Config, notes: list[str]) -> list[str]:
-    """Adds to `notes` the method in words and where it departs from its paper."""
+    """Return why the objective cannot be built or does not suit the settings.
+
+    Adds to `notes` the method in words and its differences from the published one.
+    """
     from dppo_megatron.objectives import PRESETS, ObjectiveError, build_objective
 
     chosen = config.objective
     try:
         objective = build_objective(chosen.name, **chosen.settings)
-    except ObjectiveError as error:  # of a user's own; presets and their axes are checked when a config is read
+    except ObjectiveError as error:  # of a user's own objective; presets are checked when a config is read
         return [f"objective.name = {chosen.name}: {error}"]
     try:
         notes.append(objective.describe())
-    except Exception as error:  # a user's own
+    except Exception as error:  # of a user's own objective
         return [f"objective.name = {chosen.name}: describe() failed: {type(error).__name__}: {error}"]
     if preset := PRESETS.get(chosen.name):
         for setting in ("advantage", "aggregation"):
@@ -43,7 +46,7 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
 
 
 def _other_batches(name: str, supervised: bool) -> str:
-    """Return the problem of an objective whose settings contradict whether its name samples answers."""
+    """Return the problem of an objective with a `supervised` setting that contradicts its name."""
     if supervised:
         return (
             f"objective.settings.supervised = true: objective.name = {name} learns from sampled rollouts; "
@@ -56,7 +59,7 @@ def _other_batches(name: str, supervised: bool) -> str:
 
 
 def reward_problems(config: Config) -> list[str]:
-    """Return why a reward cannot be built. Imports the user's modules in a process of their own first."""
+    """Return why a reward cannot be built. Import the user's modules in a separate process first."""
     from dppo_megatron.rewards import RewardError, build_rewards, import_problem
 
     if not config.samples:
@@ -77,7 +80,7 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def environment_problems(config: Config, tools: list[dict[str, Any]]) -> list[str]:
-    """Return why the environment cannot be made, in a process of its own. Adds its tools to `tools`."""
+    """Return why the environment cannot be made, in a separate process. Add its tools to `tools`."""
     from dppo_megatron.environments.worker import environment_problem
 
     environment, data = config.environment, config.data
