@@ -1,1 +1,1 @@
-"""A published policy on disk and on its way: the code that trainer and engines share."""
+"""Policy weights on disk and in transfer: the code that trainer and engines share."""

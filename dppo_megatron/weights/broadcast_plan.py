@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 Backend = Literal["gloo", "nccl"]
-# Small buckets stay in memory the allocator already holds; on a GPU, large ones fill the network.
+# Small buckets stay in memory that the allocator already has; on a GPU, large ones saturate the network.
 BUCKET_BYTES: dict[Backend, int] = {"gloo": 16 << 20, "nccl": 256 << 20}
 
 _EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
@@ -34,7 +34,7 @@ class TensorSpec(NamedTuple):
     """Name, dtype and shape of one tensor, named as in Hugging Face."""
 
     name: str
-    dtype: str  # as torch spells it: "bfloat16"
+    dtype: str  # in torch's spelling: "bfloat16"
     shape: tuple[int, ...]
 
     @classmethod
@@ -51,7 +51,7 @@ Bucket = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightGroupPlan:
-    """The data that a worker needs to join.
+    """The data that a worker needs to join the weight groups of all senders.
 
     `streams[s]` has the buckets that sender `s` sends in every update; workers take the buckets in `order`.
     """
@@ -63,9 +63,9 @@ class WeightGroupPlan:
     timeout_s: float  # of every single step
     workers: int  # of all engines
     streams: tuple[tuple[Bucket, ...], ...]
-    first_worker: int = 0  # number of the engine's first worker among all
+    first_worker: int = 0  # index of the engine's first worker among all workers
     nccl: str = ""  # the trainer's version of NCCL; "" with gloo
-    nccl_cumem: str = ""  # its NCCL_CUMEM_ENABLE; "" where it is not set
+    nccl_cumem: str = ""  # its NCCL_CUMEM_ENABLE; "" if it is not set
 
     def for_engine(self, host: str, first_worker: int) -> WeightGroupPlan:
         return replace(self, host=host, first_worker=first_worker)
@@ -82,11 +82,11 @@ class WeightGroupPlan:
         return cls(**{**value, "streams": streams})
 
     def group(self, sender: int) -> str:
-        """Return the name of the group of that sender."""
+        """Return the name of the group of `sender`."""
         return f"{self.name}-{sender}"
 
     def order(self) -> Iterator[tuple[int, int, Bucket]]:
-        """Yield (sender, number in its stream, bucket) in the order in which all workers take them.
+        """Yield (sender, index in its stream, bucket) in the order in which all workers take them.
 
         Dense weights come sender by sender, then experts layer by layer across senders. A worker may buffer the experts
         of a layer until the layer is complete, and one sender has a few experts of every layer.
@@ -113,7 +113,8 @@ def expert_layer(name: str) -> int:
 def make_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Fill buckets in the order of `specs`; a tensor larger than `bucket_bytes` has its own bucket.
 
-    Experts of another layer begin a bucket, and so does a tensor that would not be aligned: there is no padding.
+    Experts of another layer begin a new bucket. So does a tensor that would not be aligned, because there is no
+    padding.
     """
     buckets: list[list[TensorSpec]] = []
     filled, layer = 0, -1

@@ -1,7 +1,7 @@
 """A version of the weights as the changes since the version before it, on storage that trainer and engines share.
 
-The directory of such a version, a delta, has no model. `delta.json` names the directory next to it that it changes: a
-model, or another delta. Its safetensors files have, for each tensor of which a bit changed:
+The directory of such a version, a delta, has no model. `delta.json` names the base, a directory next to it with a model
+or another delta. The safetensors files have three entries for each tensor with a changed bit:
 
     NAME:gaps    int16 [N]  elements from one entry to the next; from element 0 to the first entry
     NAME:values  [N]        the new values of these elements, in the tensor's dtype
@@ -13,13 +13,13 @@ Example, a flat bf16 tensor of 40,003 elements:
     after    element 2 = 0.75   element 40,002 = 2.0
     entries  positions [2, 32769, 40002], gaps [2, 32767, 7233], values [0.75, unchanged, 2.0]
 
-The second entry repeats the value that is there: a gap is at most `FAR` = 32,767, so an entry fills each longer one.
-A tensor is stored whole, as NAME, instead of gaps and values, where that takes no more room.
+A gap is at most `FAR` = 32,767, so a longer gap needs filler entries. The second entry is one: it repeats the old
+value. A tensor is stored whole, as NAME, instead of gaps and values, where that takes no more space.
 
-A directory therefore defines the weights whatever weights an engine has that reads it: `Version` reads the model, then
-applies the deltas in order, v0 (model) <- v1 <- v2. `PrefetchedVersion` does so before the engine pauses.
+A directory therefore defines the weights regardless of the weights in the engine that reads it. `Version` reads the
+model, then applies the deltas in order, v0 (model) <- v1 <- v2. `PrefetchedVersion` does so before the engine pauses.
 
-Depends only on torch and safetensors and on no other module: an SGLang server loads this file by its path.
+Depends only on torch and safetensors and on no other module, because an SGLang server loads this file by its path.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 FILE = "delta.json"
-_SPAN = 1 << 15  # words of a checksum that are weighted at a time: they stay in a CPU's cache
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed number: of splitmix64
+_SPAN = 1 << 15  # words of a checksum that are weighted at a time: they fit in a CPU's cache
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed number; from splitmix64
 FAR = 2**15 - 1
 SHOWN = 5  # names in an error
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DamagedDelta(RuntimeError):
-    """A delta cannot be read, or was made for other tensors than it finds."""
+    """A delta cannot be read, or does not match the tensors that it changes."""
 
 
 class Change(NamedTuple):
@@ -58,7 +58,7 @@ class Change(NamedTuple):
     sums: tuple[int, int]
 
     def stored(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the tensors that the files have for it, by name."""
+        """Return the tensors that the files contain for tensor `name`, by their names in the files."""
         sums = {f"{name}:checks": torch.tensor(self.sums)}
         if self.positions is None:
             return {name: self.new} | sums
@@ -72,12 +72,12 @@ def change(old: torch.Tensor, new: torch.Tensor) -> Change | None:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"{tuple(new.shape)} {new.dtype} cannot change {tuple(old.shape)} {old.dtype}")
     before, after = _words(old), _words(new)
-    differ = before != after  # by words of 8 bytes: few of them need a comparison by elements
+    differ = before != after  # by words of 8 bytes; only different words are compared by elements
     words = int(differ.count_nonzero())
     if not words:
         return None
     sums = (checksum(old), checksum(new))
-    most = new.nbytes // (2 + new.itemsize)  # entries that take less room than the whole
+    most = new.nbytes // (2 + new.itemsize)  # upper limit of entries that take less space than the whole tensor
     positions = _positions(before, after, differ, new.itemsize) if words < most else None
     changed = int((_bits(_flat(old)) != _bits(_flat(new))).count_nonzero()) if positions is None else len(positions)
     if positions is not None:
@@ -88,7 +88,7 @@ def change(old: torch.Tensor, new: torch.Tensor) -> Change | None:
 
 
 def _positions(before: torch.Tensor, after: torch.Tensor, differ: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """Return the positions of the elements with other bits."""
+    """Return the positions of the elements with different bits."""
     words = differ.nonzero().squeeze(1)
     old, new = (_bits(side[words].view(torch.uint8), itemsize).view(len(words), -1) for side in (before, after))
     word, place = (old != new).nonzero(as_tuple=True)
@@ -107,7 +107,7 @@ def _reachable(positions: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the sum of a mix of each 64-bit word and its place, modulo 2**64, as a signed number."""
+    """Return the sum of a mix of each 64-bit word and its position, modulo 2**64, as a signed number."""
     words, total = _words(tensor), 0
     factor = torch.arange(1, 1 + min(len(words), _SPAN)) * _MIX | 1
     for span, part in enumerate(words.split(_SPAN), 1):
@@ -117,9 +117,9 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def chain(directory: Path) -> tuple[Path, list[Path]]:
-    """Return the model that the version in `directory` is made from, and the deltas that change it, in order.
+    """Return the model that the version in `directory` is based on, and the deltas that change it, in order.
 
-    Raises `DamagedDelta`. Does not check that the model exists and is complete.
+    Example: for v2 return (v0, [v1, v2]). Raises `DamagedDelta`. Does not check that the model exists and is complete.
     """
     deltas: list[Path] = []
     while is_delta(directory):
@@ -146,8 +146,8 @@ def write_base(directory: Path, base: str) -> None:
 class Version:
     """The tensors of a version, from a directory with a model or a delta.
 
-    Opening reads headers. It and its methods raise `DamagedDelta` for files that cannot be read and for checksums that
-    differ from the delta's.
+    The constructor reads only headers. It and the methods raise `DamagedDelta` for files that cannot be read and for
+    checksums that differ from the delta's.
     """
 
     def __init__(self, directory: Path):
@@ -166,12 +166,14 @@ class Version:
 
     @property
     def changed(self) -> set[str]:
-        """Names of the tensors that differ from the model's."""
+        """Return the names of the tensors that differ from the model's."""
         return {name.partition(":")[0] for delta in self._deltas for name in delta.names}
 
     def is_in(self, directory: Path) -> bool:
-        """Return whether `directory` still has this version. A delta that no engine took is replaced by the whole model
-        under the same name."""
+        """Return whether `directory` still has this version.
+
+        A delta that no engine has loaded may be replaced by the whole model under the same name.
+        """
         return self.directory == directory and is_delta(directory) == bool(self._deltas)
 
     @property
@@ -183,7 +185,7 @@ class Version:
 
     @torch.no_grad()
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor on the CPU; a view of a mapped file if nothing changed it."""
+        """Return the tensor on the CPU. An unchanged tensor is a view of a mapped file."""
         tensor = self._model.get(name)
         shape, dtype = tensor.shape, tensor.dtype
         changed, expected = False, None
@@ -220,14 +222,14 @@ class Version:
 class PrefetchedVersion:
     """A `Version` that a thread reads while the engine samples, so that the engine pauses only to load it.
 
-    A server's workers start to read, continue their work, are polled until all have read, and are then paused to load.
-    Damage is therefore found before anything stops. Tensors that deltas change are kept in the host's memory, at most
-    `most_bytes` and one tensor more; the others are read when they are loaded.
+    A server's workers start to read and continue their work. The server polls them until all have read, then pauses
+    them to load. Damage is therefore found before sampling stops. Tensors that deltas change are kept in the host's
+    memory, at most `most_bytes` plus one tensor; the others are read when they are loaded.
     """
 
     def __init__(self, version: Version, most_bytes: int):
         self.version = version
-        self.read_s = 0.0  # that the load waited for files and for applying deltas
+        self.read_s = 0.0  # seconds that the load waited for files and for applying deltas
         self._kept: dict[str, torch.Tensor] = {}
         self._wanted = True
         self._problem: Exception | None = None
@@ -249,7 +251,7 @@ class PrefetchedVersion:
         return True
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors. Each is freed once it is taken, and read again if it is taken again."""
+        """Yield all tensors. Each is freed when it is taken; a second call reads it again."""
         began = time.perf_counter()
         self._thread.join()
         self.finished()

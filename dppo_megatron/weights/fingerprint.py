@@ -2,11 +2,11 @@
 
 A fingerprint is a sum over all elements, modulo 2**64. Each element adds a mix of its bits and its column, times a
 factor of its row and a factor of its projection (q_proj, gate_proj ...). Rows and columns are those of the whole tensor
-in Hugging Face's layout, so fused, sharded and padded weights have the sum of the whole tensor: zeros add nothing. A
+in Hugging Face's layout, and zeros add 0. So fused, sharded and padded weights have the sum of the whole tensor. A
 single changed bit changes the sum, and so do exchanged rows, columns, shards or projections. Floats of 16 and 8 bits
 count as the fp32 of the same value.
 
-Depends only on torch and on no other module: an SGLang server loads this file by its path.
+Depends only on torch and on no other module, because an SGLang server loads this file by its path.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 MODULUS = 1 << 64
-CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: they fit a CPU's cache
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: they fit in a CPU's cache
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _PARAMETER = re.compile(r"(\.base_layer)?(\.lora_[AB])?\.\w+$")
-_MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers: of splitmix64
+_MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers; from splitmix64
 
-_FUSED = {  # by an engine, one below another
+_FUSED = {  # projections that an engine stacks into one weight
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -34,13 +34,14 @@ _FUSED = {  # by an engine, one below another
 }
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
 _SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
-_DERIVED = {"MLAAttention"}  # vLLM's: all its parameters are made of those of kv_b_proj, W_UV and W_UK_T
-_DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang's, of the same; parameters where a CPU with AMX packs them
+_DERIVED = {"MLAAttention"}  # vLLM: all its parameters, W_UV and W_UK_T, are computed from kv_b_proj
+_DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang: likewise; they are parameters where a CPU with AMX packs them
 
-# By group: {"layer 3": 0x5f...}. None: the engine cannot compute it, because it changed the loaded weights.
+# Fingerprints by group: {"layer 3": 0x5f...}. None: the engine cannot compute it, because it changed the loaded
+# weights.
 Fingerprint = dict[str, int | None]
-# One worker's sums by group: (of its shards, of tensors that every worker has whole). None as above. Two workers with
-# {"layer 0": (5, 7)} and {"layer 0": (6, 7)} make {"layer 0": 5 + 6 + 7}.
+# One worker's sums by group: (sum of its shards, sum of tensors that every worker has whole). None as above. Example:
+# two workers with {"layer 0": (5, 7)} and {"layer 0": (6, 7)} give {"layer 0": 5 + 6 + 7}.
 WorkerSums = dict[str, tuple[int, int] | None]
 
 
@@ -58,17 +59,17 @@ def part_of(name: str) -> str:
 
 
 def bit_sum(tensor: torch.Tensor) -> int:
-    """Return the sum of the elements' bits in any order, modulo 2**64; checkpoints of adapters store it."""
+    """Return the sum of the elements' bits in any order, modulo 2**64. Checkpoints of adapters store it."""
     return int(_row_sums(tensor, None).sum()) * _MIX[1] % MODULUS if tensor.numel() else 0
 
 
 def sum_of(name: str, tensor: torch.Tensor) -> int:
-    """Return the sum that a tensor adds to its group, modulo 2**64. name, rows and columns as in Hugging Face."""
+    """Return the sum that a tensor adds to its group, modulo 2**64, with Hugging Face's name, rows and columns."""
     return _placed(part_of(name), _row_sums(tensor))[0] if tensor.numel() else 0
 
 
 def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
-    """Add a tensor under its name in Hugging Face."""
+    """Add a tensor to `fingerprint` under its name in Hugging Face."""
     group = group_of(name)
     fingerprint[group] = (fingerprint.get(group, 0) + sum_of(name, tensor)) % MODULUS
 
@@ -90,9 +91,9 @@ def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
 
 
 def _mix(part: torch.Tensor, factor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Mix the bits of each element as an fp32 into int64, in the buffer `room` [2, >= elements]; 0 for a zero."""
+    """Mix the bits of each element as an fp32 into int64, in the buffer `room` [2, >= elements]; zeros give 0."""
     mixed, upper = (buffer[: part.numel()].view(part.shape) for buffer in room)
-    if part.dtype == torch.bfloat16:  # the upper half of an fp32, so its own bits will do
+    if part.dtype == torch.bfloat16:  # it is the upper half of an fp32, so its own bits suffice
         mixed.copy_(part.view(torch.int16)).mul_(factor << 16)
     else:
         mixed.copy_(part.float().view(torch.int32) if part.is_floating_point() else part).mul_(factor)
@@ -101,18 +102,21 @@ def _mix(part: torch.Tensor, factor: torch.Tensor, room: torch.Tensor) -> torch.
 
 
 def _odd(places: torch.Tensor) -> torch.Tensor:
-    """Return an odd factor for each row or column. Odd, so that a product with it loses no bit."""
+    """Return a factor for each row or column. It is odd, so that a product with it loses no bit."""
     mixed = (places + 1) * _MIX[0]
     return (mixed ^ (mixed >> 29)) * _MIX[1] | 1
 
 
 def _salt(part: str) -> int:
-    """Return an odd factor of the first eight letters; 1 outside the layers, so a tied head has the embedding's sum."""
+    """Return an odd factor of the first eight letters.
+
+    It is 1 outside the layers, so a tied head has the embedding's sum.
+    """
     return int.from_bytes(part.encode(), "little") * _MIX[0] % MODULUS | 1
 
 
 def _placed(part: str, sums: torch.Tensor, row: int = 0) -> list[int]:
-    """Return the sums of tensors with row sums `sums` [..., n]; their first row is number `row` of the whole."""
+    """Return the sums of tensors with row sums `sums` [..., n]. Their first row is row `row` of the whole tensor."""
     total = (sums * _odd(torch.arange(row, row + sums.shape[-1], device=sums.device))).sum(-1)
     return [value * _salt(part) % MODULUS for value in total.reshape(-1).tolist()]
 
@@ -127,7 +131,7 @@ def merged(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def of_workers(workers: Iterable[WorkerSums]) -> tuple[Fingerprint, list[str]]:
-    """Return the engine's fingerprint, and the groups whose copies differ between its workers."""
+    """Return the engine's fingerprint, and the groups with different copies on its workers."""
     by_group: dict[str, list[tuple[int, int] | None]] = {}
     for worker in workers:
         for group, share in worker.items():
@@ -147,7 +151,7 @@ def of_workers(workers: Iterable[WorkerSums]) -> tuple[Fingerprint, list[str]]:
 
 
 def differing(expected: Mapping[str, int], held: Mapping[str, int | None]) -> list[str]:
-    """Return the groups whose bits differ in the engine, in order. A separate tied head must equal the embedding."""
+    """Return the groups with different bits in the engine, in order. A separate tied head must equal the embedding."""
     if "lm_head" in held and "lm_head" not in expected:
         expected = {**expected, "lm_head": expected.get("embed_tokens", 0)}
     known = (expected.keys() | held.keys()) - set(untold(held))
@@ -155,7 +159,7 @@ def differing(expected: Mapping[str, int], held: Mapping[str, int | None]) -> li
 
 
 def untold(held: Mapping[str, int | None]) -> list[str]:
-    """Return the groups whose fingerprint the engine cannot compute, in order."""
+    """Return the groups without a fingerprint from the engine, in order."""
     return in_order(group for group, value in held.items() if value is None)
 
 
@@ -166,7 +170,7 @@ def in_order(groups: Iterable[str]) -> list[str]:
 def module_shares(name: str, module: Any, seen: set[int]) -> WorkerSums:
     """Return a worker's sums of the parameters of one vLLM or SGLang module, without its submodules.
 
-    seen: ids of parameters that count already, such as those of a tied head; updated here.
+    seen: ids of parameters that are counted already, such as those of a tied head; updated here.
     """
     shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(module).__mro__}
@@ -182,9 +186,10 @@ def module_shares(name: str, module: Any, seen: set[int]) -> WorkerSums:
 
 
 def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> WorkerSums:
-    """Return a worker's sums of the adapter of one vLLM or SGLang module, `layer`.
+    """Return a worker's sums of the adapter of `layer`, one vLLM or SGLang module.
 
-    a, b: A's [..., r, in] and B's [..., out, r] of the projections that it fuses, in their order, without padding.
+    a, b: A's [..., r, in] and B's [..., out, r] of the projections that the module fuses, in their order, without
+    padding.
     """
     shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(layer).__mro__}
@@ -194,7 +199,7 @@ def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence
             rows = parts[index].reshape(-1, parts[index].shape[-1])
             column, row = (shard * rows.shape[1], 0) if parts is a else (0, shard * len(rows))
             (value,) = _placed(part, _row_sums(rows, column), row)
-            if value:  # 0 where the adapter has nothing for the layer
+            if value:  # 0 if the adapter does not change the layer
                 add_shares(shares, {group_of(f"{name}.weight"): (0, value) if whole else (value, 0)})
     return shares
 
@@ -209,10 +214,10 @@ def add_shares(shares: WorkerSums, more: WorkerSums) -> None:
 
 
 def _changed_in_place(module: Any) -> bool:
-    """Return whether the engine replaced loaded values, or moved them to places that are unknown here.
+    """Return whether the engine replaced loaded values, or moved them to unknown positions.
 
-    SGLang scales FP8 weights again for DeepGEMM on Blackwell, by powers of two, packs weights for AMX, and reorders
-    experts for a kernel; vLLM cuts FP8 experts into blocks that several workers share.
+    SGLang rescales FP8 weights for DeepGEMM on Blackwell by powers of two, packs weights for AMX, and reorders experts
+    for a kernel. vLLM cuts FP8 experts into blocks that several workers share.
     """
     method, config = (getattr(module, of, None) for of in ("quant_method", "moe_config"))
     marks = (
@@ -225,10 +230,10 @@ def _changed_in_place(module: Any) -> bool:
 
 
 def _is_sent(classes: set[str], name: str, parameter: torch.Tensor) -> bool:
-    """Return whether it is one of the trainer's weights, and not a reference to another module's.
+    """Return whether the parameter is one of the trainer's weights, and not a reference to another module's.
 
     SGLang marks the scales of its cache, which it sets itself. Vectors of experts are the router's
-    `e_score_correction_bias`, which counts there.
+    `e_score_correction_bias`, which the router counts.
     """
     if classes & _DERIVED or name in _DERIVED_NAMES or getattr(parameter, "_skip_weight_check", False):
         return False
@@ -247,15 +252,15 @@ def _parameter_sums(
         16 to 23    k_proj       8 to 15   (shard 1 x 8)      ("layer 3", sum, False)
         24 to 31    v_proj       8 to 15   (shard 1 x 8)      ("layer 3", sum, False)
 
-    With 1 KV head both workers have its rows; only worker 0 counts them, worker 1 yields q_proj. A row-parallel
-    `o_proj` of 32 columns is split by columns: worker 1 starts at column 16. A norm is whole on every worker: True.
+    With 1 KV head both workers have its rows. Only worker 0 counts them; worker 1 yields only q_proj. A row-parallel
+    `o_proj` of 32 columns is split by columns: worker 1 starts at column 16. Every worker has the whole norm: True.
     """
     if classes & _EXPERTS:
         layer, first = group_of(name), getattr(module, "moe_ep_rank", 0) == 0
         for expert, value in zip(_experts(module, len(parameter)), _of_experts(name, module, parameter), strict=True):
             if expert is not None:
                 yield f"{layer} expert {expert}", value, False
-            elif first:  # every worker with other experts has the shared ones; one counts
+            elif first:  # all workers with other experts also have the shared ones; one worker counts them
                 yield layer, value, False
         return
     rank, size = place(module)
@@ -266,7 +271,7 @@ def _parameter_sums(
     bounds = [len(sums) * end // sum(sizes) for end in accumulate(sizes, initial=0)]  # FP8 scales have fewer rows
     for index, part, shard in _fused(name, module, whole or by_row):
         row = shard * (bounds[index + 1] - bounds[index])
-        if hasattr(module, "shard_indices"):  # of an embedding
+        if hasattr(module, "shard_indices"):  # an embedding
             row = module.shard_indices.padded_org_vocab_start_index
         yield group_of(name), _placed(part, sums[bounds[index] : bounds[index + 1]], row)[0], whole
 
@@ -276,12 +281,12 @@ def _fused(name: str, module: Any, whole: bool) -> Iterator[tuple[int, str, int]
     rank, leaf = place(module)[0], part_of(name)
     for index, part in enumerate(_FUSED.get(leaf, (leaf,))):
         copies = getattr(module, "num_kv_head_replicas", 1) if index > 0 else 1
-        if whole or rank % copies == 0:  # several workers have the keys and values of one head; one counts
+        if whole or rank % copies == 0:  # several workers have the keys and values of one head; one worker counts them
             yield index, part, 0 if whole else rank // copies
 
 
 def _of_experts(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
-    """Return the sum of each expert, without vLLM's padding for a kernel: a load writes nothing there."""
+    """Return the sum of each expert, without vLLM's padding for a kernel, which a load does not write."""
     config = getattr(module, "moe_config", None)
     rank = getattr(config, "tp_rank", getattr(module, "moe_tp_rank", 0))
     used = getattr(config, "intermediate_size_per_partition_unpadded", None) if name.endswith("_weight") else None
@@ -309,12 +314,12 @@ def place(module: Any) -> tuple[int, int]:
 def _experts(module: Any, count: int) -> list[int | None]:
     """Return each expert's number in the model; None for a shared expert that runs as one of them."""
     numbers: list[int | None] = list(range(count))
-    placed = getattr(module, "_expert_map", None)  # vLLM: [experts of the model], place here or -1
+    placed = getattr(module, "_expert_map", None)  # vLLM: [experts of the model], local index or -1
     if placed is not None:
         for number, place in enumerate(placed.tolist()):
             if 0 <= place < count:
                 numbers[place] = number
-    elif hasattr(module, "moe_ep_rank"):  # SGLang: equal runs, then shared ones
+    elif hasattr(module, "moe_ep_rank"):  # SGLang: equal runs of experts, then shared ones
         routed = count - getattr(module, "num_fused_shared_experts", 0)
         numbers = [module.moe_ep_rank * routed + place if place < routed else None for place in range(count)]
     return numbers

@@ -1,4 +1,4 @@
-"""Names, shapes and FP8 tensors of a model, from safetensors headers or from a broadcast plan, without tensor data."""
+"""Names, shapes and FP8 tensors of a model, from safetensors headers or a broadcast plan, without tensor data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SHOWN = 5  # names in an error
 
 
 class BadWeights(ValueError):
-    """These weights cannot replace the served ones; nothing was touched."""
+    """These weights cannot replace the served ones. The served weights are unchanged."""
 
 
 class UnreadableWeights(RuntimeError):
-    """A directory cannot be read, or not as a whole, here and now; another engine, or a later look, may."""
+    """A directory cannot be read completely now. Another engine, or a later attempt, may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     source: str
     shapes: dict[str, tuple[int, ...]]
-    fp8: frozenset[str]  # names of the tensors that are e4m3
+    fp8: frozenset[str]  # names of the e4m3 tensors
 
     @classmethod
     def of(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
@@ -42,13 +42,14 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read a directory, without tensors that the model does not need, such as those of a multi-token prediction
-        layer.
+        """Read the manifest of a directory, without tensors that the model does not need.
 
-        For a delta (`weights.delta`) this is the manifest of the model that it changes; its own headers are read too.
-        Raises UnreadableWeights when the directory is missing, empty, or damaged, and BadWeights for a tensor that is
-        in two files or of an unusable dtype. A safetensors header is checked against the file's size, so an unfinished
-        copy is found too.
+        Unneeded tensors are, for example, those of a multi-token prediction layer. For a delta (`weights.delta`) this
+        is the manifest of its model; the delta's own headers are read too.
+
+        Raises UnreadableWeights when the directory is missing, empty, or damaged. Raises BadWeights for a tensor that
+        is in two files or has an unusable dtype. A safetensors header is checked against the file's size, so an
+        unfinished copy is found too.
         """
         source = str(directory)
         try:
@@ -79,11 +80,11 @@ class Manifest:
             except (OSError, SafetensorError) as error:
                 raise UnreadableWeights(f"{file}: not a readable safetensors file ({error})") from error
         if ties_head:
-            shapes.pop("lm_head.weight", None)  # may be stored or left out
+            shapes.pop("lm_head.weight", None)  # a tied head may be stored or omitted
         return cls(source, shapes, frozenset(fp8))
 
     def check_replaces(self, served: Manifest) -> None:
-        """Raises BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""
+        """Raise BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""
         problems = []
         for kind, names in (
             ("missing", served.shapes.keys() - self.shapes.keys()),
@@ -99,7 +100,7 @@ class Manifest:
         if wrong:
             problems.append(f"{len(wrong)} tensors of another shape ({_some(wrong)})")
         common = self.shapes.keys() & served.shapes.keys()
-        if cast := (self.fp8 ^ served.fp8) & common:  # an engine would cast them, and their scales mean nothing then
+        if cast := (self.fp8 ^ served.fp8) & common:  # an engine would cast them, which makes their scales meaningless
             problems.append(f"{len(cast)} tensors are FP8 only on one side ({_some(cast)})")
         if problems:
             raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")

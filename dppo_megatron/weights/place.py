@@ -1,7 +1,7 @@
 """The directory of a run's versions: RUN/weights, or `weight_sync.directory`, to which RUN/weights then links.
 
 Readers therefore need only the run directory. The other directory may be on shared memory such as /dev/shm. It is made
-for its owner only (0700), never through a link of another user, and belongs to one run.
+with mode 0700, never through a link of another user, and belongs to one run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OURS = re.compile(r"v\d+|\.v\d+\..*|start|\.start\..*|published\.json|" + OWNER
 
 
 def problem(run: RunDir, directory: Path) -> str | None:
-    """Return why versions cannot be written to `directory`, or None. Changes nothing."""
+    """Return why versions cannot be written to `directory`, or None. Makes no changes."""
     setting, directory = f"{SETTING} = {directory}", directory.absolute()
     parent = directory.parent
     if not parent.is_dir():
@@ -56,9 +56,10 @@ def problem(run: RunDir, directory: Path) -> str | None:
 
 
 def lead(run: RunDir, directory: Path | None) -> None:
-    """Make RUN/weights a link to `directory`, which is made if it does not exist; or with None a directory itself.
+    """Make RUN/weights a link to `directory`, or a directory itself if `directory` is None.
 
-    Removes the versions of an earlier attempt elsewhere. Raises `ExpectedError`. May be called again.
+    Creates `directory` if it does not exist. Removes the versions that an earlier attempt wrote elsewhere. May be
+    called repeatedly. Raises `ExpectedError`.
     """
     there = run.weights.readlink() if run.weights.is_symlink() else None
     if directory is None:
@@ -71,15 +72,15 @@ def lead(run: RunDir, directory: Path | None) -> None:
     if found := problem(run, directory):
         raise ExpectedError(found)
     try:
-        make = partial(directory.mkdir, 0o700, exist_ok=True)  # which follows no link
+        make = partial(directory.mkdir, 0o700, exist_ok=True)  # mkdir follows no link
         for prepare in (make, partial(_claim, run, directory)):
             prepare()
-            if found := problem(run, directory):  # another process may have been quicker
+            if found := problem(run, directory):  # another process may have made it first
                 raise ExpectedError(found)
         if there == directory:
             return
         clear(run)
-        if run.weights.is_symlink():  # the user made it
+        if run.weights.is_symlink():  # a link made by the user
             run.weights.unlink()
         elif run.weights.exists():
             _remove_versions(run.weights)
@@ -98,7 +99,7 @@ def clear(run: RunDir) -> None:
     if not run.weights.is_symlink():
         return
     directory = run.weights.readlink()
-    if _owner(directory) != _name(run):  # the user made this link
+    if _owner(directory) != _name(run):  # a link made by the user
         return
     last = PublishedPolicy.read(run.published)
     run.weights.unlink()

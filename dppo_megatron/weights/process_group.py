@@ -1,8 +1,8 @@
 """The process groups that broadcast weights from trainer ranks to engine workers, and the rendezvous of both sides.
 
-Both sides use this module; it depends only on torch. One group exists for each sender: rank 0 is the sender, the
-workers of all engines follow, engine by engine. The bytes go over gloo or NCCL, everything else over one TCP store that
-the trainer hosts.
+Both sides use this module; it depends only on torch. One group exists for each sender. Rank 0 is the sender; the
+workers of all engines follow, engine by engine. The weights go over gloo or NCCL, all other messages over one TCP store
+that the trainer hosts.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from dppo_megatron.common.environment import environment
 
 from .broadcast_plan import Backend
 
-POLL_S = 0.0005  # of a bucket under way
-ABORT_POLL_S = 0.25  # of the store, while a bucket is late
+POLL_S = 0.0005  # while a bucket is being transferred
+ABORT_POLL_S = 0.25  # polls of the store while a bucket is late
 
 
 class WeightGroupError(RuntimeError):
-    """The group cannot be used any more: a peer is gone, did not answer in time, or refused. Make a new one."""
+    """The group cannot be used any more: a peer exited, timed out, or refused. Make a new group."""
 
 
 class WeightRendezvous:
-    """The store at which senders and workers find each other and agree on every step before bytes flow.
+    """The store at which senders and workers meet and agree on every step before they transfer weights.
 
-    A step begins when all workers reported that they are ready. One `abort` aborts it for all: peers that wait for its
-    begin never start a collective, and peers within a collective abandon it.
+    A step begins when all workers have reported that they are ready. One `abort` aborts it for all. Peers that still
+    wait for the step never start a collective, and peers within a collective abandon it.
     """
 
     def __init__(self, store: dist.TCPStore, plan_name: str, workers: int, timeout_s: float):
@@ -50,9 +50,9 @@ class WeightRendezvous:
 
     @classmethod
     def host(cls, plan_name: str, workers: int, timeout_s: float, *, loopback: bool) -> WeightRendezvous:
-        """Open the store on a free port, with `loopback` only for this machine.
+        """Open the store on a free port; with `loopback`, only for this machine.
 
-        The first to open it keeps it; other parties, of this process too, `connect`.
+        The caller must keep the store open. All other parties, in this process too, `connect`.
         """
         listener = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=4096)
         port = listener.getsockname()[1]
@@ -75,18 +75,18 @@ class WeightRendezvous:
         return cls(store, plan_name, workers, timeout_s)
 
     def ready(self, step: str, count: int = 1) -> None:
-        """Reports that `count` more workers are ready for `step`; the last one begins it."""
+        """Report that `count` more workers are ready for `step`; the last report begins the step."""
         if self._store.add(f"{step}/ready", count) == self._workers:
             self._store.set(f"{step}/begin", "")
 
     def abort(self, step: str, reason: str) -> None:
-        """Abort `step`; the first reason stays. Does nothing if the store is gone, because then no peer waits at it."""
+        """Abort `step`; later reasons are ignored. Do nothing if the store is gone, because then no peer waits."""
         with suppress(Exception):
             first = self._store.compare_set(f"{step}/off", "", reason)
             self._store.set(f"{step}/begin", first)
 
     def check(self, step: str) -> None:
-        """Raises `WeightGroupError` when `step` was aborted, also after it began."""
+        """Raise `WeightGroupError` if `step` was aborted, also after it began."""
         try:
             reason = self._store.get(f"{step}/off").decode() if self._store.check([f"{step}/off"]) else ""
         except Exception as error:
@@ -95,7 +95,7 @@ class WeightRendezvous:
             raise WeightGroupError(f"{step}: aborted: {reason}")
 
     def wait(self, step: str) -> None:
-        """Returns when `step` begins. Raises `WeightGroupError` when it was aborted or did not begin in time."""
+        """Return when `step` begins. Raise `WeightGroupError` if it was aborted or did not begin in time."""
         try:
             reason = self._store.get(f"{step}/begin").decode()
         except Exception as error:
@@ -106,12 +106,12 @@ class WeightRendezvous:
     def channel(
         self, name: str, rank: int, backend: Backend, address: str, device: torch.device | None = None
     ) -> SenderGroup:
-        """The group `name` of one sender, as its `rank`; `address` is this process's own. Blocks for all others.
+        """Join the group `name` of one sender as `rank`, and return it. Blocks until all members have joined.
 
-        With a `device` its first byte is sent there and then, for NCCL connects no sooner; an SGLang server would not
-        take it. Raises `WeightGroupError`.
+        `address` is this process's own. With a `device` the group's first byte is broadcast here, because NCCL connects
+        no sooner. An SGLang server does not expect that byte. Raises `WeightGroupError`.
         """
-        # As torch.distributed prefixes a named group's keys, for SGLang makes its end by torch.
+        # The same prefixes as torch.distributed gives the keys of a named group: SGLang joins through torch.
         store = dist.PrefixStore(name, self._server)
         store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", dist.PrefixStore(f"{name}/", store))
         try:
@@ -125,11 +125,11 @@ class WeightRendezvous:
 
 
 class SenderGroup:
-    """One sender and all workers.
+    """The process group of one sender and all workers.
 
-    Gloo's connections live as long as the group or an operation on it is referenced. Only this object does so, so that
-    `close` closes them and peers that wait for this process fail at once. A broadcast under way is an exception: gloo
-    cannot end it before its time-out.
+    Gloo's connections stay open as long as the group or one of its operations is referenced. Only this object has such
+    references, so `close` closes the connections and peers that wait for this process fail at once. A running broadcast
+    is an exception: gloo cannot end it before its timeout.
     """
 
     def __init__(self, group: Any, rendezvous: WeightRendezvous, timeout_s: float):
@@ -140,7 +140,7 @@ class SenderGroup:
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: Tensor) -> int:
-        """Starts the broadcast of `tensor` from rank 0; give the ticket to `finish`."""
+        """Start the broadcast of `tensor` from rank 0; return a ticket for `finish`."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = self._timeout
@@ -152,10 +152,10 @@ class SenderGroup:
         return ticket
 
     def finish(self, ticket: int, step: str) -> None:
-        """Waits for a broadcast, on the GPU too.
+        """Wait for a broadcast, on the GPU too.
 
-        Raises `WeightGroupError` after the time-out, a lost connection, or when `step` is aborted: a peer that
-        froze neither answers nor closes its connection.
+        Raises `WeightGroupError` after the timeout, after a lost connection, or when `step` is aborted. The abort is
+        needed because a frozen peer neither answers nor closes its connection.
         """
         work, started, checked = self._works[ticket], time.monotonic(), time.monotonic()
         try:
@@ -164,7 +164,7 @@ class SenderGroup:
                 if time.monotonic() > checked + ABORT_POLL_S:
                     self._rendezvous.check(step)
                     checked = time.monotonic()
-            work.wait(timedelta(milliseconds=1))  # raises unless it has completed
+            work.wait(timedelta(milliseconds=1))  # raises unless the broadcast has completed
         except WeightGroupError:
             raise
         except Exception as error:
@@ -186,7 +186,7 @@ def _completed(works: Iterable[Any]) -> bool:
 
 
 def _outlive(_group: Any, works: list[Any]) -> None:
-    """Keep a group until its operations ended, because its destructor would block the caller until then."""
+    """Keep a group until its operations have ended, because its destructor would block the caller until then."""
     while not _completed(works):
         time.sleep(ABORT_POLL_S)
 
@@ -200,12 +200,15 @@ def nccl_version() -> str:
 
 
 def nccl_settings() -> tuple[str, str]:
-    """Version and NCCL_CUMEM_ENABLE of this process; "" if it has none, which for the latter is NCCL's own choice."""
+    """Return the NCCL version and NCCL_CUMEM_ENABLE of this process; "" for a missing value.
+
+    Without NCCL_CUMEM_ENABLE, NCCL chooses itself.
+    """
     return nccl_version(), os.environ.get("NCCL_CUMEM_ENABLE", "")
 
 
 def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: str) -> str | None:
-    """Return why a trainer and an engine of these `nccl_settings` cannot form a group. NCCL would hang or fail."""
+    """Return why a trainer and an engine with these `nccl_settings` cannot form a group. NCCL would hang or fail."""
     remedy = "or set weight_sync.transport to shared_storage"
     if trainer not in ("", engine):
         return (
@@ -222,7 +225,7 @@ def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: st
 
 
 def local_address(peer: str, port: int = 9) -> str:
-    """Return this machine's address on the route to `peer`, at which the peer can reach it. Sends nothing."""
+    """Return this machine's address on the route to `peer`, at which the peer can reach it. Sends no packet."""
     family, kind, _, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)
@@ -230,7 +233,7 @@ def local_address(peer: str, port: int = 9) -> str:
 
 
 def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address: str, timeout_s: float) -> Any:
-    """Make a backend that is independent of the process's default group."""
+    """Create a backend that is independent of the process's default group."""
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()
@@ -239,7 +242,7 @@ def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address
         return dist.ProcessGroupGloo(store, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # Read by the constructor: no watchdog then, which would end this whole process when a peer is lost.
+    # The constructor reads it. Otherwise a watchdog would end this whole process when a peer is lost.
     with environment(TORCH_NCCL_BLOCKING_WAIT="1"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

@@ -1,4 +1,4 @@
-"""The policy the engines serve: written by the trainer once they confirmed it, followed by the orchestrator."""
+"""The policy that the engines serve. The trainer writes it after they confirmed it; the orchestrator follows it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dppo_megatron.errors import ExpectedError
 
 @dataclass(frozen=True, slots=True)
 class PublishedPolicy:
-    version: int  # number of training steps behind these weights
-    path: str | None  # Hugging Face directory; None where the weights were broadcast
+    version: int  # training steps behind these weights
+    path: str | None  # Hugging Face directory; None if the weights were broadcast
     published_at: float  # unix seconds
-    confirmed: dict[str, str] = field(default_factory=dict)  # URL -> instance of the engines seen to serve it
+    confirmed: dict[str, str] = field(default_factory=dict)  # URL -> instance of each engine that was seen to serve it
     probe_tokens: list[int] = field(default_factory=list)  # [P]; empty = not recorded
-    probe_logprobs: list[float] = field(default_factory=list)  # [P - 1] of the trainer
+    probe_logprobs: list[float] = field(default_factory=list)  # [P - 1], computed by the trainer
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> PublishedPolicy | None:
-        """None where nothing was published. Raises `DamagedFile`."""
+        """Return the published policy, or None if there is none yet. Raises `DamagedFile`."""
         return read_as(cls, path)
 
 
@@ -37,7 +37,7 @@ class PolicyTimeout(ExpectedError, TimeoutError):
 
 
 class PublishedFollower:
-    """Follows the published-policy file; re-reads it only when its modification time moves."""
+    """Follows the published-policy file; reads it again only when its modification time changes."""
 
     def __init__(self, path: Path, timeout_s: float):
         self._path = path
@@ -48,7 +48,7 @@ class PublishedFollower:
     @property
     def current(self) -> PublishedPolicy | None:
         try:
-            # Opened each time: network file systems revalidate what they cached on open, not on stat.
+            # Opened each time: network file systems revalidate their caches on open, not on stat.
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 fingerprint = (stat.st_mtime_ns, stat.st_ino)
@@ -56,15 +56,15 @@ class PublishedFollower:
                     self._current = parse_as(PublishedPolicy, file.read(), self._path)
                     self._fingerprint = fingerprint
         except OSError as error:
-            # Not there yet, or replaced while it was opened: the next look finds it.
+            # The file is missing, or was replaced while it was opened; the next poll reads it.
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
         return self._current
 
     async def wait_for(self, version: int) -> PublishedPolicy:
-        """Returns the first policy of at least `version`.
+        """Return the first policy of at least `version`.
 
-        Raises `PolicyTimeout` when no new version of any number appeared for the timeout.
+        Raises `PolicyTimeout` when no new version of any number appeared within the timeout.
         """
         last, began = self.current, time.monotonic()
         since = began
