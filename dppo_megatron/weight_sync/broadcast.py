@@ -1,4 +1,4 @@
-"""Transport by broadcast: each source rank sends its weights straight to the workers of all engines.
+"""Transport by broadcast: each source rank sends its weights directly to the workers of all engines.
 
 vLLM has a transfer over NCCL (https://github.com/vllm-project/vllm/tree/main/vllm/distributed/weight_transfer). It is
 not used, because an engine that dies within a bucket must not end the trainer or block the other engines
@@ -48,7 +48,7 @@ from .transport import StoredAs, Transport, WeightSyncError
 
 
 class Broadcast(Transport):
-    """Groups are made once, and again when other engines answer or a transfer failed.
+    """Sends the weights through process groups that are made once, and again after a failure or a change of engines.
 
     Source ranks are the ranks on which `export_weights` yields: tensor-parallel rank 0 of every pipeline stage, and the
     first rank of each group that shards an expert. The engines receive their buckets in `WeightGroupPlan.order`.
@@ -63,14 +63,14 @@ class Broadcast(Transport):
         self._stored = stored
         self._timeout_s = config.weight_sync.timeout_s
         self._on_update = config.rollout.on_update
-        # See `Rendezvous.channel`.
+        # See `WeightRendezvous.channel`.
         self._first_byte = actor.layout.device if kind_of(config).own_receiver else None
         self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
         self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
-        self._streams: tuple[tuple[Bucket, ...], ...] = ()  # of all source ranks
-        self._sender: int | None = None  # this rank's index among them
+        self._streams: tuple[tuple[Bucket, ...], ...] = ()  # buckets of each source rank
+        self._sender: int | None = None  # this rank's index among the source ranks
         self._plan: WeightGroupPlan | None = None
-        self._formed = False  # the group of `_plan`, and no step of it failed on this rank
+        self._formed = False  # `_plan` has its group, and this rank failed in none of its steps
         self._members: Sequence[str] = ()
         self._rendezvous: WeightRendezvous | None = None
         self._caller: WeightRendezvous | None = None  # rank 0's second connection, for aborting
@@ -79,8 +79,10 @@ class Broadcast(Transport):
         self._fingerprints = config.weight_sync.fingerprint
 
     def prepare(self, version: int) -> None:
-        """Plan the buckets of every sender, once, because shapes do not change. Raises `ModelError` on every rank for
-        weights beyond fp16, before anything is sent."""
+        """Plan the buckets of every sender, once, because shapes do not change.
+
+        Raises `ModelError` on every rank for weights beyond fp16, before any weight is sent.
+        """
         if self._stored.dtype == torch.float16:
             own = overflowing(self._actor.model_chunks, self._actor.hf, self._stored.dtype)
             everyone = self._ranks.gather(own, "the weights to be looked at")
@@ -90,7 +92,7 @@ class Broadcast(Transport):
             specs = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
             everyone = self._ranks.gather(make_buckets(specs, self._bucket_bytes), "the buckets of all source ranks")
             # The engines receive in the order in which every rank exports: dense weights, then experts layer by layer.
-            # A rank whose bucket comes later therefore never blocks a gather that the next bucket needs.
+            # A rank with a later bucket therefore never blocks a gather that the next bucket needs.
             senders = [rank for rank, buckets in enumerate(everyone) if buckets]
             self._streams = tuple(everyone[rank] for rank in senders)
             self._sender = senders.index(self._ranks.rank) if self._ranks.rank in senders else None
@@ -115,7 +117,7 @@ class Broadcast(Transport):
             )
         problem = None
         self.sent = {}
-        for name, tensor in self._export():  # always to the end: other ranks wait in its gathers
+        for name, tensor in self._export():  # always to the end, because other ranks wait in its gathers
             if stream is None or problem is not None:
                 continue
             try:
@@ -132,9 +134,9 @@ class Broadcast(Transport):
         return problem
 
     def _give_up(self, error: WeightGroupError) -> str:
-        """End this rank's part of the step and abort it for all: gloo does not end a bucket under way elsewhere.
+        """End this rank's part of the step and abort it for all ranks: gloo does not end a running bucket elsewhere.
 
-        The store stays until the next group, so that waiting peers read the abort there.
+        The store stays open until the next group, so that waiting peers read the abort there.
         """
         problem = f"trainer rank {self._ranks.rank}: {error}"
         self._rendezvous.abort(self._step_name, problem)
@@ -159,7 +161,7 @@ class Broadcast(Transport):
     def _join(self, engines: Mapping[str, EngineInfo]) -> None:
         workers = sum(info.workers for info in engines.values())
         hosts = [urlsplit(url).hostname for url in engines]
-        first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # rank 0, as the other ranks reach it
+        first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # rank 0, at the address that the other ranks use
         name = self._ranks.from_rank_zero(lambda: f"weights-{uuid.uuid4().hex[:12]}", "the weight group's name")
 
         def host() -> int:
@@ -174,7 +176,7 @@ class Broadcast(Transport):
         self._members = tuple(engines)
         replies = None
         if self._ranks.rank == 0:
-            # A waiting connection to the store is blocked until its answer, so aborts have a second connection.
+            # A connection that waits for the store is blocked until the answer, so aborts need a second connection.
             self._caller = WeightRendezvous.connect("127.0.0.1", port, name, workers, self._timeout_s)
             replies = self._engines.start(LiveEngines.on, engines, partial(self._invite, engines))
         problem = None
@@ -206,7 +208,7 @@ class Broadcast(Transport):
             raise
 
     def _plan_for(self, url: str, engines: Mapping[str, EngineInfo]) -> WeightGroupPlan:
-        """Return the plan with the engine's first worker and this machine's address as that engine reaches it."""
+        """Return the plan for one engine, with its first worker and this machine's address as it reaches it."""
         before = 0
         for member, info in engines.items():
             if member == url:
@@ -227,7 +229,7 @@ class Broadcast(Transport):
 
 
 class _BucketStream:
-    """Pack tensors into the planned buckets; one is sent while the next fills."""
+    """Packs tensors into the planned buckets; one bucket is sent while the next one fills."""
 
     def __init__(
         self,
@@ -243,12 +245,12 @@ class _BucketStream:
         self._step = step
         size = max(map(bucket_bytes, buckets))
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
-        self._tickets: list[int] = []  # of the buckets sent, in order
+        self._tickets: list[int] = []  # of the sent buckets, in order
         self._flat = self._buffers[0]
-        self._open: list[tuple[str, Tensor]] = []  # places of the current bucket that are still empty, last first
+        self._open: list[tuple[str, Tensor]] = []  # empty places of the current bucket, last first
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Raises `WeightGroupError` naming the bucket."""
+        """Copy a tensor into its place; send a full bucket. Raises `WeightGroupError` naming the bucket."""
         if not self._open:
             self._next()
         place_name, place = self._open.pop()

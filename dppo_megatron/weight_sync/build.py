@@ -1,4 +1,4 @@
-"""Build the publisher of a run, and the tokens of its weight check."""
+"""Builds the publisher of a run, and the tokens of its weight check."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ CHECK_TOKENS = 64
 def build_publisher(
     config: Config, actor: Actor, engines: EngineThread | None, check_tokens: np.ndarray | None
 ) -> Publisher:
-    """Collective; `engines` and `check_tokens` (see `weight_check_tokens`) are None on the other ranks."""
+    """Return the publisher. Collective; the other ranks than 0 pass None as `engines` and `check_tokens`.
+
+    `check_tokens`: see `weight_check_tokens`.
+    """
     engine = config.engine
     stored = StoredAs(DTYPES[engine.dtype].torch, None if engine.quantization == "none" else engine.quantization)
-    # The others wait for rank 0 while it waits for an engine to come back, to end its update, or to score in its turn.
+    # The other ranks wait while rank 0 waits for an engine to return, to end its update, or to score.
     timeout_s = config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s + config.request_timeout_s
     ranks = Ranks(timeout_s)
     if config.weight_sync.transport == "broadcast":
@@ -37,9 +40,9 @@ def build_publisher(
 
 
 def weight_check_tokens(prompts: PromptSource, max_model_len: int) -> np.ndarray:
-    """[S] int32, shorter than `max_model_len`: the run's first prompts end to end.
+    """Return [S] int32, shorter than `max_model_len`: the run's first prompts end to end.
 
-    Real text, and the same in every attempt of the run.
+    The tokens are real text, and the same in every attempt of the run.
     """
     limit = min(CHECK_TOKENS, max_model_len - 1)
     tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""Write a version of the weights as a delta of the version in another directory."""
+"""Writes a version of the weights as a delta of the version in another directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dppo_megatron.weights.delta import DamagedDelta, Version, change, write_bas
 
 from .transport import StoredAs
 
-LARGEST_SHARE = 0.8  # of a model's bytes: a delta that would take more is not written
+LARGEST_SHARE = 0.8  # share of a model's bytes; a larger delta is not written
 
 
 class DeltaTooLarge(RuntimeError):
@@ -35,15 +35,15 @@ def write_delta(
 ) -> float:
     """Write the weights to `directory` as a delta of the version in `base` next to it.
 
-    Returns the share of all elements that changed. Otherwise as `save_hf`, with two more agreements of all ranks;
-    raises on every rank `DeltaTooLarge`, and `DamagedDelta` where `base` cannot be read or is not of the same tensors.
+    Returns the share of all elements that changed. Otherwise as `save_hf`, with two more collective agreements of all
+    ranks. Raises `DeltaTooLarge` on every rank, and `DamagedDelta` if `base` cannot be read or has other tensors.
     """
     everyone = Ranks()
     opened: list[Version] = []
     everyone.on_every_rank(lambda: opened.append(Version(base)), f"{base} to be opened")
     (before,) = opened
     most = LARGEST_SHARE * before.model_bytes
-    counts: Counter[str] = Counter()  # of the tensors that this rank exports
+    counts: Counter[str] = Counter()  # elements of the tensors that this rank exports
     turns = Turns(everyone, f"writes to {directory}")
 
     def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ class EngineThread:
             return make()
 
         self._engines = asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
-        atexit.register(self.close)  # of a trainer that an error ends
+        atexit.register(self.close)  # also if an error ends the trainer
 
     @classmethod
     def of_run(cls, config: Config) -> EngineThread:
@@ -44,11 +44,11 @@ class EngineThread:
     def start(
         self, call: Callable[Concatenate[LiveEngines, Arguments], Coroutine[Any, Any, Result]], *arguments: Any
     ) -> Future[Result]:
-        """Start `call(engines, *arguments)`, a method of `LiveEngines`; the future has its result or its error."""
+        """Start `call(engines, *arguments)`, a method of `LiveEngines`. Return a future of its result or its error."""
         return asyncio.run_coroutine_threadsafe(call(self._engines, *arguments), self._loop)
 
     def put_to_sleep(self) -> None:
-        """Have every engine that answers free its GPU memory. Raises `WeightSyncError` naming those that did not."""
+        """Make every reachable engine free its GPU memory. Raises `WeightSyncError` naming the engines that failed."""
 
         async def sleep(live: LiveEngines) -> list[str]:
             answering, _ = await live.answering()

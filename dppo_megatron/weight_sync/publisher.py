@@ -1,4 +1,4 @@
-"""Publish a policy version to the engines; it counts once an engine and the trainer score the same tokens alike."""
+"""Publishes a policy version to the engines. It counts once an engine and the trainer score the same tokens alike."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from .transport import Transport, WeightSyncError
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-SHOWN = 8  # groups of weights in an error
+SHOWN = 8  # groups of weights named in an error
 ATTEMPTS = 3  # with the same engines
 Replies = Mapping[str, Confirmation | EngineError]  # by the engine's URL
 
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """Cost and result of one publish; seconds. The same on every rank."""
+    """Cost (in seconds) and result of one publish. The same on every rank."""
 
     version: int
-    nbytes: int  # sent
-    export_s: float  # before the engines begin to load
+    nbytes: int  # sent bytes
+    export_s: float  # until the engines begin to load
     load_s: float  # of the slowest engine
-    pause_s: float  # part of it in which an engine sampled nothing, the longest
-    check_s: float  # of scoring the weight check's tokens
-    difference: ScoreDifference  # of the engine that differs most, among those that agree
+    pause_s: float  # longest time in which an engine did not sample while it loaded
+    check_s: float  # for scoring the tokens of the weight check
+    difference: ScoreDifference  # of the confirmed engine that differs most
     unconfirmed: int = 0  # engines that were left out
-    changed_share: float | None = None  # of all elements, where only the changed ones were sent
+    changed_share: float | None = None  # share of all elements, if only the changed ones were sent
 
     def metrics(self) -> dict[str, float]:
         changed = {} if self.changed_share is None else {"publish/changed_share": self.changed_share}
@@ -65,30 +65,30 @@ class PublishResult:
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The publish, unless no engine confirmed it, and the reason of each failure by the engine's URL."""
+    """The publish, or None if no engine confirmed it, and the reason of each failure by the engine's URL."""
 
     published: PublishResult | None = None
     failures: dict[str, str] = field(default_factory=dict)
 
 
 class Publisher:
-    """Collective over all trainer ranks; global rank 0 talks to the engines and writes the published-policy file.
+    """Publishes policy versions, collectively over all trainer ranks.
 
-    check_tokens: a fixed token sequence [S] that both sides score at temperature 1 after each update. engines: None on
-    the other ranks.
+    Global rank 0 calls the engines and writes the published-policy file. check_tokens: a fixed token sequence [S] that
+    both sides score at temperature 1 after each update. engines: None on the other ranks.
 
-    Why an update may be lost when an engine dies: the engine has it only in memory, and the trainer does not wait for a
-    dead engine. Nothing of the run is lost with it. These places decide, in this order:
+    An engine that dies loses the update, because it has it only in memory and the trainer does not wait for it. The run
+    loses no data. The loss is handled in these places, in this order:
 
-    1. Does the publish continue without the engine? Yes if another one confirms the version (`_confirm`). Otherwise it
-       waits for an engine (`_Retries.wait`).
-    2. From when does the version count? From the moment the published-policy file is written (`_record`).
-    3. Is an engine that comes back believed? Not by the version that it reports: its death ended the verification
+    1. The publish continues without the engine if another one confirms the version (`_confirm`). Otherwise it waits for
+       an engine (`_Retries.wait`).
+    2. The version counts from the moment the published-policy file is written (`_record`).
+    3. A returning engine is not trusted by the version that it reports, because its death ended the verification
        (`fleet.health.EngineHealth.answered`).
-    4. Who gives it the update again? With `shared_storage` the orchestrator has it load the published directory
+    4. With `shared_storage` the orchestrator makes the engine load the published directory
        (`fleet.monitored_engine.MonitoredEngine._verify`). A `broadcast` left no directory, so the trainer sends the
-       version again (`engines_lag`, asked by `trainer.control` while the trainer waits for rollouts).
-    5. Who answers the requests that ran on it? Another engine, with the same seeds (`fleet.sampling.Sampler`).
+       version again: `trainer.control` asks `engines_lag` while the trainer waits for rollouts.
+    5. Another engine answers the requests that ran on the dead one, with the same seeds (`fleet.sampling.Sampler`).
     """
 
     def __init__(
@@ -108,19 +108,21 @@ class Publisher:
         self._transport = transport
         self._check_tokens = check_tokens
         self._colocated = config.engine.placement == "colocated"
-        self._offloaded: ExitStack | None = None  # of a colocated actor while it is not on its device
+        self._offloaded: ExitStack | None = None  # restores a colocated actor that is not on its device
         self._last: PublishedPolicy | None = None
-        self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were noticed to lag
-        self._partly_covered: set[str] = set()  # URLs of engines whose fingerprints do not cover all weights
+        self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were seen to lag
+        self._partly_covered: set[str] = set()  # URLs of engines with fingerprints that do not cover all weights
 
     def publish(self, version: int) -> PublishResult:
         """Send the weights to every engine that answers, compare log-probs, and write the published policy.
 
-        Leaves out an engine that is dead, freezes, fails, or whose log-probs differ by more than
-        `weight_sync.probe_tolerance` in the mean; it does not sample before its weights are verified. With none left,
-        waits for one to come back. Raises `WeightSyncError` on every rank when an engine refuses the weights, when no
-        engine that loaded them agrees with the trainer, when none answers for `engine.unavailable_timeout_s`, and
-        when all attempts with the same engines fail (`ATTEMPTS`).
+        An engine is left out if it is dead, freezes, or fails, or if its log-probs differ by more than
+        `weight_sync.probe_tolerance` in the mean. It does not sample before its weights are verified. If no engine is
+        left, the publish waits for one to return.
+
+        Raises `WeightSyncError` on every rank when an engine refuses the weights, or when no engine that loaded them
+        agrees with the trainer. It also raises when no engine answers for `engine.unavailable_timeout_s`, and when all
+        attempts with the same engines fail (`ATTEMPTS`).
 
         A colocated actor is offloaded before the engines wake, and must not be used until `onload_actor`.
         """
@@ -145,7 +147,7 @@ class Publisher:
                 self._transport.prepare_again(version)
 
     def engines_lag(self) -> bool:
-        """Rank 0: whether an engine that answers lacks a broadcast policy; reported once for each instance.
+        """Return on rank 0 whether a reachable engine lacks a broadcast policy; each instance is reported once.
 
         Engines that read directories load the published one without the trainer.
         """
@@ -201,7 +203,7 @@ class Publisher:
             load = partial(self._load, version=version)
             loading = self._engines.start(LiveEngines.load_and_confirm, version, engines, load, self._check_tokens)
         problem = self._transport.send()
-        # Before the next training collective: a sender waits for engines.
+        # This gather must precede the next training collective, because a sender waits for engines.
         everyone = self._ranks.gather((problem, self._transport.sent), "the weights to be sent")
         if expected is None:
             expected = self._actor.score(self._check_tokens)
@@ -234,7 +236,7 @@ class Publisher:
         export_s: float,
         wall_s: float,
     ) -> AttemptResult:
-        """Rank 0: compare each engine's log-probs and fingerprints with the trainer's, and record the publish.
+        """Compare each engine's log-probs and fingerprints with the trainer's on rank 0, and record the publish.
 
         Engines that failed or disagree are left out if another agrees. Raises `WeightSyncError` when one refused the
         weights, and when engines loaded them but none agrees.
@@ -296,7 +298,7 @@ class Publisher:
             log.warning("engine %s cannot tell its weights of %s: %s", reply.url, _some(groups), why)
 
     def _record(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
-        """Write the published-policy file: from now on `version` is the one to serve."""
+        """Write the published-policy file, which makes `version` the one to serve."""
         directory = self._transport.directory(version)
         if self._last is None or self._last.version != version:
             self._behind.clear()
@@ -330,7 +332,7 @@ def _some(groups: Sequence[str]) -> str:
 
 
 class _Retries:
-    """Rank 0: limits the wait for an engine (`timeout_s`) and the attempts with the same engines (`ATTEMPTS`).
+    """Limits the wait for an engine (`timeout_s`) and the attempts with the same engines (`ATTEMPTS`), on rank 0.
 
     Attempts are not timed; each one restarts the wait, because an engine answered. Engines die one after the other, so
     only attempts with the same engines are counted.
@@ -344,7 +346,7 @@ class _Retries:
         self._reported = ""
 
     def wait(self, attempted: Collection[str], failures: Mapping[str, str]) -> None:
-        """Wait `RETRY_S` after an attempt with the engines `attempted`, or after a look that found none.
+        """Wait `RETRY_S` after an attempt with the engines `attempted`, which may be empty.
 
         Raises `WeightSyncError` when time or attempts are used up.
         """

@@ -1,4 +1,4 @@
-"""Transport by directories that trainer and engines share: of models, deltas or adapters."""
+"""Transport by directories that trainer and engines share, with a model, a delta or an adapter each."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class SharedStorage(Transport):
-    """Every version is one directory of a model, a delta or an adapter, written by its source ranks and read by all
-    engines. A delta changes the version that this process wrote before it, so the first version is whole."""
+    """Writes every version to one directory with a model, a delta or an adapter.
+
+    The source ranks write it and all engines read it. A delta changes the version that this process wrote before it, so
+    the first version is a whole model.
+    """
 
     def __init__(self, config: Config, actor: Actor, ranks: Ranks, stored: StoredAs):
         super().__init__()
@@ -41,8 +44,8 @@ class SharedStorage(Transport):
         self._stored = stored
         self._kept = self._take_over() if ranks.rank == 0 else []
         self._prepared: Path | None = None
-        self._deltas_left = 0  # before the next version that is whole in any case
-        self._too_large = False  # one of them was, and no other is tried
+        self._deltas_left = 0  # deltas until the next whole version
+        self._too_large = False  # a delta was too large; no other is tried before the next whole version
         self._frozen: Fingerprint | None = None  # of this rank's weights without adapters
 
     def _take_over(self) -> list[int]:
@@ -141,8 +144,10 @@ class SharedStorage(Transport):
         return self._run.weights_of(version).resolve()
 
     def after_confirmation(self, version: int) -> None:
-        """Keep the last published versions and the directories that they are made from. The published one always stays,
-        because an engine that restarts loads it."""
+        """Remove old versions, but not the directories that the kept versions are based on.
+
+        The published version is always kept, because an engine that restarts loads it.
+        """
         if version in self._kept:
             self._kept.remove(version)
         self._kept.append(version)
@@ -155,9 +160,9 @@ class SharedStorage(Transport):
 
 
 def _made_from(directory: Path) -> list[Path]:
-    """Return the directories that a reader of this one reads."""
+    """Return the directories that a reader of `directory` reads."""
     try:
         model, deltas = chain(directory)
-    except DamagedDelta:  # not readable for any engine
+    except DamagedDelta:  # no engine can read it
         return []
     return [model, *deltas]

@@ -16,7 +16,7 @@ from dppo_megatron.weights.fingerprint import Fingerprint
 
 
 class WeightSyncError(ExpectedError, RuntimeError):
-    """The engines do not serve the weights that the trainer holds. Raised on every trainer rank."""
+    """The engines do not serve the trainer's weights. Raised on every trainer rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,48 +28,49 @@ class StoredAs:
 
 
 class Transport(ABC):
-    """`prepare`, `connect` and `send` are collective over all trainer ranks; `receive` runs on rank 0, for each engine.
+    """Sends policy versions from the trainer ranks to the engines.
 
+    `prepare`, `connect` and `send` are collective over all trainer ranks; `receive` runs on rank 0, for each engine.
     Each version has one `prepare`. Each attempt has one `connect`, then `send` on every rank while the engines
     `receive`.
     """
 
-    nbytes = 0  # of one version, once prepared
-    changed_share: float | None = None  # of its elements, where a delta is sent
+    nbytes = 0  # bytes of one version, once prepared
+    changed_share: float | None = None  # share of changed elements, if a delta is sent
 
     def __init__(self) -> None:
-        self.sent: Fingerprint = {}  # of the weights that this rank sent of the version, once sent
+        self.sent: Fingerprint = {}  # of the version's weights that this rank sent, once sent
 
     @abstractmethod
     def prepare(self, version: int) -> None:
         """Do the work that all attempts share."""
 
     def prepare_again(self, version: int) -> None:  # noqa: B027
-        """Before another attempt with engines that answer: send the whole where they did not take a delta."""
+        """Prepare another attempt with engines that answer; replace a delta that none of them loaded."""
 
     def connect(self, engines: Mapping[str, EngineInfo]) -> None:  # noqa: B027
         """Prepare to send to these engines, by URL. Raises `WeightSyncError` on every rank."""
 
     @abstractmethod
     async def receive(self, engine: Engine, version: int) -> float:
-        """Have one engine receive and load the policy; return the seconds in which it sampled nothing.
+        """Make one engine receive and load the policy; return the seconds in which it did not sample.
 
         Raises the errors of the engine's client.
         """
 
     def send(self) -> str | None:
-        """Send this rank's weights; return the reason of a failure, or None. A failed engine raises nothing here."""
+        """Send this rank's weights; return the reason of a failure, or None. A failed engine raises no error here."""
         return None
 
     def abort(self, reason: str) -> None:  # noqa: B027
-        """Rank 0, in the engines' thread, when one of them failed: end the transfer for all."""
+        """End the transfer for all. Called on rank 0, in the engines' thread, when one of them failed."""
 
     def directory(self, version: int) -> Path | None:
-        """Return the directory that an engine that starts loads; None if the policy must be sent again."""
+        """Return the directory that a starting engine loads; None if the policy must be sent again."""
         return None
 
     def after_confirmation(self, version: int) -> None:  # noqa: B027
-        """Rank 0, after the engines confirmed the policy."""
+        """Release old versions on rank 0, after the engines confirmed the policy."""
 
     def close(self) -> None:  # noqa: B027
         """End this rank's part of the transfer."""
