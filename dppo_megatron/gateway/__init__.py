@@ -1,4 +1,4 @@
-"""Agents of the user over HTTP, as of a server of OpenAI (Chat Completions, Responses) or Anthropic (Messages)."""
+"""Serves the user's agents over HTTP, as OpenAI (Chat Completions, Responses) and Anthropic (Messages) servers do."""
 
 from .server import Gateway
 

@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions."""
+"""The interface of OpenAI Chat Completions."""
 
 from __future__ import annotations
 

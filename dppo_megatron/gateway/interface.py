@@ -1,4 +1,4 @@
-"""Common parts of the three interfaces: a request becomes a `TurnRequest`, a `Turn` a reply or its events."""
+"""Common parts of the three interfaces: a request becomes a `TurnRequest`; a `Turn` becomes a reply or events."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from dppo_megatron.environments.conversation import ChatMessage, RequestRejected
 from dppo_megatron.environments.tools import ToolCall
 
 Body = dict[str, Any]
-MODEL = "policy"  # its name in replies to requests without one
+MODEL = "policy"  # the policy's name in replies to requests that name no model
 
 
 class Interface(Protocol):
-    """One of the three modules of interfaces."""
+    """The functions of an interface, which each of the three modules implements."""
 
     PATH: str
 
     def read(self, body: Body) -> TurnRequest:
-        """Raises `RequestRejected`, and KeyError, TypeError, ValueError or AttributeError for a malformed request."""
+        """Return the turn that a request asks for.
+
+        Raises `RequestRejected`, and KeyError, TypeError, ValueError or AttributeError for a malformed request.
+        """
         ...
 
     def reply(self, turn: Turn, body: Body) -> Body: ...
 
     def events(self, turn: Turn, body: Body) -> Iterator[Body]:
-        """The reply as server-sent events; where one has a `type`, that is its name."""
+        """Yield the reply as server-sent events. An event with a `type` is named after it."""
         ...
 
     def error(self, message: str, status: int) -> Body: ...
@@ -39,7 +42,7 @@ def refuse_unless(body: Body, served: Mapping[str, Collection[Any]]) -> None:
 
 
 def text_of(content: str | list[Body] | None) -> str:
-    """Return the text of a message, all parts of which must be text."""
+    """Return the text of a message. Rejects a message with parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -49,7 +52,7 @@ def text_of(content: str | list[Body] | None) -> str:
 
 
 def call(id: str, name: str, arguments: str | Body) -> Body:
-    """A tool call as chat templates take it."""
+    """Return a tool call in the form that chat templates take."""
     given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     return {"id": id, "type": "function", "function": {"name": name, "arguments": given}}
 

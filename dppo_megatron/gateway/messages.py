@@ -1,4 +1,4 @@
-"""Anthropic Messages."""
+"""The interface of Anthropic Messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def error(message: str, status: int) -> Body:
 
 
 def _put(messages: list[ChatMessage], message: Body) -> None:
-    """Add a message; results of tools, which stand in one of the user, are messages of their own."""
+    """Add a message. Tool results, which are part of a user message here, become messages of their own."""
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         messages.append({"role": role, "content": content})
@@ -73,7 +73,7 @@ def _put(messages: list[ChatMessage], message: Body) -> None:
             case "tool_use":
                 calls.append(call(block["id"], block["name"], block["input"]))
             case "thinking" | "redacted_thinking":
-                pass  # the policy's own turns are known as they were sampled
+                pass  # the policy's own turns are stored as they were sampled
             case "text":
                 said.append(block)
             case other:

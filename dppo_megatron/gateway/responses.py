@@ -1,4 +1,4 @@
-"""OpenAI Responses. Nothing is kept between requests: each brings all items."""
+"""The interface of OpenAI Responses. The server keeps no items between requests: each request has all of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _events(turn: Turn, body: Body) -> Iterator[Body]:
 
 
 def _put(messages: list[ChatMessage], item: Body) -> None:
-    """Add an item; the items of one turn are one message, as chat templates have it."""
+    """Add an item. The items of one turn become one message, as chat templates expect."""
     match item.get("type", "message"):
         case "message":
             role = "system" if item["role"] == "developer" else item["role"]
@@ -90,7 +90,7 @@ def _put(messages: list[ChatMessage], item: Body) -> None:
             content = text_of(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         case "reasoning":
-            pass  # the policy's own turns are known as they were sampled
+            pass  # the policy's own turns are stored as they were sampled
         case other:
             raise RequestRejected(
                 f"an input item of type {other!r}: only messages, function calls and outputs are served"

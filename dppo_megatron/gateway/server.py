@@ -1,4 +1,4 @@
-"""The server that agents talk to: it knows sessions by their keys, and gives each request to its conversation."""
+"""The server for agents, which finds sessions by their keys and gives each request to its conversation."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .interface import MODEL, Body, Interface
 
 INTERFACES: tuple[Interface, ...] = (chat, responses, messages)
 LARGEST_REQUEST = 64 << 20  # bytes
-HUNG_UP = 499  # never received; an exception would fill the log of the orchestrator
+HUNG_UP = 499  # never received; an exception would fill the orchestrator's log
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 @dataclass
 class _Session:
     conversation: Conversation
-    # Turns being sampled, with their requests and the HTTP request that gets the reply.
+    # Turns that are being sampled, with their requests and the HTTP request that gets the reply.
     running: dict[asyncio.Task[Turn], tuple[TurnRequest, web.Request]] = field(default_factory=dict)
 
     def asking(self, ask: TurnRequest, request: web.Request) -> asyncio.Task[Turn]:
-        """The turn being sampled for a client that asked the same and hung up, or a new one."""
+        """Return the running turn of a disconnected client that sent the same request, or a new one."""
         left = (task for task, (other, asked) in self.running.items() if other == ask and _gone(asked))
         task = next(left, None) or asyncio.create_task(self.conversation.ask(ask))
         self.running[task] = ask, request
@@ -39,10 +39,10 @@ class _Session:
 
 
 class Gateway:
-    """Listens on `host` while it is open, at a port of its own. An asynchronous context manager.
+    """Listens on `host` while it is open, at a free port. An asynchronous context manager.
 
     A session is identified by its secret key: in `Authorization: Bearer`, in `x-api-key`, or in the URL as
-    /sessions/KEY/v1/... Without one every route answers 401, on loopback, too.
+    /sessions/KEY/v1/... Without a key every route answers 401, also on loopback.
     """
 
     def __init__(self, host: str):
@@ -74,7 +74,7 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, conversation: Conversation) -> AsyncIterator[str]:
-        """The key by which requests reach the conversation, until the last of them is answered."""
+        """Yield the key by which requests reach the conversation. On exit wait until the last of them is answered."""
         key = secrets.token_urlsafe(24)
         session = self._sessions[key] = _Session(conversation)
         try:
@@ -111,7 +111,7 @@ class Gateway:
         except RequestRejected as refused:
             return _error(interface, str(refused))
         finally:
-            if current := session.running[asking][1] is request:  # else a repeated request is
+            if current := session.running[asking][1] is request:  # otherwise a repeated request gets the reply
                 del session.running[asking]
         if not current:
             return web.Response(status=HUNG_UP)
@@ -131,7 +131,7 @@ class Gateway:
 
 
 async def _send(interface: Interface, request: web.Request, turn: Turn, body: Body) -> web.StreamResponse:
-    """Send the reply. Raises ConnectionError where the client has disconnected."""
+    """Send the reply. Raises ConnectionError if the client has disconnected."""
     if _gone(request):
         raise ConnectionResetError
     if not body.get("stream"):
