@@ -1,1 +1,1 @@
-"""Starting, watching and ending the processes of a run: the driver, and a run on this machine."""
+"""Starts, watches and ends the processes of a run: the driver, and a run on this machine."""

@@ -1,4 +1,4 @@
-"""Start, watch and end the processes of a run: the same on one machine and on Slurm."""
+"""Starts, watches and ends the processes of a run, in the same way on one machine and on Slurm."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TrainerStopped:
 class RunDriver(Generic[PlanT, ProcessT]):
     """Runs engines, orchestrator and trainer ranks until orchestrator and trainer are done or one of them fails.
 
-    An engine that ends is started again and serves the newest published policy (`engine.restarts`). The caller
-    calls `check` in a loop and decides about exit code, messages and requeue.
+    An engine that ends is started again and serves the newest published policy (`engine.restarts`). The caller calls
+    `check` in a loop and decides about exit code, messages and requeue.
     """
 
     def __init__(self, config: Config, launcher: Launcher[PlanT, ProcessT], report: Callable[[str], None]):
@@ -53,12 +53,12 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._report = report  # shows the user a line about an engine or a finding
         self._examination = Examination(self._run.root)
         self._warnings = Warnings(self._run.log(name) for name in ("orchestrator", "trainer-0"))
-        self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # run until ended
-        self._orchestrator: list[ProcessT] = []  # none or one
+        self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # restarted until the run ends
+        self._orchestrator: list[ProcessT] = []  # at most one
         self.trainers: list[ProcessT] = []
 
     def start(self, plan: RunPlan[PlanT]) -> None:
-        """Engines first: they take the longest to start."""
+        """Start all processes. Engines come first, because they take the longest to start."""
         self._examine(rollouts=False)  # an earlier attempt reported its own findings
         lead(self._run, self._config.weight_sync.directory if self._config.samples else None)
         forget_all(self._run)
@@ -72,7 +72,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
             self.trainers.append(self._launcher.start(trainer))
 
     def check(self) -> Completed | Failed[ProcessT] | TrainerStopped | None:
-        """Return how the run ended, or None while it runs. Restarts engines; call it often, it does not block."""
+        """Return how the run ended, or None while it runs. Restarts engines. Call it often; it does not block."""
         for finding in self._examine(rollouts=True):
             self._report(f"doctor: {finding}")
         for warning in self._warnings.poll():
@@ -93,32 +93,35 @@ class RunDriver(Generic[PlanT, ProcessT]):
 
     @property
     def trained(self) -> bool:
-        """Return whether the trainer ended with its last step done: the rest takes no time."""
+        """Return whether the trainer ended after its last step. The rest of the run then takes no time."""
         return self._trainers_ended and self._run.done(self._config.train.steps)
 
     def end_all(self) -> None:
-        """Workers first: a rank may need the engines to reach the end of its step. May be called again."""
+        """End all processes. Workers come first, because a rank may need the engines to finish its step.
+
+        May be called again.
+        """
         self._launcher.end(self._workers, GRACE_S)
         self._launcher.end([server.process for server in self._servers], GRACE_S)
         self._examination.close()
         if self._config.weight_sync.directory is not None:
-            with contextlib.suppress(ExpectedError, OSError):  # files that remain do not fail a run
+            with contextlib.suppress(ExpectedError, OSError):  # remaining files do not fail a run
                 clear(self._run)
 
     def _examine(self, *, rollouts: bool) -> list[Finding]:
         try:
             return self._examination.advance(rollouts=rollouts)
-        except (ExpectedError, OSError):  # the run does not depend on being examined
+        except (ExpectedError, OSError):  # the run does not depend on its examination
             return []
 
     @property
     def _workers(self) -> list[ProcessT]:
-        """The processes that end by themselves when their work is done."""
+        """Return the processes that end by themselves when their work is done."""
         return [*self._orchestrator, *self.trainers]
 
     @property
     def _trainers_ended(self) -> bool:
-        """Return whether all ended with exit code 0: at their last step, or after a signal."""
+        """Return whether all trainers ended with exit code 0: at their last step, or after a signal."""
         return bool(self.trainers) and all(trainer.poll() == 0 for trainer in self.trainers)
 
     def _server(self, plan: PlanT) -> RestartedServer[PlanT, ProcessT]:

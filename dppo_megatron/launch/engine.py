@@ -37,9 +37,9 @@ from dppo_megatron.weights.published import PublishedPolicy
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-# A server that ends waits for its last requests, which a dead engine core no longer answers.
+# A stopping server waits for its last requests, which a dead engine core no longer answers.
 STOP_S = 15.0
-# Times engine.health_failures. The pool avoids an engine earlier, because that one may answer again.
+# In units of engine.health_failures. The pool avoids an engine earlier, because the engine may answer again.
 FAILURES_BEFORE_KILL = 2
 
 
@@ -48,7 +48,7 @@ class EngineStartError(ExpectedError, RuntimeError):
 
 
 class EngineFrozen(ExpectedError, RuntimeError):
-    """The server runs and does not answer; it was killed."""
+    """The server runs but does not answer; it was killed."""
 
 
 class StartModelTimeout(ExpectedError, TimeoutError):
@@ -57,8 +57,10 @@ class StartModelTimeout(ExpectedError, TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """The parameters with which every node of an engine starts. Node 0 decides: nodes that looked for the published
-    policy at different moments could load different ones."""
+    """The parameters with which every node of an engine starts.
+
+    Node 0 decides, because nodes that read the published policy at different times could load different ones.
+    """
 
     model: str  # directory
     version: int  # policy version of its weights
@@ -87,7 +89,7 @@ class Servers:
         return cls(processes)
 
     def poll(self) -> int | None:
-        """Return the exit code of the first that ended, negative for a signal; None while all run."""
+        """Return the exit code of the first server that ended, negative for a signal; None while all run."""
         return next((code for process in self._processes if (code := process.poll()) is not None), None)
 
     def terminate(self) -> None:
@@ -111,13 +113,15 @@ def command(config: Config, start: EngineStart, node: int) -> list[str]:
 
 
 def run_engine(config: Config, index: int, *, node: int | None = None, meeting: str = "") -> int:
-    """Starts engine `index`, registers it as `engine-<index>` when healthy, and returns the server's exit code.
+    """Start engine `index`, register it as `engine-<index>` when healthy, and return the server's exit code.
 
-    Of an engine of several nodes all servers run on this machine, or with `node` only that node's: the others do the
-    same on theirs, with the same `meeting`, a name that no other start of an engine has. Servers join this process's
-    session and output; SIGTERM and SIGINT end them, and when one ends, so do all. Raises `EngineStartError` when one
-    ends while starting or the engine does not answer within `engine.start_timeout_s`, `EngineFrozen` when later it
-    fails too many health checks in a row, and `ServiceTimeout` when node 0 does not begin. All are dead then.
+    For an engine of several nodes, all servers run on this machine, or with `node` only that node's. The other nodes do
+    the same, with the same `meeting`, a name that no other start of an engine uses. Servers join this process's session
+    and output. SIGTERM and SIGINT end them, and when one ends, all end.
+
+    Raises `EngineStartError` when a server ends while starting or the engine does not answer within
+    `engine.start_timeout_s`. Raises `EngineFrozen` when it later fails too many health checks in a row, and
+    `ServiceTimeout` when node 0 does not begin. All servers are dead after an error.
     """
     run = RunDir(config.run.dir)
     run.make()
@@ -140,7 +144,7 @@ def run_engine(config: Config, index: int, *, node: int | None = None, meeting: 
         servers.wait()
     log.info("engine-%d: the server ended (%s)", index, exit_reason(code))
     if code == 0 and config.engine.nodes > 1 and not servers.stopping:
-        return 1  # a node ends with 0 when another one is gone
+        return 1  # a node exits with 0 when another node is gone
     return code if code >= 0 else 128 - code
 
 
@@ -172,7 +176,7 @@ def _wait_for_end(server: Servers) -> int:
 
 
 def _pass_on_signals(server: Servers) -> None:
-    """Have SIGTERM and SIGINT end the server, by SIGKILL if it takes longer than `STOP_S`."""
+    """Make SIGTERM and SIGINT end the server, by SIGKILL if it takes longer than `STOP_S`."""
 
     def stop(number: int, _: object) -> None:
         log.info("%s %s", signal.Signals(number).name, SERVER_STOP)
@@ -186,11 +190,11 @@ def _pass_on_signals(server: Servers) -> None:
 
 
 def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int]:
-    """Return model directory and version: the last published policy, so that an engine that restarts is current.
+    """Return model directory and version of the last published policy, so that a restarted engine is current.
 
-    Without a directory of a whole model it is the start model as version 0: nothing was published yet, or an adapter,
-    which the run loads then, or the weights were broadcast, and the trainer sends them again. The same holds if a
-    resumed run publishes in another way.
+    Without a directory of a whole model, return the start model as version 0. This happens before the first publish,
+    and for an adapter, which the run loads later. It also happens after a broadcast, which the trainer sends again, and
+    when a resumed run publishes in another way.
     """
     published = PublishedPolicy.read(run.published)
     path = None if published is None or published.path is None else Path(published.path)
@@ -200,7 +204,7 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
         inside_roots(str(path), [str(start_model(config)), str(path.parent)])
     except RefusedPath as error:
         raise EngineStartError(f"policy {published.version}: {error}") from None
-    if is_delta(path):  # the run has it load the version
+    if is_delta(path):  # the run makes it load the version
         path, _ = chain(path)
         return path, run.version_of(path)
     return path, published.version
@@ -254,7 +258,7 @@ def _wait_healthy(config: Config, url: str, server: Servers, output: Path) -> No
 
 
 async def _watch(config: Config, url: str, server: Servers) -> int:
-    """Return the exit code of the server. Kills a frozen one: the run's driver restarts only engines that ended."""
+    """Return the exit code of the server. Kill a frozen server, because the driver restarts only engines that ended."""
 
     async def ended() -> int:
         while (code := server.poll()) is None:

@@ -1,4 +1,4 @@
-"""`dppo-megatron eval`: evaluate any model on the config's held-out sets, with new or running engines."""
+"""`dppo-megatron eval`: evaluates any model on the config's held-out sets, with new or running engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .own_engines import running_engines
 
 MODEL = "model.json"  # identifies the evaluated model
 
-Metrics = dict[str, dict[str, float]]  # by set
+Metrics = dict[str, dict[str, float]]  # by evaluation set
 
 
 def evaluate_model(
@@ -37,11 +37,11 @@ def evaluate_model(
     """Return the metrics of `model` on every set: a Hugging Face directory or a checkpoint of a run.
 
     Starts the engines in a new directory under `run.dir`, or with `resume` in the newest one of this model, evaluates
-    once, and ends them. With `urls` it uses these engines, which must serve no run meanwhile: they load the model, or
-    if it is None answer with the model that they serve.
+    once, and ends them. With `urls` it uses these engines, which must serve no run meanwhile. They load the model;
+    without a model, they keep the one that they serve.
 
-    Raises `ConfigError` without sets, with too few GPUs and when the interrupted evaluation was another one, and the
-    errors of `running_engines` for engines that do not start.
+    Raises `ConfigError` without sets, with too few GPUs and when the interrupted evaluation was a different one.
+    Raises the errors of `running_engines` for engines that do not start.
     """
     if not config.eval_sets:
         raise ConfigError(source, ["data.eval: not set, and eval.sets is empty; name a file of held-out prompts"])
@@ -49,7 +49,7 @@ def evaluate_model(
     # A run on given answers or given rollouts has no engines, but its evaluation samples.
     config = with_settings(config, objective=ObjectiveConfig(), rollout={"bank": None}, engine={"urls": tuple(urls)})
     if model is not None:
-        config = with_settings(config, weight_sync={"lora": "merged"})  # only whole models are loaded
+        config = with_settings(config, weight_sync={"lora": "merged"})  # engines load only whole models
     if urls:
         config = with_settings(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
     config = fit_engines(config, visible_devices())
@@ -76,7 +76,7 @@ def evaluate_model(
         with running_engines(config, trains=False) as answering:
             return asyncio.run(_evaluate(config, answering, model if urls else None, identity))
     finally:
-        shutil.rmtree(run.quantized_start, ignore_errors=True)  # as large as the model, and of no more use
+        shutil.rmtree(run.quantized_start, ignore_errors=True)  # it is as large as the model and not needed again
 
 
 async def _evaluate(config: Config, urls: Sequence[str], load: Path | None, identity: Any) -> Metrics:
@@ -104,7 +104,7 @@ async def _take(config: Config, engines: Sequence[Engine], load: Path | None, id
 
 
 def with_settings(config: Config, **sections: Any) -> Config:
-    """`config` with other sections, or with other settings in a section."""
+    """Return `config` with other sections, or with other settings in a section."""
     changed = {
         name: getattr(config, name).model_copy(update=value) if isinstance(value, dict) else value
         for name, value in sections.items()
@@ -120,9 +120,9 @@ def _identity(model: Path) -> dict[str, Any]:
 
 
 def _as_hugging_face(model: Path, directory: Path) -> Path:
-    """`model` itself, or of a checkpoint its weights as a Hugging Face directory in `directory`.
+    """Return `model` itself or, for a checkpoint, its weights as a Hugging Face directory in `directory`.
 
-    Raises `ModelError` where there is neither.
+    Raises `ModelError` if `model` is neither.
     """
     if (model / "config.json").is_file():
         return model
@@ -137,8 +137,10 @@ def _as_hugging_face(model: Path, directory: Path) -> Path:
 
 
 def numbered_directory(parent: Path, name: str, resume: bool) -> Path:
-    """NAME-1, NAME-2, ...: engines register in it, and those of another evaluation serve another model. The newest one
-    with `resume`."""
+    """Return the first new directory of NAME-1, NAME-2, ... in `parent`, or with `resume` the newest one.
+
+    Each evaluation needs its own, because engines register in it and serve only its model.
+    """
     output(parent, "run.dir", directory=True)
     numbers = [int(m[1]) for path in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
     if resume and numbers:

@@ -1,4 +1,4 @@
-"""The interface between a run's driver and the place of its processes: this machine, or a Slurm allocation."""
+"""The interface between a run's driver and the environment of its processes: this machine, or a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class NamedPlan(Protocol):
-    """How to start one process, or one group of processes that end together; each launcher has its own kind."""
+    """A plan to start one process, or a group of processes that end together. Each launcher has its own kind."""
 
     @property
     def name(self) -> str: ...
@@ -22,7 +22,7 @@ class Process(Protocol):
     log: Path
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
 
 
 PlanT = TypeVar("PlanT", bound=NamedPlan)
@@ -31,16 +31,16 @@ ProcessT = TypeVar("ProcessT", bound=Process)
 
 class Launcher(Protocol[PlanT, ProcessT]):
     def start(self, plan: PlanT) -> ProcessT:
-        """Start it and return at once. Its output is appended to its log."""
+        """Start the process and return at once. Its output is appended to its log."""
 
     def end(self, processes: Sequence[ProcessT], grace_s: float) -> None:
-        """Ask all of them to stop, wait up to `grace_s`, and kill the ones that still run. Some may have ended."""
+        """Ask all processes to stop, wait up to `grace_s`, and kill the remaining ones. Some may have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan(Generic[PlanT]):
-    """Every process of a run."""
+    """The plans of every process of a run."""
 
     engines: Sequence[PlanT]
-    orchestrator: PlanT | None  # None where no rollouts are sampled
-    trainers: Sequence[PlanT]  # every rank, one by one or in groups
+    orchestrator: PlanT | None  # None if no rollouts are sampled
+    trainers: Sequence[PlanT]  # all ranks, one by one or in groups

@@ -21,13 +21,13 @@ from .rank_environment import connection_environment
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    name: str  # trainer-0, orchestrator, engine-0, ...; of its log, too
+    name: str  # trainer-0, orchestrator, engine-0, ...; also the name of the log
     arguments: tuple[str, ...]  # of `dppo-megatron`
-    environment: Mapping[str, str] = field(default_factory=dict)  # on top of this process's own
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's own
 
 
 class LocalLauncher:
-    """Each process in a session of its own, with `RUN/logs/<name>.log` as its output."""
+    """Starts each process in a session of its own, with `RUN/logs/<name>.log` as its output."""
 
     def __init__(self, run: RunDir, lock: FileLock | None = None):
         self._run = run
@@ -38,7 +38,7 @@ class LocalLauncher:
         return Child(plan.name, command, self._run.log(plan.name), plan.environment, self._lock)
 
     def end(self, processes: Sequence[Child], grace_s: float) -> None:
-        """End all processes of each session, also if its first process is gone. Returns when all are gone."""
+        """End all processes of each session, also if its first process is gone. Return when all are gone."""
         for child in processes:
             child.signal(signal.SIGTERM)
         for child in processes:
@@ -51,7 +51,7 @@ def dppo_command(*arguments: str) -> list[str]:
 
 
 def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
-    """Return every process of a run, the ranks one by one; they read the config from the run directory."""
+    """Return every process of a run, the ranks one by one. They read the config from the run directory."""
     path = str(RunDir(config.run.dir).config)
     return RunPlan(
         engines=engine_plans(config),

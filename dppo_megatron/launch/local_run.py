@@ -30,20 +30,26 @@ def finished(config: Config) -> bool:
     """Return whether the run is complete: its last checkpoint, the final model and its evaluations exist."""
     run, steps = RunDir(config.run.dir), config.train.steps
     last, latest = run.final_adapter if config.model.lora.r else run.final_model, run.checkpoints / "latest"
-    if not run.done(steps) or not last.exists() or last.stat().st_mtime < latest.stat().st_mtime:  # of fewer steps
+    if not run.done(steps) or not last.exists() or last.stat().st_mtime < latest.stat().st_mtime:  # it has fewer steps
         return False
     evaluated = {n for record in read_metrics(run.metrics) if record["step"] == steps for n in evaluated_sets(record)}
     return not config.samples or config.eval_sets.keys() <= evaluated
 
 
 class LocalRun:
-    """A process that fails, but for an engine that can be restarted, ends the run: the others are ended, its last
-    lines are shown, and bank and checkpoints stay for `--resume`."""
+    """A run on this machine, which ends when a process fails that cannot be restarted.
+
+    The other processes are ended, and the last lines of the failed one are shown. Bank and checkpoints stay for
+    `--resume`.
+    """
 
     def __init__(
         self, config: Config, plan: RunPlan[ProcessPlan], lock: FileLock | None = None, *, resume_command: str = ""
     ):
-        """`lock`: of the run directory. `resume_command`: shown to the user; default: `train --resume`."""
+        """Prepare the run. `lock`: the lock of the run directory.
+
+        `resume_command`: shown to the user; default: `train --resume`.
+        """
         self._config = config
         self._run = RunDir(config.run.dir)
         self._plan = plan
@@ -52,7 +58,7 @@ class LocalRun:
         self._stop_signal: int | None = None
 
     def run(self) -> int:
-        """Exit code: 0 when the run completed, 1 when a process failed, 128 + signal when stopped by one."""
+        """Run until the end. Return 0 when it completed, 1 when a process failed, 128 + signal when stopped."""
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         rollout = self._config.rollout
         self._view = ProgressView(self._config.train.steps, samples=rollout.prompts_per_step * rollout.group_size)
@@ -105,7 +111,7 @@ class LocalRun:
     def _report(self, line: str) -> None:
         """Show a line to the user and append it to a log."""
         self._view.note(line)
-        with contextlib.suppress(OSError):  # of a full disk, too, the reason is shown
+        with contextlib.suppress(OSError):  # a full disk too must not hide the reason
             append_line(self._run.log("train"), line)
 
     def _show_failure(self, child: Child) -> None:

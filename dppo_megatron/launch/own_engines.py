@@ -1,4 +1,4 @@
-"""Engines for an evaluation, a study or a certificate: started on this machine and ended with their user."""
+"""Starts engines for an evaluation, a study or a certificate on this machine, and ends them after their use."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LAST_LINES = 25
 
 @contextmanager
 def running_engines(config: Config, *, trains: bool = True) -> Iterator[list[str]]:
-    """Yield the URLs of the engines of `config`, once all answer. Ends the ones that it started, also on errors.
+    """Yield the URLs of the engines of `config`, once all answer. On exit or error, end the engines started here.
 
     Their config, logs and registrations are in `run.dir`. `trains`: trainer ranks use the first GPUs. Raises
-    `EngineStartError` with the last lines of an engine that ends while starting, and `ServiceTimeout` naming the ones
-    that did not register within `engine.start_timeout_s`.
+    `EngineStartError` with the last lines of an engine that ends while starting. Raises `ServiceTimeout` naming the
+    engines that did not register within `engine.start_timeout_s`.
     """
     run = RunDir(config.run.dir)
     run.make()

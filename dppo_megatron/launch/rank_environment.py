@@ -10,18 +10,17 @@ from dppo_megatron.engines.kinds import kind_of
 
 
 def connection_environment(config: Config) -> dict[str, str]:
-    """Return the variables for CUDA's queues and broadcasts to engines. A variable that is already set stays."""
+    """Return the variables for CUDA's queues and broadcasts to engines. A variable that is already set is kept."""
     wanted = kind_of(config).rank_environment(config) if config.samples else {}
     return _hardware_queues(config) | {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _hardware_queues(config: Config) -> dict[str, str]:
-    """`CUDA_DEVICE_MAX_CONNECTIONS=1` where Megatron-LM demands it (arguments.py, validate_args): with tensor or
-    context parallelism on GPUs before Blackwell.
+    """Return `CUDA_DEVICE_MAX_CONNECTIONS=1` where Megatron-LM requires it (arguments.py, validate_args).
 
-    With one hardware queue kernels start in the order in which they were launched. Megatron's layers rely on it
-    (tensor_parallel/layers.py): a collective launched before a matrix product overlaps with it, instead of waiting
-    behind it for free multiprocessors.
+    It does so with tensor or context parallelism on GPUs before Blackwell. With one hardware queue kernels start in the
+    order of their launches. Megatron's layers rely on it (tensor_parallel/layers.py): a collective launched before a
+    matrix product overlaps with it, instead of waiting after it for free multiprocessors.
     """
     parallel = config.parallel.tensor > 1 or config.parallel.context > 1
     if not parallel or "CUDA_DEVICE_MAX_CONNECTIONS" in os.environ or (_oldest_gpu() or 0.0) >= 10.0:
@@ -32,7 +31,7 @@ def _hardware_queues(config: Config) -> dict[str, str]:
 def _oldest_gpu() -> float | None:
     """Return the lowest compute capability of this machine's GPUs; None if nvidia-smi does not report it.
 
-    Not by torch, which would open a context on the ranks' first GPU.
+    torch is not used, because it would open a context on the ranks' first GPU.
     """
     try:
         return min((float(capability) for (capability,) in nvidia_smi("compute_cap")), default=None)
@@ -41,9 +40,9 @@ def _oldest_gpu() -> float | None:
 
 
 def nvidia_smi(fields: str, timeout_s: float = 30.0) -> list[list[str]]:
-    """The comma-separated `fields` of each GPU that this process may use, e.g. [["0", "GPU-8f"], ["1", "GPU-3c"]].
+    """Return the `fields` of each GPU that this process may use, e.g. [["0", "GPU-8f"], ["1", "GPU-3c"]].
 
-    Raises OSError where nvidia-smi is not installed, subprocess.SubprocessError where it fails or takes too long.
+    Raises OSError if nvidia-smi is not installed, subprocess.SubprocessError if it fails or takes too long.
     """
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout

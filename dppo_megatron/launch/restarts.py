@@ -1,4 +1,4 @@
-"""Restart a server that ended, after growing delays and a limited number of times."""
+"""Restarts a server that ended, after growing delays and a limited number of times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dppo_megatron.common.retry import doubling_delay_s
 
 from .launcher import Launcher, PlanT, ProcessT
 
-ORPHANS_S = 1.0  # for the processes that a dead server left behind to end by themselves
+ORPHANS_S = 1.0  # time for the orphans of a dead server to end by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class RestartPolicy:
     limit: int  # restarts in a row
     first_s: float = 1.0
     longest_s: float = 60.0
-    healthy_s: float = 300.0  # a server that served so long ends for a new reason: the count restarts
+    healthy_s: float = 300.0  # a server that served this long ends for a new reason: the count starts again
 
 
 class RestartedServer(Generic[PlanT, ProcessT]):
-    """Starts one server, and again when it ends. `check` must be called often; it never blocks for long.
+    """Starts one server, and restarts it when it ends. `check` must be called often; it never blocks for long.
 
-    `withdraw` removes the registration of one that ended; `is_registered` is true once it serves.
+    `withdraw` removes the registration of an ended server; `is_registered` is true once it serves.
     """
 
     def __init__(
@@ -47,19 +47,21 @@ class RestartedServer(Generic[PlanT, ProcessT]):
         self._restarts = 0  # in a row
         self._serving_since: float | None = None
         self._ever_served = False
-        self._due: float | None = None  # when to start it again
+        self._due: float | None = None  # time of its next start
         self.process = launcher.start(plan)
         self.failed = False  # it ended and is not started again
 
     def check(self, now: float) -> str | None:
-        """Return a line for the log about the events since the last call, or None. Sets `failed` when the run cannot
-        continue with it."""
+        """Return a line for the log about the events since the last call, or None.
+
+        Sets `failed` when the run cannot continue with this server.
+        """
         if self._due is not None:
             if now >= self._due:
                 self._due, self.process = None, self._launcher.start(self._plan)
             return None
         code = self.process.poll()
-        # Asked of one that ended, too: it may have served, and been killed, between two calls.
+        # Checked for an ended server too: it may have served, and been killed, between two calls.
         serves = self._serving_since is None and self._is_registered()
         if serves:
             self._serving_since, self._ever_served = now, True
@@ -68,13 +70,13 @@ class RestartedServer(Generic[PlanT, ProcessT]):
         return f"{self._plan.name} serves again" if serves and self._restarts else None
 
     def _plan_restart(self, reason: str, now: float) -> str | None:
-        """Schedule its next start after it ended, or set `failed`."""
+        """Schedule the next start of the ended server, or set `failed`."""
         self._withdraw()
         self._launcher.end([self.process], ORPHANS_S)
         served_s = 0.0 if self._serving_since is None else now - self._serving_since
         self._restarts = 1 if served_s >= self._policy.healthy_s else self._restarts + 1
         self._serving_since = None
-        if not self._ever_served:  # misconfigured, not unlucky
+        if not self._ever_served:  # probably misconfigured, so a restart would not help
             self.failed = True
             return None
         name, policy = self._plan.name, self._policy

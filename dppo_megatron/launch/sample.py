@@ -1,4 +1,4 @@
-"""`dppo-megatron sample`: fill a bank with the start model's answers to the training prompts, without a trainer."""
+"""`dppo-megatron sample`: fills a bank with the start model's answers to the training prompts, without a trainer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .launcher import RunPlan
 from .local_processes import ProcessPlan, engine_plans
 from .local_run import LocalRun
 
-ANY_AGE = 10**9  # of a policy: there is no other
+ANY_AGE = 10**9  # of a policy: there is only one
 
 
 def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: Path | None, resume: bool) -> int:
-    """Sample `n` answers to each of the first `prompts` prompts of the order, by default to every row of data.train,
-    and return the exit code of the run, whose directory is `out` or `run.dir`/samples.
+    """Sample `n` answers to each of the first `prompts` prompts of the order, and return the exit code of the run.
 
-    Engines, retries, rewards and the bank are those of a training run, and so is a resume. Raises `ConfigError`.
+    The default of `prompts` is every row of data.train. The run's directory is `out`, by default `run.dir`/samples.
+    Engines, retries, rewards, resume and the bank are those of a training run. Raises `ConfigError`.
     """
     config = fit_engines(sampling_only(config, n, out or config.run.dir / "samples"), visible_devices())
     notes: list[str] = []
