@@ -11,10 +11,10 @@ from .queue import SlurmError, node_names
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    job_id: str  # 12; 12_3 for a task of an array, of which one has the array's own number as its id
-    restart: int  # how often Slurm or the job itself requeued it
-    groups: tuple[tuple[str, ...], ...]  # node names of each component; one unless the job is heterogeneous
-    gpus: int | None = None  # granted on this node, the job's first; None where Slurm counts none
+    job_id: str  # "12", or "12_3" for a task of an array; one task of an array has the array's own number as its id
+    restart: int  # number of times that Slurm or the job itself requeued it
+    groups: tuple[tuple[str, ...], ...]  # node names of each component; only a heterogeneous job has more than one
+    gpus: int | None = None  # granted on this node, the job's first; None if Slurm counts no GPUs
 
     @property
     def heterogeneous(self) -> bool:
@@ -22,17 +22,17 @@ class Allocation:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the job's components for scontrol."""
+        """Return the names of the job's components for scontrol."""
         return tuple(f"{self.job_id}+{i}" for i in range(len(self.groups))) if self.heterogeneous else (self.job_id,)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Nodes of each component."""
+        """Return the number of nodes of each component."""
         return tuple(len(nodes) for nodes in self.groups)
 
     @classmethod
     def of_this_job(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
-        """From the batch script's environment. Raises `SlurmError` outside a job."""
+        """Return the allocation in the batch script's environment. Raises `SlurmError` outside a job."""
         if "SLURM_JOB_ID" not in environment:
             raise SlurmError(
                 "SLURM_JOB_ID is not set: this command is the batch script's; submit it with `dppo-megatron slurm "

@@ -1,4 +1,4 @@
-"""restarts.jsonl: when each attempt of a run's jobs began, how it ended, and whether another one makes sense."""
+"""restarts.jsonl: the start, the end and the restart decision of each attempt of a run's jobs."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Event = Literal["submitted", "started", "requeued", "failed", "stopped", "comple
 @dataclass(frozen=True, slots=True)
 class AttemptEvent:
     time: float  # unix seconds
-    job: Annotated[str, StringConstraints(pattern=r"^\d+(_\d+)?$")]  # of an array: JOB_TASK
+    job: Annotated[str, StringConstraints(pattern=r"^\d+(_\d+)?$")]  # JOB_TASK for an array
     restart: int  # Slurm's count of this job's restarts
     event: Event
-    cause: str  # why it began or ended
-    step: int | None  # of the newest checkpoint, None before the first
+    cause: str  # why the attempt began or ended
+    step: int | None  # of the newest checkpoint; None before the first
     nodes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()  # nodes that the job's later attempts avoid
 
 
 class AttemptLog:
-    """Appends to and reads the file; one writer at a time, the driver of the job or the submitting command."""
+    """Appends to the file and reads it. One process writes at a time: the job's driver or the submitting command."""
 
     def __init__(self, run: RunDir):
         self._run = run
 
     def record(self, event: Event, cause: str, *, job: str, restart: int, **nodes: tuple[str, ...]) -> None:
-        """nodes: the event's `nodes` and `excluded`."""
+        """Append a record. nodes: the event's `nodes` and `excluded`."""
         self._run.make()
         entry = AttemptEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, **nodes)
         append_json_line(self._run.restarts, asdict(entry))
@@ -46,14 +46,14 @@ class AttemptLog:
         return records_as(AttemptEvent, read_records(self._run.restarts))
 
     def why_restarted(self) -> str:
-        """The cause that the previous attempt recorded, or `LOST` where it could not record one."""
+        """Return the cause that the previous attempt recorded, or `LOST` if it could not record one."""
         events = self.events()
         return events[-1].cause if events and events[-1].event == "requeued" else LOST
 
     def without_progress(self) -> int:
-        """Attempts in a row, this one included, that began at the newest checkpoint: none of them saved another.
+        """Return the number of attempts in a row, including this one, that began at the newest checkpoint.
 
-        For any cause of their end; the count restarts where the run was submitted again.
+        None of them saved another checkpoint, for any cause. The count starts again when the run is submitted again.
         """
         now, count = self._run.checkpoint_step, 0
         for start in reversed([e for e in self.events() if e.event == "started"]):
@@ -65,10 +65,10 @@ class AttemptLog:
         return count
 
     def excluded(self) -> list[str]:
-        """Nodes that the newest job avoids, found by its attempts."""
+        """Return the nodes that the newest job avoids, as found by its attempts."""
         events = self.events()
         return sorted({node for event in events if event.job == events[-1].job for node in event.excluded})
 
     def restarts(self) -> int:
-        """How often an attempt followed another of the same job."""
+        """Return how often an attempt followed another of the same job."""
         return sum(e.event == "started" and e.restart > 0 for e in self.events())

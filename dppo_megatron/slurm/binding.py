@@ -1,4 +1,4 @@
-"""CPUs near each GPU of a node: a task runs on whole cores of its GPUs' NUMA node, and no two GPUs share a core."""
+"""Binds tasks to CPUs near their GPUs: whole cores of the GPUs' NUMA node, so that no two GPUs share a core."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SYS = Path("/sys")
 
 
 def bind_to_gpus(name: str, first: int, count: int, tasks: int) -> bool:
-    """Bind this process, and all that it starts later, to the CPUs of `count` visible GPUs; print which.
+    """Bind this process, and all its later children, to the CPUs of `count` visible GPUs, and print the binding.
 
-    False, and nothing is bound, where GPUs or their CPUs cannot be read, or where fewer GPUs are visible than the step
-    has `tasks` on this node: each task then sees GPUs of its own, and none can split the CPUs among all.
+    Returns False without binding if GPUs or their CPUs cannot be read, or if fewer GPUs are visible than the step has
+    `tasks` on this node. Each task then sees only its own GPUs, so no task can split the CPUs among all.
     """
     gpus = visible_gpus()
     shares = cpus_for(gpus, os.sched_getaffinity(0)) if len(gpus) >= max(tasks, first + count) else None
@@ -30,7 +30,10 @@ def bind_to_gpus(name: str, first: int, count: int, tasks: int) -> bool:
 
 
 def visible_gpus() -> list[str]:
-    """PCI addresses, as /sys writes them, of the GPUs that this task may use, in CUDA's order; empty if unknown."""
+    """Return the PCI addresses, as /sys writes them, of the GPUs that this task may use, in CUDA's order.
+
+    Empty if they are unknown.
+    """
     try:
         rows = nvidia_smi("index,uuid,pci.bus_id")
     except (OSError, subprocess.SubprocessError):
@@ -41,9 +44,10 @@ def visible_gpus() -> list[str]:
 
 
 def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[set[int]] | None:
-    """The CPUs of each GPU: those of its NUMA node within `allowed`, split by whole cores among the GPUs there.
+    """Return the CPUs of each GPU: those of its NUMA node within `allowed`, split by whole cores among its GPUs.
 
-    None where a GPU would get no CPU.
+    Example: 2 GPUs on a NUMA node of 4 cores with CPUs (0, 4), (1, 5), (2, 6), (3, 7) get {0, 1, 4, 5} and {2, 3, 6,
+    7}. None if a GPU would get no CPU.
     """
     near = [_cores(gpu, allowed, sys) for gpu in gpus]
     shares = []
@@ -55,14 +59,14 @@ def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[se
 
 
 def _cores(gpu: str, allowed: Set[int], sys: Path) -> list[tuple[int, ...]]:
-    """Of each core near the GPU the hyper-threads within `allowed`."""
+    """Return the hyper-threads within `allowed` of each core near the GPU."""
     cpus = _cpulist(sys / "bus/pci/devices" / gpu / "local_cpulist") & allowed
     threads = {cpu: _cpulist(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
     return sorted({tuple(sorted(threads[cpu] & cpus | {cpu})) for cpu in cpus})
 
 
 def _cpulist(path: Path) -> set[int]:
-    """`0-3,8` as a set; empty where the file cannot be read."""
+    """Return a list such as `0-3,8` as a set; empty if the file cannot be read."""
     try:
         ranges = [part.split("-") for part in path.read_text().strip().split(",") if part]
     except OSError:

@@ -1,7 +1,7 @@
 """`dppo-megatron slurm-job`: drives the job steps of a run from the batch script, on the job's first node.
 
-One srun per engine, one for the orchestrator and one for all trainer ranks. However one of them ends, the job ends,
-requeues or completes: it never idles.
+The steps are one srun per engine, one for the orchestrator and one for all trainer ranks. Whenever one of them ends,
+the job ends, requeues or completes; it never idles.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from .step import JobStep, StepLauncher
 from .submit import refuse_second_job
 
 POLL_S = 0.1
-LOCK_S = 120.0  # NFS frees the lock of a node that died after its lease, 90 s
-EXCLUDE_S = 20.0  # to keep a requeued job off nodes
-SIGNAL_S = 5.0  # for Slurm's signal to arrive, where Slurm may be ending the job
+LOCK_S = 120.0  # NFS frees the lock of a dead node after its lease, 90 s
+EXCLUDE_S = 20.0  # to exclude nodes from a requeued job
+SIGNAL_S = 5.0  # for Slurm's signal to arrive, if Slurm may be ending the job
 REFUSED = 2  # exit code of a `ConfigError`
 REQUEUE, STOP = signal.SIGUSR1, signal.SIGUSR2
 CANCELLED = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int:
-    """Exit code of the batch script: 0 when the run completed, else that of the first step that failed.
+    """Run one attempt of the job and return the exit code of the batch script.
 
-    An attempt after the first continues under the settings that the first one saved, even if the file has changed.
+    It is 0 when the run completed, otherwise that of the first step that failed. An attempt after the first continues
+    under the settings that the first one saved, even if the file has changed.
     """
     allocation = Allocation.of_this_job()
-    note = Path(f"slurm-{allocation.job_id}.run")  # a later attempt knows the job's number, not CONFIG
+    note = Path(f"slurm-{allocation.job_id}.run")  # a later attempt has the job's number, but not CONFIG
     source = config_file
     if allocation.restart and note.exists():
         source, overrides = Path(note.read_text()), ()
     config = with_absolute_paths(read_config(source, overrides))
     run = RunDir(config.run.dir)
-    resume = resume or (allocation.restart > 0 and run.config.exists())  # the first attempt may have ended before it
+    resume = resume or (allocation.restart > 0 and run.config.exists())  # the first attempt may have ended sooner
     check_job(config, str(source), resume=resume, nodes=allocation.sizes, gpus=allocation.gpus)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
     with run.take(LOCK_S):
         save_resolved(config, run.config)
         if config_file.absolute() == run.config:
-            note.unlink(missing_ok=True)  # of another cluster's job
+            note.unlink(missing_ok=True)  # from another cluster's job
         else:
             _write_note(note, str(run.config))
         return Job(config, allocation, resume=resume).run()
@@ -106,7 +107,7 @@ class Job:
             self._driver.end_all()
 
     def _check_config(self) -> int:
-        """Check the config on a node, before many GPUs wait for a model to load; 0 if nothing is wrong."""
+        """Check the config on a node, before many GPUs wait for a model to load; return 0 if it is valid."""
         step = self._launcher.start(check_plan(self._config, self._allocation))
         while (code := step.poll()) is None and self._signal is None:
             time.sleep(POLL_S)
@@ -117,11 +118,14 @@ class Job:
         return self._failed(step) if code else 0
 
     def _preflight(self) -> int:
-        """Return 0 if nothing is wrong. If no other node would help, the job fails; else it avoids the bad nodes."""
+        """Return 0 if the nodes are healthy; otherwise requeue the job without the bad nodes.
+
+        If no other node would help, the job fails instead.
+        """
         here = self._allocation.groups[0][0]
         try:
             found = preflight_of_job(self._config, self._allocation, self._launcher, lambda: self._signal is not None)
-        except ExpectedError as error:  # it has no address
+        except ExpectedError as error:  # this node has no address
             return self._requeue(f"preflight: {here}: {error}", 1, without=(here,))
         if found is None:
             return 0
@@ -160,12 +164,15 @@ class Job:
             from dppo_megatron.observability.report import write_report  # matplotlib may be missing
 
             print_line(f"report: {write_report(self._run.root)}")
-        except Exception as error:  # the run is complete all the same
+        except Exception as error:  # the run is complete without a report
             print_line(f"no report: {error}; `dppo-megatron report {self._run.root}` tries again")
         return 0
 
     def _stop_early(self) -> int:
-        """The time limit is near, or a user sent a signal: checkpoint while the engines serve, then requeue or end."""
+        """Checkpoint while the engines serve, then requeue or end.
+
+        Called when the time limit is near, or a user sent a signal.
+        """
         name = signal.Signals(self._signal).name
         timeout_s = 0.6 * self._config.slurm.signal_lead_s  # the rest is for ending the steps
         print_line(f"{name}: requesting a checkpoint from the trainer")
@@ -183,7 +190,7 @@ class Job:
         return self._requeue(TIME_LIMIT, 128 + REQUEUE)
 
     def _cancelled(self) -> int:
-        """Slurm is ending the job, steps included."""
+        """Record that Slurm is ending the job, including its steps; return the exit code."""
         name = signal.Signals(self._signal).name
         self._record("stopped", f"{name}: cancelled, or ended by Slurm")
         print_line(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
@@ -198,7 +205,10 @@ class Job:
         return self._requeue(cause, code)
 
     def _still_running(self) -> bool:
-        """False when Slurm is ending the job, because it was cancelled or a node is gone: a requeue would undo that."""
+        """Return False when Slurm is ending the job, because it was cancelled or a node is gone.
+
+        A requeue would undo the cancellation.
+        """
         try:
             states = {job.state for job in queue.jobs([self._allocation.job_id])}
         except queue.SlurmError as error:
@@ -207,8 +217,10 @@ class Job:
         return states == {"RUNNING"}
 
     def _requeue(self, cause: str, code: int, without: tuple[str, ...] = ()) -> int:
-        """`code` is the exit code when the job is not requeued; when it is, Slurm ends this script. `without`: nodes
-        that the job does not get again."""
+        """End the attempt and requeue the job; Slurm then ends this script.
+
+        `code` is the exit code when the job is not requeued. `without`: nodes that the job must not get again.
+        """
         self._driver.end_all()
         if self._signal in CANCELLED:
             return self._cancelled()
@@ -232,13 +244,16 @@ class Job:
             if without:
                 self._exclude(without)
         except queue.SlurmError as error:
-            if not self._wait_for_cancellation():  # a requeue that succeeds may end the command that requested it
+            if not self._wait_for_cancellation():  # a successful requeue may end the command that requested it
                 self._record("failed", f"{cause}; could not be requeued: {error}")
                 print_line(f"could not be requeued: {error}")
         return code
 
     def _exclude(self, nodes: tuple[str, ...]) -> None:
-        """Slurm changes only jobs that wait, so it follows the requeue, seconds before Slurm ends this script."""
+        """Exclude nodes from the requeued job. Slurm changes only waiting jobs, so this must follow the requeue.
+
+        Slurm ends this script seconds later.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             for job in self._allocation.components:
@@ -248,7 +263,7 @@ class Job:
             print_line(f"{', '.join(nodes)} could not be excluded: {error}")
 
     def _wait_for_cancellation(self) -> bool:
-        """Whether Slurm's signal that it is ending the job arrives within `SIGNAL_S`."""
+        """Return whether Slurm signals within `SIGNAL_S` that it is ending the job."""
         return wait_until(lambda: self._signal in CANCELLED, SIGNAL_S, POLL_S)
 
     def _record(self, event: Event, cause: str, **nodes: tuple[str, ...]) -> None:
@@ -259,5 +274,5 @@ class Job:
 
 
 def print_line(line: str) -> None:
-    """To the job's output, which Slurm writes."""
+    """Print a line to the job's output, which Slurm writes."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

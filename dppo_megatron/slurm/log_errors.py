@@ -9,14 +9,14 @@ from pathlib import Path
 from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, plain_text
 
 SEARCHED_BYTES = 64 * 1024
-# The last line of a traceback, our own and the servers' log levels, and the system's words for a process that it ended.
+# The last line of a traceback, our own and the servers' log levels, and the system's messages about killed processes.
 _ERROR = re.compile(
     r"^[\w.]*(Error|Exception|Timeout|Diverged|Frozen)\b|\b(ERROR|CRITICAL)\b|\bKilled\b|Segmentation fault"
 )
 
 
 def last_error(lines: Sequence[str]) -> str | None:
-    """The last line that looks like an error. Those of a server that was asked to end do not count."""
+    """Return the last line that looks like an error. Errors of a server that was asked to end do not count."""
     found, ends = None, False
     for line in lines:
         ends = SERVER_STOP in line or (ends and SERVER_START not in line)
@@ -26,16 +26,17 @@ def last_error(lines: Sequence[str]) -> str | None:
 
 
 class NewErrors:
-    """Errors that appear in a run's logs from now on; lines of earlier attempts do not count."""
+    """Finds errors that appear in a run's logs from now on; lines of earlier attempts do not count."""
 
     def __init__(self, logs: Path):
         self._logs = logs
         self._sizes = {path: path.stat().st_size for path in logs.glob("*.log")}
 
     def first_of(self, step: str) -> str | None:
-        """The last error line of the log of `step` (of its rank, where it has several) that failed first.
+        """Return the last error line of the log of `step`, or of its rank that failed first.
 
-        When one rank fails the others complain after it, so it is the log with errors that was written least lately.
+        When one rank fails, the others report errors after it. So its log is the one with errors and the oldest last
+        write.
         """
         logs = [path for names in ("", "-*", ".*") for path in self._logs.glob(f"{step}{names}.log")]
         for log in sorted(logs, key=lambda path: path.stat().st_mtime):

@@ -1,4 +1,4 @@
-"""Which job step runs where: a pure function of the config and the names of the nodes."""
+"""Places the job steps on nodes, as a pure function of the config and the names of the nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .allocation import Allocation
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One srun. Its tasks are spread evenly over `nodes`."""
+    """The plan of one srun, with its tasks spread evenly over `nodes`."""
 
     name: str  # trainer, orchestrator, engine-0, ...
     arguments: tuple[str, ...]  # of `dppo-megatron slurm-task`, before the config
@@ -21,7 +21,7 @@ class StepPlan:
     group: int  # component of a heterogeneous job
     tasks: int = 1
     gpus_per_node: int = 0
-    collected: bool = False  # its output goes to its log, and a task that fails does not end the others
+    collected: bool = False  # its output goes to its log, and a failed task does not end the others
 
     @property
     def tasks_per_node(self) -> int:
@@ -29,7 +29,7 @@ class StepPlan:
 
 
 def job_plan(config: Config, allocation: Allocation, *, resume: bool) -> RunPlan[StepPlan]:
-    """Every step of a run."""
+    """Return the plans of every step of a run."""
     return RunPlan(
         engines=engine_plans(config, allocation),
         orchestrator=orchestrator_plan(allocation) if config.samples else None,
@@ -38,7 +38,7 @@ def job_plan(config: Config, allocation: Allocation, *, resume: bool) -> RunPlan
 
 
 def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> StepPlan:
-    """One task per rank, on the first nodes."""
+    """Return a step with one task per rank, on the first nodes."""
     return StepPlan(
         "trainer",
         ("trainer", *(["--resume"] if resume else [])),
@@ -50,15 +50,16 @@ def trainer_plan(config: Config, allocation: Allocation, *, resume: bool) -> Ste
 
 
 def check_plan(config: Config, allocation: Allocation) -> StepPlan:
-    """One task on the first node, with the GPUs of the ranks there: it finds the problems that they would have."""
+    """Return a step with one task on the first node and the ranks' GPUs there, to find the problems of the ranks."""
     gpus = config.slurm.gpus_per_node
     return StepPlan("check", ("check",), nodes=allocation.groups[0][:1], group=0, gpus_per_node=gpus)
 
 
 def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[StepPlan]:
-    """The trainer's step with other tasks and, for nodes that only serve or get weights by broadcast, one task each.
+    """Return the trainer's step with preflight tasks, and a step with one task for each serving node.
 
-    store: HOST,PORT at which all of them meet, see `preflight.task`.
+    Serving nodes are nodes that only serve, or all nodes with engines if weights are broadcast. store: HOST,PORT where
+    all tasks connect, see `preflight.task`.
     """
     trainers, engines = trainer_plan(config, allocation, resume=False), engine_plans(config, allocation)
     broadcast = config.weight_sync.transport == "broadcast"
@@ -66,7 +67,7 @@ def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[
     meeting = ("--meeting", f"{store},{trainers.tasks + len(serving)}")
     plans = [replace(trainers, name="preflight", arguments=("trains", *meeting), collected=True)]
     if serving:
-        gpu = 0 if config.slurm.engine_nodes else trainers.tasks_per_node  # that of the node's first engine
+        gpu = 0 if config.slurm.engine_nodes else trainers.tasks_per_node  # the GPU of the node's first engine
         arguments = ("serves", "--first-gpu", str(gpu), *meeting)
         step = replace(plans[0], arguments=arguments, nodes=tuple(serving), tasks=len(serving))
         plans.append(replace(step, group=engines[0].group, gpus_per_node=engines[0].gpus_per_node))
@@ -74,15 +75,15 @@ def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[
 
 
 def orchestrator_plan(allocation: Allocation) -> StepPlan:
-    """One task without GPUs on the node of the batch script."""
+    """Return a step with one task without GPUs on the node of the batch script."""
     return StepPlan("orchestrator", ("orchestrator",), nodes=allocation.groups[0][:1], group=0)
 
 
 def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
-    """One step per engine, so that each can restart by itself; engines fill their nodes in turn. An engine of
-    several nodes has a task on each, and its nodes follow one another.
+    """Return one step per engine, so that each can restart by itself; engines fill their nodes in turn.
 
-    On nodes they share with trainer ranks, engines take the GPUs after the ranks' or, colocated, the same.
+    An engine of several nodes has a task on each, and its nodes are consecutive. On nodes they share with trainer
+    ranks, engines take the GPUs after the ranks' or, if colocated, the same.
     """
     s = config.slurm
     names = engine_names(config)

@@ -1,4 +1,4 @@
-"""Slurm's own commands, each with a time-out and an error that names the command and Slurm's answer."""
+"""Runs Slurm's own commands, each with a timeout and an error that names the command and Slurm's answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dppo_megatron.errors import ExpectedError
 
 COMMAND_TIMEOUT_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-# Final answers of slurmctld. Any other (it is restarting, busy, unreachable) may pass.
+# Final answers of slurmctld. After any other (it is restarting, busy, unreachable) a retry may succeed.
 _REFUSAL = re.compile(
     r"invalid (job|user|partition|account)|permission denied|disabled|not supported|only batch jobs|already complet"
     r"|pending execution",
@@ -26,12 +26,12 @@ class SlurmError(ExpectedError, RuntimeError):
 
 
 class SlurmRefused(SlurmError):
-    """It refused, or is not installed: repeating the command would not help."""
+    """Slurm refused the command, or is not installed. A retry would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """A line of squeue; a heterogeneous job has one for each component."""
+    """One line of squeue; a heterogeneous job has one for each component."""
 
     id: str  # 12, 12+1 for a component, 12_3 for a task of an array
     name: str
@@ -45,18 +45,18 @@ _FORMAT = "%i|%j|%T|%r|%N|%L"
 
 
 def submit(script: Path) -> str:
-    """Hand the script to sbatch and returns the job's id."""
+    """Submit the script with sbatch and return the job's id."""
     return slurm_command("sbatch", "--parsable", str(script)).split(";")[0]
 
 
 def jobs(job_ids: list[str]) -> list[QueuedJob]:
-    """Return these jobs as the queue knows them; jobs that ended some minutes ago are gone from it."""
+    """Return these jobs as in the queue. Slurm removes a job from it some minutes after its end."""
     if not job_ids:
         return []
     try:
         lines = slurm_command("squeue", "--noheader", f"--format={_FORMAT}", "--jobs", ",".join(job_ids)).splitlines()
     except SlurmError as error:
-        if "Invalid job id" in str(error):  # squeue's answer where it knows none of them any more
+        if "Invalid job id" in str(error):  # squeue's answer if it has none of them any more
             return []
         raise
     return list(map(_queued, lines))
@@ -64,11 +64,11 @@ def jobs(job_ids: list[str]) -> list[QueuedJob]:
 
 def _queued(line: str) -> QueuedJob:
     job, _, others = line.partition("|")
-    return QueuedJob(job.strip(), *(part.strip() for part in others.rsplit("|", 4)))  # a name may hold any character
+    return QueuedJob(job.strip(), *(part.strip() for part in others.rsplit("|", 4)))  # a name may contain any character
 
 
 def requeue(job_id: str) -> None:
-    """End this attempt of the job, steps and batch script, and queues it again."""
+    """End this attempt of the job, steps and batch script, and queue it again."""
     slurm_command("scontrol", "requeue", job_id)
 
 
@@ -91,12 +91,12 @@ def retry_until_answered(
 
 
 def node_names(node_list: str) -> tuple[str, ...]:
-    """`node[1-2]` -> node1, node2; in the order that srun numbers tasks."""
+    """Return the nodes of a list, `node[1-2]` -> node1, node2, in the order in which srun numbers tasks."""
     return tuple(slurm_command("scontrol", "show", "hostnames", node_list).split())
 
 
 def slurm_command(*command: str) -> str:
-    """Standard output. Raises `SlurmError` with the command's output, `SlurmRefused` where that is final."""
+    """Return the standard output. Raises `SlurmError` with the command's output, `SlurmRefused` if it is final."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except FileNotFoundError:

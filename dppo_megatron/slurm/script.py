@@ -1,4 +1,4 @@
-"""Batch scripts from one template: of a run, from its config, and those of the repository's slurm/ for sites to edit.
+"""Writes batch scripts from one template: of a run, from its config, and of the repository's slurm/ for sites to edit.
 
 `python -m dppo_megatron.slurm.script slurm` writes the latter into slurm/.
 """
@@ -33,8 +33,8 @@ class NodeGroup:
 
     name: str
     nodes: int
-    nodes_setting: str  # the setting of the number; empty where it is fixed
-    gpus_per_node: str  # 8 or h100:8; empty for none
+    nodes_setting: str  # the setting of the number; empty if it is fixed
+    gpus_per_node: str  # 8 or h100:8; empty without GPUs
     gpus_setting: str
     time: str
     account: str | None = None
@@ -45,12 +45,12 @@ class NodeGroup:
 
 
 def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
-    """Text for sbatch. `directory` is where relative paths of the config begin.
+    """Return the script for sbatch. Relative paths of the config begin at `directory`.
 
     Raises `ConfigError` for a path that sbatch would read as another one.
     """
     run = RunDir(config.run.dir)
-    if not str(directory).isprintable() or "\\" in str(run.logs.absolute()):  # Slurm would take %j as it stands
+    if not str(directory).isprintable() or "\\" in str(run.logs.absolute()):  # Slurm would keep %j unchanged
         place = f"run.dir = {run.root}, working directory = {directory}"
         raise ConfigError("batch script", [f"{place}: holds a line break or backslash; choose another"])
     arguments = ["-m", "dppo_megatron", "slurm-job", str(run.config), *(["--resume"] if resume else [])]
@@ -69,7 +69,7 @@ def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
 
 
 def site_scripts() -> dict[str, str]:
-    """File name -> text of every script in the repository's slurm/."""
+    """Return file name -> text of every script in the repository's slurm/."""
     three_nodes = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1))
     two_kinds = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1, heterogeneous=True))
     one_node = _node_groups(SlurmConfig())
@@ -92,7 +92,7 @@ def _site_script(template: str, job: str, groups: list[NodeGroup], **values: Any
 
 
 def _node_groups(s: SlurmConfig) -> list[NodeGroup]:
-    """Trainer nodes and engine nodes, as one group unless the job is heterogeneous."""
+    """Return trainer nodes and engine nodes, as one group unless the job is heterogeneous."""
     trainers = NodeGroup(
         name="trainer nodes",
         nodes=s.trainer_nodes,
@@ -128,7 +128,10 @@ def _gpus(count: int, kind: str | None) -> str:
 
 
 def _word(option: str) -> str:
-    """`--name=value` as one word of an #SBATCH line, where sbatch reads blanks, `#`, quotes and backslashes."""
+    """Return `--name=value` quoted as one word of an #SBATCH line.
+
+    sbatch interprets blanks, `#`, quotes and backslashes in it.
+    """
     name, equals, value = option.partition("=")
     if re.fullmatch(r"[\w.,:;@%+=/-]*", value, re.ASCII):
         return option

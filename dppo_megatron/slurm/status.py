@@ -45,7 +45,7 @@ SHOWN = {
 
 
 class NotARun(ExpectedError, ValueError):
-    """The directory holds no run."""
+    """The directory has no run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class EngineStatus:
     name: str
     host: str
     url: str
-    health: str  # "answers", or why not
+    health: str  # "answers", or why it does not
 
 
 @dataclass(frozen=True, slots=True)
 class LastError:
     log: str
     line: str
-    age_s: float  # since the log was written last
+    age_s: float  # since the last write to the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Status:
 
 
 def read_status(directory: Path) -> Status:
-    """Read files and queries each engine and squeue once; changes nothing. Raises `NotARun`."""
+    """Read the run's files and query each engine and squeue once, without changes. Raises `NotARun`."""
     run = RunDir(directory)
     if not run.config.is_file():
         raise NotARun(f"{directory}: no {run.config.name} in it; name the run.dir of a run that was started")
@@ -120,7 +120,7 @@ def read_status(directory: Path) -> Status:
 
 
 def _config(run: RunDir) -> Config | None:
-    """None for the config of another version of this program: the rest can be shown without it."""
+    """Return the config, or None if another version of this program wrote it. The other parts can still be shown."""
     try:
         return load_config(run.config)
     except ConfigError:
@@ -155,7 +155,7 @@ async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
 
 
 def _errors(run: RunDir) -> list[LastError]:
-    """The last line of each log that looks like an error, the newest log first."""
+    """Return the last line of each log that looks like an error, the newest log first."""
     found = []
     for log in run.logs.glob("*.[lo][ou][gt]"):
         if (line := last_error(last_lines(log, SEARCHED_LINES))) is not None:

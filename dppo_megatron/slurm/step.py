@@ -31,11 +31,14 @@ KILL_S = 10.0  # for Slurm to kill the tasks of a step
 
 
 class JobStep:
-    """One srun. Its own messages go to the job's output, its tasks' output to the run's logs; `output`: both there."""
+    """One running srun.
+
+    Its own messages go to the job's output, and its tasks' output to the run's logs; with `output` both go there.
+    """
 
     def __init__(self, name: str, command: Sequence[str], log: Path, output: BinaryIO | None = None):
         self.name = name
-        self.log = log  # of its task, where it has one
+        self.log = log  # of its task, if the task has one
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -47,21 +50,21 @@ class JobStep:
         )
 
     def poll(self) -> int | None:
-        """Exit code of srun, the largest of its tasks'; None while it runs."""
+        """Return the exit code of srun, the largest of its tasks' codes; None while it runs."""
         return self._process.poll()
 
     def request_stop(self) -> None:
-        """srun passes SIGUSR1 on to the tasks, which stop as on SIGTERM."""
+        """Request a stop by SIGUSR1, which srun forwards to the tasks. They stop as on SIGTERM."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """srun takes SIGTERM as the order to kill its tasks at once."""
+        """Send SIGTERM, at which srun kills its tasks at once."""
         if self.poll() is None:
             self._process.terminate()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it ended in time."""
+        """Return whether the step ended in time."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -98,8 +101,11 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: Allocation) -> list[str]:
-    """Ranks are numbered node by node; steps overlap, so none waits for another's resources; one failed task ends its
-    step."""
+    """Return the srun command line of a step.
+
+    Ranks are numbered node by node. Steps overlap, so none waits for another's resources. One failed task ends its
+    step.
+    """
     program = config.slurm.command or (sys.executable, "-m", "dppo_megatron")
     return [
         "srun",

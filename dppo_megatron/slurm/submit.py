@@ -30,7 +30,7 @@ class Prepared:
 def prepare(
     config_file: Path, overrides: Sequence[str], nodes: str | None, *, resume: bool, place: Place = "elsewhere"
 ) -> Prepared:
-    """Everything but the writing; for `place` see `preflight`. Raises `ConfigError` with every violation."""
+    """Check the config and make its script; for `place` see `preflight`. Raises `ConfigError` with all problems."""
     config = with_absolute_paths(read_config(config_file, overrides))
     if nodes is not None:
         config = scale_to_nodes(config, nodes)
@@ -43,8 +43,10 @@ def prepare(
 
 
 def check_config(config: Config, source: str, *, place: Place) -> list[str]:
-    """The notes of `preflight` and the plan, or that there is none without `slurm.gpu`. Raises `ConfigError` with every
-    violation."""
+    """Return the notes of `preflight` and the plan, or a note that there is no plan without `slurm.gpu`.
+
+    Raises `ConfigError` with every violation.
+    """
     notes = preflight(config, source, place=place)
     if config.slurm.gpu is not None and (place != "unstaged" or (config.model.path / "config.json").exists()):
         notes.append(check_memory(config, source))
@@ -56,8 +58,10 @@ def check_config(config: Config, source: str, *, place: Place) -> list[str]:
 
 
 def check_memory(config: Config, source: str) -> str:
-    """Return the plan of the run on GPUs of kind `slurm.gpu`, as text. Raises `ConfigError` with the necessary changes
-    where it does not fit."""
+    """Return the plan of the run on GPUs of kind `slurm.gpu`, as text.
+
+    Raises `ConfigError` with the necessary changes if the run does not fit.
+    """
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
 
     s = config.slurm
@@ -70,7 +74,7 @@ def check_memory(config: Config, source: str) -> str:
 
 
 def submit(prepared: Prepared) -> tuple[str, Path]:
-    """Write script and resolved config into the run directory and submits; returns the job id and the script's path.
+    """Write script and resolved config into the run directory and submit the job; return its id and the script's path.
 
     The job trains the config that was checked here, even if the file changes while it waits in the queue.
     """
@@ -78,7 +82,7 @@ def submit(prepared: Prepared) -> tuple[str, Path]:
     attempts = AttemptLog(run)
     refuse_second_job(run)
     run.make()
-    run.logs.mkdir(exist_ok=True)  # Slurm does not make the directory of its output
+    run.logs.mkdir(exist_ok=True)  # Slurm does not create the directory of its output
     save_resolved(prepared.config, run.config)
     script = run.root / "train.sbatch"
     script.write_text(prepared.script)
@@ -88,7 +92,10 @@ def submit(prepared: Prepared) -> tuple[str, Path]:
 
 
 def refuse_second_job(run: RunDir, own: str | None = None) -> None:
-    """Two jobs in one run directory would overwrite each other. Raises `StillQueued` when one waits or runs."""
+    """Raise `StillQueued` if another job of this run waits or runs.
+
+    Two jobs in one run directory would overwrite each other.
+    """
     others = sorted({event.job for event in AttemptLog(run).events()} - {own})
     if waiting := [job for job in queue.jobs(others) if job.state != "COMPLETING"]:
         raise StillQueued(
@@ -98,9 +105,10 @@ def refuse_second_job(run: RunDir, own: str | None = None) -> None:
 
 
 def scale_to_nodes(config: Config, nodes: str) -> Config:
-    """`TRAINERS` or `TRAINERS+ENGINES` nodes, with as many ranks and engines on each as the config has now.
+    """Return the config for `TRAINERS` or `TRAINERS+ENGINES` nodes, with as many ranks and engines on each as before.
 
-    Raises `ConfigError` when that is not two numbers, or engine nodes are requested where the config has none.
+    Raises `ConfigError` when `nodes` is not one or two numbers, or engine nodes are requested for a config without
+    them.
     """
     trainers, plus, engines = nodes.partition("+")
     if not trainers.isdecimal() or int(trainers) < 1 or (plus and not engines.isdecimal()):

@@ -42,7 +42,7 @@ class MasterAddress:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """This process's place in its job step."""
+    """The position of this process in its job step."""
 
     rank: int
     size: int
@@ -53,7 +53,7 @@ class Task:
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Task:
-        """Raises `ExpectedError` outside a job step."""
+        """Return the task from the environment. Raises `ExpectedError` outside a job step."""
         try:
             size, nodes = int(environment["SLURM_NTASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
             return cls(
@@ -72,13 +72,13 @@ class Task:
 
 
 def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gpu: int) -> int:
-    """Run a trainer rank, the orchestrator, engine `index` or the check of the config; returns its exit code.
+    """Run a trainer rank, the orchestrator, engine `index` or the check of the config; return its exit code.
 
-    All but the check run as a child with its own session and log file. SIGUSR1 reaches the child as SIGTERM: srun
-    passes on the former, and takes the latter as the order to kill.
+    All but the check run as a child with its own session and log file. SIGUSR1 reaches the child as SIGTERM, because
+    srun forwards SIGUSR1 but kills its tasks on SIGTERM.
     """
-    # srun signals every process of the step, a checkpoint's writers and a server's workers too. They inherit the mask,
-    # so only this process receives it.
+    # srun signals every process of the step, including a checkpoint's writers and a server's workers. They inherit the
+    # mask, so only this process receives the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     config = load_config(config_file)
     if role == "check":
@@ -116,7 +116,7 @@ def _check(config: Config, source: str) -> int:
 
 
 def run_preflight_task(config_file: Path, meeting: str, first_gpu: int, *, serves: bool) -> int:
-    """One process of a preflight, see `run_place`; at the loopback address where rank 0 is."""
+    """Run one process of a preflight, see `run_place`. Its address is loopback if rank 0 has the loopback address."""
 
     def address(config: Config) -> str:
         os.environ.update(interface_environment(config))
@@ -128,10 +128,10 @@ def run_preflight_task(config_file: Path, meeting: str, first_gpu: int, *, serve
 
 
 def _wait_and_report(child: Child, task: Task) -> int:
-    """Exit code of the child, 128 + n when signal n ended it; its last lines go to the job's output if it failed.
+    """Return the exit code of the child, or 128 + n when signal n ended it. Print its last lines if it failed.
 
-    0 for one that ended by a signal from here: srun returns the largest code of its tasks, which must be that of the
-    rank that failed, not of ranks that were ended after it.
+    The lines go to the job's output. The code is 0 for a child that this process ended by a signal. srun returns the
+    largest code of its tasks. It must be the failed rank's code, not that of ranks that were ended after it.
     """
     stopped = False
 
@@ -145,7 +145,7 @@ def _wait_and_report(child: Child, task: Task) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     while (code := child.poll()) is None:
         time.sleep(POLL_S)
-    child.end(GRACE_S)  # processes that it left behind
+    child.end(GRACE_S)  # processes that the child left running
     if stopped and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
         return 0
     if code:
@@ -155,7 +155,7 @@ def _wait_and_report(child: Child, task: Task) -> int:
 
 
 def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound: bool) -> dict[str, str]:
-    """Return torchrun's variables, and those by which a collective that times out leaves a trace of every rank.
+    """Return torchrun's variables, and variables that make a timed-out collective dump a trace of every rank.
 
     bound: the CPUs of this process are the rank's own; otherwise the ranks of its node share them.
     """
@@ -191,11 +191,11 @@ def engine_environment(config: Config, index: int, first_gpu: int, address: str)
 
 
 def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> MasterAddress:
-    """Host and port of the ranks' rendezvous: rank 0 chooses a free port of its node and writes it into the run
-    directory, the others read it there.
+    """Return host and port of the ranks' rendezvous.
 
-    Each job step has a file of its own, so no rank reads an earlier attempt's. Raises `ServiceTimeout` naming rank 0's
-    log when there is no file in time.
+    Rank 0 chooses a free port of its node and writes it into the run directory; the others read it there. Each job step
+    has a file of its own, so no rank reads an earlier attempt's. Raises `ServiceTimeout` naming rank 0's log when there
+    is no file in time.
     """
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
@@ -204,7 +204,7 @@ def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> Maste
 
 
 def node_address(config: Config) -> str:
-    """The IPv4 address at which other nodes reach this one: that of `slurm.interface`, or of the host name."""
+    """Return the IPv4 address at which other nodes reach this one: that of `slurm.interface`, or of the host name."""
     name = config.slurm.interface
     if name is None:
         address = socket.gethostbyname(socket.gethostname())
@@ -225,18 +225,21 @@ def node_address(config: Config) -> str:
 
 
 def engine_host(config: Config, address: str) -> str:
-    """Return the address of engines: the node's `address` only where the run has other nodes."""
+    """Return the address of engines: the node's `address` only if the run has other nodes."""
     return address if config.slurm.trainer_nodes + config.slurm.engine_nodes > 1 else "127.0.0.1"
 
 
 def interface_environment(config: Config) -> dict[str, str]:
-    """For NCCL and gloo; variables that are set already stay."""
+    """Return the network interface variables of NCCL and gloo; variables that are already set are kept."""
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if config.slurm.interface else ()
     return {name: config.slurm.interface for name in names if name not in os.environ}
 
 
 def kernel_cache_environment() -> dict[str, str]:
-    """A directory for compiled kernels on the node's own disk, for all processes and attempts of the job there: nodes
-    that compile into one home directory overwrite each other's. A variable that is set already stays."""
+    """Return the variables of a directory for compiled kernels on the node's own disk.
+
+    All processes and attempts of the job on the node share it. Nodes that compile into one home directory overwrite
+    each other's files. A variable that is already set is kept.
+    """
     directory = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}-{os.environ['SLURM_JOB_ID']}"
     return {} if "TRITON_CACHE_DIR" in os.environ else {"TRITON_CACHE_DIR": str(directory)}
