@@ -1,1 +1,1 @@
-"""Checks that only the nodes of a run can answer, in seconds and before a model loads; every failure names its node."""
+"""Checks that need the nodes of a run, in seconds and before a model loads. Every failure names its node."""

@@ -1,4 +1,4 @@
-"""Problems and the nodes at fault: pure functions of the processes' reports."""
+"""Finds problems and the faulty nodes, by pure functions of the processes' reports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MOST_SKEW_S = 5.0
 @dataclass(frozen=True, slots=True)
 class NodeFinding:
     text: str
-    nodes: tuple[str, ...]  # at fault; none where that is unknown
-    level: str = "error"  # or warning
+    nodes: tuple[str, ...]  # faulty nodes; empty if unknown
+    level: str = "error"  # or "warning"
     everywhere: bool = False  # other nodes would not help
 
     def __str__(self) -> str:
@@ -28,12 +28,12 @@ class NodeFinding:
 
 @dataclass(slots=True)
 class Reported:
-    """The lines of one process so far."""
+    """The lines that one process has reported so far."""
 
     node: str
     stage: str = STARTING
     facts: dict[str, Any] = field(default_factory=dict)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # joined; on leaving with `wrong` or `error`
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # joined groups; with `wrong` or `error` once left
 
     def add(self, facts: dict[str, Any]) -> None:
         if group := facts.get("joins") or facts.get("left"):
@@ -51,7 +51,10 @@ Tasks = Mapping[str, Reported]
 
 
 def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[str, str]) -> list[NodeFinding]:
-    """groups: names of the members of each, in the order of the checks. ended: node -> how a process there ended."""
+    """Return the findings of all processes.
+
+    groups: names of the members of each group, in the order of the checks. ended: node -> how a process there ended.
+    """
     out = _of_nodes(tasks)
     if ended:
         return out + [NodeFinding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
@@ -59,7 +62,7 @@ def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[s
 
 
 def _of_nodes(tasks: Tasks) -> list[NodeFinding]:
-    """Problems that processes found on their nodes, shared GPUs, and values that differ from most other nodes'."""
+    """Return problems of single nodes: reported ones, shared GPUs, and values that differ from most other nodes'."""
     nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of nodes for each text
     users: dict[tuple[str, str], list[str]] = defaultdict(list)  # ranks of each GPU
     same: dict[str, dict[str, str]] = defaultdict(dict)
@@ -83,14 +86,14 @@ def _of_nodes(tasks: Tasks) -> list[NodeFinding]:
             out.append(NodeFinding(text, (node,)))
     for what, values in same.items():
         counts = Counter(values.values())
-        common = max(counts, key=lambda value: (counts[value], value))  # of as many the highest
+        common = max(counts, key=lambda value: (counts[value], value))  # the highest of the most frequent values
         odd = [node for node, value in values.items() if value != common]
         out += [NodeFinding(f"{what}: {values[node]}, on other nodes {common}", (node,)) for node in odd]
     return out
 
 
 def _behind(tasks: Tasks) -> list[NodeFinding]:
-    """Processes that failed, or never came to the groups. First causes only: all need the store of rank 0."""
+    """Return processes that failed or never reached the groups. Only first causes: all need rank 0's store."""
     behind = {name: task for name, task in tasks.items() if task.stage not in (READY, DONE) or "error" in task.facts}
     if causes := {name: task for name, task in behind.items() if task.stage != LOOKED or name == KEEPER}:
         behind = causes
@@ -104,7 +107,7 @@ def _behind(tasks: Tasks) -> list[NodeFinding]:
 
 
 def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[NodeFinding]:
-    """Of processes that all met: groups that came to a wrong result or to none."""
+    """Return the groups that ended with a wrong result or with none, if all processes have met."""
     out: list[NodeFinding] = []
     worked: set[str] = set()  # nodes of groups that worked between nodes
     broken = {}
@@ -118,7 +121,7 @@ def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[NodeFi
             worked |= nodes if len(nodes) > 1 else set()
         elif any(seen.values()):
             broken[group] = nodes, seen
-    stuck: set[str] = set()  # these come to no later group, which is not that one's fault
+    stuck: set[str] = set()  # these members reach no later group, which is not that group's fault
     for group, (nodes, seen) in broken.items():
         if PAIRS in group or not stuck & seen.keys():
             absent = [name for name, facts in seen.items() if not facts]

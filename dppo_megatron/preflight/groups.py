@@ -7,13 +7,14 @@ import numpy as np
 from dppo_megatron.config.schema import Config, ParallelConfig
 
 PAIRS, WEIGHTS = "pairs", "weights"
-KEEPER = "rank-0"  # keeps the store at which all processes meet
+KEEPER = "rank-0"  # hosts the store at which all processes meet
 
 
 def checked_groups(config: Config, per_node: int, size: int) -> dict[str, list[str]]:
-    """Names of the members of each group, in the order of the checks. size: of all processes, also on serving nodes.
+    """Return the names of the members of each group, in the order of the checks.
 
-    {"tensor 0": ["rank-0", "rank-1"], ..., "weights": ["rank-0", "serving-0"]}
+    size: number of all processes, also on serving nodes. Example: {"tensor 0": ["rank-0", "rank-1"], ..., "weights":
+    ["rank-0", "serving-0"]}.
     """
     groups = process_groups(config.parallel, per_node)
     named = {group: [f"rank-{rank}" for rank in ranks] for group, ranks in groups.items()}

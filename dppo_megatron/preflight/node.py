@@ -1,4 +1,4 @@
-"""Checks of one process on its node: its GPU, limits, and the run's files."""
+"""Checks of one process on its node: its GPU, its limits, and the run's files."""
 
 from __future__ import annotations
 
@@ -18,44 +18,47 @@ from dppo_megatron.launch.rank_environment import nvidia_smi
 NVIDIA_SMI_S = 7.0
 VISIBLE_S, POLL_S = 4.0, 0.2  # for a network file system to show another node's file
 WRITTEN_BYTES, SLOW_MB_PER_S, MOST_USED_MIB = 32 << 20, 50.0, 4096
-OLDEST_DRIVER = {"12": 525, "13": 580}  # by torch's CUDA
+OLDEST_DRIVER = {"12": 525, "13": 580}  # by the CUDA version of torch
 TOKEN = ".preflight-"  # of files in the run directory
 
 
 @dataclass(slots=True)
 class Observed:
-    problems: list[str] = field(default_factory=list)  # also of the only node, another would not help with these
-    faults: list[str] = field(default_factory=list)  # of this node
+    problems: list[str] = field(default_factory=list)  # of all nodes if every node has them, even a single one
+    faults: list[str] = field(default_factory=list)  # of this node: another one may help
     warnings: list[str] = field(default_factory=list)
-    same: dict[str, str] = field(default_factory=dict)  # to be equal on all nodes
+    same: dict[str, str] = field(default_factory=dict)  # values that must be equal on all nodes
     gpu: str = ""  # UUID
 
 
 def gpu_rows(out: Observed) -> list[list[str]]:
-    """Index, UUID, name, driver and used MiB of each GPU; none where `out` gets the reason."""
+    """Return index, UUID, name, driver and used MiB of each GPU; empty after an error, which `out` gets."""
     try:
         return nvidia_smi("index,uuid,name,driver_version,memory.used", NVIDIA_SMI_S)
     except FileNotFoundError:
         out.warnings.append("GPUs not checked: nvidia-smi is not installed")
-    except subprocess.SubprocessError as error:  # a time-out, or an exit code
+    except subprocess.SubprocessError as error:  # a timeout, or an exit code
         out.faults.append(f"{getattr(error, 'stdout', None) or error}".strip())
     return []
 
 
 def gpu_names(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The GPUs that this process may use, by index or UUID."""
+    """Return the GPUs that this process may use, by index or UUID."""
     return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or [row[0] for row in rows]
 
 
 def look_at_gpus(out: Observed, first: int, cuda: str | None, *, trains: bool) -> None:
-    """The GPU number `first` of a rank; of a node that serves, all from `first` on. See `judge_gpu`."""
+    """Check GPU number `first` for a rank, or all GPUs from `first` on for a serving node. See `judge_gpu`."""
     if rows := gpu_rows(out):
         for gpu in range(first, first + 1 if trains else len(gpu_names(rows))):
             judge_gpu(out, rows, gpu, cuda, trains=trains)
 
 
 def judge_gpu(out: Observed, rows: Sequence[Sequence[str]], local_rank: int, cuda: str | None, *, trains: bool) -> None:
-    """The GPU of the process `local_rank`; a task that Slurm bound to a GPU sees that one. cuda: version of torch's."""
+    """Check the GPU of the process `local_rank`; a task that Slurm bound to a GPU sees only that one.
+
+    cuda: the CUDA version of torch.
+    """
     names = gpu_names(rows)
     own = names[0] if len(names) == 1 else dict(enumerate(names)).get(local_rank)
     row = next((row for row in rows if own in row[:2]), None)
@@ -80,7 +83,10 @@ def look_at_limits(out: Observed) -> None:
 
 
 def look_at_files(out: Observed, config: Config, token: str, own: str, *, trains: bool) -> None:
-    """Whether this node sees the driver's file in the run directory, the model and the data; and how fast it writes."""
+    """Check that this node sees the driver's file in the run directory, the model and the data.
+
+    Also measures how fast it writes to the run directory.
+    """
     root, data = config.run.dir, config.data
     paths = {config.model.path, config.model.start, *([data.train, data.eval, config.rollout.bank] if trains else [])}
     for path in sorted(filter(None, paths)):

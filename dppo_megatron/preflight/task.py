@@ -1,7 +1,7 @@
-"""One process at the place of a trainer rank, or on a node that serves: it reports stages as lines of JSON.
+"""One process in the position of a trainer rank, or on a serving node, which reports stages as lines of JSON.
 
-The command that started all of them reads the lines (`watch`), so a process that hangs or that sees no shared directory
-is found by its missing lines.
+The command that started all of them reads the lines (`watch`). A process that hangs or that sees no shared directory is
+found by its missing lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .groups import KEEPER, PAIRS, WEIGHTS, checked_groups
 from .node import Observed, look_at_files, look_at_gpus, look_at_limits
 
 MARK = "preflight "
-# Stages, in order, each named for the next action of the process.
+# The stages, in order. Each name describes the next action of the process.
 STARTING, STARTED = "starting", "importing torch"
 IMPORTED, LOOKED = "looking at GPUs, the model, the data and run.dir", "waiting for the store of rank 0"
 READY, DONE = "in the process groups", "done"
@@ -31,19 +31,19 @@ COLUMNS = 1024  # numbers of each member in a collective
 
 
 def silence_timeout_s(size: int) -> float:
-    """Return the silence of `size` processes after which processes that are behind count as lost."""
+    """Return the silence, in seconds, after which late ones of `size` processes count as lost."""
     return 9.0 + size / 16
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Trainer rank `rank`, or number `rank` of the processes that serve."""
+    """The position of one process: trainer rank `rank`, or number `rank` of the serving processes."""
 
     rank: int
-    gpu: int  # of its node's visible ones
-    per_node: int  # trainer ranks
+    gpu: int  # index among its node's visible GPUs
+    per_node: int  # trainer ranks per node
     node: str
-    meeting: str  # HOST,PORT,SIZE: store of rank 0, number of all processes
+    meeting: str  # HOST,PORT,SIZE: the store of rank 0 and the number of all processes
     serves: bool = False
 
     @property
@@ -52,11 +52,14 @@ class ProcessPlace:
 
 
 def run_place(config_file: Path, place: ProcessPlace, address: Callable[[Config], str]) -> int:
-    """Report every stage on standard output; always return 0. address: this process's own, as others reach it."""
+    """Report every stage on standard output; always return 0.
+
+    address: returns this process's own address, as others reach it.
+    """
 
     def report(**facts: Any) -> None:
         line = json.dumps({"task": place.name, "node": place.node, **facts})
-        sys.stdout.write(f"{MARK}{line}\n")  # at once: others write to the same log
+        sys.stdout.write(f"{MARK}{line}\n")  # in one write, because other processes write to the same log
         sys.stdout.flush()
 
     report(stage=STARTED, clock=time.time())
@@ -79,15 +82,15 @@ def _check(config: Config, place: ProcessPlace, address: str, report: Callable[.
         if torch.version.cuda and not cuda:
             out.faults.append("torch sees no GPU")
         look_at_gpus(out, place.gpu, torch.version.cuda, trains=not place.serves)
-        if place.serves and s.heterogeneous:  # its nodes are of another kind
+        if place.serves and s.heterogeneous:  # its nodes may be of another kind
             out.same.clear()
-        report()  # a sign of life
+        report()  # shows that the process is alive
     if place.serves or place.rank % place.per_node == 0:
         look_at_limits(out)
         look_at_files(out, config, port, f"{place.node}-{place.name}", trains=not place.serves)
     report(stage=LOOKED, **asdict(out))
     device = torch.device("cuda", place.gpu % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    start = timedelta(seconds=s.start_timeout_s)  # until rank 0 is there; `watch` is sooner
+    start = timedelta(seconds=s.start_timeout_s)  # until rank 0 is there; `watch` ends the wait sooner
     store = dist.TCPStore(host, int(port), is_master=place.name == KEEPER, wait_for_workers=False, timeout=start)
     report(stage=READY)
     failed, timeout_s = False, 0.75 * silence_timeout_s(int(size))
@@ -95,7 +98,7 @@ def _check(config: Config, place: ProcessPlace, address: str, report: Callable[.
         if place.name not in members or (failed and PAIRS not in group):  # both pairs of a node are tried
             continue
         if group == WEIGHTS and place.serves:
-            store.wait([WEIGHTS], start)  # until rank 0 is through its other groups
+            store.wait([WEIGHTS], start)  # until rank 0 has finished its other groups
         elif group == WEIGHTS:
             store.set(WEIGHTS, "")
         report(joins=group)
@@ -108,7 +111,7 @@ def _check(config: Config, place: ProcessPlace, address: str, report: Callable[.
     if not failed:
         report(stage=DONE)
         store.add(DONE, 1)
-    while place.name == KEEPER and store.add(DONE, 0) < int(size):  # the others need the store
+    while place.name == KEEPER and store.add(DONE, 0) < int(size):  # the other processes need the store
         time.sleep(0.05)
 
 

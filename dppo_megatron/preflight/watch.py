@@ -1,4 +1,4 @@
-"""Read the reports of a preflight's processes, wait as long as any makes progress, and conclude."""
+"""Reads the reports of a preflight's processes, waits while they make progress, and concludes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .node import TOKEN
 from .task import DONE, MARK, STARTED, STARTING, silence_timeout_s
 
 POLL_S = 0.1
-AFTER_FAILURE_S = 3.0  # of silence, where a process has reported one
-# srun's words for a task that a signal or its own error ended, and for one that did not start.
+AFTER_FAILURE_S = 3.0  # seconds of silence after a process has reported a failure
+# srun's messages about a task that a signal or its own error ended, and one that did not start.
 _ENDED = re.compile(r"error: (?:(\S+): tasks? [\d,-]+: (.+)|Task launch for .* failed on node (\S+): (.+))")
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The conclusion."""
+    """The conclusion of a preflight."""
 
-    nodes: dict[str, dict[str, str]]  # of each the values that are compared between nodes
+    nodes: dict[str, dict[str, str]]  # values of each node that are compared between nodes
     findings: list[NodeFinding]
     seconds: float
 
@@ -61,7 +61,7 @@ def run_preflight(
     token: str,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Preflight | None:
-    """The conclusion, also in RUN/preflight.json and the log; None once `stopped`.
+    """Run the checks and return the conclusion, also in RUN/preflight.json and the log; None once `stopped`.
 
     places: names of the processes and their nodes. plans: start all of them, with their output in the run's log
     `preflight`. token: part of the name of a file that they look for in the run directory.
@@ -86,10 +86,10 @@ def run_preflight(
 def _watch(
     config: Config, tasks: Tasks, log: Path, offset: int, processes: Sequence[Process], stopped: Callable[[], bool]
 ) -> Preflight | None:
-    """Return when all are done or have ended, or when the remaining ones are silent for too long."""
+    """Return when all processes are done or have ended, or when the remaining ones are silent for too long."""
     ended: dict[str, str] = {}
     began = heard = time.monotonic()
-    timeout, half_s = silence_timeout_s(len(tasks)), None  # when half of them had imported torch
+    timeout, half_s = silence_timeout_s(len(tasks)), None  # time after which half of them had imported torch
     while not stopped():
         time.sleep(POLL_S)
         running = any(process.poll() is None for process in processes)
@@ -100,7 +100,7 @@ def _watch(
         for line in whole.decode("utf-8", "replace").splitlines():
             if match := _ENDED.search(line):
                 ended[match[1] or match[3]] = match[2] or match[4]
-            with contextlib.suppress(ValueError, KeyError):  # another program's output
+            with contextlib.suppress(ValueError, KeyError):  # output of another program
                 facts = json.loads(line.partition(MARK)[2])
                 if "clock" in facts:
                     facts["skew_s"] = facts["clock"] - time.time()
@@ -111,7 +111,7 @@ def _watch(
         early = [task for task in alive if task.stage in (STARTING, STARTED)]
         if half_s is None and 2 * len(early) <= len(alive):
             half_s = now - began
-        # Torch may come from a slow disk, but for all alike: the later half gets as long again.
+        # Torch may load from a slow disk, but then for all: the later half gets the same time again.
         early_s = config.slurm.start_timeout_s if half_s is None else half_s + max(timeout, half_s)
         late = not early or now - began > early_s
         silence = AFTER_FAILURE_S if ended or any(task.failed for task in tasks.values()) else timeout
@@ -121,7 +121,7 @@ def _watch(
             nodes: dict[str, dict[str, str]] = {}
             for task in tasks.values():
                 nodes.setdefault(task.node, {}).update(task.facts.get("same", {}))
-            if len(nodes) == 1 and not ended:  # without srun, only the exit codes tell
+            if len(nodes) == 1 and not ended:  # without srun, only the exit codes show it
                 ended = {node: exit_reason(code) for node in nodes for process in processes if (code := process.poll())}
             return Preflight(nodes, findings(tasks, groups, ended), round(now - began, 1))
     return None
