@@ -1,7 +1,8 @@
-"""Messages between the pool and one of its workers, over a socket that foreign code may write to.
+"""Sends messages between the pool and one of its workers, over a socket that foreign code may write to.
 
-A message is the worker's token, its length and its bytes. Anything else ends the worker: bytes without the token, too
-many bytes, or JSON that is no reply. Replies of a worker are never unpickled.
+A message is the worker's token, its length and its bytes. Any other data ends the worker: bytes without the token, too
+many bytes, or JSON that is not a reply. Replies of a worker are never unpickled. Example: the reply b"{}" is 16 bytes
+of token, the length 0, 0, 0, 2, and the 2 bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _HEAD = TOKEN_BYTES + _LENGTH.size
 
 
 class Rubbish(ConnectionError):
-    """Bytes that the worker's own code did not write were received."""
+    """The channel received bytes that the worker's own code did not write."""
 
 
 class WorkerChannel:
-    """One end. Every call ends at `deadline` (`time.monotonic()`), raising `TimeoutError`; `None` waits without limit.
+    """One end of the channel. Every call raises `TimeoutError` at `deadline` (`time.monotonic()`); None: no limit.
 
     Raises `EOFError` or `OSError` when the other end is gone.
     """
@@ -37,7 +38,7 @@ class WorkerChannel:
         self._end.sendall(self._token + _LENGTH.pack(len(payload)) + payload)
 
     def receive(self, deadline: float | None = None, largest: int | None = None) -> bytes:
-        """Raises `Rubbish` for a message without the token, or of more than `largest` bytes."""
+        """Return the next message. Raises `Rubbish` if it has no token or more than `largest` bytes."""
         head = b""
         while len(head) < _HEAD:
             head += self._read(_HEAD - len(head), deadline)
@@ -53,7 +54,7 @@ class WorkerChannel:
         return b"".join(parts)
 
     def receive_reply(self, deadline: float, number: int, largest: int = LARGEST_REPLY) -> dict[str, Any]:
-        """The reply to request `number`. Raises as `receive`."""
+        """Return the reply to request `number`. Raises as `receive`."""
         payload = self.receive(deadline, largest)
         try:
             reply = json.loads(payload)
@@ -65,7 +66,7 @@ class WorkerChannel:
 
     @property
     def quiet(self) -> bool:
-        """Whether the other end is open and has sent nothing unasked."""
+        """Return whether the other end is open and has sent no unrequested bytes."""
         self._end.settimeout(0)
         try:
             self._end.recv(1, socket.MSG_PEEK)
@@ -73,7 +74,7 @@ class WorkerChannel:
             return True
         except OSError:
             return False
-        return False  # bytes, or the end of them
+        return False  # unrequested bytes, or the end of the stream
 
     def close(self) -> None:
         self._end.close()
@@ -86,5 +87,5 @@ class WorkerChannel:
         return part
 
     def _limit(self, deadline: float | None) -> None:
-        # Never 0, which would mean not to wait at all instead of having waited long enough.
+        # Never 0: that means non-blocking, not an expired timeout.
         self._end.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))

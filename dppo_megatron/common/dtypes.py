@@ -1,4 +1,4 @@
-"""The one table of number formats: how a config, torch, the servers and safetensors call each. Imports no torch."""
+"""The table of number formats, with each one's name in configs, torch, servers and safetensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FloatName = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    long: str  # torch's name, and that of vLLM, SGLang and a config.json
+    long: str  # the name in torch, vLLM, SGLang and a config.json
     safetensors: str
     bytes: int
 

@@ -1,4 +1,4 @@
-"""Variables of this process's environment that are set for a while."""
+"""Sets variables of this process's environment temporarily."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment(**changes: str) -> Iterator[None]:
-    """Inside, the variables have these values; afterwards those from before, absent ones included."""
+    """Set the variables inside the context; restore their previous values, or their absence, afterwards."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

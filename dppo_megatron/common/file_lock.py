@@ -1,4 +1,4 @@
-"""An exclusive lock of a file that the system frees when the process that took it ends, however it ends."""
+"""An exclusive lock of a file, which the system frees when its process ends in any way."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from pathlib import Path
 
 import psutil
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system mounted without locks
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system mounted without locks
 
 
 class LockHeld(Exception):
-    """Another process holds the lock; the text names it. `ended`: it ran on this host, and only children hold it."""
+    """Another process has the lock; the text names it.
+
+    `ended`: that process ran on this host and has ended, so only its children have the lock.
+    """
 
     ended = False
 
 
 class FileLock(contextlib.AbstractContextManager):
-    """Taken when made; the file names the process. A child that inherits `descriptor` holds the lock, too.
+    """A lock that is acquired by the constructor; the file names the process.
 
-    Raises `LockHeld` when another process, or this one, has it, and OSError where it cannot be taken. needed: False =
-    a file system without locks gives an open file without a lock.
+    A child that inherits `descriptor` has the lock too. Raises `LockHeld` when this or another process has it, and
+    OSError when it cannot be acquired. With `needed` False, a file system without locks gives an open file without a
+    lock.
     """
 
     def __init__(self, path: Path, *, needed: bool = True):
@@ -49,7 +53,7 @@ class FileLock(contextlib.AbstractContextManager):
             raise
 
     def holder(self) -> LockHeld:
-        """The process that the file names now."""
+        """Return the process that the file names now, as an error."""
         held = LockHeld("unknown holder")
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             found = json.loads(self._path.read_bytes()[:4096])
@@ -58,7 +62,7 @@ class FileLock(contextlib.AbstractContextManager):
         return held
 
     def release(self) -> None:
-        """Harmless when repeated."""
+        """Release the lock. May be called again."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

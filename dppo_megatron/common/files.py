@@ -1,7 +1,8 @@
-"""Write small files and directories so that readers see them whole or not at all, also after a power failure.
+"""Writes small files and directories so that readers see them complete or not at all, also after a power failure.
 
-A file is written aside, flushed to the device and renamed; then its directory is flushed, which holds the new name.
-Without the first flush a rename may survive without its bytes, and the file is empty after a power failure.
+A file is written under another name, flushed to the device and renamed. Then its directory is flushed, which contains
+the new name. Without the first flush a rename may survive without its bytes, and the file is empty after a power
+failure.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from dppo_megatron.errors import ExpectedError, shown
 FLUSH_BYTES = 128 << 20
 
 _REMEDY = "restore it, or remove it where the run does not go on"
-_MOST_BYTES = 64 << 20  # of a file that names every tensor of a model with hundreds of thousands of them
+_MOST_BYTES = 64 << 20  # for a file that names every tensor of a model with hundreds of thousands of tensors
 
 
 T = TypeVar("T")
 
 
 class DamagedFile(ExpectedError, ValueError):
-    """A file of a run has other contents than the run writes there."""
+    """A file of a run has contents that the run does not write there."""
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskFull(ExpectedError, OSError):
-    """A file system or quota has no room for `needed` bytes; the message gives the free space and the remedy."""
+    """A file system or quota has no space for `needed` bytes; the message gives the free space and the remedy."""
 
     def __init__(self, path: Path, error: OSError, needed: int):
         disk, remedy = path.parent.absolute(), "Free space there or move run.dir to a larger file system, then resume"
@@ -49,7 +50,7 @@ class DiskFull(ExpectedError, OSError):
 
 @contextmanager
 def naming_a_full_disk(path: Path, needed: int) -> Iterator[None]:
-    """Raises `DiskFull` in place of the OSError of a write for which there is no room."""
+    """Raise `DiskFull` in place of the OSError of a write without enough space."""
     try:
         yield
     except OSError as error:
@@ -57,21 +58,21 @@ def naming_a_full_disk(path: Path, needed: int) -> Iterator[None]:
 
 
 class OutputError(ExpectedError, OSError):
-    """A file or directory that a command is to write cannot be written."""
+    """A file or directory that a command must write cannot be written."""
 
 
 def output(path: Path, option: str = "--out", *, directory: bool = False) -> Path:
-    """The path of a file, or of a directory, that a command writes, with symbolic links followed. Makes directories.
+    """Return the path of a file or directory that a command writes, with symbolic links followed. Makes directories.
 
-    Raises `OutputError` that names `option` if none can be written there, or something other than a file has that name.
+    Raises `OutputError` naming `option` if the path cannot be written, for example because a pipe has that name.
     """
     resolved = Path(os.path.realpath(path))
     place = resolved if directory else resolved.parent
-    probe = place / f".{resolved.name}.{os.getpid()}.tmp"  # as `write_atomic` names it
+    probe = place / f".{resolved.name}.{os.getpid()}.tmp"  # the name that `write_atomic` gives it
     try:
         place.mkdir(parents=True, exist_ok=True)
         if not directory and resolved.exists() and not resolved.is_file():
-            raise OSError(errno.EEXIST, "a directory, a device or a pipe")  # which a rename would replace
+            raise OSError(errno.EEXIST, "a directory, a device or a pipe")  # a rename would replace it
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -80,7 +81,7 @@ def output(path: Path, option: str = "--out", *, directory: bool = False) -> Pat
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write or replaces a small file. Its directory must exist. Raises OSError, and the old file is then untouched."""
+    """Write or replace a small file. Its directory must exist. Raises OSError, and the old file is then unchanged."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -96,19 +97,19 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
-    """`write_atomic` of a JSON value; makes the file's directory."""
+    """Write a JSON value by `write_atomic`; create the file's directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(value, indent=indent))
 
 
 def append_json_line(path: Path, record: Any) -> None:
-    """Append a JSON value as one line of a file; makes the file."""
+    """Append a JSON value as one line of a file; create the file."""
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file that `write_json` wrote, None when it does not exist. Raises `DamagedFile`."""
+    """Return the object in a file that `write_json` wrote, None when it does not exist. Raises `DamagedFile`."""
     try:
         return read_foreign_json(path)
     except FileNotFoundError:
@@ -118,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_as(kind: type[T], path: Path) -> T | None:
-    """Return the dataclass that `write_json` wrote the fields of, None when there is no file. Raises `DamagedFile`."""
+    """Return the dataclass with the fields that `write_json` wrote, None without a file. Raises `DamagedFile`."""
     try:
         content = read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
@@ -130,12 +131,12 @@ def read_as(kind: type[T], path: Path) -> T | None:
 
 @cache
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Return the validator of a type; making one takes milliseconds."""
+    """Return the cached validator of a type; creating one takes milliseconds."""
     return TypeAdapter(kind)
 
 
 def parse_as(kind: type[T], content: bytes, source: object) -> T:
-    """Return the dataclass that JSON has the fields of. Raises `DamagedFile` that names the source and the field."""
+    """Return the dataclass with the fields in JSON `content`. Raises `DamagedFile` naming the source and the field."""
     try:
         return adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
@@ -145,9 +146,9 @@ def parse_as(kind: type[T], content: bytes, source: object) -> T:
 
 
 def read_foreign_json(path: Path) -> dict[str, Any]:
-    """The object in a file that another program wrote.
+    """Return the object in a file that another program wrote.
 
-    Raises FileNotFoundError, and `ValueError` with any other problem.
+    Raises FileNotFoundError, and `ValueError` for any other problem.
     """
     try:
         value = json.loads(read_regular(path, _MOST_BYTES).decode())
@@ -163,7 +164,7 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of JSON that may give no key twice. Raises `ValueError`."""
+    """Return an object of JSON as a dict; use as `object_pairs_hook`. Raises `ValueError` if a key is repeated."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -172,9 +173,10 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return a file of at most `most` bytes. Raises FileNotFoundError, and `ValueError` with any other problem.
+    """Return the content of a file of at most `most` bytes.
 
-    Pipes and devices are rejected: reading them may not end.
+    Raises FileNotFoundError, and `ValueError` for any other problem. Pipes and devices are rejected, because reading
+    them may not end.
     """
     try:
         if os.path.lexists(path) and not path.is_file():
@@ -209,8 +211,8 @@ def sync_tree(directory: Path) -> None:
 def replace_directory(source: Path, target: Path, *, durable: bool = True) -> None:
     """Rename the flushed directory `source` to `target` on the same file system.
 
-    A directory that has the name is renamed to .NAME.replaced, and removed once the new one is in its place. durable:
-    its name is on the device before.
+    An existing directory of that name is renamed to .NAME.replaced, and removed once the new one is in its place.
+    durable: the new name is flushed to the device before that.
     """
     aside = target.with_name(f".{target.name}.replaced")
     if target.exists():
@@ -223,9 +225,9 @@ def replace_directory(source: Path, target: Path, *, durable: bool = True) -> No
 
 
 class SteadyFile(BufferedWriter):
-    """A file being written; its bytes reach the device every `FLUSH_BYTES`, and `moved` is called each time.
+    """A file that flushes its bytes to the device every `FLUSH_BYTES`, and then calls `moved`.
 
-    Otherwise the system writes them all at once at the end, and a slow device looks like a dead one. durable: False =
+    Otherwise the system writes all bytes at once at the end, and a slow device looks like a dead one. durable: False =
     no bytes are flushed to the device, for files that may be lost with the machine.
     """
 
@@ -233,7 +235,7 @@ class SteadyFile(BufferedWriter):
         super().__init__(FileIO(path, "wb"))
         self._path, self._moved, self._durable = path, moved, durable
         self._pending = 0
-        self._full: DiskFull | None = None  # torch's writer raises something else in its place
+        self._full: DiskFull | None = None  # torch's writer raises another error instead
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
@@ -257,7 +259,7 @@ class SteadyFile(BufferedWriter):
         self._moved()
 
     def close(self) -> None:
-        """Close the file with every byte on the device, where it is durable."""
+        """Close the file. If it is durable, every byte is on the device."""
         if not self.closed:
             try:
                 self.sync()

@@ -19,7 +19,8 @@ _GPUS: dict[str, tuple[float, tuple[int, int]]] = {
     "h200-141": (139.7, (9, 0)),
     "b200-192": (178.3, (10, 0)),
 }
-# Dense peak in TFLOP/s by NVIDIA's data sheets, in 16 bits and in FP8. The first that a device's name contains counts.
+# Dense peak in TFLOP/s by NVIDIA's data sheets, in 16 bits and in FP8. The first key that the device's name contains
+# counts.
 _PEAKS: dict[str, tuple[float, float | None]] = {
     "h100 pcie": (756.0, 1513.0), "h100 nvl": (835.5, 1671.0), "h100": (989.4, 1978.9),
     "h200 nvl": (835.5, 1671.0), "h200": (989.4, 1978.9), "h20": (148.0, 296.0), "a100": (312.0, None),
@@ -28,11 +29,11 @@ _PEAKS: dict[str, tuple[float, float | None]] = {
 # Assumptions, not measured here: CUDA context, cuBLAS workspaces, and NCCL's buffers of the communicators of a rank.
 CONTEXT_BYTES = 1 * GIB
 NCCL_BYTES = 2 * GIB
-MARGIN = 0.05  # of the memory, for the allocator's fragmentation and for sequences longer than planned
+MARGIN = 0.05  # share of the memory, for the allocator's fragmentation and for sequences longer than planned
 
 
 class UnknownHardware(ExpectedError, ValueError):
-    """Neither a GPU of the table nor `cpu-GIB`."""
+    """The name is neither a GPU of the table nor `cpu-GIB`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class Hardware:
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """FLOP/s of a device, named by torch or by the table above, in bf16, fp16 or fp8; None where it is unknown.
+    """Return the peak FLOP/s of a device, named by torch or by the table above, in bf16, fp16 or fp8; None if unknown.
 
-    A MIG slice has a part of its GPU's peak that its name does not give.
+    The name of a MIG slice does not give its share of its GPU's peak.
     """
     half, fp8 = next((peaks for name, peaks in _PEAKS.items() if name in device.lower()), (None, None))
     peak = {"bf16": half, "fp16": half, "fp8": fp8}.get(dtype)
@@ -68,9 +69,9 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 
 def hardware(name: str, setting: str = "--gpu") -> Hardware:
-    """The device of a name: one of the table, or `cpu-GIB` for ranks that share nothing but a CPU.
+    """Return the device of a name: one of the table, or `cpu-GIB` for ranks that share only a CPU.
 
-    Raises UnknownHardware with the names there are.
+    Example: "cpu-16" has 16 GiB. Raises UnknownHardware with the known names.
     """
     if name in _GPUS:
         gib, capability = _GPUS[name]

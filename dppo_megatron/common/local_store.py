@@ -1,4 +1,4 @@
-"""The store by which ranks find each other and agree. SGLang loads this file by its path, without the package."""
+"""The store at which ranks meet and agree. SGLang loads this file by its path, without the package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LocalStore(dist.TCPStore):
 def world_store(timeout: timedelta) -> dist.Store | None:
     """Return the store of the ranks that the environment describes; None under torchrun, which has its own.
 
-    Rank 0 keeps it, with one connection (an open file) for each other rank.
+    Rank 0 hosts it, with one connection (an open file) for each other rank.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None

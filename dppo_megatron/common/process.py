@@ -56,7 +56,7 @@ class Child:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Exit code, or None while it runs; negative for a signal."""
+        """Return the exit code, negative for a signal, or None while the child runs."""
         return self._process.poll()
 
     def signal(self, number: int) -> None:
@@ -64,7 +64,7 @@ class Child:
             self._process.send_signal(number)
 
     def end(self, grace_s: float) -> None:
-        """Send SIGTERM, then SIGKILL to the rest of its session after `grace_s`. Returns when all have ended."""
+        """Send SIGTERM, then SIGKILL to the rest of its session after `grace_s`. Return when all have ended."""
         members = self._session()
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -79,7 +79,7 @@ class Child:
         self._process.wait()
 
     def _session(self) -> set[psutil.Process]:
-        """Every process of the child's session, also orphans."""
+        """Return every process of the child's session, including orphans."""
         members = set()
         for process in psutil.process_iter():
             try:
@@ -98,17 +98,23 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """For `preexec_fn`: the kernel sends this process signal `number` when `parent`, which starts it, dies."""
+    """Make the kernel send this process signal `number` when `parent` dies. Call it as `preexec_fn`.
+
+    `parent` is the process that starts this one.
+    """
     if number == signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)  # until exec a handler of the parent would receive it and do nothing
+        signal.signal(number, signal.SIG_DFL)  # until exec the parent's handler would receive it and ignore it
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # it died before the call
         os._exit(1)
 
 
 def follow_parent() -> None:
-    """If this process was started as a `Child`: kills it and its group as soon as its parent dies. On SIGTERM a trainer
-    waits for its step, and maybe for engines that are gone; a server's workers do not receive it."""
+    """Kill this process and its group as soon as its parent dies, if it was started as a `Child`.
+
+    SIGTERM does not suffice. A trainer then waits for its step, and perhaps for engines that are gone, and a server's
+    workers do not receive it.
+    """
     number, parent = ctypes.c_int(), os.getppid()
     _LIBC.prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
     if number.value and os.getpgrp() == os.getpid():
@@ -122,7 +128,7 @@ def _follow(parent: int) -> None:
 
 
 def raise_open_files_limit(wanted: int) -> int:
-    """Raise the soft limit of open files to the hard one, or to `wanted` where there is none. Return that limit.
+    """Raise the soft limit of open files to the hard one, or to `wanted` if there is none. Return that limit.
 
     The soft limit of a shell is often 1024.
     """
@@ -134,7 +140,7 @@ def raise_open_files_limit(wanted: int) -> int:
 
 
 def exit_reason(code: int) -> str:
-    """`exit code 1`, or the name of the signal that ended it."""
+    """Return `exit code 1`, or the name of the signal that ended the process."""
     if code >= 0:
         return f"exit code {code}"
     try:

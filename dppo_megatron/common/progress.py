@@ -1,4 +1,4 @@
-"""Progress between processes, shown by the modification time of a file."""
+"""Shows progress between processes by the modification time of a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def show_progress(path: Path) -> None:
-    """Show in `last_progress` that a long piece of work continues."""
+    """Report in `path` that a long piece of work continues; `last_progress` reads it."""
     path.touch()
 
 

@@ -1,8 +1,8 @@
-"""Small agreements between the ranks of torch.distributed: one acts for all or all act, and an error is raised on all.
+"""Small agreements between the ranks of torch.distributed: one rank acts for all or all act, and all raise an error.
 
-An error on only one rank would leave the others in their next collective until its time-out.
+An error on only one rank would leave the others in their next collective until its timeout.
 
-They use the store by which the ranks found each other and need no further connections: a gloo group of the whole world
+The agreements use the store at which the ranks met and need no further connections. A gloo group of the whole world
 would cost every rank two descriptors for each other rank. Waiting happens in the store, not in a collective, so it may
 take as long as a rank reports progress (`alive`).
 """
@@ -27,28 +27,30 @@ from dppo_megatron.errors import ExpectedError
 
 T = TypeVar("T")
 
-FIRST_POLL_S, POLL_S = 0.0002, 0.01  # of the store
-POLL_S_PER_RANK = 0.0001  # all of them together ask one process at most ten thousand times a second
-LOOK_S = 1.0  # between reports, and looks at those of the others
-MOST_BYTES = 4 << 20  # of one value: torch's store refuses 8 MiB
+FIRST_POLL_S, POLL_S = 0.0002, 0.01  # pauses between polls of the store
+POLL_S_PER_RANK = 0.0001  # all ranks together poll one process at most ten thousand times a second
+LOOK_S = 1.0  # between reports, and between checks of the other ranks' reports
+MOST_BYTES = 4 << 20  # of one part of a value: torch's store refuses 8 MiB
 _NAMES_SHOWN = 8
 
 _SIGNATURE = "sha256"
-_secret = b""  # that of the run, which values are signed with
+_secret = b""  # the run's secret, which signs values
 
 _attempts: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()  # identity of this attempt, by store
 _numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()  # of this process's agreements, by store
 
 
 def authenticate(secret: str | None) -> None:
-    """Accept only values signed with `secret` from now on: any process may reach the store, and a foreign pickle can
-    run code. Call it on every rank before the first agreement."""
+    """Accept only values signed with `secret` from now on. Call it on every rank before the first agreement.
+
+    Any process may reach the store, and a foreign pickle can run code.
+    """
     global _secret
     _secret = (secret or "").encode()
 
 
 class RanksForged(ExpectedError, RuntimeError):
-    """A value in the store is not of a rank of this run."""
+    """A value in the store does not come from a rank of this run."""
 
 
 class RanksTimeout(ExpectedError, TimeoutError):
@@ -56,12 +58,14 @@ class RanksTimeout(ExpectedError, TimeoutError):
 
 
 class Ranks:
-    """All ranks of the default process group, or only this process where torch.distributed has not started.
+    """All ranks of the default process group, or only this process if torch.distributed has not started.
 
-    timeout_s: the longest wait for the others in which none of them reports progress; None: that of the default
-    group's store. Every method but `alive` and `after` is collective, in the same order on all ranks and from one
-    thread, and moves pickled objects; `what` names the wait in errors. Each raises `RanksTimeout`
-    where another rank is gone or too late. They synchronise processes, never devices.
+    timeout_s: the longest wait for the others without a report of progress; None: the timeout of the default group's
+    store.
+
+    Every method but `alive` and `after` is collective: all ranks call them in the same order, from one thread. The
+    methods transfer pickled objects; `what` names the wait in errors. Each raises `RanksTimeout` if another rank is
+    gone or too late. They synchronise processes, never devices.
     """
 
     def __init__(self, timeout_s: float | None = None):
@@ -72,7 +76,7 @@ class Ranks:
 
     @classmethod
     def over(cls, store: dist.Store, rank: int, size: int, timeout_s: float) -> Ranks:
-        """Ranks that share a store, without a process group."""
+        """Return ranks that share a store, without a process group."""
         ranks = cls.__new__(cls)
         ranks._join(store, rank, size, timeout_s)
         return ranks
@@ -110,9 +114,9 @@ class Ranks:
         return result
 
     def on_every_rank(self, act: Callable[[], T], what: str) -> list[T]:
-        """Run `act` on every rank and returns all results in rank order.
+        """Run `act` on every rank and return all results in rank order.
 
-        When it raises on any, every rank raises an error of the type of the first, with the reasons of all.
+        If it raises on any rank, every rank raises an error of the first one's type, with the reasons of all.
         """
         result = error = None
         try:
@@ -128,7 +132,7 @@ class Ranks:
         return [result for result, _ in outcomes]
 
     def gather(self, mine: T, what: str) -> list[T]:
-        """Every rank's object, in rank order, on every rank."""
+        """Return every rank's object, in rank order, on every rank."""
         if self.size == 1:
             return [mine]
         with self._waiting_for(what):
@@ -158,11 +162,14 @@ class Ranks:
         _attempts[self._of_attempt] = hashlib.sha256(b"".join(everyone)).digest()
 
     def new_name(self) -> str:
-        """The same on every rank, and never again."""
+        """Return a new name that is the same on every rank."""
         return f"name-{next(self._number)}" if self.size > 1 else ""
 
     def after(self, leader: int, name: str, others: int, what: str) -> None:
-        """Return when rank `leader` has called it with this name: at once there. Of the leader and `others` ranks."""
+        """Return when rank `leader` has called this with the same name; the leader returns at once.
+
+        Only the leader and `others` other ranks call it.
+        """
         if self.size == 1:
             return
         with self._waiting_for(what):
@@ -209,7 +216,7 @@ class Ranks:
         self._store.set(key, str(len(parts)))  # last, so that a reader finds all parts
 
     def _take(self, key: str, readers: int = 1) -> Any:
-        """The value, which the last of its readers removes."""
+        """Return the value; its last reader removes it."""
         parts = [f"{key}/part-{index}" for index in range(int(self._store.get(key)))]
         data = b"".join(self._store.get(part) for part in parts)
         if readers == 1 or self._store.add(f"{key}/readers", 1) == readers:
@@ -227,7 +234,7 @@ class Ranks:
     def _waiting_for(self, what: str) -> Iterator[None]:
         try:
             yield
-        except dist.DistError as error:  # the store is gone, and with it the process that keeps it
+        except dist.DistError as error:  # the store is gone, and with it its host process
             raise self._late(what, str(error).splitlines()[0]) from error
 
     def _late(self, what: str, why: str) -> RanksTimeout:
@@ -252,8 +259,10 @@ class _Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
-        """Of its type, or of the nearest above it that other ranks can make: one that they cannot would leave them
-        waiting, or without its text."""
+        """Return the failure with the error's type, or with its nearest base class that other ranks can construct.
+
+        An error that they cannot construct would leave them waiting, or would lose its text.
+        """
         kind = next(kind for kind in type(error).__mro__ if _can_be_sent(kind))
         return cls(kind, f"{error}" if kind is type(error) else f"{type(error).__name__}: {error}")
 
@@ -267,7 +276,7 @@ def _can_be_sent(kind: type) -> bool:
 
 
 def _error_of(kind: type[Exception], text: str) -> Exception:
-    """An error of another rank: of its type, but without the attributes that its constructor may set."""
+    """Return another rank's error: of its type, but without the attributes that its constructor may set."""
     error = kind.__new__(kind)
     error.args = (text,)
     return error

@@ -14,19 +14,19 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 def doubling_delay_s(first_s: float, doublings: int, longest_s: float) -> float:
-    """Seconds of a delay that doubles each time, and stays at `longest_s` for ever: 2**1024 is no float."""
+    """Return a delay that doubles each time up to `longest_s`, for any count: 2**1024 is no float."""
     return min(first_s * 2.0 ** min(doublings, 64), longest_s)
 
 
 @dataclass(frozen=True, slots=True)
 class RetryBudget:
-    """How often and for how long a call is attempted; whichever bound is reached first ends it. Set at least one.
+    """The number and the total time of attempts. Whichever bound is reached first ends the retries; set at least one.
 
     The pause after a failure begins at `first_pause_s` and doubles up to `longest_pause_s`. With `jitter` each pause is
     drawn uniformly between 0 and that, for callers that would otherwise all return to one server at the same moment.
     """
 
-    attempts: int | None = None  # the first included
+    attempts: int | None = None  # including the first one
     timeout_s: float | None = None  # no attempt begins later than this after the first
     first_pause_s: float = 0.0
     longest_pause_s: float = 30.0
@@ -38,7 +38,7 @@ class RetryBudget:
 
 
 class RetryRules(TypedDict, total=False):
-    """Keywords of `retry` and `retry_async`; both document them."""
+    """Keyword arguments of `retry` and `retry_async`, which document them."""
 
     on: Errors
     unless: Errors
@@ -49,10 +49,9 @@ class RetryRules(TypedDict, total=False):
 def retry(call: Callable[[int], Result], budget: RetryBudget, **rules: Unpack[RetryRules]) -> Result:
     """Return the result of the first `call(attempt)` that does not raise; attempts are counted from 0.
 
-    An error of type `on` (any Exception) that is not of type `unless` (none) leads to another attempt, every other one
-    is raised at once.
-    When the budget is spent, or `give_up()` is true after a failure, the last attempt's own error is raised.
-    `on_retry` is called with each error that another attempt follows, before the pause: to log or count it.
+    An error of type `on` (any Exception) that is not of type `unless` (none) leads to another attempt; any other error
+    is raised at once. When the budget is spent, or `give_up()` is true after a failure, the last attempt's own error is
+    raised. `on_retry` is called before the pause with each error that another attempt follows, to log or count it.
     """
     attempts = itertools.count()
     return tenacity.Retrying(**_tenacity_settings(budget, **rules))(lambda: call(next(attempts)))
@@ -61,7 +60,7 @@ def retry(call: Callable[[int], Result], budget: RetryBudget, **rules: Unpack[Re
 async def retry_async(
     call: Callable[[int], Awaitable[Result]], budget: RetryBudget, **rules: Unpack[RetryRules]
 ) -> Result:
-    """As `retry`, for a coroutine function. Pauses do not block the event loop and end when the task is cancelled."""
+    """Retry a coroutine function like `retry`. Pauses do not block the event loop and end if the task is cancelled."""
     attempts = itertools.count()
 
     async def attempt() -> Result:
@@ -71,7 +70,7 @@ async def retry_async(
 
 
 def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float) -> Result:
-    """The first true value of `condition()`, called every `poll_s`; its last, false one after `timeout_s`."""
+    """Return the first true value of `condition()`, called every `poll_s`, or its last, false one after `timeout_s`."""
     waiting = tenacity.Retrying(
         retry=tenacity.retry_if_not_result(bool),
         wait=tenacity.wait_fixed(poll_s),
@@ -82,10 +81,10 @@ def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float)
 
 
 def look_again_s(waited_s: float) -> float:
-    """Pause until the next look at a file that another process will write, after a wait of `waited_s`.
+    """Return the pause until the next check of a file that another process will write, after a wait of `waited_s`.
 
-    A hundredth of the wait, which so grows by no more than that: short ones end at once, long ones cost neither the
-    cores nor a shared file system much. Between 5 and 100 ms.
+    It is a hundredth of the wait, between 5 and 100 ms, so polling lengthens the wait by about 1 %. Short waits end at
+    once; long ones cost little of the cores and of a shared file system.
     """
     return min(max(0.005, waited_s / 100), 0.1)
 
@@ -113,7 +112,7 @@ def _tenacity_settings(
 
 
 def _raise_last_error(state: tenacity.RetryCallState) -> NoReturn:
-    """Instead of tenacity's `RetryError`: callers handle the errors of the call."""
+    """Raise the call's own error instead of tenacity's `RetryError`, because callers handle it."""
     error = state.outcome.exception()
     if state.attempt_number > 1:
         error.add_note(f"attempt {state.attempt_number}, {state.seconds_since_start:.1f} s after the first began")

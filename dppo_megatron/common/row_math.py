@@ -1,10 +1,10 @@
 """Arithmetic in which the bits of a row do not depend on the other rows. Depends only on torch.
 
-With `engine.exact` trainer and engines use it on CPUs, for one token or a whole batch; the batch-invariant head
+With `engine.exact` trainer and engines use it on CPUs, for one token or a whole batch. The batch-invariant head
 (`vocab_parallel`) uses `product`, on GPUs too. A matrix library chooses its kernel, and so the order of its sums, by
-the number of rows. Here every product has the same number of rows. One thread computes it on a CPU, because MKL may
-let several threads share the sum of an element. Attention sums over blocks of keys of one size, from the first key
-on; keys after the position of a query add exact zeros.
+the number of rows. Here every product has the same number of rows. One thread computes it on a CPU, because MKL may let
+several threads share the sum of an element. Attention sums over blocks of keys of one size, from the first key on; keys
+after the position of a query add exact zeros.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-ROWS = 32  # of a tile: more cost a single token more, fewer a long sequence
+ROWS = 32  # of a tile: a larger tile slows down a single token, a smaller one a long sequence
 KEYS = 64  # of a block
 
 
@@ -35,9 +35,9 @@ def product(
 ) -> Float[Tensor, "... N"]:
     """Return x @ weight + bias, computed in `dtype` and rounded once to the dtype of x, without gradient.
 
-    The rows go through in tiles of `tile` rows; zeros fill the last tile. 70 rows with `tile` 32: products of 32, 32
-    and 6 + 26 rows, so the library chooses the same kernel for each. The bits of a row do not depend on the others if
-    that kernel treats all rows of a tile alike, which tests/common/test_row_math.py checks on CPUs.
+    The rows are multiplied in tiles of `tile` rows; zeros fill the last tile. Example: 70 rows with `tile` 32 are
+    products of 32, 32 and 6 + 26 rows, so the library chooses the same kernel for each. The bits of a row do not depend
+    on the others if that kernel treats all rows of a tile alike, which tests/common/test_row_math.py checks on CPUs.
     """
     rows, weight = x.reshape(-1, x.shape[-1]).to(dtype).contiguous(), weight.to(dtype)
     count = len(rows)
@@ -110,7 +110,7 @@ def attention(
     total = torch.zeros_like(top)
     out = rows.new_zeros(n * groups, tiles, ROWS, value.shape[-1])
     for block in range(keys.shape[1]):
-        begin = max(0, (block * KEYS - last) * shared) // ROWS  # queries of earlier tiles see no key of the block
+        begin = max(0, (block * KEYS - last) * shared) // ROWS  # queries of earlier tiles precede all keys of the block
         if begin >= tiles:
             break
         scores = _products(rows[:, begin:], keys[:, block])
@@ -137,7 +137,7 @@ def _products(tiles: Tensor, others: Tensor) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread inside. Switching takes a microsecond."""
+    """Limit torch to one thread inside the context. Switching takes a microsecond."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -9,5 +9,5 @@ from safetensors.numpy import save
 
 
 def packed(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
-    """The file's bytes; strided arrays are copied first."""
+    """Return the bytes of the file. Strided arrays are copied first."""
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)

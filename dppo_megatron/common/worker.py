@@ -27,7 +27,7 @@ from .process import end_with_parent, exit_reason
 
 _START_S = 300.0  # for the imports of foreign code, on a slow file system
 _EXIT_S = 10.0
-# The paths come first: with them the worker finds this package, and the user's, where this process does.
+# The paths come first, so that the worker finds this package, and the user's, where this process finds them.
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from importlib import import_module
@@ -48,12 +48,15 @@ class WorkerTimeout(WorkerError):
 class Worker:
     """A process of its own session that runs foreign code. It answers one request at a time.
 
-    `load` comes first. After a `WorkerError` the worker is unusable. Call `end` in any case.
+    Call `load` first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
 
     def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY):
-        """module: its `main(descriptor)` calls `serve`. hello: arguments of `load`. what: the foreign code, in
-        errors. largest: bytes of a reply."""
+        """Start the process.
+
+        module: its `main(descriptor)` calls `serve`. hello: arguments of `load`. what: the foreign code, in errors.
+        largest: limit of bytes of a reply.
+        """
         self._hello = hello
         self._what = what
         self._largest = largest
@@ -67,14 +70,14 @@ class Worker:
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path), module],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C does not reach it, and its children end with it
+                start_new_session=True,  # Ctrl-C does not reach it, and `end` reaches its children
             )
         except OSError as error:
             ours.close()
             raise WorkerError(f"no process for {what}s can be started: {error.strerror}") from None
         finally:
             theirs.close()
-        ours.sendall(token)  # 16 bytes never wait
+        ours.sendall(token)  # 16 bytes never block
 
     def load(self) -> str | None:
         """Wait until the foreign code is imported; return why it cannot be, or None. Raises `WorkerError`."""
@@ -91,16 +94,16 @@ class Worker:
 
     @property
     def fresh(self) -> bool:
-        """Whether it has had no request yet, so that no other sample can have harmed it."""
+        """Return whether it has had no request after `load`, so that no other sample can have harmed it."""
         return self._requests <= 1
 
     @property
     def usable(self) -> bool:
-        """Whether it is running and has sent nothing unasked."""
+        """Return whether it is running and has sent no unrequested bytes."""
         return self._process.poll() is None and self._channel.quiet
 
     def end(self) -> None:
-        """Kill it and the processes of its session, which may outlive it. Harmless when repeated."""
+        """Kill it and the processes of its session, which may outlive it. May be called again."""
         if not self._ended:
             self._ended = True
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
@@ -114,7 +117,7 @@ class Worker:
         begun = False
         try:
             self._channel.send(request, time.monotonic() + timeout_s)
-            # Code of an earlier sample may still run in the worker and keep the request from it.
+            # Code of an earlier sample may still run in the worker and delay the request.
             begun = bool(self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest).get("begun"))
             reply = self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest)
             if reply.get("bytes"):
@@ -150,9 +153,9 @@ def checked(kind: Any, value: Any) -> Any:
 
 
 def confine(memory: int) -> None:
-    """Limit this process to `memory` more bytes than it has now. A crash leaves no core file and no text.
+    """Limit this process to `memory` more bytes than it has now. A crash writes no core file and no text.
 
-    `signal.setitimer(signal.ITIMER_PROF, seconds)` limits how long it computes: the signal ends it.
+    `signal.setitimer(signal.ITIMER_PROF, seconds)` limits its computing time: the signal ends it.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Not RLIMIT_AS, which counts mapped files.
@@ -167,19 +170,19 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
 
     load: hello -> (why it cannot be loaded, the function that answers).
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # else asyncio.run would leave a handler of its own behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # otherwise asyncio.run would leave a handler of its own installed
     end, own = socket.socket(fileno=descriptor), os.getpid()
     channel = WorkerChannel(end, end.recv(TOKEN_BYTES, socket.MSG_WAITALL))
     try:
         hello = pickle.loads(_request(channel, 0))
-        end_with_parent(hello["parent"], signal.SIGKILL)  # foreign code may ignore others
+        end_with_parent(hello["parent"], signal.SIGKILL)  # foreign code may ignore other signals
         problem, answer = load(hello)
         parts: list[Any] | bytes = b""
         reply: dict[str, Any] = {"error": problem}
         for number in itertools.count():
-            if os.getpid() != own:  # foreign code forked, and this is the child
+            if os.getpid() != own:  # foreign code forked, and this process is the child
                 os._exit(0)
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left behind would end the next sample
+            signal.setitimer(signal.ITIMER_REAL, 0)  # a remaining alarm would end the next sample
             _open_streams()
             _reply(channel, number, reply)
             if "bytes" in reply:
@@ -191,7 +194,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
 
 
 def _open_streams() -> None:
-    """Reopen stdout and stderr where a sample closed them, so that the next one may print."""
+    """Reopen stdout and stderr if a sample closed them, so that the next one can print."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)

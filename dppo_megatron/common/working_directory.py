@@ -1,4 +1,4 @@
-"""Import the user's rewards and objectives from the directory in which a run is started."""
+"""Lets Python import the user's rewards and objectives from the directory in which a run is started."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import sys
 
 
 def put_on_path() -> None:
-    """Let imports look in the working directory last, as a console script, unlike `python -m`, does not by itself."""
+    """Add the working directory as the last import path; a console script, unlike `python -m`, does not add it."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
