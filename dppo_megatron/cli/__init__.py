@@ -81,6 +81,6 @@ def main() -> None:
             "engine",
             "orchestrator",
             "trainer",
-        )  # their logs are searched for error names
+        )  # logs of these commands are searched for error names
         print(f"{type(error).__name__ if of_a_run else 'error'}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -35,7 +35,7 @@ def slurm(
 
     prepared = prepare(config_file, overrides or (), nodes, resume=resume, place="unstaged" if dry_run else "elsewhere")
     for note in prepared.notes:
-        typer.echo(note, err=dry_run)  # stdout has only the script, for sbatch
+        typer.echo(note, err=dry_run)  # stdout must contain only the script, for sbatch
     if dry_run:
         typer.echo(steps_of_job(prepared.config, resume=resume), err=True)
         typer.echo(prepared.script, nl=False)

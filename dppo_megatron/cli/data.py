@@ -1,4 +1,4 @@
-"""`dppo-megatron data`: prompt files."""
+"""`dppo-megatron data`: the commands that inspect, prepare and filter prompt files."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or 
     from dppo_megatron.checks import preflight
     from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
 
-    if not directory.parts or not all(map(str.isidentifier, directory.parts)):  # reward.py is imported from there
+    if not directory.parts or not all(map(str.isidentifier, directory.parts)):  # reward.py is imported from it
         raise ExpectedError(f"DIR = {directory}: name one below this one, of letters, digits and _, no digit first")
     spec = importlib.util.find_spec(directory.parts[0])
     if spec and spec.origin and Path(spec.origin).parent != Path.cwd() / directory.parts[0]:

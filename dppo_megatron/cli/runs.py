@@ -30,7 +30,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
     check_run_dir(config, str(config_file), resume=resume)
-    if run.config.exists():  # a run in use is a clearer error than its ports
+    if run.config.exists():  # a clear error for a run in use, before the errors about its ports
         run.take().release()
     if resume and finished(config):
         done = config.train.steps
