@@ -1,4 +1,4 @@
-"""The sections `engine`, `rollout` and `weight_sync`: sampling, and the way of new weights to the engines."""
+"""The sections `engine`, `rollout` and `weight_sync`: sampling, and the transfer of new weights to the engines."""
 
 from __future__ import annotations
 
@@ -96,17 +96,17 @@ class EngineConfig(Section):
 
     @property
     def devices(self) -> int:
-        """GPUs of one engine."""
+        """Return the number of GPUs of one engine."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def devices_per_node(self) -> int:
-        """GPUs of one engine on each of its nodes."""
+        """Return the number of GPUs of one engine on each of its nodes."""
         return self.devices // self.nodes
 
     @property
     def serves_fp8(self) -> bool:
-        """Whether the engines store FP8 weights, and not only weights rounded like FP8."""
+        """Return whether the engines store FP8 weights, and not only weights rounded like FP8."""
         return self.quantization == "fp8_block"
 
 

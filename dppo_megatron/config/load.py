@@ -54,7 +54,10 @@ def save_resolved(config: Config, path: Path) -> None:
 
 
 def with_absolute_paths(value: Any) -> Any:
-    """Return a config for processes in other directories. An engine's interpreter may be a name on PATH."""
+    """Return `value` with absolute paths, for processes in other directories.
+
+    An engine's interpreter may be a name on PATH, which is kept.
+    """
     if isinstance(value, Path):
         return value.absolute()
     if isinstance(value, BaseModel):
@@ -67,7 +70,7 @@ def with_absolute_paths(value: Any) -> Any:
 def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the tree of settings in a file, and a violation for each repeated key.
 
-    Raises `ConfigError` where the file has no tree.
+    Raises `ConfigError` if the file contains no tree.
     """
     try:
         if path.is_fifo():
@@ -142,7 +145,7 @@ def _describe(error: Any) -> str:
 
 
 def _fields(location: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the section at `location`; empty where it is no section."""
+    """Return the fields of the section at `location`; empty if it is not a section."""
     section: Any = Config
     for key in location:
         field = getattr(section, "model_fields", {}).get(key)
@@ -185,6 +188,6 @@ def setting_of(name: str) -> str:
     return name if "." in name else _NAMES.get(name, "section.key").split()[0]
 
 
-_ROWS = Path(__file__).with_name("other_names.txt").read_text().splitlines()  # of TRL, verl, OpenRLHF, slime, NeMo-RL
+_ROWS = Path(__file__).with_name("other_names.txt").read_text().splitlines()  # TRL, verl, OpenRLHF, slime, NeMo-RL
 _ALIASES = {name: ours for ours, _, names in (row.rpartition(": ") for row in _ROWS) for name in names.split()}
 _NAMES = _leaves([]) | _ALIASES

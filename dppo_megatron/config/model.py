@@ -55,12 +55,12 @@ class ModelConfig(Section):
 
     @property
     def start(self) -> Path:
-        """Path of the start weights."""
+        """Return the path of the start weights."""
         return self.weights or self.path
 
     @property
     def computes_in(self) -> str:
-        """Name of the dtype of the layers' matrix products."""
+        """Return the name of the dtype of the layers' matrix products."""
         return self.dtype if self.fp8 == "none" else "fp8"
 
 
@@ -100,7 +100,7 @@ Scale = Annotated[Float, Field(ge=2.0**-24, le=LARGEST), AfterValidator(_power_o
 
 
 class LossScaleConfig(Section):
-    """The loss scale of `model.dtype: fp16`, whose numbers range from 6e-8 to 65504."""
+    """The loss scale of `model.dtype: fp16`, a format with numbers from 6e-8 to 65504."""
 
     initial: Scale = setting(2.0**16, "loss scale of the first update; a power of two")
     growth_interval: Count = setting(400, "consecutive updates without overflow that double the scale")
@@ -136,7 +136,7 @@ class TrainConfig(Section):
 
 
 class AcceptanceConfig(Section):
-    """A bound on the divergence of a step. Without it nothing is measured, and no weight is copied."""
+    """A bound on the divergence of a step. Without it no divergence is measured, and no weight is copied."""
 
     bound: Positive | None = setting(None, "largest divergence of the policy that a step may publish; null = off")
     divergence: Literal["objective", "binary_tv", "binary_kl"] = setting(

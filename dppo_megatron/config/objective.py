@@ -1,4 +1,4 @@
-"""The section `objective`: its settings are the axes of the method, and typed by them."""
+"""The section `objective`. Its settings are the axes of the method, with their types."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class ObjectiveConfig(Section):
     @field_validator("settings")
     @classmethod
     def _check_axes(cls, settings: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """By the types that `ObjectiveSettings` gives its axes: every one at fault is an error under its own name."""
-        name = info.data.get("name")  # None: unknown; its axes are checked all the same
+        """Check the settings by the types of `ObjectiveSettings`. Every wrong axis is an error under its own name."""
+        name = info.data.get("name")  # None: unknown; the axes are checked in any case
         if name is not None and name not in PRESETS:
-            return settings  # of a user's own objective
+            return settings  # a user's own objective
         wrong = {axis: why for axis, value in settings.items() if (why := axis_problem(axis, value))}
         if wrong:
             raise ValidationError.from_exception_data(
@@ -70,5 +70,5 @@ class ObjectiveConfig(Section):
 
     @property
     def supervised(self) -> bool:
-        """True for the objective that learns from given answers: no rollouts, no engine."""
+        """Return whether the objective learns from given answers, without rollouts and engines."""
         return self.name == "nll"

@@ -78,7 +78,7 @@ class Config(Section):
     def _derive(self) -> Self:
         e, longest = self.engine, self.data.max_prompt_tokens + max(self.response_tokens.values())
         own = {"dtype": e.dtype or self.model.dtype, "max_model_len": e.max_model_len or longest}
-        object.__setattr__(self, "engine", e.model_copy(update=own))  # frozen for callers
+        object.__setattr__(self, "engine", e.model_copy(update=own))  # the attribute is frozen for callers
         return self
 
     @property
@@ -87,35 +87,35 @@ class Config(Section):
 
     @property
     def probe_tolerance(self) -> float:
-        """Largest mean log-prob difference of engine and trainer, in nats, that their precisions explain."""
+        """Return the largest mean log-prob difference of engine and trainer, in nats, that their precisions explain."""
         if self.weight_sync.probe_tolerance is not None:
             return self.weight_sync.probe_tolerance
         if self.engine.exact:
             return 0.0
         if self.engine.quantization != "none" or self.model.fp8 != "none":
             return 1.0
-        # An fp16 number has three bits more than a bf16 one, so its rounding is an eighth.
+        # An fp16 number has three bits more than a bf16 one, so its rounding error is an eighth.
         tolerance = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.3}
         return max(tolerance[self.model.dtype], tolerance[self.engine.dtype or self.model.dtype])
 
     @property
     def samples(self) -> bool:
-        """Whether the run samples rollouts, and so has an orchestrator and engines that receive its weights."""
+        """Return whether the run samples rollouts, and so has an orchestrator and engines that receive its weights."""
         return not self.objective.supervised and self.rollout.bank is None
 
     @property
     def started_engines(self) -> int:
-        """Engines that the run starts itself."""
+        """Return the number of engines that the run starts itself."""
         return self.engine.count if self.samples and not self.engine.urls else 0
 
     @property
     def engine_devices(self) -> int:
-        """GPUs of the engines that the run starts."""
+        """Return the number of GPUs of the engines that the run starts."""
         return self.started_engines * self.engine.devices
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """Every evaluated set by name, with its own or the default length, grader and template."""
+        """Return every evaluated set by name, with its own or the default length, grader and template."""
         greedy = {"path": self.data.eval, "pass_reward": self.eval.pass_reward}
         heldout = {} if self.data.eval is None else {HELDOUT: EvalSet.model_validate(greedy)}
         longest = self.eval.max_response_tokens or self.rollout.max_response_tokens
@@ -136,7 +136,7 @@ class Config(Section):
 
     @property
     def response_tokens(self) -> dict[str, int]:
-        """Setting -> largest number of tokens of a trained or evaluated response."""
+        """Return setting -> largest number of tokens of a trained or evaluated response."""
         lengths = {"rollout.max_response_tokens": self.rollout.max_response_tokens}
         for name, one in self.eval_sets.items():
             own = name in self.eval.sets and self.eval.sets[name].max_response_tokens
@@ -146,7 +146,7 @@ class Config(Section):
 
     @property
     def request_timeout_s(self) -> float:
-        """Limit for one request to an engine, in seconds."""
+        """Return the time limit of one request to an engine, in seconds."""
         return self.engine.request_timeout_s or 600.0 + 0.5 * max(self.response_tokens.values())
 
     @property

@@ -47,7 +47,7 @@ def _a_url(value: str) -> str:
     try:
         parts = urlsplit(value)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # no such port, half an IPv6 address
+    except ValueError:  # not a valid port, or half an IPv6 address
         valid = False
     if not valid:
         raise refusal("must be http://HOST:PORT, with a port of at most 65535")
@@ -57,12 +57,12 @@ def _a_url(value: str) -> str:
 Int = Annotated[int, BeforeValidator(_a_number)]
 Float = Annotated[float, BeforeValidator(_a_number)]
 Count = Annotated[Int, Field(ge=1, le=10**9)]
-CountFromZero = Annotated[Int, Field(ge=0, le=10**9)]  # none of them
+CountFromZero = Annotated[Int, Field(ge=0, le=10**9)]  # 0 = none
 Processes = Annotated[Int, Field(ge=1, le=100_000)]  # ranks, engines, nodes
 ProcessesFromZero = Annotated[Int, Field(ge=0, le=100_000)]
 Bytes = Annotated[Int, Field(ge=1, le=1 << 50)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
-Seconds = Annotated[Float, Field(gt=0, le=10**7)]  # 115 days
+Seconds = Annotated[Float, Field(gt=0, le=10**7)]  # 10**7 s = 115 days
 Positive = Annotated[Float, Field(gt=0, le=10**6)]
 FilePath = Annotated[Path, BeforeValidator(_a_path)]
 Url = Annotated[str, AfterValidator(_a_url)]

@@ -1,4 +1,4 @@
-"""The section `slurm`: the job of a run, and settings of its site."""
+"""The section `slurm`: the job of a run, and the settings of its site."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class DataConfig(Section):
 
     @property
     def train_files(self) -> tuple[tuple[Path, float], ...]:
-        """Every file of training prompts with its weight."""
+        """Return every file of training prompts with its weight."""
         return (self.train, 1.0), *((file.path, file.weight) for file in self.more)
 
 
@@ -98,12 +98,12 @@ class EnvironmentConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """The imported class or function; None: a response is one turn."""
+        """Return the imported class or function; None: a response is one turn."""
         return self.name or self.agent
 
     @property
     def setting(self) -> str:
-        """The name of the setting with that class or function."""
+        """Return the name of the setting with that class or function."""
         return "environment.name" if self.agent is None else "environment.agent"
 
     @property
@@ -111,7 +111,7 @@ class EnvironmentConfig(Section):
         return f"{self.setting} = {self.source}"
 
 
-HELDOUT = "heldout"  # the set of data.eval
+HELDOUT = "heldout"  # the name of the set of data.eval
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 

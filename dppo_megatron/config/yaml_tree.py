@@ -11,12 +11,12 @@ from dppo_megatron.errors import bounded
 
 MOST_BYTES = 1 << 18
 DEEPEST = 32
-_MOST_VALUES = 1 << 20  # characters and values, counting the content of an alias each time
+_MOST_VALUES = 1 << 20  # characters and values, with the content of an alias counted each time
 _STR = "tag:yaml.org,2002:str"
 
 
 class YamlError(ValueError):
-    """Raised for text that is not YAML or unsuitable for a config; the message has the place."""
+    """The text is not YAML or unsuitable for a config. The message has the position."""
 
 
 def parse(text: str) -> tuple[Any, list[str]]:
@@ -47,10 +47,10 @@ def _apart(value: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Records repeated keys of a mapping, of which PyYAML would silently use the last."""
+    """Records repeated keys of a mapping. PyYAML would silently use the last one."""
 
     def __init__(self, text: str):
-        super().__init__(_HIDDEN.sub(_STAND_IN, text))  # PyYAML itself would not name the setting
+        super().__init__(_HIDDEN.sub(_STAND_IN, text))  # PyYAML's own error would not name the setting
         self._text = text
         self.repeated: list[str] = []
         self.path: list[str] = []  # names of the current sections and setting
@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
         self._of_anchor: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        named = isinstance(index, yaml.ScalarNode)  # the value of this key
+        named = isinstance(index, yaml.ScalarNode)  # the node is the value of this key
         self.path += [index.value] if named else []
         event = self.peek_event()
         if getattr(event, "tag", None) not in (None, "!", _STR):
@@ -102,7 +102,7 @@ class _Loader(yaml.SafeLoader):
 
 # Invisible characters, or ones that UTF-8 cannot encode; line breaks and tabs are text.
 _HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff\ufdd0\ufffe\uffff]")
-_STAND_IN = "\ufdd0"  # a character that no text has
+_STAND_IN = "\ufdd0"  # a character that no text contains
 
 
 def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
