@@ -102,7 +102,7 @@ def python_tool(**limits: Any) -> Callable[[str], str]:
     _try_limits(given)
 
     def python(code: str) -> str:
-        """Runs a Python program and returns what it prints. Each program starts anew, in an empty directory, without
+        """Run a Python program and return its printed output. Each program starts in a new, empty directory, without
         network."""
         run = _run(code, given)
         said = run.printed[: given.output]

@@ -20,5 +20,5 @@ class Table:
         self.looked_up += 1
         return self.prices[product]
 
-    def reward(self):  # without it, `reward:` of the config values the last turn
+    def reward(self):  # without it, `reward:` of the config scores the last turn
         return float(self.looked_up > 0)

@@ -53,8 +53,7 @@ def test_a_file_name_counts_and_the_changelog_may_name_what_it_renames(tmp_path)
     assert check_words.main(tmp_path) == 1
 
 
-def test_a_frequent_word_is_reported_with_its_rate(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(check_words, "PENDING", ())
+def test_a_frequent_word_is_reported_with_its_rate(tmp_path, capsys):
     (tmp_path / "dppo_megatron").mkdir()
     code = tmp_path / "dppo_megatron" / "x.py"
     code.write_text('"""Return what fits."""\n\nwhat = "what is in a string does not count"  # what remains\n')
