@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.bank.files import segment_paths
@@ -179,7 +180,7 @@ def _read(rank: int, batches: BankBatches, step: int) -> Reading:
         seconds=seconds,
         cpu_s=cpu_s,
         file_bytes=_bytes_asked() - before,
-        batch_bytes=sum(tensor.nbytes for tensor in tensors if tensor is not None),
+        batch_bytes=sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor)),
         tokens=sum(len(micro.token_ids) for micro in packed),
         metrics=batch.metrics,
     )

@@ -29,9 +29,9 @@ class RunDir:
     def take(self, wait_s: float = 0.0) -> FileLock:
         """Make the directory and take its lock, `run.lock`: two launchers would mix their metrics.
 
-        Processes of the run inherit it, so a resume right after a kill waits, up to `ENDING_S`, for processes that still
-        write. wait_s: for any holder. Without effect on a file system without locks. Raises `ExpectedError` that names
-        the holder.
+        Processes of the run inherit it, so a resume right after a kill waits, up to `ENDING_S`, for processes that
+        still write. wait_s: for any holder. Without effect on a file system without locks. Raises `ExpectedError`
+        that names the holder.
         """
         self.make()
         path, started = self.root / "run.lock", time.monotonic()

@@ -75,7 +75,8 @@ def test_the_first_environment_of_the_docs_goes_with_it(project):
     Path("my_table.py").write_text(block)
     Path("prices.json").write_text('{"tea": 2.5}')
     settings = ["--set", "environment.settings={file: prices.json}"]
-    refused = run("validate", project / "config.yaml", "--set", "environment.name=my_table:Table", *settings, check=False)
+    table = ["--set", "environment.name=my_table:Table", *settings]
+    refused = run("validate", project / "config.yaml", *table, check=False)
     assert "277 tokens, data.max_prompt_tokens is 128; raise it" in refused.stderr  # the prompts show the tools
     settings += ["--set", "data.max_prompt_tokens=320"]
     run("validate", project / "config.yaml", "--set", "environment.name=my_table:Table", *settings)

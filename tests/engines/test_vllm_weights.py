@@ -329,7 +329,7 @@ def test_the_description_does_not_wait_for_an_engine_core_that_loads(policy):
 
     async def while_it_loads():
         routes, engine = DppoRoutes(), Loading()
-        routes._engine, routes._experts, routes._kept = engine, Mock(available=False), Mock(available=False)
+        routes._engine, routes._experts, routes._masks = engine, Mock(available=False), Mock(available=False)
         routes._updater = WeightUpdater(engine, policy, version=4)
         loading = asyncio.create_task(load(routes._updater, policy, version=5))
         while "pause keep" not in engine.calls:

@@ -83,7 +83,7 @@ def test_it_goes_on_where_a_process_died(tokenizer, tmp_path):
 )
 def test_settings_that_no_agent_can_have_are_refused(environment, chat, says):
     config = make_config(environment=environment, data={"train": "unused", "chat_template": chat})
-    found = rules.environment_problems(config)
+    found = rules.environment_problems(config, [])
     if says is None:
         assert found == []
     else:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dppo_megatron import hf
-from dppo_megatron.convert.job import Worker, convert
+from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.hf import fp8
 from tests.support.fakes.chunk import fake_chunk, ranks
@@ -119,7 +119,7 @@ def test_transformers_dequantises_to_the_same_values(family, tmp_path):
     raw = {**CONFIGS[family], "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2}
     hf.make_random_hf_model(tmp_path / "source", raw, seed=2)
     conversion = partial(ToHF, tmp_path / "source", tmp_path / "fp8", tmp_path / "source", None, "fp8_block")
-    convert(conversion, worker=Worker())
+    convert(conversion, worker=ConversionWorker())
     directory = tmp_path / "fp8"
     stored = hf.SafetensorsDirectory(directory)
     read = hf.open_weights(directory, hf.read_hf_config(directory))

@@ -214,7 +214,7 @@ def test_a_finished_run_is_not_started_again(tmp_path, monkeypatch, capsys):
     os.utime(run.final_model)
     runs.train(file, resume=True)
     out = capsys.readouterr().out
-    assert out.startswith("all 3 of 3 steps are done; raise train.steps to go on\n")
+    assert out.startswith("all 3 of 3 steps are done; raise train.steps to continue\n")
     assert f"report: {tmp_path / 'run'}" in out
 
 

@@ -15,9 +15,9 @@ import torch
 from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.bank import reader as bank_reader
 from dppo_megatron.checks import settings_problems
+from dppo_megatron.common.files import append_json_line
 from dppo_megatron.common.progress import show_progress
 from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objective
-from dppo_megatron.orchestrator.metrics import append_record
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches, parts_of
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
@@ -165,7 +165,7 @@ def test_an_evaluated_prompt_counts_as_progress(tmp_path):
     source = BankBatches(config, BankReader(config.rollout.bank), build_objective("dppo_binary_tv"), 0, 1)
     metrics = RunDir(config.run.dir).rollout_metrics
     metrics.parent.mkdir(parents=True, exist_ok=True)
-    append_record(metrics, {"step": 0})
+    append_json_line(metrics, {"step": 0})
     os.utime(metrics, (0, 0))
     before = source.progress()
     show_progress(metrics)
