@@ -15,7 +15,7 @@
 # make study-smoke    the parts of a study at work: task, start policy, one method, two seeds, two minutes
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, eight minutes: kernels, training, offload, a colocated engine; writes a file
-# make lint           ruff, mypy on the public surface, retired words, docs-check
+# make lint           ruff, mypy on the public surface, wording, docs-check, the rules of tests/house (layers, sizes, names)
 # make docs           the documentation site in site/, with the API reference from docstrings; warnings fail
 # make docs-check     links, files, commands, flags, settings and figures named in the docs exist
 # make format         ruff, which mends what it can
@@ -134,6 +134,7 @@ lint: install docs-check
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_words.py
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/house
 
 docs-check: install
 	$(BIN)/python tools/check_docs.py
