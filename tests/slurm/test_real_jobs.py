@@ -53,7 +53,7 @@ def rollouts(run: Run) -> list:
 
 
 def contents(entries: list) -> list:
-    return [(e.position, e.segment, e.offset, e.crc32) for e in entries]
+    return [(e.position, e.segment, e.offset, e.front, e.part_crc.tolist()) for e in entries]
 
 
 def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
