@@ -168,7 +168,7 @@ def test_it_trains_and_logs_what_the_objective_reports(tmp_path, objective):
     before = [parameter.clone() for parameter in at.model.parameters()]
     at.train()
     assert any((old != new).any() for old, new in zip(before, at.model.parameters(), strict=True))
-    logged = [entry for entry in at.state.log_history if "objective/tokens" in entry]
+    logged = [entry for entry in at.state.log_history if "objective/train/tokens" in entry]
     assert len(logged) == 4
     assert logged[0]["objective/mismatch/kl"] == pytest.approx(0, abs=1e-6)  # the first update is on policy
     assert logged[1]["objective/mismatch/kl"] > 1e-6  # later ones of a generated batch are not
