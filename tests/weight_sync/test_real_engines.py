@@ -230,10 +230,10 @@ def publish_frozen(
 @pytest.mark.parametrize(
     ("transport", "phases"),
     [
-        ({"transport": "shared_storage"}, ("load_weights", "score", "held_weights")),
+        ({"transport": "shared_storage"}, ("load_weights", "score", "fingerprint")),
         (
             {"transport": "broadcast", "bucket_bytes": 4096},
-            ("join_weight_group", "receive_weights", "score", "held_weights"),
+            ("join_weight_group", "receive_weights", "score", "fingerprint"),
         ),
     ],
     ids=["shared_storage", "broadcast"],
