@@ -138,7 +138,8 @@ def _describe(error: Any) -> str:
     elif error["type"] == "tuple_type":
         why = f"must be a list; write [{', '.join(value.split()) if isinstance(value, str) else '...'}]"
     elif error["type"] == "model_type":
-        why = f"a section of settings, not a value; write e.g. {dotted}.{next(iter(_fields(location)))}"
+        first = next(iter(_fields(location)), None)  # None: an entry of a list
+        why = "a section of settings, not a value; write " + (f"e.g. {dotted}.{first}" if first else "{NAME: VALUE}")
     elif error["type"] == "string_type" and isinstance(value, (int, float)):
         why = f'must be text; put it in quotes, "{value}"'
     return f"{dotted} = {shown(value)}: {why}"
