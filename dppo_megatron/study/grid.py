@@ -78,10 +78,10 @@ def read_study(path: Path, directory: Path) -> Study:
     cells = tuple(_cells(file, directory))
     evaluation = cells[0].config.eval.sets or cells[0].config.data.eval
     known = [metric.name for metric in METRICS if metric.name.startswith("eval/")]
-    if file.metric.startswith("eval/") and not evaluation:
-        raise ConfigError(str(path), [f"metric = {file.metric}: {file.base} has no held-out prompts; set data.eval"])
     if re.fullmatch("eval/[^/]+", file.metric) and file.metric not in known:
         raise ConfigError(str(path), [f"metric = {file.metric}: unknown; {nearest(file.metric, known)}"])
+    if file.metric.startswith("eval/") and not evaluation:
+        raise ConfigError(str(path), [f"metric = {file.metric}: {file.base} has no held-out prompts; set data.eval"])
     return Study(file, cells)
 
 
