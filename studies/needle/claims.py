@@ -1,0 +1,145 @@
+"""The claims that the needle study tests, and the verdict of its stored rows on each.
+
+Measures of a run:
+
+- `half`: training steps until half of the samples begin with the right word, interpolated between steps. For a run that
+  does not reach half it is the number of its steps, a lower bound.
+- `tail`: share of the samples of the last 5 steps that begin with a word of the tail, at least half a sample.
+
+A claim compares two cells (method and condition) by ln(theirs / ours) of a measure, paired by seed. Above 0, `ours` is
+faster or has the smaller tail. Student's t of the eight differences gives a 95 % interval and a p-value. Holm's
+procedure adjusts the p-values of all claims together; a claim with a missing run counts with p = 1.
+
+- A claim of a difference is confirmed if the adjusted two-sided p is below 0.05 and the mean has the claimed sign. It
+  is refuted if this p is below 0.05 and the mean has the other sign.
+- A claim of equality has a margin of a factor 1.25; p is the larger one of two one-sided tests (TOST). It is confirmed
+  if the adjusted p is below 0.05, and refuted if the whole interval is outside the margin.
+- Every other outcome is not resolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log, sqrt
+from statistics import mean, stdev
+from typing import Literal, NamedTuple
+
+from dppo_megatron.study.verdicts import holm, student_p
+
+SEEDS = 8
+QUANTILE = 2.365  # 97.5 % of Student's t with 7 degrees of freedom
+MARGIN = log(1.25)
+LEVEL = 0.05
+SMALLEST = 0.5 / 1024  # half a sample of a step
+TAIL_STEPS = 5
+
+Cell = tuple[str, str]  # method, condition
+Curves = Mapping[tuple[str, str, int], Sequence[Mapping[str, float]]]  # cell and seed -> one record for each step
+
+
+@dataclass(frozen=True)
+class Claim:
+    text: str
+    ours: Cell
+    theirs: Cell
+    measure: Literal["half", "tail"] = "half"
+    equal: bool = False
+
+
+MAIN, RARE, ONE_UPDATE, NOISE = "f-0.01", "f-0.003", "one-update", "noise"
+CLAIMS = (
+    Claim("binary TV is faster than clip-higher", ("dppo_binary_tv", MAIN), ("clip_higher", MAIN)),
+    Claim("binary KL is faster than clip-higher", ("dppo_binary_kl", MAIN), ("clip_higher", MAIN)),
+    Claim("top-K TV is faster than clip-higher", ("dppo_topk_tv", MAIN), ("clip_higher", MAIN)),
+    Claim("binary TV is faster than GRPO", ("dppo_binary_tv", MAIN), ("grpo", MAIN)),
+    Claim("also at f = 0.003", ("dppo_binary_tv", RARE), ("clip_higher", RARE)),
+    Claim(
+        "with one update a batch they are equal",
+        ("dppo_binary_tv", ONE_UPDATE),
+        ("clip_higher", ONE_UPDATE),
+        equal=True,
+    ),
+    Claim(
+        "clip-higher without mu < 0.1 is faster than clip-higher", ("clip_higher_exempt", MAIN), ("clip_higher", MAIN)
+    ),
+    Claim("and as fast as binary TV", ("clip_higher_exempt", MAIN), ("dppo_binary_tv", MAIN), equal=True),
+    Claim("binary TV is faster than no region", ("dppo_binary_tv", MAIN), ("pg_is", MAIN)),
+    Claim("TV without r is faster than clip-higher", ("tv_without_r", MAIN), ("clip_higher", MAIN)),
+    Claim("TV without r is as fast as binary TV", ("tv_without_r", MAIN), ("dppo_binary_tv", MAIN), equal=True),
+    Claim(
+        "under noise, clip-higher has a smaller tail than TV", ("clip_higher", NOISE), ("dppo_binary_tv", NOISE), "tail"
+    ),
+    Claim(
+        "under noise, TV without r has a smaller tail than TV",
+        ("tv_without_r", NOISE),
+        ("dppo_binary_tv", NOISE),
+        "tail",
+    ),
+    Claim(
+        "under noise, its tail equals clip-higher's",
+        ("tv_without_r", NOISE),
+        ("clip_higher", NOISE),
+        "tail",
+        equal=True,
+    ),
+)
+
+
+class Verdict(NamedTuple):
+    """`mean` of ln(theirs / ours) and its interval."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    adjusted: float
+    text: str
+
+
+def measured(curve: Sequence[Mapping[str, float]], measure: str) -> float:
+    """Return a measure of one run from its steps, in order."""
+    if measure == "tail":
+        return max(SMALLEST, mean(step["tail"] for step in curve[-TAIL_STEPS:]))
+    return half(curve)
+
+
+def half(curve: Sequence[Mapping[str, float]]) -> float:
+    """Return the training steps until `needle` is 0.5. The first record has the samples of the start policy.
+
+    Example: needle 0.1, 0.4, 0.6 gives 1.5: one step to 0.4, and half of the way to 0.6.
+    """
+    for number, (before, after) in enumerate(pairwise(curve)):
+        if after["needle"] >= 0.5:
+            return number + (0.5 - before["needle"]) / (after["needle"] - before["needle"])
+    return float(len(curve))
+
+
+def verdicts(curves: Curves) -> list[Verdict | None]:
+    """Return the verdict on each of CLAIMS; None where not all seeds have both runs."""
+    found = [differences(claim, curves) for claim in CLAIMS]
+    complete = [i for i, values in enumerate(found) if len(values) == SEEDS]
+    ps = {i: student_p(found[i], MARGIN if CLAIMS[i].equal else None) for i in complete}
+    adjusted = holm(ps, len(CLAIMS))
+    out: list[Verdict | None] = [None] * len(CLAIMS)
+    for i in complete:
+        middle, reach = mean(found[i]), QUANTILE * stdev(found[i]) / sqrt(SEEDS)
+        low, high = middle - reach, middle + reach
+        clear = adjusted[i] < LEVEL
+        if CLAIMS[i].equal:
+            confirmed, refuted = clear, low > MARGIN or high < -MARGIN
+        else:
+            confirmed, refuted = clear and middle > 0, clear and middle < 0
+        text = "confirmed" if confirmed else "refuted" if refuted else "not resolved"
+        out[i] = Verdict(middle, low, high, ps[i], adjusted[i], text)
+    return out
+
+
+def differences(claim: Claim, curves: Curves) -> list[float]:
+    """Return ln(theirs / ours) for every seed that both cells have."""
+    ours, theirs = (
+        {key[2]: measured(curve, claim.measure) for key, curve in curves.items() if key[:2] == cell}
+        for cell in (claim.ours, claim.theirs)
+    )
+    return [log(theirs[seed] / ours[seed]) for seed in sorted(ours.keys() & theirs.keys())]

@@ -1,0 +1,115 @@
+"""Copy the results of a study's runs from runs/needle/NAME to studies/needle/results/NAME.
+
+python studies/needle/collect.py search      # the runs of `dppo-megatron study ... --out runs/needle/search`
+
+- `rows/`: a JSON file for each run, as `dppo-megatron study` wrote it.
+- `steps.parquet`: a row for each step: shares of the first words among the step's samples, reward, masked tokens.
+- `tokens.parquet`: tokens and masked tokens of each step by the engine's probability mu and the sign of the advantage.
+
+Runs that were collected before stay, also if their run directories are gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dppo_megatron.bank.reader import BankReader
+from dppo_megatron.observability.history import load_history
+from dppo_megatron.study.rows import StudyRow, read_rows
+from dppo_megatron.view.source import Source
+from dppo_megatron.view.trained import VALUES, TrainedTokens
+
+HERE = Path(__file__).parent
+STEPS = {
+    "reward": "rollout/reward_mean",
+    "needle": "reward/studies.needle.needle:needle_share",
+    "tail": "reward/studies.needle.needle:tail_share",
+    "masked": "policy/masked_share",
+    "masked_positive": "policy/masked_share_positive",
+    "masked_negative": "policy/masked_share_negative",
+    "ratio_max": "policy/ratio_max",
+    "mismatch_kl": "mismatch/kl",
+}
+EDGES = np.array([0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9])  # lower edges of the bins of mu
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("--root", type=Path, default="runs/needle")
+    arguments = parser.parse_args()
+    runs, results = arguments.root / arguments.name, HERE / "results" / arguments.name
+    (results / "rows").mkdir(parents=True, exist_ok=True)
+    known = {_key(row) for row in read_rows(results)}
+    steps, tokens = [], []
+    for row in read_rows(runs):
+        if _key(row) in known or row.status != "done":
+            continue
+        run = runs / "runs" / row.method / row.condition / f"seed-{row.seed}"
+        of = dict(zip(("method", "condition", "seed"), _key(row), strict=True))
+        steps += [of | values for values in step_rows(run)]
+        tokens += [of | values for values in token_rows(run)]
+    for path in sorted((runs / "rows").glob("*.json")):
+        shutil.copyfile(path, results / "rows" / path.name)
+    for name, rows in (("steps", steps), ("tokens", tokens)):
+        _append(results / f"{name}.parquet", rows)
+    print(f"{results}: {len(read_rows(results))} runs, {len(known)} of them collected before")
+    return 0
+
+
+def step_rows(run: Path) -> Iterator[dict[str, Any]]:
+    history = load_history(run, run.name)
+    series = {name: dict(zip(*history.series(metric), strict=True)) for name, metric in STEPS.items()}
+    for step in sorted(series["reward"]):
+        yield {"step": step} | {name: series[name].get(step) for name in STEPS}
+
+
+def token_rows(run: Path) -> Iterator[dict[str, Any]]:
+    """Count the tokens that the trainer stored. `mu`: lower edge of the bin; `sign`: of the advantage."""
+    stored, bank = TrainedTokens(Source.of(run)), BankReader(run / "bank")
+    bank.refresh()
+    counts: Counter[tuple[int, float, int, bool]] = Counter()
+    for step, (start, stop) in enumerate(bank.segments(), start=1):
+        for entry in bank.entries(start, stop):
+            group = bank.read(entry)
+            if group.prompt.position not in stored.positions:
+                continue
+            signs = np.sign(group.rewards - group.rewards.mean()).astype(int)
+            for sample, (rollout, sign) in enumerate(zip(group.rollouts, signs.tolist(), strict=True)):
+                mu = np.exp(rollout.rollout_logprob)
+                masked = stored.of(group.prompt.position, sample, len(mu))[VALUES.index("masked")]
+                bins = EDGES[np.searchsorted(EDGES, mu, side="right") - 1]
+                counts.update((step, edge, sign, mask == 1) for edge, mask in zip(bins.tolist(), masked, strict=True))
+    for step, edge, sign in sorted({key[:3] for key in counts}):
+        masked = counts[step, edge, sign, True]
+        yield {
+            "step": step,
+            "mu": edge,
+            "sign": sign,
+            "tokens": masked + counts[step, edge, sign, False],
+            "masked": masked,
+        }
+
+
+def _key(row: StudyRow) -> tuple[str, str, int]:
+    return row.method, row.condition, row.seed
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        new = pa.Table.from_pylist(rows)
+        pq.write_table(pa.concat_tables([pq.read_table(path), new]) if path.exists() else new, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Create every table and figure of the needle study from its stored rows.
+
+python studies/needle/report.py    # from the root of the repository: results/report.md and docs/needle.png
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from math import exp
+from pathlib import Path
+from statistics import mean
+
+import pyarrow.parquet as pq
+from claims import CLAIMS, MAIN, NOISE, Curves, half, measured, verdicts
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+COLOURS = {
+    "pg_is": "#999999",
+    "clip_higher": "#D55E00",
+    "clip_higher_exempt": "#E69F00",
+    "dppo_binary_tv": "#0072B2",
+    "dppo_binary_kl": "#56B4E9",
+    "tv_without_r": "#009E73",
+}
+
+
+def main() -> None:
+    search, judged = read_curves("search"), read_curves("judged")
+    lines = ["# Needle: results", "", "## Search of the learning rates", "", *search_table(search)]
+    if judged:
+        lines += ["", "## Runs", "", *cell_table(judged), "", "## Claims", "", *claim_table(judged)]
+        print(draw(judged, HERE.parents[1] / "docs" / "needle.png"))
+    (RESULTS / "report.md").write_text("\n".join(lines) + "\n")
+    print(RESULTS / "report.md")
+
+
+def read_curves(name: str) -> Curves:
+    """Return the steps of every collected run of a study, in order."""
+    path = RESULTS / name / "steps.parquet"
+    curves = defaultdict(list)
+    for row in pq.read_table(path).to_pylist() if path.exists() else ():
+        curves[row["method"], row["condition"], row["seed"]].append(row)
+    return {key: sorted(rows, key=lambda row: row["step"]) for key, rows in curves.items()}
+
+
+def best_rates(search: Curves) -> dict[str, str]:
+    """Return method -> the condition of its best learning rate: the smallest mean of `half`, then the smallest rate."""
+    return {
+        method: min(rates, key=lambda rate: (rates[rate], _rate(rate))) for method, rates in _halves(search).items()
+    }
+
+
+def search_table(search: Curves) -> Iterator[str]:
+    """Yield a row for each method: the mean of `half` over the seeds at each learning rate, the best one in bold."""
+    halves, best = _halves(search), best_rates(search)
+    rates = sorted({rate for of in halves.values() for rate in of}, key=_rate)
+    yield f"| method | {' | '.join(rate.removeprefix('lr-') for rate in rates)} |"
+    yield f"|---|{'---|' * len(rates)}"
+    for method, of in halves.items():
+        cells = [f"{of[rate]:.2f}" if rate in of else "-" for rate in rates]
+        yield (
+            f"| `{method}` | "
+            + " | ".join(
+                f"**{cell}**" if rate == best[method] else cell for rate, cell in zip(rates, cells, strict=True)
+            )
+            + " |"
+        )
+
+
+def cell_table(judged: Curves) -> Iterator[str]:
+    """Yield a row for each method and condition, with means over the seeds."""
+    yield "| condition | method | seeds | steps to half | right word, last step | tail, last 5 steps | masked |"
+    yield "|---|---|---|---|---|---|---|"
+    cells = defaultdict(list)
+    for (method, condition, _), curve in judged.items():
+        cells[condition, method].append(curve)
+    for (condition, method), curves in sorted(cells.items()):
+        shown = [
+            f"{mean(half(curve) for curve in curves):.2f}",
+            f"{mean(curve[-1]['needle'] for curve in curves):.3f}",
+            f"{mean(measured(curve, 'tail') for curve in curves):.3f}",
+            f"{mean(step['masked'] or 0 for curve in curves for step in curve):.2%}",
+        ]
+        yield f"| {condition} | `{method}` | {len(curves)} | {' | '.join(shown)} |"
+
+
+def claim_table(judged: Curves) -> Iterator[str]:
+    yield "| claim | measure | theirs / ours | p | adjusted p | verdict |"
+    yield "|---|---|---|---|---|---|"
+    for claim, found in zip(CLAIMS, verdicts(judged), strict=True):
+        ours, theirs = (f"`{method}`" for method in (claim.ours[0], claim.theirs[0]))
+        text = f"{claim.text} ({theirs} / {ours}, {claim.ours[1]})"
+        if found is None:
+            yield f"| {text} | {claim.measure} | - | - | - | not run |"
+            continue
+        ratio = f"{exp(found.mean):.2f} [{exp(found.low):.2f}, {exp(found.high):.2f}]"
+        yield f"| {text} | {claim.measure} | {ratio} | {found.p:.1e} | {found.adjusted:.1e} | {found.text} |"
+
+
+def draw(judged: Curves, path: Path) -> Path:
+    figure = Figure(figsize=(9, 6.4), dpi=110, layout="constrained")
+    (speed, doses), (tail, masks) = figure.subplots(2, 2)
+    _draw_curves(speed, judged, MAIN, "needle")
+    speed.set(xlabel="step (16 updates on one batch)", ylabel="samples with the right word", ylim=(0, 1))
+    speed.legend(frameon=False, fontsize=8)
+    _draw_doses(doses, judged)
+    doses.set(xscale="log", xlabel="f, start probability of the right word", ylabel="steps to half")
+    _draw_curves(tail, judged, NOISE, "tail")
+    tail.set(xlabel="step, rewards are a coin", ylabel="samples with a word of the tail", ylim=(0, 1))
+    _draw_masks(masks)
+    masks.set(xscale="log", xlabel="mu (lower edge of the bin)", ylabel=f"masked tokens, {MAIN}")
+    for axes in (speed, doses, tail, masks):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    return path
+
+
+def _draw_curves(axes: Axes, judged: Curves, condition: str, name: str) -> None:
+    """Draw the mean over seeds of each method in COLOURS, and the range of the seeds."""
+    for method, colour in COLOURS.items():
+        curves = [curve for key, curve in judged.items() if key[:2] == (method, condition)]
+        if curves:
+            values = [[step[name] for step in seeds] for seeds in zip(*curves, strict=False)]
+            steps = range(1, len(values) + 1)
+            axes.plot(steps, list(map(mean, values)), color=colour, label=method, lw=1.8)
+            axes.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, lw=0)
+
+
+def _draw_doses(axes: Axes, judged: Curves) -> None:
+    for method, colour in COLOURS.items():
+        halves = defaultdict(list)
+        for (of, condition, _), curve in judged.items():
+            if of == method and (dose := re.fullmatch(r"f-([\d.]+)", condition)):
+                halves[float(dose[1])].append(half(curve))
+        doses = sorted(halves)
+        axes.plot(doses, [mean(halves[dose]) for dose in doses], "o-", color=colour, ms=4)
+
+
+def _draw_masks(axes: Axes) -> None:
+    """Draw the share of masked tokens by mu, over all steps and seeds."""
+    path = RESULTS / "judged" / "tokens.parquet"
+    rows = pq.read_table(path).to_pylist() if path.exists() else []
+    for method, colour in COLOURS.items():
+        sums: Mapping[float, list[int]] = defaultdict(lambda: [0, 0])
+        for row in rows:
+            if (row["method"], row["condition"]) == (method, MAIN) and row["sign"]:
+                sums[row["mu"]][0] += row["masked"]
+                sums[row["mu"]][1] += row["tokens"]
+        bins = sorted(sums)
+        axes.plot([max(mu, 1e-5) for mu in bins], [sums[mu][0] / sums[mu][1] for mu in bins], "o-", color=colour, ms=4)
+
+
+def _halves(search: Curves) -> dict[str, dict[str, float]]:
+    """Return method -> learning rate -> mean of `half`."""
+    found: Mapping[str, Mapping[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (method, rate, _), curve in search.items():
+        found[method][rate].append(half(curve))
+    return {method: {rate: mean(values) for rate, values in of.items()} for method, of in sorted(found.items())}
+
+
+def _rate(condition: str) -> float:
+    return float(condition.removeprefix("lr-"))
+
+
+if __name__ == "__main__":
+    main()
