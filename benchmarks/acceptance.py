@@ -1,15 +1,16 @@
-"""What a bound on the whole step does at learning rates that are too large: the quickstart's task with and without it.
+"""Measure the effect of a bound on the whole step at learning rates that are too large, on the quickstart's task.
 
     python benchmarks/acceptance.py --directory runs/acceptance [--lr 5e-4 1e-3 2e-3] [--seeds 1 2 3] [--bound 0.02]
 
-Engine in bf16, trainer in fp32 on one rank, 16 updates a step, DPPO by binary TV. A pair of runs for every learning
-rate and seed differs in acceptance.bound alone; each seed has a task, a start policy and rollouts of its own. All runs
-share one inference server, which takes each run's start policy as its first version. A finished run is a line of
-DIRECTORY/rows.jsonl and is not run again: stop the benchmark where you like and start it anew.
+The engine computes in bf16, the trainer in fp32 on one rank, with 16 updates a step of DPPO with binary TV. Each
+learning rate and seed has two runs, which differ only in acceptance.bound. Each seed has its own task, start policy and
+rollouts. All runs share one inference server, which loads the start policy of each run as its first version. A finished
+run is a line of DIRECTORY/rows.jsonl and is not repeated, so the benchmark can be stopped and started again.
 
-`masked` is over all updates. `kept` and `rejected`: the mean part of a step that was kept, and steps not kept whole.
-`scale`: of the learning rate, in the last step. `measuring`: time/acceptance_s over time/step_s, the median of the
-steps that were kept whole, and `of training` over forward and backward passes and optimizer alone.
+`masked`: the share of masked tokens of all updates. `kept`: the mean part of a step that was kept. `rejected`: steps
+not kept whole. `scale`: factor of the learning rate in the last step. `measuring`: time/acceptance_s over time/step_s,
+the median of the steps that were kept whole. `of training`: the same over only the forward and backward passes and the
+optimizer.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from dppo_megatron.observability.tail import read_records
 REACHED_AT, REACHED = "1e-3", 0.85
 RULE = f"""Rule: acceptance.bound is {{bound:g}} on the mean of the method's own divergence (binary TV), on the default
 share of the step, with every other setting of the section at its default. Accuracy is greedy, on the 500 held-out sums,
-before the first step and after the last. Acceptance passes where with it no run ends below its own start, and every
-run at a learning rate of {REACHED_AT} ends at {REACHED:.0%} or more."""
+before the first step and after the last. Acceptance passes if no run with it ends below its own start, and every run
+with it at a learning rate of {REACHED_AT} ends at {REACHED:.0%} or more."""
 LAYOUT = ["parallel.world_size=1", "parallel.tensor=1"]
 SERVER = ["engine.dtype=bf16", "model.dtype=fp32"]
 
@@ -50,12 +51,12 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=0.02)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="passed to every run")
-    parser.add_argument("--report", action="store_true", help="run nothing: print what is finished")
+    parser.add_argument("--report", action="store_true", help="start no runs, only print the finished ones")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the server too
     root = arguments.directory.absolute()
     root.mkdir(parents=True, exist_ok=True)
-    os.chmod(root, 0o700)  # the server's secret lies here
+    os.chmod(root, 0o700)  # contains the secret of the server
     wanted = [
         {"lr": lr, "seed": seed, "bound": bound, "steps": arguments.steps, "set": arguments.set}
         for bound in (arguments.bound, None)
@@ -75,10 +76,10 @@ def main() -> None:
 
 
 def train(root: Path, run: dict, reached: list[str]) -> None:
-    """One run, and its line."""
+    """Train one run and append its line to rows.jsonl."""
     parent = root / f"seed-{run['seed']}"
     directory = parent / f"{run['lr']}-{run['bound']}"
-    shutil.rmtree(directory, ignore_errors=True)  # of a run that was stopped
+    shutil.rmtree(directory, ignore_errors=True)  # remains of an interrupted run
     started = time.monotonic()
     settings = [
         f"run.seed={run['seed']}",
@@ -126,7 +127,7 @@ def report(rows: list[dict], bound: float, steps: int) -> Iterator[str]:
     for name, some in (("with the bound", bounded), ("without", [row for row in rows if row not in bounded])):
         below = sum(row["after"] < row["before"] for row in some)
         at = [row["after"] for row in some if row["run"]["lr"] == REACHED_AT]
-        least = f"; the least accuracy at {REACHED_AT} is {min(at):.1%}" if at else ""
+        least = f"; the lowest accuracy at {REACHED_AT} is {min(at):.1%}" if at else ""
         yield f"{name}: {below} of {len(some)} runs end below their start{least}"
     if bounded:
         costs = [median(row[name] for row in bounded) for name in ("measuring", "of_training")]
@@ -158,7 +159,7 @@ def start_policy(root: Path, seed: int) -> None:
 
 @contextmanager
 def server(root: Path, model: Path) -> Iterator[list[str]]:
-    """Settings that lead a run to an inference server of its own process, which loads weights from below `root`."""
+    """Start an inference server that loads weights from below `root`; yield the settings that connect a run to it."""
     secret, directory = root / "secret", root / "server"
     secret.write_text("of the benchmark's server and runs")
     secret.chmod(0o600)

@@ -1,10 +1,10 @@
-"""The quickstart's task, sampled synchronously and asynchronously: accuracy reached and wall time, in one run.
+"""Compare accuracy and wall time of synchronous and asynchronous sampling on the quickstart's task.
 
     python benchmarks/asynchronous.py [--staleness 0 1 4] [--steps 40] [--ranks 1] [--set A.B=VALUE ...]
 
-Makes the task and the start policy once, then trains from it once for every bound of rollout.max_staleness, everything
-else equal. The steps' wall time runs from the first publish to the end of the last step: neither the start of the
-processes nor the last evaluation is in it.
+Creates the task and the start policy once. Then trains from it once for every value of rollout.max_staleness, with
+everything else equal. The wall time is from the first publish to the end of the last step. It excludes the start of the
+processes and the last evaluation.
 """
 
 from __future__ import annotations

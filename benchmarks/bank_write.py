@@ -1,10 +1,10 @@
-"""How long writing groups to the bank holds up the orchestrator's event loop, and how fast it is.
+"""Measure how fast groups are written to the bank, and how long that blocks the orchestrator's event loop.
 
     python benchmarks/bank_write.py [--tokens 16384] [--samples 16] [--topk 20] [--groups 6] [--directory DIR]
 
-One process does what the orchestrator does: its event loop hands finished groups to the writer while another task wakes
-up every millisecond and notes how late it is. With --blocking the loop waits for each group, as it did before the
-writer had a thread. The first figure is how late that task is where nothing is written: the machine's own noise.
+One process imitates the orchestrator: its event loop passes finished groups to the writer. Another task wakes up every
+millisecond and records its delay. With --blocking the loop waits for each group, as it did before the writer had a
+thread. The first figure is the delay while nothing is written, which is the noise of the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_group(position: int, arguments: argparse.Namespace) -> RolloutGroup:
 
 
 async def measure(directory: Path, arguments: argparse.Namespace) -> tuple[list[float], list[float], float, float]:
-    """Seconds for which the loop was blocked without a group and with each, seconds until all were written, MB."""
+    """Return seconds for which the loop was blocked without a group and with each, seconds to write all, and MB."""
     idle, blocked, written = [], [], []
     late = 0.0
 
@@ -83,7 +83,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--topk", type=int, default=20)
     parser.add_argument("--groups", type=int, default=6)
-    parser.add_argument("--directory", type=Path, help="on the file system to measure; a temporary one by default")
+    parser.add_argument(
+        "--directory", type=Path, help="a directory on the file system to measure; default: a temporary one"
+    )
     parser.add_argument("--blocking", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:

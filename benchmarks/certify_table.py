@@ -1,12 +1,12 @@
-"""`dppo-megatron certify` over engines, precisions, models and layouts: a line for each, and what differs by itself.
+"""Run `dppo-megatron certify` for engines, precisions, models and layouts; print a line and the differing operators.
 
     python benchmarks/certify_table.py --engine vllm --dtype fp32 --model quickstart
     python benchmarks/certify_table.py                       every cell, twelve minutes on two cores
     python benchmarks/certify_table.py --exact               the dense cells with engine.exact
 
 The dense model is the quickstart's start policy (`make quickstart` makes it), the mixture a random Qwen3-MoE of 4
-layers with 8 experts of which 2, whose routes are replayed. One engine serves both layouts of a cell, or with --exact
-one each, for it computes as its trainer's layout does.
+layers with 2 of 8 experts active and replayed routes. One engine serves both layouts of a cell. With --exact each
+layout has its own engine, because the engine then computes in the trainer's layout.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from dppo_megatron.certify.certificate_text import sampled
 from dppo_megatron.certify.command import certify
-from dppo_megatron.certify.report import sampled
 from dppo_megatron.config import Config, read_config
 from dppo_megatron.launch.own_engines import running_engines
 from tests.support.engines import make_model

@@ -1,12 +1,11 @@
-"""Speed and memory of conversions beside safetensors copying the same bytes: python benchmarks/conversion.py
+"""Compare conversions with a safetensors copy of the same bytes, in time and memory: python benchmarks/conversion.py
 
-Makes a random model (Qwen2.5-1.5B's shape, bf16, 3.1 GB), then runs every task in a process of its own, in turns:
-the copy (`load_file`, `save_file`, fsync of every file) and each conversion. All read files that are in the page
-cache, all end with their bytes on the disk; imports are not timed. Peak memory is what a process held at most beyond
-what it held after its imports (resident set, mapped files included). CPU seconds tell the cost on a machine that is
-busy with other things.
+Creates a random model (Qwen2.5-1.5B's shape, bf16, 3.1 GB). Then runs the copy (`load_file`, `save_file`, fsync of
+every file) and each conversion in turn, each in its own process. All tasks read files that are in the page cache, and
+end when their bytes are on the disk. Imports are not timed. Peak memory is the growth of the resident set after the
+imports, mapped files included. CPU seconds are comparable even on a busy machine.
 
-    --directory DIR   where the files go; on a memory file system (/dev/shm) disks play no part
+    --directory DIR   directory of the files; a memory file system (/dev/shm) excludes the disk from the measurement
     --layers N        fewer layers, a smaller model
     --rounds N        runs of each task; the median is printed
 """
@@ -90,15 +89,15 @@ def compare(root: Path, layers: int, rounds: int) -> None:
 
 
 def run_task(task: str, root: Path) -> dict[str, float]:
-    """Does `task` in this process; leaves only what later tasks read. Seconds, and bytes of memory and of a shard."""
+    """Run `task` in this process, keeping only files that later tasks read. Return seconds, memory and shard bytes."""
     import torch
 
     torch.set_num_threads(1)
     target = root / "out"
-    do(task, root / "tiny", root / "tiny-megatron", target)  # what it imports on its way is neither timed nor counted
+    do(task, root / "tiny", root / "tiny-megatron", target)  # its lazy imports are then neither timed nor counted
     shutil.rmtree(target)
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # begins VmHWM anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     started, worked = time.perf_counter(), time.process_time()
     do(task, root / "hf", root / "megatron", target)
     seconds, cpu = time.perf_counter() - started, time.process_time() - worked
@@ -128,7 +127,7 @@ def do(task: str, hf: Path, megatron: Path, target: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """What safetensors itself offers: every file loaded whole and saved whole."""
+    """Copy with safetensors only: load and save every file as a whole."""
     from safetensors.torch import load_file, save_file
 
     target.mkdir()
@@ -139,7 +138,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def warm(directory: Path) -> None:
-    """Reads every file once, so that each task finds them in the page cache."""
+    """Read every file once, so that each task finds it in the page cache."""
     block = bytearray(1 << 24)
     for file in directory.iterdir():
         if file.is_file():
@@ -149,7 +148,7 @@ def warm(directory: Path) -> None:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process in memory now, or with VmHWM at most."""
+    """Return the resident bytes of this process: now (VmRSS) or at their peak (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024

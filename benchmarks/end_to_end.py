@@ -1,29 +1,29 @@
-"""A step of TRL's GRPO, as published, beside a step of this program, in one run on the same machine.
+"""Compare a step of TRL's published GRPO with a step of this program on the same machine.
 
     .venv/bin/python benchmarks/end_to_end.py runs/end-to-end --out FILE                 # all cells, an hour or two
-    .venv/bin/python benchmarks/end_to_end.py runs/end-to-end --cells quickstart,20M-64  # some; --cells tiny-4 tries it
+    .venv/bin/python benchmarks/end_to_end.py runs/end-to-end --cells quickstart,20M-64  # or tiny-4 for a trial
 
 Cells are models of 1, 20 and 120 M random parameters (Qwen3) with at most 8, 64 and 256 response tokens after prompts
-of 32, and the quickstart: its start policy, its sums, at most 4 tokens. TRL runs in the environment of
-`make test-integrations`.
+of 32 tokens. One more cell is the quickstart: its start policy and its sums, with at most 4 tokens. TRL runs in the
+environment of `make test-integrations`.
 
-The same on both sides: model directory, file of prompts, samples of a prompt, sequences of a step, updates of a step,
-longest response, temperature 1, learning rate, rewards centred by group and not scaled, fp32, no recomputed
-activations, both cores of the machine, both synchronous (each step is sampled by the weights that it trains). Each
-program uses the cores as it likes: TRL samples and trains in one process with torch's own threads; ours is an engine,
-an orchestrator and one trainer rank, of which the engine and the rank have as many threads as there are cores and work
-in turns. Left as each has them: the loss (TRL's clipping as `dr_grpo`, our `dppo_binary_tv`), Adam's constants, order
-of prompts, warm-up of caches. TRL's gradient checkpointing, on by default, is off, which favours TRL. Responses of
-random weights end at the end-of-sequence token with the chance of any other token, so nearly all are of full length.
+Both programs use the same model directory, prompts, samples per prompt, sequences and updates per step, longest
+response, temperature 1 and learning rate. Rewards are centred by group and not scaled. Both compute in fp32, without
+recomputed activations, on both cores of the machine, and synchronously (each step is sampled by the weights that it
+trains). Threads differ: TRL samples and trains in one process with torch's own threads. Ours is an engine, an
+orchestrator and one trainer rank; the engine and the rank have as many threads as there are cores and take turns. Each
+program keeps its own loss (TRL's clipping as `dr_grpo`, our `dppo_binary_tv`), Adam constants, order of prompts and
+warm-up of caches. TRL's gradient checkpointing, on by default, is off, which favours TRL. With random weights the
+end-of-sequence token is as likely as any other, so nearly all responses have full length.
 
-A round runs one program and then the other, in turn the other way round, each from its start, with steps to warm up
-that are not counted; a step's time is the median of those that are. A cell's ratio is the median of its rounds', with
-the smallest and the largest. A program that exceeds its share of --minutes is ended, and the steps that it did count.
-Start-up is from the first process to the first step. Checkpoints, evaluation and the end of a run are in no step.
+A round runs each program once, from its start; rounds alternate the order. Warm-up steps are not counted. The time of
+a step is the median of the counted steps. The ratio of a cell is the median over its rounds, printed with the smallest
+and the largest. A program that exceeds its share of --minutes is ended, and its finished steps count. Start-up is from
+the first process to the first step. No step includes checkpoints, evaluation or the end of a run.
 
-`plain` is transformers' own forward and backward (in TRL's process) on a step's sequences, without a loss worth the
-name or an optimizer: what TRL's and our trainer's can be held against. On the quickstart a last run of each gives the
-greedy accuracy on the 500 held-out sums over the seconds spent in steps; both are evaluated outside them.
+`plain` is transformers' own forward and backward pass (in TRL's process) on the sequences of a step, with a trivial
+loss and without an optimizer. It is a baseline for TRL's and our trainer. On the quickstart, one more run of each
+program gives the greedy accuracy on the 500 held-out sums over the seconds spent in steps, which exclude evaluation.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Compared:
 
     @property
     def ratios(self) -> list[float]:
-        """Our step by TRL's, a round each."""
+        """Return our step time divided by TRL's, for each round."""
         return [ours.step_s / trl.step_s for ours, trl in zip(self.ours, self.trl, strict=True)]
 
     @property
     def limit(self) -> float | None:
-        """What the ratio may be at most."""
+        """Return the largest allowed ratio."""
         if self.cell.name == QUICKSTART:
             return 1.0
         return 0.67 if self.cell.size in ("20M", "120M") and self.cell.response >= 64 else None
@@ -71,14 +71,14 @@ class Compared:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="where models and runs go")
+    parser.add_argument("root", type=Path, help="directory of models and runs")
     parser.add_argument("--cells", default=",".join(name for name in CELLS if name != "tiny-4"), help=", ".join(CELLS))
-    parser.add_argument("--rounds", type=int, default=3, help="of each cell at most")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for a cell; no round begins after them")
+    parser.add_argument("--rounds", type=int, default=3, help="most rounds of a cell")
+    parser.add_argument("--minutes", type=float, default=10.0, help="minutes for a cell; no round begins after them")
     parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of both; default: each process decides")
     parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="interpreter that has TRL")
     parser.add_argument("--no-curve", action="store_true", help="no accuracy over time on the quickstart")
-    parser.add_argument("--out", type=Path, help="the text goes here, too, and every figure to FILE.json")
+    parser.add_argument("--out", type=Path, help="also write the text here, and every figure to FILE.json")
     arguments = parser.parse_args()
     if unknown := set(arguments.cells.split(",")) - CELLS.keys():
         parser.error(f"--cells: {', '.join(sorted(unknown))}: none of {', '.join(CELLS)}")
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def compare(cell: Cell, arguments: argparse.Namespace, say: Callable[[str], None]) -> Compared:
-    """The rounds of `cell`; one in which a program fails is said and ends them."""
+    """Run the rounds of `cell`. A failed program is reported and ends them."""
     directory = prepare(cell, arguments.root)
     limit_s = 60 * arguments.minutes / 2
     steps = cell.warm + cell.timed
@@ -143,7 +143,7 @@ def compare(cell: Cell, arguments: argparse.Namespace, say: Callable[[str], None
 
 
 def draw_curves(compared: Compared, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """One more run of each program, evaluated on the way."""
+    """Run each program once more, with evaluations during the run."""
     cell, directory = compared.cell, prepare(compared.cell, arguments.root)
     asked = (CURVE_STEPS, CURVE_EVERY, 60 * arguments.minutes, arguments.threads)
     try:
@@ -154,7 +154,7 @@ def draw_curves(compared: Compared, arguments: argparse.Namespace, say: Callable
 
 
 def prepare(cell: Cell, root: Path) -> Path:
-    """The cell's directory with `model`, `prompts.jsonl` and, for the quickstart, `heldout.jsonl`."""
+    """Return the directory of the cell with `model`, `prompts.jsonl` and, for the quickstart, `heldout.jsonl`."""
     directory = root.absolute() / cell.size
     if cell.name != QUICKSTART:
         if not (directory / "prompts.jsonl").exists():  # written last
@@ -190,7 +190,7 @@ def row(c: Compared) -> str:
 
 
 def parts_of(done: list[Compared]) -> list[str]:
-    """Median seconds of each part of a step, of both programs."""
+    """Return the table of median seconds of each part of a step, for both programs."""
     lines = ["parts of a step, seconds"]
     for compared in done:
         for program, runs in (("TRL", compared.trl), ("ours", compared.ours)):
@@ -210,7 +210,7 @@ def curves_of(done: list[Compared]) -> list[str]:
 
 
 def over(runs: list[SideRun], name: str) -> float:
-    """The median of a figure over rounds."""
+    """Return the median of a figure over the rounds."""
     return median(getattr(run, name) for run in runs)
 
 

@@ -1,4 +1,4 @@
-"""The two programs that `end_to_end.py` compares: each run once on a cell, in processes of its own, and read back."""
+"""Run one of the two programs of `end_to_end.py` once on a cell, in its own processes, and read its records."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from step_time import step_parts
 from dppo_megatron.observability.tail import read_metrics, read_records
 
 HERE = Path(__file__).parent
-END_S = 60.0  # for a program to end after SIGTERM
+END_S = 60.0  # time for a program to end after SIGTERM
 KV_CACHE_BYTES = 512 << 20
 
 
 class SideFailed(RuntimeError):
-    """It ended with an error, or finished no step that counts in its time."""
+    """The program failed, or finished no counted step in its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Step:
 class SideRun:
     """One run of one program."""
 
-    startup_s: float  # from the start of the first process to that of the first step
+    startup_s: float  # from the start of the first process to the start of the first step
     steps: list[Step]  # all, in order
-    warm: int  # so many of them are not counted
-    accuracy: list[tuple[float, float]] = field(default_factory=list)  # seconds of steps before it, greedy accuracy
-    plain_s: float | None = None  # of transformers' forward and backward alone, where it was measured
+    warm: int  # number of first steps that are not counted
+    accuracy: list[tuple[float, float]] = field(default_factory=list)  # seconds of earlier steps, greedy accuracy
+    plain_s: float | None = None  # only transformers' forward and backward, if measured
 
     @property
     def counted(self) -> list[Step]:
@@ -55,19 +55,19 @@ class SideRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens of a step by its seconds."""
+        """Return the response tokens of a step per second."""
         return median(step.response_tokens / step.seconds for step in self.counted)
 
     @property
     def parts(self) -> dict[str, float]:
-        """Median seconds of each."""
+        """Return the median seconds of each part."""
         return {name: median(step.parts[name] for step in self.counted) for name in self.counted[0].parts}
 
 
 def run_trl(
     cell: Cell, directory: Path, python: Path, steps: int, every: int, limit_s: float, threads: int | None
 ) -> SideRun:
-    """TRL's GRPOTrainer, by `end_to_end_trl.py`. Raises `SideFailed`."""
+    """Run TRL's GRPOTrainer with `end_to_end_trl.py`. Raises `SideFailed`."""
     output = _empty(directory / "trl")
     records = output / "records.jsonl"
     command = [python, HERE / "end_to_end_trl.py", cell.name, directory, records, "--steps", steps, "--every", every]
@@ -91,7 +91,7 @@ def run_trl(
 
 
 def run_ours(cell: Cell, directory: Path, steps: int, every: int, limit_s: float, threads: int | None) -> SideRun:
-    """`dppo-megatron train`: an engine, an orchestrator, one rank. Raises `SideFailed`."""
+    """Run `dppo-megatron train` with an engine, an orchestrator and one rank. Raises `SideFailed`."""
     output = _empty(directory / "ours")
     config = output / "config.yaml"
     config.write_text(yaml.safe_dump(our_config(cell, directory, output / "run", steps, every)))
@@ -106,7 +106,7 @@ def run_ours(cell: Cell, directory: Path, steps: int, every: int, limit_s: float
     for row in rows:
         parts = step_parts(row, generated[row["step"]], 0.0)
         parts["hand-over of rollouts"] -= evaluated.get(row["step"], 0.0)
-        for name in ("evaluation", "checkpoint"):  # TRL's steps hold neither
+        for name in ("evaluation", "checkpoint"):  # TRL's steps include neither
             del parts[name]
         tokens = row["rollout/response_tokens_mean"] * cell.sequences
         trained.append(Step(sum(parts.values()), parts, tokens))
@@ -117,7 +117,7 @@ def run_ours(cell: Cell, directory: Path, steps: int, every: int, limit_s: float
 
 
 def our_config(cell: Cell, directory: Path, run: Path, steps: int, every: int) -> dict[str, Any]:
-    """One rank on both cores, for the engine rests while it trains; what is not named here is the default."""
+    """Return a config of one rank on both cores: the engine is idle while the rank trains. The rest is the default."""
     longest = cell.prompt_tokens + cell.response
     data: dict[str, Any] = {"train": str(directory / "prompts.jsonl"), "max_prompt_tokens": cell.prompt_tokens}
     if every:
@@ -147,8 +147,11 @@ def our_config(cell: Cell, directory: Path, run: Path, steps: int, every: int) -
 
 
 def _run(command: list[Any], log: Path, limit_s: float, threads: int | None) -> float:
-    """Runs `command` to its end, or for `limit_s`; returns the Unix time of its start. threads: OMP_NUM_THREADS; None =
-    unset, so that each process decides. Raises `SideFailed` with its last lines."""
+    """Run `command` to its end or for `limit_s`, and return the Unix time of its start.
+
+    threads is OMP_NUM_THREADS; with None it is unset, and each process decides. Raises `SideFailed` with the last lines
+    of the log.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -160,7 +163,7 @@ def _run(command: list[Any], log: Path, limit_s: float, threads: int | None) -> 
         try:
             code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            code = 0  # what it recorded until now counts
+            code = 0  # its records so far count
         finally:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)
@@ -194,7 +197,7 @@ def _empty(directory: Path) -> Path:
 
 
 def describe(run: SideRun) -> dict[str, Any]:
-    """For a file."""
+    """Return the figures of a run as JSON."""
     return {
         "startup_s": run.startup_s,
         "step_s": [step.seconds for step in run.counted],

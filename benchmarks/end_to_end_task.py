@@ -1,6 +1,6 @@
-"""What `end_to_end.py` trains: cells of model size and response length, each with a start model, prompts and a reward.
+"""The cells of `end_to_end.py`: a model size and response length, each with a start model, prompts and a reward.
 
-Needs no more than the standard library to import: the reward is called in TRL's environment too.
+Importing it needs only the standard library, because TRL's environment calls the reward too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES: dict[
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One comparison. `response`: most tokens of a response; samples: of each prompt; updates: of each step."""
+    """One comparison. response: most tokens of a response. samples: per prompt. updates: per step."""
 
     size: str
     response: int
@@ -49,7 +49,7 @@ class Cell:
 
 
 QUICKSTART = "quickstart"
-# Batches such that a step takes some seconds on two quiet cores.
+# With these batches a step takes a few seconds on two idle cores.
 CELLS = {
     cell.name: cell
     for cell in (
@@ -69,8 +69,10 @@ CELLS = {
 
 
 def even(completions: list[str], **_: object) -> list[float]:
-    """The share of even words, TRL's convention: hardly ever the same for all samples of a prompt, so all are trained
-    on."""
+    """Return the share of even words of each completion, in TRL's convention.
+
+    It almost always differs between the samples of a prompt, so all of them are trained on.
+    """
     words = [[int(word[1:]) for word in text.split() if word[:1] == "w"] for text in completions]
     return [sum(number % 2 == 0 for number in numbers) / max(1, len(numbers)) for numbers in words]
 
@@ -79,7 +81,7 @@ even.trusted = True  # type: ignore[attr-defined]  # called in the orchestrator,
 
 
 def make_model_and_prompts(cell: Cell, directory: Path, seed: int = 1) -> None:
-    """`model/` and `prompts.jsonl` below `directory`: random weights, prompts of random words, one token each."""
+    """Write `model/` with random weights and `prompts.jsonl` with random words, one token each, below `directory`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

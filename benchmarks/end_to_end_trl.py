@@ -1,10 +1,10 @@
-"""TRL's side of `end_to_end.py`: its GRPOTrainer as published, in TRL's own environment, with a clock around its parts.
+"""TRL's side of `end_to_end.py`: the published GRPOTrainer in TRL's own environment, with its parts timed.
 
     .venv-integrations/bin/python benchmarks/end_to_end_trl.py CELL DIRECTORY RECORDS [--steps N] [--every N]
 
-DIRECTORY has `model/` and `prompts.jsonl`, with --every `heldout.jsonl`, too. Appends a line to RECORDS for each step,
-and at the end one for a plain step of transformers: forward and backward on what was sampled last, with no loss but
-the mean log-prob of the responses and no optimizer. Nothing of TRL is changed; methods are overridden to be timed.
+DIRECTORY has `model/` and `prompts.jsonl`, with --every also `heldout.jsonl`. Appends a line to RECORDS for each step.
+The last line is a plain step of transformers: forward and backward on the last samples, with the mean log-prob of the
+responses as its loss and without an optimizer. TRL's behaviour is unchanged; methods are overridden only for timing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_objectives import accuracy, right
 
-PLAIN_STEPS = 3  # the first is to warm up
+PLAIN_STEPS = 3  # the first one warms up
 
 
 class Clock:
-    """Seconds of named parts since the last `take`; a part inside another counts in both."""
+    """Measure the seconds of named parts since the last `take`; a part inside another counts in both."""
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
@@ -46,7 +46,7 @@ class Clock:
 
 
 class TimedGRPO(GRPOTrainer):
-    """Times sampling and scoring, and keeps what was sampled last."""
+    """GRPOTrainer that times sampling and scoring, and keeps the last samples."""
 
     clock: Clock
     sampled: dict[str, torch.Tensor]
@@ -73,7 +73,7 @@ class TimedGRPO(GRPOTrainer):
 
 
 class Records(TrainerCallback):
-    """A line for each step, which is `updates` of the trainer's own; every `every` steps an accuracy, outside them."""
+    """Write a line for each step (`updates` steps of TRL's trainer), and every `every` steps measure the accuracy."""
 
     def __init__(self, path: Path, updates: int, evaluate: Callable[[], float] | None, every: int):
         self._path, self._updates, self._evaluate, self._every = path, updates, evaluate, every
@@ -163,7 +163,7 @@ def settings(cell: Cell, steps: int, output: Path) -> GRPOConfig:
         lr_scheduler_type="constant",
         loss_type="dr_grpo",
         scale_rewards="none",
-        gradient_checkpointing=False,  # the default recomputes the forward pass, for memory that is not short here
+        gradient_checkpointing=False,  # the default recomputes the forward pass to save memory
         use_cpu=True,
         bf16=False,
         report_to=[],
@@ -174,8 +174,10 @@ def settings(cell: Cell, steps: int, output: Path) -> GRPOConfig:
 
 
 def plain_step(model: torch.nn.Module, sampled: dict[str, torch.Tensor], updates: int) -> float:
-    """Seconds of transformers' forward and backward on all sampled sequences, in as many batches as there are updates;
-    prompts of a batch are equally long or padded, as TRL trains on them."""
+    """Return the seconds of transformers' forward and backward on all sampled sequences, in one batch per update.
+
+    Prompts of a batch have equal length or are padded, as in TRL's training.
+    """
     tokens = torch.cat((sampled["prompt_ids"], sampled["completion_ids"]), dim=1)
     mask = torch.cat((sampled["prompt_mask"], sampled["completion_mask"]), dim=1)
     response = sampled["completion_ids"].shape[1]

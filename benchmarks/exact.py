@@ -1,10 +1,10 @@
-"""What `engine.exact` costs and gives: the quickstart's run with and without it, on each engine, in both precisions.
+"""Measure cost and effect of `engine.exact` on the quickstart's run, with each engine in both precisions.
 
     python benchmarks/exact.py [--engine vllm] [--dtype bf16] [--ranks 2] [--steps 10] [--set A.B=VALUE ...]
 
-Makes the task and the start policy once, then trains from it twice for every engine and precision, everything else
-equal. The first step, in which kernels are chosen and caches filled, is left out of the means. Generating and training
-take turns in these runs (rollout.max_staleness 0), so the two costs do not hide each other.
+Creates the task and the start policy once. Then trains from it with and without the setting, for every engine and
+precision, with everything else equal. The means exclude the first step, which selects kernels and fills caches.
+Generation and training take turns in these runs (rollout.max_staleness 0), so neither cost hides the other.
 """
 
 from __future__ import annotations

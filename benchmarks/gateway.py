@@ -1,12 +1,12 @@
-"""What a turn costs through the gateway, beside the same request to the engine, and what an open session takes.
+"""Compare a turn through the gateway with the same request to the engine, and measure the memory of an open session.
 
     python benchmarks/gateway.py [--sessions 64] [--turns 4] [--tokens 200] [--rounds 6] [--open 1000] [--directory DIR]
 
-The engine is a vLLM server of the quickstart's model with random weights on this machine's CPU. A round holds all
-sessions at once, first one way and then the other, in turn: by HTTP as an agent does (OpenAI's Chat Completions; chat
-template, tokens, tool calls, journal), and as the requests that the engine got then, by our client. Seeds and so
-tokens are the same, which is checked. Turns have half of `--tokens` to half as much more. Clients and gateway share a
-process, so the clients' work counts as the gateway's.
+The engine is a vLLM server of the quickstart's model with random weights on this machine's CPU. A round runs all
+sessions concurrently in two ways, and rounds alternate the order. One way is HTTP as an agent uses it (OpenAI's Chat
+Completions with chat template, tokens, tool calls and journal). The other sends the resulting engine requests with our
+client. Seeds are the same, and the benchmark checks that tokens are too. Turns have 0.5 to 1.5 times `--tokens` tokens.
+Clients and gateway share a process, so the clients' work counts as the gateway's.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ TEMPLATE = (
 
 @dataclass
 class Measured:
-    """Of one way, over all rounds."""
+    """Measurements of one way, over all rounds."""
 
-    turns: list[float] = field(default_factory=list)  # seconds
-    rounds: list[float] = field(default_factory=list)  # seconds of a turn: of a round, over its turns in a row
-    own: list[float] = field(default_factory=list)  # seconds of computing a turn, of this process
-    engine: list[float] = field(default_factory=list)  # and of the engine's
+    turns: list[float] = field(default_factory=list)  # seconds of each turn
+    rounds: list[float] = field(default_factory=list)  # seconds of a round divided by the turns of a session
+    own: list[float] = field(default_factory=list)  # CPU seconds of a turn in this process
+    engine: list[float] = field(default_factory=list)  # CPU seconds of a turn in the engine's processes
 
 
 class Bench:
@@ -82,7 +82,7 @@ class Bench:
         return rollout
 
     async def directly(self, session: int) -> list[float]:
-        """Seconds of each turn."""
+        """Send the recorded requests of a session to the engine, and return the seconds of each turn."""
         seconds = []
         for request, said in self.requests[session][: self.arguments.turns]:
             began = time.perf_counter()
@@ -94,11 +94,11 @@ class Bench:
     async def through(
         self, gateway: Gateway, http: aiohttp.ClientSession, turns: FinishedTurns, session: int
     ) -> list[float]:
-        """Seconds of each turn."""
+        """Run a session through the gateway, and return the seconds of each turn."""
         conversation = self.conversation(partial(self.sample, session, turns))
         async with gateway.session(conversation) as key:
             seconds = await talk(self.arguments, http, gateway.url, key, session)
-        assert len(conversation.finished()) == 1  # every turn went on behind the one before
+        assert len(conversation.finished()) == 1  # every turn continued the one before
         return seconds
 
     def conversation(self, sample: Sample) -> Conversation:
@@ -115,7 +115,7 @@ class Bench:
         into.engine.append(engine / sessions / turns)
 
     def computing(self) -> tuple[float, float]:
-        """Seconds that this process and the engine's have computed."""
+        """Return the CPU seconds of this process and of the engine's processes so far."""
         engine = [process.cpu_times() for process in (self.server, *self.server.children(recursive=True))]
         own = psutil.Process().cpu_times()
         return own.user + own.system, sum(times.user + times.system for times in engine)
@@ -164,7 +164,7 @@ async def measure(bench: Bench, directory: Path) -> None:
                 (bench.directly, direct),
                 (lambda session, seats=seats: bench.through(server, http, seats[session], session), gateway),
             ]
-            if number == 0:  # both ways once: the engine's prefix cache and the connections are there afterwards
+            if number == 0:  # round 0 warms up the prefix cache and the connections
                 ways = [(ways[1][0], Measured()), (ways[0][0], Measured())]
             for way, into in ways if number % 2 else ways[::-1] if number else ways:
                 await bench.round(way, into)

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import QWEN3_06B, ROOT, SIZES, TINY
+from gpu_case import QWEN3_06B, ROOT, SIZES, TINY
 from gpu_values import require, require_value, values_checked
 
-TIMEOUT_S = {"cuda": 15.0, "cpu": 4.0}  # of a step of the group
-START_S = 90.0  # of a receiver: torch's import on a busy machine, and its context
+TIMEOUT_S = {"cuda": 15.0, "cpu": 4.0}  # limit of one step of the group
+START_S = 90.0  # limit of a receiver's start: importing torch on a busy machine, and creating its context
 SLACK_S = 5.0
 TENSOR = {"cuda": (4096, 8192), "cpu": (64, 512)}  # bf16: 64 MiB, 64 KiB
 TENSORS = 64
@@ -142,7 +142,7 @@ class Group:
         print(f"  1 + {workers} processes formed a {backend} {nccl} group in {time.monotonic() - started:.2f} s")
 
     def send(self, step: str, weights: Any, *, add_up: bool = False, dies: Receiver | None = None) -> dict[str, int]:
-        """Return the fingerprint of what was sent. Aborts the step before raising WeightGroupError, as trainers do."""
+        """Return the fingerprint of the sent weights. Abort the step before WeightGroupError, as a trainer does."""
         from dppo_megatron.weight_sync.broadcast import _BucketStream
         from dppo_megatron.weights.fingerprint import add
         from dppo_megatron.weights.process_group import WeightGroupError
@@ -150,7 +150,7 @@ class Group:
         sent: dict[str, int] = {}
         for each in self.receivers:
             each.tell(step=step, sum=add_up, die=each is dies)
-        stream = _BucketStream(self._channel, self.buckets, self._device, self._rendezvous, step)
+        stream = _BucketStream(self._channel, self.buckets, self._device, step)
         try:
             for name, tensor in weights:
                 stream.add(name, tensor)
@@ -172,7 +172,9 @@ def checked(group: Group, kind: str, step: str, seed: int) -> None:
     for each in group.receivers:
         reply = each.reply(TIMEOUT_S[kind] + SLACK_S)
         require("error" not in reply, f"receiver {each.number}: {reply}")
-        require_value(reply["fingerprint"] == sent, f"receiver {each.number} holds other weights than were sent")
+        require_value(
+            reply["fingerprint"] == sent, f"the weights of receiver {each.number} differ from those that were sent"
+        )
     require(len(sent) == TENSORS, "not every tensor was sent")
     same = "the same" if values_checked() else "not compared"
     print(f"  {step}: fingerprints of {len(sent)} layers: {same} on {len(group.receivers)} receivers")
@@ -214,26 +216,26 @@ def _lose_one(group: Group, kind: str, receivers: list[Receiver], weights: Any) 
     print(f"  receiver {victim.number} killed in a bucket: {seconds:.1f} s, {problem or 'no error'}", flush=True)
     require(victim.process.wait(SLACK_S) == -9, "the receiver that kills itself did not")
     require(bool(re.match(r"bucket \d+ of \d+ ", problem)), f"the sender's error does not name the bucket: {problem!r}")
-    require(seconds < TIMEOUT_S[kind] + SLACK_S, f"the sender noticed after {seconds:.1f} s only")
+    require(seconds < TIMEOUT_S[kind] + SLACK_S, f"the sender noticed only after {seconds:.1f} s")
     for each in survivors:
         reply = each.reply(TIMEOUT_S[kind] + SLACK_S)
         print(f"  receiver {each.number} after {reply['seconds']:.1f} s: {reply.get('error')}")
-        require("error" in reply, f"receiver {each.number} took weights of which one bucket never came")
+        require("error" in reply, f"receiver {each.number} accepted weights with a missing bucket")
     if survivors:
         again = Group(kind, survivors, "second")
         checked(again, kind, "after the loss", seed=2)
         again.close()
     else:
         print("  no receiver is left: with three GPUs or more the group is formed again with the others")
-    if kind == "cuda":  # would a watchdog end this process?
+    if kind == "cuda":  # a watchdog might end this process
         time.sleep(max(0.0, started + TIMEOUT_S[kind] + SLACK_S - time.monotonic()))
     for each in survivors:
-        require(each.process.poll() is None, f"receiver {each.number} was ended: a watchdog's doing?")
+        require(each.process.poll() is None, f"receiver {each.number} ended, perhaps by a watchdog")
     print(f"  {time.monotonic() - started:.0f} s later the sender and {len(survivors)} receivers are alive")
 
 
 def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
-    """Publish two policies from a trainer of one rank to a server whose workers have other GPUs."""
+    """Publish two policies from a trainer of one rank to a server with workers on other GPUs."""
     from dppo_megatron.fleet.registry import free_port
     from dppo_megatron.hf import make_random_hf_model
     from tests.support.engines import engine_config, make_secret, running_server
@@ -241,7 +243,7 @@ def vllm(kind: str, work: Path, tensor_parallel: int) -> None:
 
     dtype, shape = ("bf16", QWEN3_06B) if kind == "cuda" else ("fp32", TINY)
     wide = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    bound = 0.3 if dtype == "bf16" else 1e-4  # of log-probs
+    bound = 0.3 if dtype == "bf16" else 1e-4  # limit of log-prob differences
     home = work / "vllm"
     home.mkdir(exist_ok=True)
     policies = [home / "models" / name for name in "ab"]
@@ -300,8 +302,8 @@ def main() -> None:
     parser.add_argument("part", choices=("broadcast", "vllm_tp2", "receiver"))
     parser.add_argument("--device", choices=SIZES, required=True)
     parser.add_argument("--work", type=Path, help="directory that the parts share")
-    parser.add_argument("--receivers", type=int, default=2, help="of the group; of a vLLM server its workers")
-    parser.add_argument("--number", type=int, help="of the process of a receiver")
+    parser.add_argument("--receivers", type=int, default=2, help="receivers of the group, or workers of a vLLM server")
+    parser.add_argument("--number", type=int, help="number of the receiver that this process runs")
     arguments = parser.parse_args()
     if arguments.part == "receiver":
         return receiver(arguments.number, arguments.device)

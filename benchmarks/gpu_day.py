@@ -1,13 +1,13 @@
-"""For the day GPUs are at hand: runs what no GPU has run yet, part by part, and writes what came out to a file.
+"""Run the checks and measurements that need GPUs, part by part, and write their results to a file.
 
     make test-gpu                               all parts on this machine's GPUs, one to eight
-    python benchmarks/gpu_day.py --device cpu   the same parts on tiny shapes: does the script itself still work?
-    python benchmarks/gpu_day.py --only actor offload --output somewhere
+    python benchmarks/gpu_day.py --device cpu   the same parts on tiny shapes, as a test of the script
+    python benchmarks/gpu_day.py --only actor offload --output DIRECTORY
 
-Every part is a process of its own, with ranks where it needs several devices, and with a limit of time, so one that
-hangs or dies costs no other. A part that lacks something says what and is skipped; so is everything where there is no
-CUDA device, and the exit status is 0. It is 1 when a part failed. The file is
-benchmarks/results/DATE-COUNT-x-CHIP-gpu-day.txt. docs/gpu_day.md says what to bring along.
+Every part is its own process, with ranks if it needs several devices, and has a time limit, so a part that hangs or
+dies does not affect the others. A part that lacks something is skipped with the reason. Without a CUDA device all parts
+are skipped, and the exit status is 0. It is 1 if a part failed. The file is
+benchmarks/results/DATE-COUNT-x-CHIP-gpu-day.txt. docs/gpu_day.md lists the requirements.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 from gpu_machine import ROOT, chip, cuda_devices, found, machine, topology
 from gpu_values import VARIABLE
 
-BUDGET_S = {1: 480.0, 2: 1800.0}  # of all parts: with one device, with more
-LEAST_S = 10.0  # less is not worth a start
+BUDGET_S = {1: 720.0, 2: 1800.0}  # limit of all parts: with one device, with more
+LEAST_S = 10.0  # least remaining time to start a part
 SHOWN = 120  # last lines of a part's output that are kept
-PROFILER = "USDT:"  # its own trace lines
+PROFILER = "USDT:"  # prefix of the profiler's trace lines
 CPU_DEVICES = 3  # processes of a dry run
 MOST = 8
 TRAINER = ("megatron.core", "pydantic", "safetensors", "yaml", "psutil")
@@ -40,9 +40,10 @@ UNCHECKED = "VALUES NOT CHECKED: a run with --no-values. Nothing here is a measu
 
 @dataclass(frozen=True)
 class Part:
-    """command: after the interpreter; {device}, {work} (a directory that all parts share) and {count} are filled in.
+    """One check or measurement.
 
-    devices: the fewest that it needs. count: processes to start, given the number of devices. values_only: the part
+    command: arguments of the interpreter; {device}, {work} (a directory that all parts share) and {count} are filled
+    in. devices: the fewest that it needs. count: processes to start, given the number of devices. values_only: the part
     only compares numbers.
     """
 
@@ -51,7 +52,7 @@ class Part:
     limit_s: float
     needs: tuple[str, ...]  # modules
     command: tuple[str, ...]
-    on_cpu: tuple[str, ...] | None = None  # instead, for a dry run
+    on_cpu: tuple[str, ...] | None = None  # command of a dry run, if it differs
     devices: int = 1
     count: Callable[[int], int] = lambda devices: 2
     values_only: bool = False
@@ -84,9 +85,9 @@ PARTS = (
     Part(
         "correctness",
         "token statistics and grouped experts on the GPU against float64 (tests/gpu)",
-        120,
+        240,
         ("pytest", "hypothesis"),
-        ("-m", "pytest", "tests/gpu", "-q", "-x", "-rs", "-p", "no:cacheprovider"),
+        ("-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"),
         values_only=True,
     ),
     Part(
@@ -116,11 +117,19 @@ PARTS = (
         ("triton",),
         ("benchmarks/kernels.py", "--dtypes", "bf16"),
     ),
-    _script("actor", "updates in bf16, each kind of layers; no wait for the device in the loss", 100),
+    _script("actor", "updates in bf16, each kind of layers and FP8; no wait for the device in the loss", 150),
+    _script("moe", "the same with 8 experts", 100),
+    _script(
+        "time_by_kernel",
+        "kernels of an update, and how long the device waits for the host",
+        100,
+        script="gpu_profile.py",
+    ),
+    _script("checkpoint", "save and load: the same bits; the time of both, and of an export", 80),
     _script("offload", "optimizer.offload: the same bits, the time and the memory", 80),
     _script("grpo", "a step of GRPO and of top-K DPPO on the shape of Qwen3-0.6B", 100),
     _script("colocated", "a run whose vLLM engine shares the trainer's GPU", 180, "vllm", "transformers"),
-    _script("sdpa", "the backends of attention: which one ran, time and values", 90, script="gpu_sdpa.py"),
+    _script("sdpa", "the backends of attention: which one ran, time and values", 90, script="gpu_profile.py"),
     _ranks("tp2", "tensor and sequence parallel on 2: as one process, and no wait in the loss", 150),
     _ranks("cp2", "context parallel on 2: the same", 150),
     _ranks("ep2", "expert parallel on 2: the same", 150),
@@ -143,7 +152,7 @@ class Outcome:
 
 
 def lacking(part: Part, device: str | None, devices: int, values: bool) -> str | None:
-    """Why the part cannot run here; None where it can."""
+    """Return the reason why the part cannot run here, or None."""
     if not found("torch"):
         return f"torch is not installed in {sys.executable}"
     if device is None:
@@ -184,7 +193,7 @@ def run(part: Part, device: str, devices: int, values: bool, work: str, limit_s:
 
 
 def _end_session(process: subprocess.Popen) -> None:
-    """The part and what it started: it has a session of its own."""
+    """End the part and its child processes, which share a session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -214,10 +223,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: a dry run")
     parser.add_argument(
-        "--devices", type=int, help=f"use so many; default: all up to {MOST}, or {CPU_DEVICES} on a CPU"
+        "--devices", type=int, help=f"number of devices to use; default: all up to {MOST}, or {CPU_DEVICES} on a CPU"
     )
     parser.add_argument(
-        "--budget-s", type=float, help=f"of all parts together; {BUDGET_S[1]:g}, {BUDGET_S[2]:g} on more"
+        "--budget-s",
+        type=float,
+        help=f"limit of all parts together; default: {BUDGET_S[1]:g}, with several devices {BUDGET_S[2]:g}",
     )
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART")
     parser.add_argument("--no-values", action="store_true", help="compare no numbers, for devices that compute nothing")
@@ -244,7 +255,7 @@ def main() -> int:
             if reason is None and left < LEAST_S:
                 reason = f"{budget_s:.0f} s are over"
             if reason is None:
-                limit_s = part.limit_s * (2 if device == "cpu" else 1)  # which others may keep busy
+                limit_s = part.limit_s * (2 if device == "cpu" else 1)  # other programs may use the cores
                 outcomes.append(run(part, device, devices, values, work, min(limit_s, left)))
                 print(f"\n{outcomes[-1].output}")
             else:

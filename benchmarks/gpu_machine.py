@@ -16,7 +16,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "v
 def found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
@@ -29,7 +29,7 @@ def cuda_devices() -> int:
 
 
 def chip(device: str | None, count: int) -> str:
-    """For the file's name."""
+    """Return the name of the device for the file name."""
     if device != "cuda":
         return "cpu-dry-run"
     import torch
@@ -38,7 +38,7 @@ def chip(device: str | None, count: int) -> str:
 
 
 def machine(device: str | None, count: int) -> list[str]:
-    """Lines of the head. count: devices that are used."""
+    """Return the lines of the head. count: devices that are used."""
     lines = [f"date: {datetime.date.today()}", f"devices: {count if device else 0}, {platform.machine()}"]
     if device == "cuda":
         lines += _cuda(count)
@@ -47,7 +47,7 @@ def machine(device: str | None, count: int) -> list[str]:
 
 
 def topology() -> list[str]:
-    """How the GPUs of this machine are connected, as the driver reports it; empty where it does not."""
+    """Return the driver's description of the connections between GPUs; empty if it has none."""
     return _output("nvidia-smi", "topo", "-m").splitlines()
 
 
@@ -74,7 +74,7 @@ def _cuda(count: int) -> list[str]:
         nccl = "absent"
     try:
         cudnn = torch.backends.cudnn.version()
-    except RuntimeError as error:  # one that torch was not compiled with
+    except RuntimeError as error:  # torch was not compiled with it
         cudnn = f"unfit: {str(error).splitlines()[0]}"
     return [
         *lines,
@@ -95,7 +95,7 @@ def _commit() -> str:
 
 
 def _output(*command: str) -> str:
-    """ "" where the command is missing, fails or hangs."""
+    """Return the output of a command, or "" if the command is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

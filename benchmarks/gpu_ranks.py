@@ -1,16 +1,16 @@
-"""The parts of gpu_day.py that train on several ranks: each layout against one process with the whole batch.
+"""The parts of gpu_day.py that train on several ranks. They compare each layout with one process on the whole batch.
 
 python benchmarks/gpu_ranks.py tp2 --device cpu --work /tmp/day
 
-Started so, it starts the ranks. Every rank trains one update by itself first, on its own device, in fp32 and in bf16;
-then all ranks train it together. The update has eps = 1 in Adam, far above any gradient, and no clipping: each weight
-moves by lr x gradient, so that weights exported under their Hugging Face names give the gradient in every layout.
+This command starts the ranks. Every rank first trains one update by itself on its own device, in fp32 and in bf16. Then
+all ranks train the update together. Adam has eps = 1, far above any gradient, and there is no clipping. Each weight
+therefore moves by lr x gradient, and weights exported under their Hugging Face names give the gradient in every layout.
 
-Bounds. In fp32: log-probs to 1e-3 on average, the loss to 1e-4 (its weights add up to 1), the gradient of each tensor
-to 1e-3 of its norm. In bf16 a layout may differ from one process in fp32 by twice as much as one process in bf16 does,
-plus 5e-3 for log-probs, 2e-3 for the loss and 2e-2 for gradients. With experts, rounding sends some tokens to other
-experts: each tensor's gradient is compared to 5e-2 in fp32, and in bf16 only the whole gradient, to that factor plus
-1e-1.
+Bounds in fp32: 1e-3 for log-probs on average, 1e-4 for the loss (its weights add up to 1), 1e-3 of its norm for the
+gradient of each tensor. In bf16 a layout may differ from one process in fp32 by twice as much as one process in bf16
+does, plus 5e-3 for log-probs, 2e-3 for the loss and 2e-2 for gradients. With experts, rounding sends some tokens to
+other experts. The bound of each tensor's gradient is then 5e-2 in fp32. In bf16 only the whole gradient is compared,
+with the same factor plus 1e-1.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu_parts import ROOT, SIZES, Day, no_wait_in_the_loss
+from gpu_case import SIZES, Day, no_wait_in_the_loss
 from gpu_values import Problems, values_checked
 
-TIMEOUT_S = 60.0  # of a collective
-END_S = 15.0  # for the other ranks, once one has failed
+TIMEOUT_S = 60.0  # limit of a collective
+END_S = 15.0  # time for the other ranks to end after one has failed
 LR = 1e3
 NOISE = 0.1  # between the rollout's log-probs and the trainer's, so that ratios are not 1
 LOGPROB, LOSS = {"fp32": 1e-3, "bf16": 5e-3}, {"fp32": 1e-4, "bf16": 2e-3}
 GRADIENT, WITH_EXPERTS = {"fp32": 1e-3, "bf16": 2e-2}, {"fp32": 5e-2, "bf16": 1e-1}
-FACTOR = {"fp32": 0.0, "bf16": 2.0}  # of one process's own distance from fp32
+FACTOR = {"fp32": 0.0, "bf16": 2.0}  # times the distance of one process from fp32
 
 
 @dataclass(frozen=True)
 class Case:
-    """parallel: settings of the section, besides the world size."""
+    """One layout. parallel: settings of the section `parallel`, except the world size."""
 
     name: str
     parallel: dict[str, Any]
     moe: bool = False
-    objectives: tuple[str, ...] = ()  # more that must not wait for the device
+    objectives: tuple[str, ...] = ()  # further ones that must not wait for the device
 
 
 TP2 = {"tensor": 2, "sequence": True}
@@ -64,17 +64,6 @@ CASES = {
         Case("tensor 2 + sequence, expert 2", {**TP2, "expert": 2, "expert_tensor": 1}, moe=True),
     ),
 }
-MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "tie_word_embeddings": False,
-}
-MOE_SIZE = {"cuda": {"num_hidden_layers": 8, "moe_intermediate_size": 768}, "cpu": {"moe_intermediate_size": 48}}
 
 
 @dataclass(frozen=True)
@@ -92,18 +81,8 @@ class Seen:
 
 def make_models(day: Day, part: str) -> None:
     """Write the models before the ranks start, because all ranks load them."""
-    from dppo_megatron.hf import make_random_hf_model
-
-    if not all(case.moe for case in CASES[part]):
-        _ = day.model
-    if any(case.moe for case in CASES[part]) and not moe_model(day).exists():
-        make_random_hf_model(
-            moe_model(day), {**day.size.model, **MOE, **MOE_SIZE[day.device]}, seed=2, dtype=torch.bfloat16
-        )
-
-
-def moe_model(day: Day) -> Path:
-    return day.work / "moe-model"
+    for case in CASES[part]:
+        _ = day.moe_model if case.moe else day.model
 
 
 def train(day: Day, part: str) -> None:
@@ -141,9 +120,9 @@ def train(day: Day, part: str) -> None:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """Inside, this rank is a world of its own."""
+    """Make this rank a world of size 1 inside the context."""
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "1"}):
-        rank = os.environ.pop("RANK")  # which the patch puts back
+        rank = os.environ.pop("RANK")  # the patch restores it
         try:
             yield
         finally:
@@ -151,7 +130,7 @@ def _by_itself() -> Iterator[None]:
 
 
 def _rendezvous(day: Day) -> None:
-    """Agree on a port for the next group; does nothing where a group exists."""
+    """Agree on a port for the next group. With an existing group this does nothing."""
     from tests.support.ranks import rendezvous
 
     if not dist.is_initialized():
@@ -162,7 +141,7 @@ def _actor(day: Day, moe: bool, dtype: str, parallel: dict[str, Any]) -> Any:
     return day.actor(
         # TransformerEngine has no attention in fp32.
         model={
-            "path": str(moe_model(day) if moe else day.model),
+            "path": str(day.moe_model if moe else day.model),
             "dtype": dtype,
             "layers": "local" if dtype == "fp32" else "auto",
         },
@@ -202,7 +181,7 @@ def _seen(actor: Any, batches: list[Any]) -> Seen:
 
 
 def _compare(problems: Problems, case: Case, dtype: str, seen: Seen, exact: Seen, same: Seen) -> None:
-    """exact: of one process in fp32; same: of one process in this dtype."""
+    """Compare with one process in fp32 (`exact`) and one process in this dtype (`same`)."""
     what, factor = f"{case.name}, {dtype}", FACTOR[dtype]
     wanted = torch.cat(exact.logprobs)
     far = float((torch.cat(seen.logprobs) - wanted).abs().mean())
@@ -212,7 +191,7 @@ def _compare(problems: Problems, case: Case, dtype: str, seen: Seen, exact: Seen
     loss, bound = abs(seen.loss - exact.loss), factor * abs(same.loss - exact.loss) + LOSS[dtype]
     print(f"  loss {seen.loss:.6f}, one process in fp32 {exact.loss:.6f}, bound {bound:.2e}")
     problems.value(loss <= bound, f"{what}: the loss differs by {loss:.2e}, allowed {bound:.2e}")
-    if seen.gradient:  # else other ranks export
+    if seen.gradient:  # otherwise other ranks export
         _compare_gradients(problems, case, dtype, seen.gradient, exact.gradient, same.gradient)
 
 
@@ -230,7 +209,7 @@ def _compare_gradients(
     problems.value(whole <= bound, f"{case.name}, {dtype}: gradients differ by {whole:.2e}, allowed {bound:.2e}")
     found = []
     for name, gradient in seen.items():
-        # A tensor whose gradient is next to nothing is compared with the whole gradient instead.
+        # A tensor with almost no gradient is compared with the whole gradient instead.
         scale = max(_norm([exact[name]]), 1e-4 * total)
         far, bound = _norm([gradient - exact[name]]) / scale, factor * _norm([same[name] - exact[name]]) / scale
         found.append((far / (bound + allowed), f"{name} {far:.2e}, bound {bound + allowed:.2e}"))
@@ -246,7 +225,7 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def _no_waits(day: Day, problems: Problems, case: Case, actor: Any, batches: list[Any]) -> None:
-    """With further objectives; the first was watched in the update that was compared."""
+    """Check further objectives for waits. The compared update has already checked the first one."""
     actor.lr_scale = 1e-12
     for name in case.objectives:
         with problems.noted(f"{case.name}, {name}"), no_wait_in_the_loss(day):
@@ -259,6 +238,7 @@ def _no_waits(day: Day, problems: Problems, case: Case, actor: Any, batches: lis
 
 def _time(day: Day, actor: Any, batches: list[Any]) -> None:
     actor.lr_scale = 1e-12
+    day.forget()
     actor.train_update(batches, _objective(), another_follows=True)
     for last in (False, True):
         started = time.perf_counter()
@@ -271,17 +251,17 @@ def _time(day: Day, actor: Any, batches: list[Any]) -> None:
         )
 
 
-def start(part: str, device: str, work: Path, size: int) -> int:
-    """Run the ranks and return the exit status. The output of rank 0 is shown, that of others when they fail."""
-    make_models(Day(device, work), part)
+def start(part: str, day: Day, size: int) -> int:
+    """Run the ranks and return the exit status. The output of rank 0 is shown; other ranks' only if they fail."""
+    make_models(day, part)
     with tempfile.TemporaryDirectory() as meeting:
         ranks, logs = [], [Path(meeting) / f"rank-{rank}.log" for rank in range(size)]
         for rank, log in enumerate(logs):
             environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "GPU_DAY_MEETING": meeting}
-            if device == "cpu":
+            if day.device == "cpu":
                 environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            command = [sys.executable, __file__, part, "--device", device, "--work", str(work)]
+            command = [sys.executable, __file__, part, "--device", day.device, "--work", str(day.work)]
             with log.open("w") as output:
                 ranks.append(
                     subprocess.Popen(
@@ -316,12 +296,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
+    day = Day(arguments.device, arguments.work)
     if "GPU_DAY_MEETING" not in os.environ:
-        return start(arguments.part, arguments.device, arguments.work, arguments.ranks)
-    train(Day(arguments.device, arguments.work), arguments.part)
+        return start(arguments.part, day, arguments.ranks)
+    train(day, arguments.part)
     return 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""Whether gpu_day.py's parts compare numbers, and the problems that a part found.
+"""Checks of gpu_day.py's parts, and the problems that a part found.
 
-With --no-values they do not: on a device that computes nothing (a null CUDA driver) every number is garbage, while
-device mixing, signatures and waits of the host still show.
+With --no-values the parts compare no numbers. On a device that computes nothing (a null CUDA driver) every number is
+garbage, but mixed devices, wrong signatures and waits of the host still show.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ def values_checked() -> bool:
 
 
 def require(holds: bool, what: str) -> None:
-    """Ends the part."""
+    """End the part with the message `what` if the condition does not hold."""
     if not holds:
         sys.exit(f"WRONG: {what}")
 
 
 def require_value(holds: bool, what: str) -> None:
-    """The same for what was computed."""
+    """Do the same for a computed value; with --no-values it is not checked."""
     require(holds or not values_checked(), what)
 
 
 class Problems:
-    """A part goes on after a problem, so that one run on a GPU shows all of them; `end` ends it."""
+    """Problems of a part. The part continues after each, so that one run on a GPU shows all; `end` ends the part."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
@@ -48,7 +48,7 @@ class Problems:
 
     @contextlib.contextmanager
     def noted(self, what: str) -> Iterator[None]:
-        """An error inside is a problem."""
+        """Note an error inside this context as a problem."""
         try:
             yield
         except Exception as error:

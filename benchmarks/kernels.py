@@ -1,13 +1,13 @@
-"""What the Triton kernels will cost on a GPU, read from their machine code: no GPU is needed, nothing is timed.
+"""Estimate the cost of the Triton kernels on a GPU from their machine code, without a GPU and without timing.
 
     python benchmarks/kernels.py                 budgets and rooflines for A100, H100, H200 and B200
-    python benchmarks/kernels.py --json          the counts alone, one JSON object
+    python benchmarks/kernels.py --json          only the counts, one JSON object
 
-Compiles the forward and backward kernels for compute capability 8.0, 9.0 and 10.0 with the ptxas that the triton
-package carries, disassembles them, and counts instructions a thread: of a tile of the vocabulary without top-K ids,
-of each top-K id that lies in a tile, and those that spill registers. The roofline is the largest of three times: the
-bytes at the memory's bandwidth, the instructions at the rate they can be issued, the exponentials at theirs. It is a
-bound, not a measurement: no kernel runs faster, and latency may make it slower.
+Compiles the forward and backward kernels for compute capability 8.0, 9.0 and 10.0 with the ptxas of the triton package,
+disassembles them, and counts instructions per thread. It counts them for a tile of the vocabulary without top-K ids,
+for each top-K id in a tile, and for spilled registers. The roofline is the largest of three times: bytes at the
+memory's bandwidth, instructions at the issue rate, exponentials at their rate. It is a bound, not a measurement: no
+kernel runs faster, and latency may make it slower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 APART = Path(sys.prefix) / "triton-interpreter"  # where `make install` puts Triton on a machine without a GPU
 CAPABILITIES = (80, 90, 100)
-TOPK = (1, 21, 64, 128)  # the target alone; K = 20 and the target; the longest that the fused merge takes; more
+TOPK = (1, 21, 64, 128)  # only the target; K = 20 and the target; the longest of the fused merge; longer
 LABEL = re.compile(r"\s*(\.L_\w+):")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
 BACK = re.compile(r"BRA.*?`\((\.L_\w+)\)")
@@ -33,7 +33,7 @@ BACK = re.compile(r"BRA.*?`\((\.L_\w+)\)")
 
 @dataclass(frozen=True)
 class Gpu:
-    """Data sheet figures of the SXM modules; instructions and exponentials a clock of one multiprocessor."""
+    """Data sheet figures of the SXM modules; instructions and exponentials per clock of one multiprocessor."""
 
     name: str
     capability: int
@@ -54,12 +54,16 @@ GPUS = (
 
 @dataclass(frozen=True)
 class Counts:
-    """Instructions a thread. `tile` holds no owned id; forward adds `owned` for each, backward has all in `tile`."""
+    """Instructions per thread.
+
+    In the forward kernel, `tile` is for a tile without owned ids, and each owned id adds `owned`. In the backward
+    kernel, `tile` includes all.
+    """
 
     kernel: str  # "forward" | "backward"
     capability: int
     dtype: str
-    topk: int  # ids a row: the target and the top-K
+    topk: int  # ids per row: the target and the top-K
     entropy: bool
     columns: int  # logits of a tile
     threads: int
@@ -74,7 +78,7 @@ class Counts:
 
 
 def count(kernel: str, capability: int, dtype: str, topk: int, entropy: bool, columns: int = 19072) -> Counts:
-    """Compiles one kernel for rows of `columns` local logits. Needs triton and its nvdisasm; no GPU."""
+    """Compile one kernel for rows of `columns` local logits and count. Needs triton and its nvdisasm, but no GPU."""
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -97,7 +101,7 @@ def count(kernel: str, capability: int, dtype: str, topk: int, entropy: bool, co
         if name in constants:
             signature[name] = "constexpr"
         elif name in numbers:
-            # As at a launch: 1 is compiled in, and multiples of 16 are known as such.
+            # A launch specializes the same way: 1 becomes a constant, and multiples of 16 are marked.
             signature[name] = "constexpr" if numbers[name] == 1 else "i32"
             if numbers[name] == 1:
                 constants[name] = 1
@@ -125,7 +129,7 @@ def count(kernel: str, capability: int, dtype: str, topk: int, entropy: bool, co
 
 
 def _disassemble(cubin: bytes) -> tuple[list[str], list[tuple[int, int]], int]:
-    """Instructions; loops as (first, last) of them; registers a thread."""
+    """Return the instructions, the loops as (first, last) instruction, and the registers per thread."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -147,7 +151,7 @@ def _disassemble(cubin: bytes) -> tuple[list[str], list[tuple[int, int]], int]:
 
 
 def roofline(counts: Counts, gpu: Gpu, logits: int, element_bytes: int = 2) -> dict[str, float]:
-    """Least seconds for a pass over so many logits, by what limits it."""
+    """Return the least seconds for a pass over so many logits, for each limit."""
     warps = gpu.multiprocessors * gpu.clock_hz * gpu.warp_instructions
     moved = element_bytes if counts.kernel == "forward" else 2 * element_bytes
     return {

@@ -1,4 +1,4 @@
-"""How much of an adapter's first update bf16 keeps: in the layer's output, in merged weights, with sums in fp32.
+"""Measure the share of an adapter's first update that survives bf16: in outputs, in merged weights, with fp32 sums.
 
     python benchmarks/lora_bf16.py                  # 3 seconds on a CPU core
 

@@ -1,4 +1,4 @@
-"""Runs of the quickstart's task for benchmarks: one start policy, and configs that differ in what is compared."""
+"""Runs of the quickstart's task for benchmarks: one start policy, and configs that differ in the compared settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def machine() -> str:
 
 
 def make_start_policy(root: Path, settings: list[str], seed: int = 1) -> None:
-    """The task and the quickstart's start policy below `root`."""
+    """Create the task and the quickstart's start policy below `root`."""
     make_task(root / "task", seed=seed)
     start = [
         f"run.seed={seed}",
@@ -31,7 +31,7 @@ def make_start_policy(root: Path, settings: list[str], seed: int = 1) -> None:
 
 
 def train_from_start(root: Path, run: Path, settings: list[str]) -> None:
-    """The quickstart's run from the start policy of `root`, evaluated before and after; `settings` as --set takes."""
+    """Train from the start policy of `root`, with evaluation before and after. `settings` are values of --set."""
     train(
         EXAMPLE / "config.yaml",
         [

@@ -1,17 +1,18 @@
-"""How far engine and trainer are apart when both compute in bf16, and when both compute in fp16: side by side.
+"""Compare the mismatch of engine and trainer when both compute in bf16 and when both compute in fp16.
 
     make quickstart                                          once, for its task and its start policy
-    python benchmarks/precision.py                           the start policy alone, a minute a row on two quiet cores
+    python benchmarks/precision.py                           only the start policy, a minute per row on two idle cores
 
-    for d in bf16 fp16; do                                   some minutes each: the policies after training
+    for d in bf16 fp16; do                                   the policies after training, a few minutes each
       dppo-megatron train examples/quickstart/config.yaml --set run.dir=runs/precision/$d --set model.dtype=$d \\
         --set engine.dtype=$d --set weight_sync.probe_tolerance=null
     done
     python benchmarks/precision.py --run runs/precision/bf16 --run runs/precision/fp16
 
-Every policy (the start, and each run's newest checkpoint) in every dtype, whichever it was trained in: an engine of
-that dtype samples answers, and the trainer scores their tokens as `dppo-megatron certify` does, by the same code. KL is
-the estimator k3, in nats a token. Of runs it also prints what they themselves recorded, step by step.
+Measures every policy (the start, and each run's newest checkpoint) in every dtype, regardless of the dtype that it was
+trained in. An engine of that dtype samples responses, and the trainer scores their tokens with the code of
+`dppo-megatron certify`. KL is the estimator k3, in nats per token. For runs it also prints their own records of each
+step.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from dppo_megatron.certify.certificate_text import sampled
 from dppo_megatron.certify.command import certify
 from dppo_megatron.certify.compare import SHARES
-from dppo_megatron.certify.report import sampled
 from dppo_megatron.config import Config, read_config
 from dppo_megatron.observability.tail import read_records
 from dppo_megatron.run_dir import RunDir
@@ -36,13 +37,13 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def measured(config: Path, dtype: str, root: Path) -> Config:
-    """`config` with engine and trainer in `dtype`, and a directory of its own."""
+    """Return `config` with engine and trainer in `dtype`, and its own directory."""
     settings = {
         "run.dir": root / dtype,
         "model.dtype": dtype,
         "engine.dtype": dtype,
         "optimizer.loss_scale": "{}",
-        "weight_sync.probe_tolerance": 1,  # to be measured, not refused
+        "weight_sync.probe_tolerance": 1,  # measured here, not rejected
         "weight_sync.transport": "shared_storage",
     }
     return read_config(config, [f"{name}={value}" for name, value in settings.items()])
@@ -60,7 +61,7 @@ def rows(config: Path, run: Path | None, dtypes: Sequence[str], prompts: int) ->
 
 
 def recorded(run: Path) -> str:
-    """What the run measured of its own rollouts, and where it came to."""
+    """Return the mismatch that the run recorded for its rollouts, and its first and last accuracy."""
     config = read_config(RunDir(run).config)
     found = list(read_records(run / "metrics.jsonl"))
     kl = [record["mismatch/kl"] for record in found if record.get("mismatch/kl") is not None]
@@ -87,7 +88,7 @@ def main(config: Path, runs: Sequence[Path], dtypes: Sequence[str], prompts: int
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=CONFIG, help="of the start policy, as `train` takes it")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="config of the start policy")
     parser.add_argument("--run", type=Path, action="append", default=[], help="directory of a run with a checkpoint")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: bf16 and fp16")
     parser.add_argument("--prompts", type=int, default=256, help="answered, one sample each")

@@ -1,10 +1,10 @@
-"""How far a trainer's log-probs are from the engine's in a mixture of experts, with routing replay off and on.
+"""Compare the log-probs of trainer and engine for a mixture of experts, with routing replay off and on.
 
     python benchmarks/routing_replay.py                      a vLLM server that returns the experts of every token
     python benchmarks/routing_replay.py --engine emulated    a bf16 trainer that records its own routing instead
 
-The engine samples in bf16, the trainer computes in fp32 with the same weights. Where a router's scores are near a
-tie the two send a token to different experts; replay sends it to those of the engine. What is left is rounding.
+The engine samples in bf16, the trainer computes in fp32 with the same weights. If a router's scores are near a tie, the
+two send a token to different experts. Replay sends it to the engine's experts; the remaining difference is rounding.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ async def _generate(config: Config, url: str, requested: list[Prompt], group: in
 
 
 def sampled_by_actor(directory: Path, count: int, group: int) -> list[Sample]:
-    """Sampled by transformers in bf16, then scored by an actor in bf16 that records its routing."""
+    """Return samples of transformers in bf16, scored by an actor in bf16 that records its routing."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def sampled_by_actor(directory: Path, count: int, group: int) -> list[Sample]:
 
 @contextmanager
 def build_actor(config: Config) -> Iterator[Actor]:
-    """An actor alone in this process."""
+    """Yield an actor without other ranks."""
     layout = init_layout(config)
     try:
         actor = Actor(config, layout)
@@ -158,7 +158,7 @@ def build_actor(config: Config) -> Iterator[Actor]:
 
 
 def batches(samples: list[Sample], size: int = 16) -> list[TokenBatch]:
-    """Packed with the engine's routing. Advantages alternate, so that an update has a gradient."""
+    """Pack samples with the engine's routing. Advantages alternate, so that an update has a gradient."""
     weight = 1 / sum(len(r.token_ids) for _, r in samples)
     sequences = [
         TokenSequence.of_rollout(p, r, advantage=(-1.0) ** i, loss_weight=weight, replay_routing=True)
@@ -168,7 +168,7 @@ def batches(samples: list[Sample], size: int = 16) -> list[TokenBatch]:
 
 
 def differences(actor: Actor, packed: list[TokenBatch]) -> torch.Tensor:
-    """|trainer - engine log-prob| of every sampled token."""
+    """Return |trainer - engine log-prob| of every sampled token."""
     own = actor.logprobs(packed)
     return torch.cat([(a - b.rollout_logprob)[b.mask].abs() for a, b in zip(own, packed, strict=True)])
 
@@ -181,7 +181,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        # Weights that bf16 holds exactly: what differs then is arithmetic alone.
+        # bf16 represents these weights exactly, so all differences come from arithmetic.
         make_random_hf_model(directory / "model", MODEL, seed=1, dtype=torch.bfloat16)
         sample = sampled_by_vllm if arguments.engine == "vllm" else sampled_by_actor
         packed = batches(sample(directory, arguments.prompts, arguments.group_size))

@@ -1,12 +1,12 @@
-"""The real orchestrator, bank and batch readers at the size of large runs, with engines that answer from a table.
+"""Measure the orchestrator, bank and batch readers at the size of large runs, with engines that answer from a table.
 
     python benchmarks/scale.py --directory DIR [--samples 4096] [--tokens 16384] [--engines 64] [--readers 64]
                                [--stall 6 --die 6]
 
-Fills a bank for a few steps, with trainer ranks that read every step as soon as it is there, and publishes policies
-between them as a trainer would. Then every step is read once more from the disk itself, and beside it the disk's own
-speed is measured: as many processes read the same file, dropped from the page cache, in large blocks. The last lines
-compare what `plan` predicts from the bank's lengths with what was measured. docs/scale.md says more.
+Trainer ranks read every step of a bank as soon as it is stored, and the benchmark publishes policies between the steps
+as a trainer would. Then every step is read again from the disk. The speed of the disk is measured for comparison: the
+same number of processes reads the same uncached file in large blocks. The last lines compare the prediction of `plan`
+from the bank's lengths with the measurement. docs/scale.md has more.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ START_S = 120
 
 @dataclass
 class Measured:
-    """Of every step: seconds, readings of all ranks; and what was found when all were there."""
+    """Seconds and readings of all ranks for every step, and measurements after the last step."""
 
     wait_s: list[float] = field(default_factory=list)
     read_s: list[float] = field(default_factory=list)
@@ -70,9 +70,9 @@ class Measured:
     after_last_s: list[float] = field(default_factory=list)  # from the last sample in the bank to the last rank's batch
     staleness: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    readings: list[list[Reading]] = field(default_factory=list)  # from the page cache, or wherever they were
+    readings: list[list[Reading]] = field(default_factory=list)  # usually from the page cache
     disk_mb_s: list[float] = field(default_factory=list)
-    cold_s: list[float] = field(default_factory=list)  # of all ranks, from the disk
+    cold_s: list[float] = field(default_factory=list)  # of all ranks, read from the disk
     cold_bytes: list[int] = field(default_factory=list)
     peaks: dict[str, Peaks] = field(default_factory=dict)
     seconds: float = 0.0  # from the first publish to the last
@@ -84,7 +84,7 @@ class Measured:
 
 @contextmanager
 def table_engines(root: Path, settings: TableSettings) -> Iterator[tuple[int, list[str]]]:
-    """(pid, URLs)"""
+    """Start the table engines; yield their process id and URLs."""
     path = root / "engines.json"
     path.write_text(json.dumps(asdict(settings)))
     command = [sys.executable, str(HERE / "table_engines.py"), str(path)]
@@ -110,7 +110,7 @@ def orchestrator(config: Path, log: Path) -> Iterator[subprocess.Popen]:
 
 
 async def publish(config: Config, version: int) -> None:
-    """As the trainer does, without weights: every engine that answers serves `version`, then the orchestrator knows."""
+    """Publish without weights: set `version` on every engine that responds, then announce it to the orchestrator."""
     run = RunDir(config.run.dir)
     engines = LiveEngines(config)
     path = run.weights_of(version)
@@ -130,7 +130,7 @@ def check_alive(config: Config, filling: subprocess.Popen) -> None:
 
 
 def wait_until_started(config: Config, filling: subprocess.Popen) -> None:
-    """Until its imports are over and its engines are checked: then it opens the bank, and waits for a policy."""
+    """Wait until the orchestrator opens its bank, which follows its imports and the checks of its engines."""
     deadline = time.monotonic() + START_S
     while not any(RunDir(config.run.dir).bank.glob("*")):
         check_alive(config, filling)
@@ -178,7 +178,7 @@ def run(config: Config, ranks: RankProcesses, filling: subprocess.Popen, train_s
 
 
 def predicted(config: Config, measured: Measured, tokens_per_s: float) -> Pace:
-    """From the lengths in the bank and the speed at which the first step was stored, beside all that runs here."""
+    """Return the prediction of `plan` from the lengths in the bank and the speed of storing the first step."""
     reader = BankReader(RunDir(config.run.dir).bank)
     entries = reader.entries(0, reader.refresh())
     stored, tokens = sum(entry.size for entry in entries), sum(int(entry.sampled.sum()) for entry in entries)
@@ -260,26 +260,28 @@ def _ratio(one: float, other: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, required=True, help="on the file system to measure; 6 GB a step")
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="directory on the file system to measure; 6 GB per step"
+    )
     parser.add_argument("--samples", type=int, default=4096, help="of a step")
     parser.add_argument("--tokens", type=int, default=16_384, help="longest response")
-    parser.add_argument("--median", type=float, help="of the lengths; default: a quarter of --tokens")
+    parser.add_argument("--median", type=float, help="median length; default: a quarter of --tokens")
     parser.add_argument("--sigma", type=float, default=0.9)
     parser.add_argument("--topk", type=int, default=20)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--engines", type=int, default=64)
-    parser.add_argument("--concurrent", type=int, help="groups sampled at once; default: those of a step")
-    parser.add_argument("--rate", type=float, default=1500.0, help="tokens of a sample that an engine samples in 1 s")
+    parser.add_argument("--concurrent", type=int, help="groups sampled at once; default: all groups of a step")
+    parser.add_argument("--rate", type=float, default=1500.0, help="tokens per second of each sample")
     parser.add_argument("--stall", type=int, default=0, help="engines that stop answering for --fault-s")
-    parser.add_argument("--die", type=int, default=0, help="engines that are gone for --fault-s")
+    parser.add_argument("--die", type=int, default=0, help="engines that are down for --fault-s")
     parser.add_argument("--fault-s", type=float, default=15.0)
     parser.add_argument("--readers", type=int, default=64, help="data-parallel ranks")
-    parser.add_argument("--processes", type=int, default=2, help="that read as these ranks")
+    parser.add_argument("--processes", type=int, default=2, help="processes that read for these ranks")
     parser.add_argument("--train-s", type=float, default=10.0, help="of a step")
     arguments = parser.parse_args(argv)
     if arguments.samples % GROUP:
-        parser.error(f"--samples {arguments.samples}: is no multiple of the {GROUP} samples of a group")
+        parser.error(f"--samples {arguments.samples}: not a multiple of the {GROUP} samples of a group")
     if arguments.stall + arguments.die >= arguments.engines:
         parser.error("--stall and --die leave no engine; raise --engines")
     arguments.median = arguments.median or arguments.tokens / 4

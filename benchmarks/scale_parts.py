@@ -1,4 +1,4 @@
-"""What `scale.py` is put together from: a run directory, processes that are several ranks each, what is measured."""
+"""Parts of `scale.py`: a run directory, processes that each read for several ranks, and measurements."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import TokenBatch
 from tests.support.tokenizers import save_character_model
 
-PARTS = ("core", "topk", "routes")  # what a rank of a last stage with experts reads
+PARTS = ("core", "topk", "routes")  # parts that a rank of a last stage with experts reads
 PROMPT_TOKENS = 64
-BLOCK = 8 << 20  # bytes of one read, where the disk's own speed is measured
-LOOK_S = 0.05  # between looks at the processes' memory
+BLOCK = 8 << 20  # bytes of one read when measuring the speed of the disk
+LOOK_S = 0.05  # interval between samples of the processes' memory
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model whose routes and vocabulary the engines answer with."""
+    """Shape of the model that determines routes and vocabulary of the engines' answers."""
 
     vocab_size: int = 128
     layers: int = 24
@@ -45,7 +45,7 @@ class Shape:
 
 
 def write_run(root: Path, shape: Shape, settings: dict[str, dict[str, Any]], prompts: int) -> Path:
-    """A model directory without weights, prompts, and a config, to whose sections `settings` are added; its path."""
+    """Write a model directory without weights, prompts, and a config with `settings`. Return the config's path."""
     model = save_character_model(root / "model", vocab_size=shape.vocab_size)
     (model / "config.json").write_text(
         json.dumps(
@@ -87,7 +87,7 @@ def write_run(root: Path, shape: Shape, settings: dict[str, dict[str, Any]], pro
     for name, section in settings.items():
         sections[name] = {**sections.get(name, {}), **section}
     path = root / "config.yaml"
-    path.write_text(json.dumps(sections, indent=1))  # YAML, too
+    path.write_text(json.dumps(sections, indent=1))  # JSON is valid YAML
     RunDir(root / "run").weights.mkdir(parents=True)
     return path
 
@@ -100,19 +100,19 @@ def bank_batches(config: Config, rank: int) -> BankBatches:
 
 @dataclass
 class Reading:
-    """What one rank read of a step."""
+    """Measurements of one rank reading a step."""
 
     rank: int
     seconds: float
     cpu_s: float
-    file_bytes: int  # asked of the file system, index and headers included
-    batch_bytes: int  # of the tensors
+    file_bytes: int  # bytes requested from the file system, index and headers included
+    batch_bytes: int  # bytes of the tensors
     tokens: int
     metrics: dict[str, float]
 
 
 class RankProcesses:
-    """Processes that read as the trainer's ranks do, each as several of them, one after the other."""
+    """Processes that read like the trainer's ranks. Each reads for several ranks, one after the other."""
 
     def __init__(self, config: Path, ranks: int, processes: int):
         context = multiprocessing.get_context("spawn")
@@ -127,13 +127,13 @@ class RankProcesses:
         self._ask([("ranks",)] * processes)
 
     def read(self, step: int) -> tuple[float, list[Reading]]:
-        """Seconds until every rank has read the batch of `step`, and what each read."""
+        """Return the seconds until every rank has read the batch of `step`, and the reading of each."""
         began = time.perf_counter()
         answers = self._ask([("read", step)] * len(self._pipes))
         return time.perf_counter() - began, [reading for answer in answers for reading in answer]
 
     def raw_speed(self, path: Path) -> float:
-        """MB/s at which as many processes read the file, which is in no cache, with nothing else to do."""
+        """Return the MB/s at which the same number of processes only reads the uncached file."""
         drop_cache(path)
         size, count = path.stat().st_size, len(self._pipes)
         bounds = [size * i // count for i in range(count + 1)]
@@ -202,7 +202,7 @@ def _read_raw(path: str, begin: int, end: int) -> int:
 
 
 def drop_cache(path: Path) -> None:
-    """Of this machine; a disk or a host below it may have its own."""
+    """Drop a file from the page cache of this machine. A disk or a host below it may have another cache."""
     file = os.open(path, os.O_RDWR)
     try:
         os.fsync(file)
@@ -217,15 +217,15 @@ def segment(config: Config, step: int) -> Path:
 
 @dataclass
 class Peaks:
-    """Of one process. Bytes are anonymous memory, its own and shared: mapped files are page cache."""
+    """Peaks of one process. Bytes are anonymous memory, private and shared; mapped files are page cache."""
 
     anonymous: int = 0
-    files: int = 0  # open at once
+    files: int = 0  # open at the same time
     cpu_s: float = 0.0
 
 
 class Watcher(threading.Thread):
-    """Looks at processes and their children every `LOOK_S`; what is shorter than that it may miss."""
+    """Sample processes and their children every `LOOK_S`; shorter peaks may be missed."""
 
     def __init__(self, processes: dict[str, int]):
         super().__init__(daemon=True)
@@ -261,7 +261,7 @@ class Watcher(threading.Thread):
 
 
 def anonymous_bytes(pid: int) -> int:
-    """0 of one that has just ended."""
+    """Return the anonymous memory of a process, 0 if it has just ended."""
     found = Path(f"/proc/{pid}/status").read_text()
     return sum(1024 * int(kb) for kb in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+)", found, flags=re.M))
 

@@ -1,4 +1,4 @@
-"""A reward that costs nothing and differs between the samples of a group, so that every sample is trained on."""
+"""A free reward that differs between the samples of a group, so that every sample is trained on."""
 
 
 def even_length(_prompt, response_text: str) -> float:

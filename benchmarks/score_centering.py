@@ -1,11 +1,11 @@
-"""What score centering over the engine's top K costs: updates of one actor with it and without it, in turn.
+"""Measure the cost of score centering over the engine's top K: updates of one actor with and without it, in turn.
 
     OMP_NUM_THREADS=1 python benchmarks/score_centering.py [--topk 128] [--repeats 15]
 
-Without it the method is the same but for centering, on batches that carry no lists. One process with one thread, fp32
-logits that are stored, a small dense model with a vocabulary of 32,768. An update is forward and backward passes and
-the optimizer, in seconds of the processor, which other work on the machine hardly changes; with its sampling a step is
-longer, and the share smaller. Exits with 1 above the limit.
+The baseline differs only in centering, and its batches have no top-K lists. It runs in one process with one thread,
+with stored fp32 logits and a small dense model with a vocabulary of 32,768. An update includes forward and backward
+passes and the optimizer. It is measured in CPU seconds, which other work on the machine hardly changes. A step also
+samples, so the share of a step is smaller. Exits with 1 above the limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
-from gpu_parts import QWEN3_06B, Day, Size
+from gpu_case import QWEN3_06B, Day, Size
 from on_quickstart import machine
 
 from dppo_megatron.objectives import build_objective
@@ -63,7 +63,7 @@ def main() -> int:
                 for method, (objective, batches) in methods.items():
                     started = time.process_time()
                     actor.train_update(batches, objective)
-                    if number:  # the first makes the optimizer's state
+                    if number:  # the first creates the optimizer's state
                         seconds[method].append(time.process_time() - started)
     packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core"))
     print(f"{machine()}; {packages}; one thread of a CPU, no GPU")
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def listed(batch: TokenBatch) -> TokenBatch:
-    """With lists in which no id stands twice, as an engine's."""
+    """Return the batch with top-K lists of distinct ids, as from an engine."""
     count, width = batch.topk_ids.shape
     ids = (torch.arange(count)[:, None] * 97 + torch.arange(width) * 131) % VOCABULARY
     return replace(batch, topk_ids=torch.where(batch.topk_ids >= 0, ids.to(batch.topk_ids.dtype), batch.topk_ids))

@@ -1,10 +1,10 @@
-"""What computing a prompt once for its samples saves: updates of an actor with `train.share_prefixes` and without it.
+"""Measure the saving of `train.share_prefixes`: updates of an actor with and without it.
 
     OMP_NUM_THREADS=1 python benchmarks/shared_prefixes.py [--size 1M] [--repeats 7]
 
-One process with one thread, fp32, a whole update in one micro-batch; random weights of the sizes of `end_to_end.py`. An
-update is forward and backward passes and the optimizer, in seconds of the processor, which other work on the machine
-hardly changes. Loss and gradient norm must agree; exits with 1 where they do not.
+It runs in one process with one thread, in fp32, with a whole update in one micro-batch and random weights of the sizes
+of `end_to_end.py`. An update includes forward and backward passes and the optimizer. It is measured in CPU seconds,
+which other work on the machine hardly changes. Exits with 1 if loss or gradient norm differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import median
 import numpy as np
 import torch
 from end_to_end_task import SIZES, Cell, model_config
-from gpu_parts import Day, Size
+from gpu_case import Day, Size
 from on_quickstart import machine
 
 from dppo_megatron.data.packing import TokenSequence, pack
@@ -29,7 +29,7 @@ from dppo_megatron.objectives import build_objective
 from dppo_megatron.types import TokenBatch
 
 SAMPLES = 8
-TOLERANCE = 1e-4  # relative, of a loss and a gradient norm in fp32
+TOLERANCE = 1e-4  # relative difference of a loss and a gradient norm in fp32
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def compare(arguments: argparse.Namespace, prompt: int, response: int) -> bool:
-    """Prints a line; whether both update by the same gradients."""
+    """Compare one pair of lengths and print a line. Return whether loss and gradient norm agree."""
     model = model_config(Cell(arguments.size, response, prompts=1, samples=1)) | {"max_position_embeddings": 4096}
     size = Size(model, arguments.sequences, prompt, response, micro_batch_tokens=1 << 20, topk=0)
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -104,7 +104,7 @@ def compare(arguments: argparse.Namespace, prompt: int, response: int) -> bool:
                 for share, batch in batches.items():
                     started = time.process_time()
                     stats = actor.train_update([batch], objective)
-                    if number:  # the first makes the optimizer's state
+                    if number:  # the first creates the optimizer's state
                         seconds[share].append(time.process_time() - started)
                     found.setdefault(share, (stats.loss, stats.grad_norm))
     whole, shared = median(seconds[False]), median(seconds[True])
@@ -113,7 +113,7 @@ def compare(arguments: argparse.Namespace, prompt: int, response: int) -> bool:
         f"{shared / whole:>7.2f}{rows[True] / rows[False]:>8.2f}",
         flush=True,
     )
-    # The second of the two follows an update with a learning rate of 1e-6, whose change is far below the tolerance.
+    # The second one follows an update with a learning rate of 1e-6, which changes values far below the tolerance.
     return bool(np.allclose(found[False], found[True], rtol=TOLERANCE, atol=TOLERANCE))
 
 

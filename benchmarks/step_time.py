@@ -1,11 +1,11 @@
-"""Where a step's time goes: what is neither generation, nor forward/backward/optimizer, nor loading weights.
+"""Measure the overhead of a step: time that is not generation, forward, backward, optimizer or loading weights.
 
     make quickstart && python benchmarks/step_time.py runs/quickstart/dppo
 
-Reads the records of a run that sampled synchronously (rollout.max_staleness 0) and prints the mean and the median
-step, part by part. Generation is what the orchestrator measured from a step's first request to its last group, and
-evaluation (generation too, on held-out prompts) comes before it; the rest of the trainer's wait is hand-over. Exits
-with 1 when the overhead is above the limit.
+Reads the records of a run that sampled synchronously (rollout.max_staleness 0) and prints the parts of the mean and the
+median step. Generation is the orchestrator's time from the first request of a step to its last group. Evaluation, which
+generates for held-out prompts, comes before it. The rest of the trainer's wait is hand-over. Exits with 1 if the
+overhead is above the limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORK = ("generation", "evaluation", "forward and backward", "optimizer", "engine
 
 
 def step_parts(record: dict[str, float], generate_s: float, eval_s: float) -> dict[str, float]:
-    """Seconds of every part of one step; they add up to the step."""
+    """Return the seconds of every part of one step; they add up to the step."""
     parts = {
         "generation": generate_s,
         "evaluation": eval_s,
@@ -46,7 +46,7 @@ def read_steps(run: Path) -> list[dict[str, float]]:
     generated = {r["step"]: r["time/generate_s"] for r in records if "time/generate_s" in r}
     trained = [r for r in records if "time/forward_backward_s" in r and r["step"] in generated]
     if not trained:
-        sys.exit(f"{run}: holds no step that was sampled and trained; run `make quickstart` first")
+        sys.exit(f"{run}: has no step that was sampled and trained; run `make quickstart` first")
     # The policy of version v is evaluated while the trainer waits for the batch of step v + 1.
     evaluated = {r["step"] + 1: r["time/eval_s"] for r in records if "time/eval_s" in r}
     return [step_parts(r, generated[r["step"]], evaluated.get(r["step"], 0.0)) for r in trained]

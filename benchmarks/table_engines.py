@@ -1,10 +1,11 @@
-"""Engines without a model: servers that answer from a table over the wire of a vLLM server with our extension.
+"""Engines without a model: servers that answer from a table, with the protocol of a vLLM server with our extension.
 
     python benchmarks/table_engines.py SETTINGS.json
 
-Serves many engines in one process until its stdin ends, and prints their ports as JSON. A sample's length is drawn by
-its seed, its tokens come from one table of valid rows, and its answer arrives when an engine of the given rate would
-have sampled its last token. Some engines stop answering for a while, some hang up and come back as another instance.
+Serves many engines in one process until its stdin ends, and prints their ports as JSON. The seed of a sample determines
+its length, and its tokens come from one table of valid rows. The answer arrives when an engine of the given rate would
+have sampled the last token. Some engines stop answering for a while; some close connections and restart as another
+instance.
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ import numpy as np
 from dppo_megatron.engines.protocol import EngineInfo
 from dppo_megatron.engines.vllm.extension.wire import encode_reply
 
-EOS = 1  # of the tokenizer in tests.support.tokenizers
-FIRST_TOKEN, LAST_TOKEN = 2, 98  # sampled ones
+EOS = 1  # end-of-sequence token of the tokenizer in tests.support.tokenizers
+FIRST_TOKEN, LAST_TOKEN = 2, 98  # range of sampled tokens
 PIECE = 1 << 18  # bytes written at once
 
 
 @dataclass(frozen=True)
 class TableSettings:
     engines: int
-    faults: dict[int, str]  # by engine: "stall" | "die"
+    faults: dict[int, str]  # engine: "stall" | "die"
     fault_s: float
-    longest: int  # tokens of a response
-    median: float  # of the lengths' lognormal
+    longest: int  # most tokens of a response
+    median: float  # median of the lognormal lengths
     sigma: float
     topk: int
-    layers: int  # with experts
+    layers: int  # layers with experts
     experts: int
     experts_per_token: int
-    tokens_per_s: float  # of every sample
+    tokens_per_s: float  # rate of every sample
     vocab_size: int
     max_model_len: int
     model: str
     seed: int = 0
 
     def length(self, seed: int) -> int:
-        """Of the sample drawn by this seed."""
+        """Return the length of the sample with this seed."""
         draw = np.random.default_rng([self.seed, seed]).normal()
         return int(np.clip(np.exp(np.log(self.median) + self.sigma * draw), 1, self.longest))
 
 
 class Table:
-    """Rows of tokens that pass every check of the client."""
+    """Token values that pass every check of the client."""
 
     def __init__(self, settings: TableSettings):
         s = self.settings = settings
@@ -97,11 +98,11 @@ class Gone(Exception):
 
 
 class TableEngine:
-    """One server. `fault`: what happens to it once, after its second request."""
+    """One server. Its `fault` happens once, after its second request."""
 
     def __init__(self, table: Table, fault: str | None, writing: asyncio.Semaphore):
         self._table, self._fault = table, fault
-        self._writing = writing  # replies that this process encodes and writes at once
+        self._writing = writing  # limits the replies that this process encodes and writes at the same time
         self._requests = 0
         self._stalled_until = 0.0
         self._connections: set[asyncio.StreamWriter] = set()
@@ -109,7 +110,7 @@ class TableEngine:
         self._restart()
 
     def _restart(self) -> None:
-        self._instance, self._versions = uuid4().hex, [(0.0, 0)]  # from when it has served which version
+        self._instance, self._versions = uuid4().hex, [(0.0, 0)]  # (time, version served from then on)
         self._running = 0
 
     async def start(self) -> None:
@@ -186,7 +187,7 @@ class TableEngine:
                 await writer.drain()
 
     def _versions_of(self, began: float, tokens: int) -> np.ndarray:
-        """[tokens] int32: of requests that go on under the weights that came meanwhile."""
+        """Return the version of each token, [tokens] int32. Running requests continue with newly loaded weights."""
         first = bisect.bisect_right(self._versions, (began, 1 << 60)) - 1
         versions = np.full(tokens, self._versions[first][1], np.int32)
         for since, version in self._versions[first + 1 :]:

@@ -1,17 +1,17 @@
-"""Time and memory of per-token statistics on vocab-parallel logits, ours and others', in one process group.
+"""Measure time and memory of per-token statistics on vocab-parallel logits, for our code and other projects' code.
 
     python benchmarks/token_statistics.py                   CPU, gloo, 2 ranks
     python benchmarks/token_statistics.py --vocab 151936 --dtype bf16 --only ours,megatron
-    python benchmarks/token_statistics.py --batch-invariant --only linear   the price of a batch-invariant head
+    python benchmarks/token_statistics.py --batch-invariant --only linear   the cost of a batch-invariant head
     python benchmarks/token_statistics.py --device cuda     one GPU, the shard of one rank at tp 1, 2, 4, 8
 
-CPU: every implementation that imports is run; the others are named with the reason. Repeats go round the
-implementations in turn, so that a busy machine slows all of them alike. Time is that of forward plus backward on
-the slowest rank: the median over the repeats, and the least disturbed of them. Memory is the growth of the peak
-resident set during forward plus backward, over the logits that exist before it, per local logit, on the largest
-rank; it is measured in separate processes whose allocator returns freed memory at once.
-CUDA: bandwidth achieved counting 6 bytes a logit in bf16 (read, read, write), against a copy in the same run.
-Megatron, verl, slime and NeMo-RL are called as installed; nothing of theirs is copied here.
+CPU: runs every implementation that can be imported, and prints the reason for the others. Repeats alternate between the
+implementations, so that a busy machine slows all of them equally. Time is forward plus backward on the slowest rank:
+the median and the minimum over the repeats. Memory is the growth of the peak resident set during forward plus backward,
+beyond the logits, per local logit, on the largest rank. It is measured in separate processes with an allocator that
+returns freed memory at once.
+CUDA: the bandwidth, counting 6 bytes per logit in bf16 (read, read, write), compared with a copy in the same run.
+Megatron, verl, slime and NeMo-RL are called as installed; none of their code is copied here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _resident(field: str) -> int:
 
 
 def peak_growth(run: Callable[[], None]) -> int:
-    """Bytes by which the resident set grew at most during run(). Linux."""
+    """Return the largest growth of the resident set during run(), in bytes. Works only on Linux."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the recorded peak
@@ -113,7 +113,7 @@ def worker(rank: int, args: argparse.Namespace, vocab: int, dtype: str, phase: s
 
 @dataclass(frozen=True)
 class Entry:
-    """prepare() returns one pass to time. results: bytes of gradients that it leaves behind, not counted."""
+    """One implementation. prepare() returns one pass to time. results: bytes of its gradients, not counted."""
 
     gives: str
     logits: int
@@ -138,9 +138,9 @@ def logits_passes(rank: int, args: argparse.Namespace, vocab: int, dtype: str) -
 
 
 def linear_passes(args: argparse.Namespace, vocab: int, dtype: str) -> Prepared:
-    """Head and statistics together: logits stored against logits never stored.
+    """Return passes of head and statistics together, with stored logits and with logits that are never stored.
 
-    Memory is over neither logits nor the gradients of hidden and weight, which any head leaves behind.
+    Memory excludes the gradients of hidden and weight, which every head returns, but includes stored logits.
     """
     torch.manual_seed(0)
     columns = -(-vocab // (128 * args.tp)) * 128
@@ -153,7 +153,7 @@ def linear_passes(args: argparse.Namespace, vocab: int, dtype: str) -> Prepared:
 
     def run(kind: str, invariant: bool) -> None:
         if kind == "stored":
-            # The plain product leaves out the reduction of the hidden gradient.
+            # The plain product does not reduce the hidden gradient.
             logits = batch_invariant_logits(hidden, weight, group) if invariant else hidden @ weight.t()
             stats = token_statistics(logits, target, topk, vocab, group=group)
         else:
@@ -211,7 +211,7 @@ def measure(prepared: Prepared, args: argparse.Namespace, phase: str) -> list[di
 
 def run_cpu(args: argparse.Namespace, vocab: int, dtype: str) -> list[dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
-    # Read by the allocator when a process starts: freed blocks go back at once.
+    # The allocator reads this when a process starts, and then returns freed blocks at once.
     returning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     for phase in ("time", "memory"):
         for name, value in returning.items():
@@ -242,14 +242,14 @@ def _cuda_ms(run: Callable[[], None], repeats: int) -> float:
 
 
 def _copy_bandwidth(device: torch.device, repeats: int) -> float:
-    """Bytes read and written per second."""
+    """Return bytes read and written per second."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
     sink = torch.empty_like(source)
     return 2 * source.numel() / (_cuda_ms(lambda: sink.copy_(source), repeats) * 1e-3)
 
 
 def run_cuda(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Shard sizes of tp 1, 2, 4, 8 on one GPU, no collective; times include both passes."""
+    """Measure the shard sizes of tp 1, 2, 4, 8 on one GPU, without collectives. Times include both passes."""
     device, found = torch.device("cuda"), []
     copy = _copy_bandwidth(device, args.repeats)
     for vocab in args.vocab:
@@ -268,7 +268,7 @@ def run_cuda(args: argparse.Namespace) -> list[dict[str, Any]]:
 
                     def run(z: Tensor = z, options: dict[str, Any] = options) -> None:
                         logits = z.detach().requires_grad_()
-                        # Values after the first pass are gradients: any numbers do for timing.
+                        # After the first pass the values are gradients, which are sufficient for timing.
                         stats = token_statistics(logits, target, topk, inplace=True, **options)  # noqa: B023
                         stats.logprob.sum().backward()
 
@@ -357,14 +357,16 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, help="T (2048, on CUDA 8192)")
     parser.add_argument("--vocab", type=int, nargs="+", help="V (32768 151936, on CUDA 151936)")
-    parser.add_argument("--dtype", choices=DTYPES, nargs="+", help="of the logits (bf16 fp32, on CUDA bf16)")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", help="dtypes of the logits (bf16 fp32, on CUDA bf16)")
     parser.add_argument("--topk", type=int, default=20, help="K")
     parser.add_argument("--tp", type=int, default=2, help="ranks, CPU only")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads a rank, CPU only")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per rank, CPU only")
     parser.add_argument("--hidden", type=int, default=256, help="H of the linear rows")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", type=lambda text: text.split(","), help="parts of names, comma-separated")
-    parser.add_argument("--batch-invariant", action="store_true", help="also the linear rows so, CPU only")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="also measure batch-invariant linear rows, CPU only"
+    )
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args()
     cuda = args.device == "cuda"

@@ -1,4 +1,4 @@
-"""What benchmarks/token_statistics.py compares: ours, a full gather, and other projects' code as installed."""
+"""Implementations for benchmarks/token_statistics.py: ours, a full gather, and other projects' installed code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dppo_megatron.vocab_parallel import token_statistics
 
 @dataclass(frozen=True)
 class Case:
-    """One rank's inputs. make_logits gives fresh, non-leaf logits [T, V_local] that may be consumed."""
+    """One rank's inputs. make_logits returns new non-leaf logits [T, V_local], which may be overwritten."""
 
     target: Tensor
     topk: Tensor
@@ -34,7 +34,7 @@ class Case:
 
 
 class _Head(torch.autograd.Function):
-    """Stands for the output layer, whose own backward is not what is measured."""
+    """A stand-in for the output layer, without its backward pass, which is not measured."""
 
     @staticmethod
     def forward(ctx: Any, switch: Tensor, logits: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _Head(torch.autograd.Function):
         return None, None
 
 
-# --- implementations: (logits, case) -> tensors [T] whose weighted sum is differentiated ---
+# --- implementations: (logits, case) -> tensors [T]; the benchmark differentiates their weighted sum ---
 
 
 def ours(logits: Tensor, case: Case, **options: Any) -> list[Tensor]:
@@ -69,7 +69,7 @@ def megatron(logits: Tensor, case: Case, name: str) -> list[Tensor]:
 
 
 def gather(logits: Tensor, case: Case) -> list[Tensor]:
-    """Everything from the full vocabulary on every rank."""
+    """Compute all statistics from the full vocabulary on every rank."""
     logprob = torch.log_softmax(_Gather.apply(logits, case).float(), dim=-1)
     logp = logprob.gather(1, case.target.unsqueeze(1)).squeeze(1)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def gather(logits: Tensor, case: Case) -> list[Tensor]:
 
 
 class _Gather(torch.autograd.Function):
-    """Columns of all ranks side by side; backward keeps this rank's columns."""
+    """Concatenate the columns of all ranks; backward keeps the columns of this rank."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, case: Case) -> Tensor:

@@ -1,13 +1,13 @@
-"""What top-K log-probs cost: tokens a second for K = 0, 1, 20, 64 by our route, by the server's JSON, and in process.
+"""Measure the cost of top-K log-probs: tokens/s for K = 0, 1, 20, 64 by our route, the server's JSON, and in process.
 
     python benchmarks/topk_transport.py                      # vLLM; add --engines vllm sglang for both
 
-One small random model, one server, 256 samples of 64 tokens at once. K = 0 is the log-prob of the sampled token alone,
-which training needs anyway. Every repetition measures all transports and all K in a new order, so that what else the
-machine does falls on all alike; the tables give medians, and ratios to K = 0 of the same transport in the same
-repetition: tokens a second, and the CPU time of server and client together, which other work on the machine hardly
-changes. All transports end with the same numpy arrays. In process is vLLM's own `LLM` with flat log-probs: what the
-engine itself loses, and so the best that a route can reach.
+One server with a small random model generates 256 samples of 64 tokens concurrently. K = 0 is only the log-prob of the
+sampled token, which training always needs. Every repetition measures all transports and all K in a new order, so that
+other work on the machine affects all equally. The tables have medians, and ratios to K = 0 of the same transport in the
+same repetition. They compare tokens per second, and the CPU time of server and client together, which other work hardly
+changes. All transports end with the same numpy arrays. "In process" is vLLM's own `LLM` with flat log-probs. Its loss
+is that of the engine itself, so no route can be faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from dppo_megatron.engines.http import Connections
+from dppo_megatron.engines.http import EngineCalls
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.engines.secret import read_secret
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 async def compare(kind: str, model: Path, repeats: int) -> bool:
-    """Prints the table of one engine; True when our route meets the goal."""
+    """Print the table of one engine. Return whether our route meets the goal."""
     config = engine_config(
         model,
         kind=kind,
@@ -78,10 +78,10 @@ async def compare(kind: str, model: Path, repeats: int) -> bool:
         env={"OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1"},
     )
     with running_server(config, model.parent / f"{kind}.log", version=0) as url:
-        engine, connections = build_engine(config, url), Connections(url, read_secret(config))
+        engine, calls = build_engine(config, url), EngineCalls(url, read_secret(config), "")
         transports = {
             "our route": lambda k: by_our_route(engine, k),
-            "server's JSON": lambda k: (vllm_json if kind == "vllm" else sglang_json)(connections, k),
+            "server's JSON": lambda k: (vllm_json if kind == "vllm" else sglang_json)(calls, k),
         }
         process = None
         if kind == "vllm":
@@ -91,7 +91,7 @@ async def compare(kind: str, model: Path, repeats: int) -> bool:
             costs = await measure(transports, repeats)
         finally:
             await engine.close()
-            await connections.close()
+            await calls.close()
             if process is not None:
                 process.stdin.close()
                 await process.wait()
@@ -101,11 +101,11 @@ async def compare(kind: str, model: Path, repeats: int) -> bool:
 @dataclass(frozen=True)
 class Cost:
     tokens_per_s: float
-    cpu_us_per_token: float  # of this process and its children: server and client
+    cpu_us_per_token: float  # CPU time of this process and its children: server and client
 
 
 async def measure(transports: dict[str, Measure], repeats: int) -> dict[tuple[str, int], list[Cost]]:
-    """The cost of every transport and K, once a repetition."""
+    """Return the costs of every transport and K, one for each repetition."""
     cases = [(name, k) for name in transports for k in KS]
     costs: dict[tuple[str, int], list[Cost]] = {case: [] for case in cases}
     tokens = GROUPS * GROUP_SIZE * TOKENS
@@ -121,14 +121,14 @@ async def measure(transports: dict[str, Measure], repeats: int) -> dict[tuple[st
 
 
 def cpu_seconds() -> float:
-    """User and system time so far of this process and those it started."""
+    """Return the user and system time of this process and its children so far."""
     here = psutil.Process()
     times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
     return sum(t.user + t.system for t in times)
 
 
 def report(kind: str, costs: dict[tuple[str, int], list[Cost]]) -> bool:
-    """Prints the tables; True when our route meets the goal."""
+    """Print the tables. Return whether our route meets the goal."""
     ratios = {}
     for what, field in (("tokens/s", "tokens_per_s"), ("CPU us a token", "cpu_us_per_token")):
         print(f"\n{kind + ', ' + what:<24}" + "".join(f"{f'K = {k}':>18}" for k in KS))
@@ -162,7 +162,7 @@ async def by_our_route(engine: Engine, k: int) -> None:
     assert all(len(r.token_ids) == TOKENS for rollouts in groups for r in rollouts)
 
 
-async def vllm_json(connections: Connections, k: int) -> None:
+async def vllm_json(calls: EngineCalls, k: int) -> None:
     async def one(index: int, prompt: list[int], seed: int) -> None:
         body = {
             "token_ids": prompt,
@@ -172,7 +172,7 @@ async def vllm_json(connections: Connections, k: int) -> None:
                 "detokenize": False,
             },
         }  # fmt: skip
-        choice = (await post(connections, "/inference/v1/generate", body))["choices"][0]
+        choice = (await post(calls, "/inference/v1/generate", body))["choices"][0]
         content = choice["logprobs"]["content"]
         np.array([token["logprob"] for token in content], np.float32)
         if k:
@@ -184,7 +184,7 @@ async def vllm_json(connections: Connections, k: int) -> None:
     await asyncio.gather(*(one(i, p, s) for i, p in enumerate(prompts()) for s in range(GROUP_SIZE)))
 
 
-async def sglang_json(connections: Connections, k: int) -> None:
+async def sglang_json(calls: EngineCalls, k: int) -> None:
     async def one(prompt: list[int]) -> None:
         sampling = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
         body = {
@@ -193,7 +193,7 @@ async def sglang_json(connections: Connections, k: int) -> None:
             "return_logprob": True,
             "top_logprobs_num": k,
         }
-        for output in await post(connections, "/generate", body):
+        for output in await post(calls, "/generate", body):
             meta = output["meta_info"]
             np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
             if k:
@@ -203,15 +203,12 @@ async def sglang_json(connections: Connections, k: int) -> None:
     await asyncio.gather(*(one(prompt) for prompt in prompts()))
 
 
-async def post(connections: Connections, path: str, body: dict):
-    reply = await connections.request("POST", path, json.dumps(body).encode())
-    if reply.status != 200:
-        raise RuntimeError(f"{path}: status {reply.status}: {reply.content[:300]!r}")
-    return json.loads(reply.content)
+async def post(calls: EngineCalls, path: str, body: dict):
+    return json.loads(await calls.call("a group", path, 600.0, body=body))
 
 
 async def start_in_process(model: Path) -> asyncio.subprocess.Process:
-    """A process that samples with vLLM inside; initialising it here would change this process's threads."""
+    """A process that samples with vLLM. Initialising vLLM here would change the threads of this process."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -244,7 +241,7 @@ async def answer(process: asyncio.subprocess.Process) -> None:
 
 
 def serve_in_process(model: Path) -> int:
-    """Answers each K on stdin with `done` once all samples are arrays."""
+    """Sample for each K on stdin, and print `done` when all samples are arrays."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(

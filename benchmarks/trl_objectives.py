@@ -1,13 +1,13 @@
-"""Our objectives inside TRL's GRPOTrainer on the quickstart's sums, beside TRL's own loss.
+"""Compare our objectives inside TRL's GRPOTrainer with TRL's own loss, on the quickstart's sums.
 
     .venv/bin/python benchmarks/trl_objectives.py runs/trl     # in the environment of `make test-integrations`
 
-The quickstart's start policy, prompts and batch (64 prompts of 16 samples, two updates, lr 1e-4, at most 4 tokens) with
-TRL's `dr_grpo` aggregation and rewards centred by group, for 12 steps; TRL samples with transformers. Lists hold 8 of
-the vocabulary's 16 tokens. Then the greedy accuracy on the 500 held-out sums.
+Each run has 12 steps with the quickstart's start policy, prompts and batch: 64 prompts of 16 samples, two updates, lr
+1e-4, at most 4 tokens. It uses TRL's `dr_grpo` aggregation and rewards centred by group; TRL samples with transformers.
+Top-K lists have 8 of the 16 tokens of the vocabulary. The result is the greedy accuracy on the 500 held-out sums.
 
-The rule, set before the first run: an objective reaches TRL's own loss where its accuracy after the 12 steps is at
-least that of TRL's minus 2 points, one standard error of a difference of two shares of 500 near 90 % being 1.9.
+The rule, set before the first run: an objective passes if its accuracy after the 12 steps is at least that of TRL's own
+loss minus 2 points. One standard error of a difference of two shares of 500 near 90 % is 1.9 points.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ STEPS, PROMPTS, SAMPLES, UPDATES, RESPONSE, ALLOWED = 12, 64, 16, 2, 4, 0.02
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, help="where the start policy and the runs go")
+    parser.add_argument("root", type=Path, help="directory of the start policy and the runs")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--method", choices=METHODS, help="train this one in this process, which has TRL")
+    parser.add_argument("--method", choices=METHODS, help="train this method in this process, which has TRL")
     parser.add_argument("--python", type=Path, default=PYTHON, help="interpreter with TRL")
-    parser.add_argument("--set", action="append", default=[], help="of the start policy's run, as `train --set` takes")
+    parser.add_argument(
+        "--set", action="append", default=[], help="setting of the start policy's run, as for `train --set`"
+    )
     arguments = parser.parse_args()
     if arguments.method:
         print(json.dumps(run(arguments.root, arguments.method, arguments.seed)))
@@ -108,7 +110,7 @@ def right(completions: list[str], answer: list[str], **_: object) -> list[float]
 
 
 def accuracy(model, tokenizer, rows: list[dict[str, str]]) -> float:
-    """Greedy, over all rows at once."""
+    """Return the greedy accuracy over all rows."""
     prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
     prompts.pop("token_type_ids", None)
     tokens = model.eval().generate(**prompts, max_new_tokens=RESPONSE, do_sample=False)

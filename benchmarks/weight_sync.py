@@ -1,16 +1,17 @@
-"""Publishing a model of about 1 GB to a real vLLM server: bytes, seconds and share of the memory-copy speed.
+"""Measure publishing a model of about 1 GB to a real vLLM server: bytes, seconds and share of the memory-copy speed.
 
     python benchmarks/weight_sync.py [--layers 28] [--repeats 3] [--memory /dev/shm] [--changed 0.01]
 
-One trainer rank, one server, bf16 on both sides, both transports in one run; and over shared storage publishes of what
-changed, where that is one value in a hundred (weight_sync.full_every; the first one is whole and does not count). Each
-publish has its weight check included: the engine must score a fixed text exactly as it did when it loaded the same
-weights itself. The engine's share (unpacking into its own layout) is measured alone too, by having it load a directory
-that is in memory already.
+One trainer rank and one server compute in bf16; one run measures both transports. Over shared storage it also measures
+publishes of deltas, with one value in a hundred changed (weight_sync.full_every; the first one is full and does not
+count). Each publish includes its weight check: the engine must score a fixed text exactly as it did when it loaded the
+same weights itself. The engine's part (unpacking into its own layout) is also measured separately, by loading a
+directory that is already in memory.
 
-Versions are written to memory (weight_sync.directory). Whole publishes and those of what changed are then set side by
-side: the pause and its parts in the engine's worker (reading files and making tensors of them, loading, packing for the
-kernels, fingerprints), and bytes beside 1.2 x (changed values and their indices). 28 layers are 0.5 billion parameters.
+Versions are written to memory (weight_sync.directory). The last table compares full publishes with deltas. It has the
+pause and its parts in the engine's worker (reading files and creating tensors, loading, packing for the kernels,
+fingerprints), and the bytes compared with 1.2 x (changed values and their indices). 28 layers are 0.5 billion
+parameters.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from dppo_megatron.weight_sync.engine_thread import EngineThread
 from dppo_megatron.weights.place import clear
 
 CHECK_TOKENS = np.arange(3, 67, dtype=np.int32)
-CHANGED = 0.01  # of the values
+CHANGED = 0.01  # share of the values
 START_TIMEOUT_S = 300
 PARTS = ("read", "load", "pack", "fingerprint")
 
@@ -78,7 +79,7 @@ def model_config(layers: int) -> dict:
 
 
 def changed(policy: Path, out: Path, share: float) -> Path:
-    """A copy of `policy` with the lowest bit of `share` of its values turned over."""
+    """Return a copy of `policy` with the lowest bit flipped in `share` of its values."""
     shutil.copytree(policy, out)
     generator = torch.Generator().manual_seed(0)
     for file in out.glob("*.safetensors"):
@@ -148,7 +149,7 @@ def server(config: Config, log: Path) -> Iterator[str]:
 
 
 def copy_speed(nbytes: int) -> float:
-    """Bytes a second of one thread's memory copy; what is read and what is written counts once."""
+    """Return the bytes per second of one thread's memory copy, counting each copied byte once."""
     source = torch.ones(min(nbytes, 1 << 30), dtype=torch.uint8)
     target = torch.ones_like(source)
     seconds = []
@@ -160,7 +161,7 @@ def copy_speed(nbytes: int) -> float:
 
 
 def engine_alone(config: Config, url: str, policies: list[Path], repeats: int) -> tuple[list[np.ndarray], float]:
-    """The engine's own scores of each policy, and the median seconds in which it loads a directory."""
+    """Return the engine's own scores of each policy, and the median seconds in which it loads a directory."""
 
     async def measure() -> tuple[list[np.ndarray], float]:
         engine = build_engine(config, url)
@@ -182,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--repeats", type=int, default=5, help="publishes of each transport")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="where versions are written")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="directory of the versions")
     parser.add_argument("--changed", type=float, default=CHANGED, help="share of the values that a delta changes")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=arguments.memory) as memory:
@@ -224,7 +225,7 @@ def main() -> None:
 
 
 def side_by_side(rows: dict[str, tuple[list[PublishResult], list[dict[str, float]]]], elements: int) -> None:
-    """Medians; `rest` of a pause is what passes between the server's processes."""
+    """Print medians of full publishes and deltas. `rest` of a pause is the time between the server's processes."""
     print(f"\n{'seconds':<16}" + "".join(f"{part:>13}" for part in ("pause", *PARTS, "rest", "to load")))
     pauses = []
     for name, (published, parts) in rows.items():
@@ -242,7 +243,7 @@ def side_by_side(rows: dict[str, tuple[list[PublishResult], list[dict[str, float
 
 
 def recording(parts: list[dict[str, float]], config: Config, url: str) -> Engine:
-    """A client that keeps what the server says of each update."""
+    """Return a client that keeps the server's report of each update."""
     engine = build_engine(config, url)
     ask = engine._calls.json
 

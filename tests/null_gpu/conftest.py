@@ -47,7 +47,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 
 @pytest.fixture(scope="session")
 def run_case(on_ranks, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[dict]]:
-    """f(case) -> of each rank, what `scenario.run` returned."""
+    """f(case) -> the result of `scenario.run` on each rank."""
     from tests.null_gpu import scenario
 
     directory = tmp_path_factory.mktemp("null_gpu")

@@ -23,7 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NVIDIA = re.compile(r"lib(cu[\w]*|nv[\w]*|nccl)\.so\.\d+$")
 DRIVER, RUNTIME, MANAGEMENT = "libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"
-# By what an undefined name without a version begins with.
+# The library of an undefined name without a version, by its prefix.
 OWNERS = (
     ("cublasLt", "libcublasLt.so.13"),
     ("cublas", "libcublas.so.13"),
@@ -40,7 +40,7 @@ TOOLS = ("gcc", "nm", "readelf")
 
 
 class Unavailable(RuntimeError):
-    """This machine or environment cannot build the device; says what is missing."""
+    """This machine or environment cannot build the device; the text names the missing part."""
 
 
 def environment(directory: Path) -> dict[str, str]:
@@ -64,7 +64,7 @@ def here() -> bool:
 
 
 def build(directory: Path) -> list[Path]:
-    """The libraries, made anew where the packages or this folder have changed."""
+    """Return the libraries, and build them again if the packages or this folder have changed."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         raise Unavailable(f"{', '.join(missing)} not found")
@@ -78,7 +78,7 @@ def build(directory: Path) -> list[Path]:
         partial.mkdir(parents=True)
         _compile_all(packages, partial)
         partial.rename(out)
-    # torch names the libraries by their own paths first; what is loaded already is not looked for.
+    # torch names the libraries by their own paths first, and does not look for one that is loaded.
     return sorted(out.glob("*.so.*"), key=lambda p: p.name != RUNTIME)
 
 

@@ -1,4 +1,4 @@
-"""Faults planted into a rank: each is what a change of the package could do, and breaks one step of a case."""
+"""Faults planted into a rank: each imitates a possible change of the package and breaks one step of a case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.null_gpu.scenario import Case
 
 @dataclass(frozen=True)
 class Fault:
-    """shows: what the rank's error says."""
+    """shows: text of the rank's error."""
 
     name: str
     case: Case
@@ -26,7 +26,7 @@ class Fault:
 
 
 def run(rank: int, fault: str, models: Path, directory: Path) -> None:
-    """On a rank: the fault's case, with the fault."""
+    """Run the fault's case with the fault on a rank."""
     planted = FAULTS[fault]
     with planted.plant():
         scenario.run(rank, planted.case, models, directory)
@@ -118,7 +118,7 @@ def _no_synchronization() -> AbstractContextManager:
 
 
 def _device_of_an_export() -> AbstractContextManager:
-    """Device 0 whatever the rank: only the second rank shows it."""
+    """Every rank exports from device 0: only the second rank shows it."""
     from dppo_megatron.hf import export
 
     named = export.named_weights

@@ -36,6 +36,7 @@ def main() -> int:
 
 
 def _part() -> int:
+    import gpu_case
     import gpu_parts
     import gpu_ranks
 
@@ -49,7 +50,8 @@ def _part() -> int:
 
     dppo_megatron.actor.init_layout = over_gloo
     gpu_ranks.__file__ = __file__  # which starts its ranks
-    for sizes in (gpu_parts.SIZES, gpu_ranks.MOE_SIZE):
+    gpu_parts.FP8 = ()  # the stand-ins for TransformerEngine have none
+    for sizes in (gpu_case.SIZES, gpu_case.MOE_SIZE):
         sizes["cuda"] = sizes["cpu"]
     with scenario.device():
         return (gpu_ranks if sys.argv[1] in gpu_ranks.CASES else gpu_parts).main() or 0

@@ -21,7 +21,7 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-import tests.support.flash  # noqa: F401: the CPU then has kernels of FlashAttention
+import tests.support.flash
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ WITHOUT_VALUES = {
 }
 # Kernels of attention that the CPU does not have; where they are allowed, their results are zeros.
 UNCOMPUTED = ("dot_product_flash_attention", "dot_product_efficient_attention")
-# What shows which kernel attends: those, FlashAttention of packed sequences, and what torch's math kernel calls.
+# Operators that show which kernel attends: those, FlashAttention of packed sequences, and parts of torch's math kernel.
 ATTENDING = (*UNCOMPUTED, *tests.support.flash.OPERATORS, "_safe_softmax", "aten::_softmax")
 HOST_ONLY = ("pin_memory", "non_blocking", "generator")
 
@@ -107,14 +107,14 @@ class HostOperators(TorchDispatchMode):
 
 
 def _cpu_kernel(func: Any) -> Any:
-    """The operator, or what torch decomposes it into where the CPU has no kernel of it."""
+    """Return the operator, or torch's decomposition of it if the CPU has no kernel."""
     if torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
         return func
     return decomposition_table[func]
 
 
 def _filled(out: Any, wanted: Any) -> Any:
-    """`out` with the values of `wanted`; what is no tensor is taken from `wanted`."""
+    """Return `out` with the values of `wanted`; values that are no tensors come from `wanted`."""
     outs, spec = tree_flatten(out)
     values = []
     for here, there in zip(outs, tree_flatten(wanted)[0], strict=True):
@@ -201,7 +201,7 @@ def _is_plain_copy(func: Any, args: Any, out: Any) -> bool:
 
 
 def _wait() -> None:
-    """What torch does in an operator that makes the host wait."""
+    """Imitate torch in an operator that makes the host wait."""
     torch.cuda.current_stream().synchronize()  # torch reports this one too
     if torch.cuda.get_sync_debug_mode() == 2:
         raise RuntimeError("called a synchronizing CUDA operation")

@@ -50,7 +50,7 @@ class Case:
 
 
 def run(rank: int, case: Case, models: Path, directory: Path) -> dict[str, Any]:
-    """On a rank: the numbers that the steps of `case` gave."""
+    """Run the steps of `case` on a rank, and return their numbers."""
     with device(kernels=case.kernels) as operators, _actor(case, models, directory) as actor:
         found = _steps(actor, case, directory)
         return found | {"attending": dict(operators.attending), "grouped": operators.grouped}
@@ -66,7 +66,7 @@ def device(*, kernels: bool = False) -> Iterator[HostOperators]:
 
 
 def start_group(rank: int, size: int) -> None:
-    """In the place of NCCL, which `init_layout` would start: gloo, which `HostOperators` gives the device's memory."""
+    """Start gloo instead of NCCL, which `init_layout` would start; `HostOperators` gives it the device's memory."""
     timeout = timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0, timeout) if size > 1 else None
     dist.init_process_group(
@@ -191,7 +191,7 @@ def all_waits(function: Callable[[], object]) -> tuple[int, int]:
 
 
 def offload(actor: Any) -> int:
-    """The bytes freed. The host holds the contents when the device's memory is freed, and the weights return."""
+    """Return the freed bytes. The host has the contents before the device's memory is freed, and the weights return."""
     from dppo_megatron.actor import offload as module
 
     empty = module._Storages.empty

@@ -1,4 +1,4 @@
-"""In the place of TransformerEngine's compiled module: the few functions that our layers reach, computed by torch.
+"""Replaces TransformerEngine's compiled module: torch computes the few functions that our layers call.
 
 TransformerEngine's own Python runs as it is, so a call of its modules with a wrong argument fails as it does on a GPU.
 `install` must run before anything imports Megatron-core. Functions that are not here raise with their name.
@@ -26,11 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NAME = "transformer_engine_torch"
 calls: Counter[str] = Counter()
-DType = IntEnum(
-    "DType",
-    "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
-    start=0,
-)
+DType = IntEnum("DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1", start=0)
 TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 FP8FwdTensors = IntEnum(
     "FP8FwdTensors",
@@ -84,7 +80,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Enumeration(type):
-    """Of a class that only TransformerEngine's import reads: every member exists, with a number of its own."""
+    """An enumeration that only TransformerEngine's import reads: every member exists and has its own number."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -108,7 +104,7 @@ def _absent(name: str) -> Any:
 
 
 def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
-    """Row-major b @ a, each transposed as said: cuBLAS reads matrices column by column."""
+    """Return the row-major b @ a, each transposed by its flag: cuBLAS reads matrices column by column."""
     rows = b.reshape(-1, b.shape[-1])
     left = rows.T if transb else rows
     flat = a.reshape(-1, a.shape[-1])

@@ -57,7 +57,7 @@ SAME = {
     "lora_moe": SEQUENTIAL,
 }
 FLASH = {f"aten::{name}" for name in OPERATORS}
-# What TransformerEngine's Python asks its compiled module for, with layers of its own.
+# Functions of the compiled module that TransformerEngine's own layers call.
 ASKED = ("generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd", "fused_attn_fwd", "fused_attn_bwd", "multi_tensor_adam")
 
 
@@ -104,7 +104,7 @@ def test_values_are_those_of_one_rank_with_local_layers(run_case, case):
 
 
 def test_attention_goes_to_a_fused_kernel(run_case):
-    """In 16 bits FlashAttention; in fp32, which it lacks, torch's choice without cuDNN. Neither stores the scores."""
+    """16 bits use FlashAttention; fp32, which it lacks, torch's choice without cuDNN. Neither stores the scores."""
     efficient = {f"aten::_scaled_dot_product_efficient_attention{suffix}" for suffix in ("", "_backward")}
     for case in (c for c in CASES if not c.te):
         for found in run_case(case):

@@ -1,4 +1,4 @@
-"""What the null device is for: each planted fault fails the case that it concerns, with an error that names it."""
+"""The purpose of the null device: each planted fault fails its case with an error that names it."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def _be_an_h100() -> None:
 
 
 def configuration(example: str, directory: Path) -> dict[str, Any]:
-    """What vLLM makes of the command for `example`, with DIRECTORY/model where its own is not made yet; of the command
-    for its last node, where an engine spans several."""
+    """Return vLLM's configuration for the command of `example`, with DIRECTORY/model if its own model does not exist.
+    If an engine spans several nodes, the command is that of the last node."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

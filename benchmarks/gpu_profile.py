@@ -1,34 +1,32 @@
-"""The part of gpu_day.py about attention: which backend of torch's scaled_dot_product_attention runs, and its values.
+"""The parts of gpu_day.py that profile: kernels of an update, and the backend of attention with its values.
 
-python benchmarks/gpu_sdpa.py sdpa --device cpu --work /tmp/day
+python benchmarks/gpu_profile.py sdpa --device cpu --work /tmp/day
 
-`PackedAttention` of the local layers calls FlashAttention in 16 bits on a GPU (`actor.flash`), and else leaves the
-choice to torch. The part first profiles an update of the model and prints the operators that ran forward and backward.
-It then runs each backend by itself, and `actor.flash`, on the calls that packed sequences of Qwen3-0.6B make. It
-measures the time and compares outputs and gradients with the math backend in fp32 on the same inputs. The bound is 0.02
-of the norm in bf16 and 1e-4 in fp32.
+sdpa: `PackedAttention` of the local layers calls FlashAttention in 16 bits on a GPU (`actor.flash`). In other cases
+torch selects the backend. The part first profiles an update of the model and prints the operators that ran forward and
+backward. It then runs each backend by itself, and `actor.flash`, on the calls that packed sequences of Qwen3-0.6B make.
+It measures the time and compares outputs and gradients with the math backend in fp32 on the same inputs. The bound is
+0.02 of the norm in bf16 and 1e-4 in fp32.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from gpu_parts import ROOT, SIZES, Day
+from gpu_case import Day, run, timed_updates
 from gpu_values import Problems
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 OPERATOR = re.compile(r"^aten::_(\w*scaled_dot_product_|flash_attention_)\w*")
-HOST = re.compile(r"^aten::|^autograd::|Backward0$")  # names that are no kernel's
+HOST = re.compile(r"^aten::|^autograd::|Backward0$")  # names of operators that are not kernels
 KERNEL = re.compile(r"flash|fmha|cudnn|attention|sdp", re.IGNORECASE)
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -131,16 +129,50 @@ def make_inputs(call: Call, model: dict, device: str, dtype: torch.dtype) -> Inp
     )
 
 
+def activities(day: Day) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if day.device == "cuda" else [])]
+
+
 def ran(day: Day, work: Callable[[], object]) -> list[str]:
     """Return the operators of SDPA that ran in `work()` with their number, and on a GPU the kernels."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if day.device == "cuda" else [])]
-    with profile(activities=activities) as seen:
+    with profile(activities=activities(day)) as seen:
         work()
         day.synchronize()
     counts = {event.key: event.count for event in seen.key_averages()}
     operators = [f"{name} x {count}" for name, count in counts.items() if OPERATOR.match(name)]
     kernels = [name[:90] for name in counts if KERNEL.search(name) and not HOST.search(name)]
     return [*operators, *(f"  kernel {name}" for name in kernels[:8])]
+
+
+def time_by_kernel(day: Day) -> None:
+    """Print which kernels an update runs, how long each takes, and how long the device has nothing to do."""
+    from dppo_megatron.objectives import build_objective
+
+    for layers in day.layers:
+        with day.actor(model={"layers": layers}) as built:
+            batches, objective = day.on_policy(built), build_objective("dppo_binary_tv")
+            print(f"{layers}:")
+            timed_updates(day, built, batches, objective, 6)
+            with profile(activities=activities(day), acc_events=True) as seen:
+                started = time.perf_counter()
+                built.train_update(batches, objective)
+                day.synchronize()
+                seconds = time.perf_counter() - started
+        events = seen.key_averages()
+        host = sorted((e for e in events if e.device_type == DeviceType.CPU), key=lambda e: -e.self_cpu_time_total)
+        ranges = {e.key for e in host}  # named ranges are listed for the device too
+        kernels = [e for e in events if e.device_type == DeviceType.CUDA and e.key not in ranges]
+        kernels.sort(key=lambda e: -e.self_device_time_total)
+        busy = sum(e.self_device_time_total for e in kernels) / 1e6
+        print(
+            f"  profiled update {seconds:.3f} s; kernels {busy:.3f} s in {sum(e.count for e in kernels)} launches; "
+            f"{100 * (1 - busy / seconds):.0f} % of the time without a kernel"
+        )
+        for event in kernels[:24]:
+            print(f"  {event.self_device_time_total / 1e3:9.2f} ms {event.count:6d} x  {event.key[:100]}")
+        print("  host:")
+        for event in host[:12]:
+            print(f"  {event.self_cpu_time_total / 1e3:9.2f} ms {event.count:6d} x  {event.key[:100]}")
 
 
 def in_training(day: Day) -> None:
@@ -182,14 +214,8 @@ def by_itself(day: Day, call: Call, dtype: torch.dtype, problems: Problems) -> N
         problems.value(far <= BOUND[dtype], f"{backend}, {call.what}, {name}: {far:.2e}, allowed {BOUND[dtype]:.0e}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("sdpa",))
-    parser.add_argument("--device", choices=SIZES, required=True)
-    parser.add_argument("--work", type=Path, required=True, help="directory that the parts share")
-    arguments = parser.parse_args()
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    day, problems = Day(arguments.device, arguments.work), Problems()
+def sdpa(day: Day) -> None:
+    problems = Problems()
     in_training(day)
     for dtype in (torch.bfloat16, torch.float32):
         for call in CALLS[day.device]:
@@ -199,5 +225,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main()
+    run((sdpa, time_by_kernel), __doc__)
