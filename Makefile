@@ -1,28 +1,28 @@
-# make quickstart     train a small policy end to end on this machine's CPU, real parts, about three minutes on two cores
-# make test           what to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
-# make test-all       every test there is: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-verifiers,
+# make quickstart     train a small policy end to end on this machine's CPU, about three minutes on two cores
+# make test           the tests to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
+# make test-all       every test: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-verifiers,
 #                     test-browser, test-install, test-slurm, test-null-gpu
-# make test-cpu       all that this environment suffices for: test, the slow ones and test-parallel
+# make test-cpu       all tests that need only this environment, slow ones and test-parallel included; lint runs tests/house
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
 # make test-engines   the engine contract, weight transports and faults, on real vLLM and SGLang servers
-# make test-integrations  our losses inside TRL, verl and SkyRL, environments of other packages; in .venv-integrations (1.9 GB, made when needed)
-# make test-verifiers  environments of verifiers, whose requirements are put beside .venv (90 MB, made when needed)
+# make test-integrations  our losses inside TRL, verl and SkyRL, environments of other packages; in .venv-integrations (1.9 GB, created when needed)
+# make test-verifiers  environments of verifiers, with their requirements in .venv/verifiers (90 MB, created when needed)
 # make test-browser   the page of `dppo-megatron view` in headless Chromium, which it installs (Debian, as root or with sudo)
 # make test-install   every extra of setup.py and the locks of GPU machines, resolved against the package index; half a minute
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
-# make test-null-gpu  the trainer's CUDA paths on a null device, vLLM's CUDA wheel; in .venv-null-gpu (3.6 GB, Python 3.12, made when needed)
-# make study-smoke    the parts of a study at work: task, start policy, one method, two seeds, two minutes
+# make test-null-gpu  the trainer's CUDA paths on a null device, vLLM's CUDA wheel; in .venv-null-gpu (3.6 GB, Python 3.12, created when needed)
+# make study-smoke    a two-minute study: task, start policy, one method, two seeds
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
-# make test-gpu       on a machine with a GPU, eight minutes: kernels, training, offload, a colocated engine; writes a file
-# make lint           ruff, mypy on the public surface, wording, docs-check, the rules of tests/house (layers, sizes, names)
+# make test-gpu       on a machine with a GPU, twelve minutes: kernels, training, offload, a colocated engine; writes a file
+# make lint           ruff, mypy, wording, docs-check, the rules of tests/house (layers, sizes, names)
 # make docs           the documentation site in site/, with the API reference from docstrings; warnings fail
-# make docs-check     links, files, commands, flags, settings and figures named in the docs exist
-# make format         ruff, which mends what it can
-# make install        the pinned CPU environment in .venv (the others do it when needed)
+# make docs-check     check that links, files, commands, flags, settings and figures named in the docs exist
+# make format         format with ruff, and apply its fixes
+# make install        the pinned CPU environment in .venv (other targets create it when needed)
 # make sglang         SGLang's own pinned CPU environment in .venv-sglang, 3.3 GB (for engine.kind: sglang)
-# make environments   every other environment that a target of test-all makes when needed
-# make clean          removes the environments and what packaging left; runs stay
+# make environments   every other environment that test-all needs
+# make clean          remove the environments and build files, but no runs
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -34,11 +34,13 @@ INTEGRATIONS_VENV := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS_VENV)/.installed
 NULL_GPU_VENV := .venv-null-gpu
 NULL_GPU_STAMP := $(NULL_GPU_VENV)/.installed
-# A shim of pyenv may exist and not run.
+# A pyenv shim may exist but fail to run.
 NULL_GPU_PYTHON ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python3.12; do \
   $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
+# Hundreds of processes import the same modules. If the environment says not to keep compiled ones, each compiles them all.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu attack lint docs docs-check format install sglang clean
 
@@ -46,19 +48,20 @@ quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
 PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1
-# Much of a test is waiting: for a server, for a time-out. WORKERS=0 runs all in one process.
+# Tests often wait for a server or a time-out, so two processes share the cores. WORKERS=0 uses one process.
 WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 test: install
 	$(PYTEST) tests $(SIDE_BY_SIDE)
 
+# `make lint` runs tests/house.
 test-cpu: install
-	$(PYTEST) tests $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser and not registry and not null_gpu"
+	$(PYTEST) tests --ignore tests/house $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser and not registry and not null_gpu"
 
 test-all: test-here test-elsewhere
 
-# In .venv alone, and with what `environments` installs. Beside the largest run the others, one after the other.
+# test-here needs only .venv, test-elsewhere also `environments`. Two jobs run at a time: the largest, and the others in turn.
 test-here:
 	$(MAKE) --jobs 2 test-cpu study-smoke test-megatron-next
 test-elsewhere:
@@ -68,21 +71,22 @@ test-parallel: install
 	$(PYTEST) tests/parallel -m ""
 	$(PYTEST) tests --ignore tests/parallel -m parallel
 
-# What pip installs from Python 3.12 on, put before the pinned one by path: it runs on 3.11 too. It imports Triton.
+# The version that pip installs from Python 3.12 on; it also runs on 3.11. PYTHONPATH puts it before the pinned version. It
+# imports Triton.
 NEXT_MEGATRON := 0.19.2
 NEXT := $(CURDIR)/$(VENV)/megatron-next
 WITH_NEXT := PYTHONPATH=$(NEXT):$(CURDIR)/$(VENV)/triton-interpreter
 $(NEXT)/.$(NEXT_MEGATRON): $(STAMP)
 	rm -rf $(NEXT)
-	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --target $(NEXT) megatron-core==$(NEXT_MEGATRON)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --ignore-requires-python --target $(NEXT) megatron-core==$(NEXT_MEGATRON)
 	touch $@
 
 test-megatron-next: install $(NEXT)/.$(NEXT_MEGATRON)
 	$(WITH_NEXT) $(BIN)/python -W ignore -c 'import megatron.core as m; assert m.__version__.startswith("$(NEXT_MEGATRON)"), (m.__version__, m.__file__)'
 	$(WITH_NEXT) $(PYTEST) tests/parallel tests/actor -m megatron_next
 
-# The lab's slurmd starts jobs as root does. Where neither root nor sudo is to be had, the tests say so and are skipped.
-# Another target may be installing meanwhile.
+# The slurmd of the tests needs root to start jobs. Without root and sudo, the tests are skipped with that reason. The lock
+# timeout is for other targets that install at the same time.
 APT_GET := apt-get -y -qq -o DPkg::Lock::Timeout=300
 APT := $(APT_GET) install --no-install-recommends slurm-wlm slurm-client slurmctld slurmd munge
 AS_ROOT := $(shell [ "$$(id -u)" = 0 ] || { sudo -n true 2>/dev/null && \
@@ -92,7 +96,7 @@ test-slurm: install
 	  || echo "Slurm is not installed, and apt-get cannot install it here"
 	$(AS_ROOT) $(PYTEST) tests/slurm -m slurm
 
-# Where it cannot be installed, the tests say so and are skipped.
+# If Chromium cannot be installed, the tests are skipped with that reason.
 CHROMIUM := $(APT_GET) install --no-install-recommends chromium-headless-shell
 test-browser: install $(VENV)/browser/.installed
 	@{ command -v chromium-headless-shell || command -v chromium || command -v google-chrome; } >/dev/null || \
@@ -116,7 +120,7 @@ test-integrations: $(INTEGRATIONS_STAMP)
 test-verifiers: install $(VENV)/verifiers/.installed
 	$(PYTEST) tests/integrations/test_verifiers.py -m integrations
 
-# Where Python 3.12 or a compiler is missing, it says so and is skipped.
+# Without Python 3.12 or a compiler, the tests are skipped with a message.
 test-null-gpu: $(NULL_GPU_STAMP)
 	@[ ! -e $(NULL_GPU_STAMP) ] || $(NULL_GPU_VENV)/bin/python -m tests.null_gpu.device $(NULL_GPU_VENV)/device \
 	  $(NULL_GPU_VENV)/bin/python -m pytest --durations=15 --durations-min=1 tests/null_gpu $(SIDE_BY_SIDE) -m null_gpu
@@ -124,7 +128,7 @@ test-null-gpu: $(NULL_GPU_STAMP)
 attack: install
 	$(PYTEST) tests/attack -m ""
 
-# With the Python that has CUDA's torch, which is not that of $(VENV): set GPU_PYTHON. docs/gpu_day.md says what it needs.
+# GPU_PYTHON must have torch for CUDA, unlike $(VENV). docs/gpu_day.md lists its packages.
 GPU_PYTHON ?= python3
 test-gpu:
 	$(GPU_PYTHON) benchmarks/gpu_day.py
@@ -148,22 +152,23 @@ format: install
 
 install: $(STAMP)
 
-# torch first and with its own needs: a CUDA build brings its libraries, the CPU build needs none.
+# --no-compile: a module is compiled when it is first imported. pip would compile them all, which takes most of its time.
+# torch is installed first, with its dependencies: a CUDA build needs its libraries, the CPU build needs none.
 $(STAMP): requirements/cpu.lock setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
 	  { echo "Python 3.11 is needed (the pinned CPU environment is for it); set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint requirements/cpu.lock torch==2.13.0
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@# For the kernels' interpreter tests; kept apart, for vLLM's CPU build would take it for the sign of a GPU.
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/triton-interpreter triton==3.9.0
+	$(BIN)/python -m pip install --quiet --no-compile --constraint requirements/cpu.lock torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --requirement requirements/cpu.lock
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --editable .
+	@# Triton is for the kernels' interpreter tests. It has its own directory, because vLLM's CPU build would infer a GPU from it.
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/triton-interpreter triton==3.9.0
 	touch $(STAMP)
 
-# What one target alone needs, put beside the pinned environment by path.
+# Packages that only one target needs are in a directory of .venv that the target adds to PYTHONPATH.
 $(VENV)/%/.installed: requirements/%.lock $(STAMP)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(@D) --requirement $<
 	touch $@
 
 sglang: $(SGLANG_STAMP)
@@ -172,29 +177,30 @@ environments: sglang $(INTEGRATIONS_STAMP) $(VENV)/verifiers/.installed $(VENV)/
 
 $(SGLANG_STAMP): requirements/sglang-cpu.lock
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --constraint requirements/sglang-cpu.lock torch==2.13.0
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/sglang-cpu.lock
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile --constraint requirements/sglang-cpu.lock torch==2.13.0
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/sglang-cpu.lock
 	touch $(SGLANG_STAMP)
 
 $(INTEGRATIONS_STAMP): requirements/integrations.lock
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --constraint requirements/integrations.lock torch==2.13.0
-	@# SkyRL says Python 3.12; its losses run on 3.11, see tests/integrations/test_skyrl.py.
-	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --no-deps --ignore-requires-python \
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --no-compile --constraint requirements/integrations.lock torch==2.13.0
+	@# SkyRL requires Python 3.12, but its losses run on 3.11; see tests/integrations/test_skyrl.py.
+	$(INTEGRATIONS_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --ignore-requires-python \
 	  --requirement requirements/integrations.lock
 	touch $(INTEGRATIONS_STAMP)
 
-# TransformerEngine, its Python only, lies apart: without its compiled part Megatron cannot be imported.
+# TransformerEngine has its own directory and only its Python part. On the default path Megatron could not be imported, because
+# the compiled part is missing.
 TRANSFORMER_ENGINE := 2.20.2
 # NVIDIA's packages are left out: tests/null_gpu/device.py makes the libraries that torch and vLLM load.
 $(NULL_GPU_STAMP): requirements/null-gpu.lock setup.py
 	@if [ -z "$(NULL_GPU_PYTHON)" ]; then echo "no Python 3.12 that runs (set NULL_GPU_PYTHON): test-null-gpu is skipped"; \
 	elif ! command -v gcc >/dev/null; then echo "no gcc: test-null-gpu is skipped"; else \
 	  $(NULL_GPU_PYTHON) -m venv $(NULL_GPU_VENV) && \
-	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/null-gpu.lock && \
-	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-deps --target $(NULL_GPU_VENV)/transformer-engine \
+	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/null-gpu.lock && \
+	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --target $(NULL_GPU_VENV)/transformer-engine \
 	    transformer_engine==$(TRANSFORMER_ENGINE) && \
-	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable . && touch $@; fi
+	  $(NULL_GPU_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --editable . && touch $@; fi
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(INTEGRATIONS_VENV) $(NULL_GPU_VENV) build dist site *.egg-info

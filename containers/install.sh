@@ -8,12 +8,12 @@ Install dppo_megatron with vLLM for NVIDIA GPUs (CUDA 13) into a virtual environ
 
     containers/install.sh [--venv DIR] [--with-te] [--with-sglang] [--validate CONFIG --model DIR] [--dry-run]
 
-  --venv DIR         the environment; made if it does not exist. Default: .venv-gpu in this repository.
+  --venv DIR         the environment, created if it does not exist. Default: .venv-gpu in this repository.
                      On a cluster: a directory that every node sees, at the same path.
   --python FILE      a Python 3.12 interpreter. Default: python3.12 or python3 of the PATH.
   --with-te          also build TransformerEngine: `model.layers: transformer_engine` and FP8. Takes 10 to 30 minutes;
                      MAX_JOBS=N sets the number of compilers (about 3 GB of memory each).
-  --with-sglang      also install SGLang, into an environment of its own (for engine.kind: sglang; see engine.python).
+  --with-sglang      also install SGLang, into its own environment (for engine.kind: sglang; see engine.python).
   --sglang-venv DIR  that environment. Default: the directory of --venv, followed by -sglang.
   --validate CONFIG  at the end, run `dppo-megatron validate CONFIG`.
   --model DIR        the model directory for --validate (model.path).
@@ -36,7 +36,7 @@ problem() { say "ERROR: $*" >&2 && PROBLEMS=$((PROBLEMS + 1)); }
 die() { say "ERROR: $*" >&2 && exit 1; }
 value() { [ $# -ge 2 ] && [ -n "$2" ] || die "$1 needs a value; see --help"; }
 
-# ---- checks: all of them, one line each, before anything is changed ------------------------------------------------
+# ---- checks: all run, with one line each, before anything is changed -----------------------------------------------
 
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
@@ -96,7 +96,7 @@ check_driver() {
   fi
 }
 
-free_gb() { # of the file system that has, or will have, this path
+free_gb() { # PATH, which may not exist yet: free space of its file system
   local path=$1
   while [ ! -e "$path" ]; do path=$(dirname "$path"); done
   df -Pk "$path" | awk 'NR == 2 { print int($4 / 1048576) }'
@@ -106,7 +106,7 @@ check_place() { # DIRECTORY GIGABYTES
   local free
   if [ -e "$1" ] && [ -n "$(ls -A "$1")" ]; then
     [ "$(python_version "$1/bin/python" || true)" = 3.12 ] || problem "$1 is not an environment of Python 3.12; remove it or name another directory"
-    return # an earlier run made it: pip downloads only what is missing
+    return # an earlier run created it, so pip downloads only missing packages
   fi
   free=$(free_gb "$1")
   [ "$free" -ge "$2" ] || problem "$1: $free GB free, $2 needed; name a directory on a larger file system"
@@ -126,7 +126,7 @@ check_files() {
 
 # ---- the installation ----------------------------------------------------------------------------------------------
 
-show() { # a command as one would type it
+show() { # COMMAND..., quoted for a shell
   local word line=+
   for word in "$@"; do
     [[ $word =~ ^[A-Za-z0-9_./=:,@%+-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
@@ -146,7 +146,7 @@ INDEX="if pip found no package: the index must have the files of PyPI (PIP_INDEX
 
 make_environment() { # DIRECTORY LOCK
   "$1/bin/python" -m pip --version >/dev/null 2>&1 || run "see the message above" "$PYTHON" -m venv "$1"
-  # --no-deps: the lock is complete. Wheels only: a source build would need a toolkit and other headers.
+  # --no-deps, because the lock is complete. Only wheels, because a source build would need a toolkit and other headers.
   run "$INDEX" "$1/bin/python" -m pip install --progress-bar off --no-deps --only-binary :all: --requirement "$2"
 }
 
@@ -155,8 +155,8 @@ build_te() {
   jobs=$(awk '/MemAvailable/ { print int($2 / 3145728) }' /proc/meminfo)
   [ "$jobs" -lt "$(nproc)" ] || jobs=$(nproc)
   [ "$jobs" -ge 1 ] || jobs=1
-  # The core is a wheel. The part for torch is C++, compiled against the torch that is installed (--no-build-isolation: pip
-  # would fetch a newer one), with the headers of the installed wheels, so that no toolkit is needed.
+  # The core is a wheel. The part for torch is C++ and compiled against the installed torch; with build isolation pip would
+  # fetch a newer one. The headers come from the installed wheels, so no toolkit is needed.
   run "see the compiler's first error above; without TransformerEngine set model.layers: local" \
     env -u CUDA_HOME -u CUDA_PATH NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \
     MAX_JOBS="${MAX_JOBS:-$jobs}" PATH="$VENV/bin:$PATH" \
@@ -202,7 +202,7 @@ check_all() {
   if [ "$PROBLEMS" -gt 0 ] && [ -z "$DRY" ]; then die "$PROBLEMS of the checks above failed; nothing was changed"; fi
 }
 
-main() { # bash has read all of this file before it begins, so the file may change meanwhile
+main() { # bash reads the whole file before it calls main, so the file may change meanwhile
   read_options "$@"
   check_all
   make_environment "$VENV" "$HERE/requirements/gpu.lock"

@@ -1,7 +1,7 @@
-"""Check an environment that containers/install.sh made: `PYTHON containers/verify.py PACKAGE...`, with its interpreter.
+"""Check an environment of containers/install.sh with its interpreter: `PYTHON containers/verify.py PACKAGE...`.
 
-Prints versions and exits with 1 and one line if torch is not the build for CUDA 13, or a package cannot be imported.
-vLLM's kernels need NVIDIA's driver (libcuda.so.1) and are left out where there is none, as in an image build.
+Prints versions. Exits with 1 and one line if torch is not the build for CUDA 13, or a package cannot be imported.
+vLLM's kernels need NVIDIA's driver (libcuda.so.1) and are skipped without it, as in an image build.
 """
 
 import ctypes
