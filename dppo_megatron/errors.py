@@ -1,14 +1,15 @@
-"""Errors that a user can act on, and the one place that keeps their messages to a screen."""
+"""Define errors that a user can act on, and limit the length of their messages to one screen."""
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-LONGEST_MESSAGE = 4000  # bytes: a screen
+LONGEST_MESSAGE = 4000  # bytes, about one screen
 _LONGEST_VALUE = 400
-_SHORTEST_SHARE = 240  # bytes that each of many problems may take at least
+_SHORTEST_SHARE = 240  # bytes that each of many problems gets at least
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 120
@@ -17,18 +18,18 @@ _repr.maxlevel = 3
 
 
 class ExpectedError(Exception):
-    """What went wrong is said in full by the message: what, where, and the remedy. Shown without a traceback."""
+    """The message states the problem, its place and the remedy. It is shown without a traceback."""
 
     def __str__(self) -> str:
         return bounded(super().__str__())
 
 
 class MissingPackageError(ExpectedError, ImportError):
-    """A setting needs a package that is not installed; the message names the extra that brings it."""
+    """A setting needs a package that is not installed; the message names the extra that installs it."""
 
 
 def shown(value: Any) -> str:
-    """A value as it would be written; of a long one the beginning and end."""
+    """Return a value as Python source; a long value is shortened to its beginning and end."""
     try:
         return bounded(_repr.repr(value), _LONGEST_VALUE)
     except ValueError:  # an integer of more digits than Python writes
@@ -36,7 +37,7 @@ def shown(value: Any) -> str:
 
 
 def bounded(text: str, most: int = LONGEST_MESSAGE) -> str:
-    """`text` in at most `most` bytes, without what a terminal would obey or an encoding refuse."""
+    """Return `text` in at most `most` bytes; control characters and unencodable ones are escaped."""
     size = len(text)
     text = "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text[:most])
     encoded = text.encode()
@@ -47,7 +48,7 @@ def bounded(text: str, most: int = LONGEST_MESSAGE) -> str:
 
 
 def listing(source: str, problems: Sequence[str]) -> str:
-    """SOURCE: N problems, then a line for each, or for as many as a screen holds and the number of the others."""
+    """Return "SOURCE: N problems" and a line for each; if they do not fit on a screen, the number of the others."""
     count = len(problems)
     lines = [f"{bounded(source, 300)}: {count} problem{'s' if count != 1 else ''}"]
     left = LONGEST_MESSAGE - len(lines[0].encode()) - len(f"\n  ... and {count} more")
@@ -60,6 +61,20 @@ def listing(source: str, problems: Sequence[str]) -> str:
             break
         lines.append(line)
     return "\n".join(lines)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return "did you mean 'a' or 'b'?" for known names with all words of `name` or similar ones, else `otherwise`.
+
+    Example: dppo_tv has all its words in dppo_topk_tv, gsm8 is similar to gsm8k, and response_mask has the word mask.
+    """
+    folded = {other.lower(): other for other in known}
+    close = [other for other in folded.values() if set(name.split("_")) <= set(other.split("_"))] if name else []
+    close = close or [
+        folded[other] for other in difflib.get_close_matches(name.lower(), sorted(folded), n=3, cutoff=0.65)
+    ]
+    close = close or [other for other in folded.values() if set(other.split("_")) <= set(name.split("_"))]
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else otherwise
 
 
 def _escaped(character: str) -> str:

@@ -1,4 +1,4 @@
-"""Where a run keeps what. One directory holds all of it, so `ls` shows the state of a run."""
+"""Name the files of a run. One directory has all of them, so `ls` shows the state of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from dppo_megatron.common.file_lock import FileLock, LockHeld
 from dppo_megatron.common.files import read_regular
 from dppo_megatron.errors import ExpectedError
 
-ENDING_S, POLL_S = 60.0, 0.2  # for the processes of a launcher that was killed to end
+ENDING_S, POLL_S = 60.0, 0.2  # longest wait until the processes of a killed launcher end, and its polls
+
+
+def run_below(directory: Path) -> str:
+    """Return a hint at a run in a subdirectory, as in a project; empty if `directory` is a run or has none."""
+    found = [] if (directory / "run.lock").exists() else sorted(directory.glob("*/run.lock"))
+    return f"; did you mean {found[0].parent}?" if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +24,7 @@ class RunDir:
     root: Path
 
     def make(self) -> None:
-        """The directory, for its owner alone. One that is there keeps its mode. Raises `ExpectedError`."""
+        """Create the directory with mode 0700; an existing one keeps its mode. Raises `ExpectedError`."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -27,11 +33,11 @@ class RunDir:
             ) from None
 
     def take(self, wait_s: float = 0.0) -> FileLock:
-        """Make the directory and take its lock, `run.lock`: two launchers would mix their metrics.
+        """Create the directory and acquire its lock, `run.lock`, because two launchers would mix their metrics.
 
-        Processes of the run inherit it, so a resume right after a kill waits, up to `ENDING_S`, for processes that
-        still write. wait_s: for any holder. Without effect on a file system without locks. Raises `ExpectedError`
-        that names the holder.
+        Processes of the run inherit the lock. A resume right after a kill therefore waits, up to `ENDING_S`, for
+        processes that still write. wait_s: the longest wait for any other holder. Without effect on a file system
+        without locks. Raises `ExpectedError` that names the holder.
         """
         self.make()
         path, started = self.root / "run.lock", time.monotonic()
@@ -47,7 +53,7 @@ class RunDir:
                     ) from None
                 time.sleep(POLL_S)
             except OSError as error:
-                raise ExpectedError(f"run.dir = {self.root}: {path}: {error.strerror}; mend its permissions") from None
+                raise ExpectedError(f"run.dir = {path}: {error.strerror}; correct its permissions") from None
 
     @property
     def config(self) -> Path:
@@ -55,7 +61,7 @@ class RunDir:
 
     @property
     def secret(self) -> Path:
-        """What a request must bring to the run's engines; of mode 0600."""
+        """Return the file with the secret token that the run's engines require; its mode is 0600."""
         return self.root / "secret"
 
     @property
@@ -64,7 +70,7 @@ class RunDir:
 
     @property
     def open_turns(self) -> Path:
-        """The journals of groups that take turns with an environment and are not in the bank yet."""
+        """Return the directory of the journals: turns with an environment whose group is not in the bank yet."""
         return self.root / "open_turns"
 
     @property
@@ -77,7 +83,7 @@ class RunDir:
 
     @property
     def quantized_start(self) -> Path:
-        """The start model as quantised engines start with it."""
+        """Return the quantised copy of the start model, with which quantised engines start."""
         return self.weights / "start"
 
     @property
@@ -86,14 +92,14 @@ class RunDir:
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Steps done in the newest whole checkpoint, without reading it; None before the first, or when unreadable."""
+        """Return the finished steps of the newest checkpoint, by its name; None if none is readable."""
         try:
             return int(read_regular(self.checkpoints / "latest", 100).rpartition(b"-")[2])
         except (FileNotFoundError, ValueError):
             return None
 
     def done(self, steps: int) -> bool:
-        """Whether a run of so many steps ended with its last one; a trainer that is stopped exits 0, too."""
+        """Return whether a run of `steps` steps is complete. A trainer that is stopped exits with 0 too."""
         return (self.checkpoint_step or 0) >= steps
 
     @property
@@ -114,12 +120,12 @@ class RunDir:
 
     @property
     def answers(self) -> Path:
-        """Of evaluations, by set and policy version."""
+        """Return the directory of the answers of evaluations, by set and policy version."""
         return self.root / "answers"
 
     @property
     def tokens(self) -> Path:
-        """What the trainer saw of every token of some sequences, see `trainer/token_log.py`."""
+        """Return the directory of the per-token values of some sequences, see `trainer/token_log.py`."""
         return self.root / "tokens"
 
     @property
@@ -135,14 +141,16 @@ class RunDir:
         return self.root / "model"
 
     def model(self, path: str | None) -> Path | None:
-        """The model directory that `path`, the run's model.path, names: as it is; for a relative one of another working
-        directory, below a directory above the run; else the run's final model. None where there is none of them."""
+        """Return the directory of the run's model.path, `path`, or else the run's final model; None without either.
+
+        A relative path may name a directory below the working directory or below any directory above the run.
+        """
         places = [base / path for base in (Path(), *self.root.absolute().parents)] if path else []
         return next((place for place in (*places, self.final_model) if (place / "config.json").is_file()), None)
 
     @property
     def final_adapter(self) -> Path:
-        """Of a run with `model.lora`, whose final model has it merged."""
+        """Return the directory of the adapter of a run with `model.lora`; the final model has it merged."""
         return self.root / "adapter"
 
     def log(self, process: str) -> Path:
@@ -152,5 +160,5 @@ class RunDir:
         return self.weights / f"v{version:06d}"
 
     def version_of(self, weights: Path) -> int:
-        """Of a directory that `weights_of` names."""
+        """Return the version of a directory that `weights_of` named."""
         return int(weights.name[1:])

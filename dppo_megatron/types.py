@@ -45,7 +45,9 @@ class Column:
     rows: Literal["sampled", "read", "listed"]
     shape: tuple[str, ...] = ()  # names of the trailing dimensions; dimensions with one name have one size in a group
     counts: str = ""
-    asked_by: str = ""  # field of `GenerateRequest` that requests it, with all other columns of that field; "" = always
+    # Field of `GenerateRequest`, or value of its `flags`, that requests it and all other columns with this value; "" =
+    # always. A flag needs no other code: a request has the flags of the columns that the objective needs.
+    asked_by: str = ""
     part: str = "core"  # part of the bank, see `PARTS`
     stored: str = ""  # name in the bank's files, if it differs
     packed: str = ""  # dtype in a `TokenBatch`; "" = not used in training
@@ -64,7 +66,7 @@ PARTS = ("core", "topk", "sampling_mask", "routes")
 _TOPK = partial(Column, rows="sampled", shape=("K",), asked_by="topk", part="topk")
 _MASK = partial(Column, dtypes=("int32",), asked_by="sampling_mask", part="sampling_mask", packed="int32")
 COLUMNS = [
-    # ln mu of the processed distribution from which the token was drawn: at the sampling temperature, over its mask.
+    # ln mu of the sampled token, at the sampling temperature and normalized over its sampling mask.
     Column("rollout_logprob", ("float32",), "sampled", packed="float32"),
     Column("versions", ("int32",), "sampled"),  # policy version that sampled the token
     # The K most likely tokens; -1 = absent.

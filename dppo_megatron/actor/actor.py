@@ -20,7 +20,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import load_into, read_hf_config
 from dppo_megatron.hf.peft import load_peft
-from dppo_megatron.objectives import Metric, Objective, reduce_metrics
+from dppo_megatron.objectives import Metric, ObjectiveProtocol, reduce_metrics
 from dppo_megatron.observability.profiling import phase
 from dppo_megatron.types import TokenBatch
 
@@ -53,20 +53,20 @@ class UpdateStats:
     """Reports one update, the same on every rank. Sums are over all micro-batches of all data-parallel ranks."""
 
     loss: float  # sum(loss_weight * loss)
-    grad_norm: float  # before clipping
+    grad_norm: float  # norm of the gradients before they are clipped
     lr: float
     skipped: bool  # gradients or logits were not finite; nothing changed
-    skipped_in_a_row: int  # overflows do not count
+    skipped_in_a_row: int  # an overflow does not count
     tokens: int
     loss_tokens: int
     nonfinite_tokens: int  # loss tokens with non-finite logits
-    metrics: dict[str, float]  # of the objective and the entropy, over the whole global batch
+    metrics: dict[str, float]  # the objective's metrics and the entropy, over the whole global batch
     parts: dict[str, Metric]  # the metrics before the final division, to merge with other updates
-    masked: dict[int, int]  # token id -> how often it was outside the trust region, if above 0
+    masked: dict[int, int]  # maps a token id to how often it was outside the trust region, if above 0
     forward_backward_s: float
     optimizer_s: float
-    loss_scale: float | None = None  # factor of the loss, in fp16
-    overflowed: bool = False  # skipped because gradients exceeded fp16 at this scale; the scale was halved
+    loss_scale: float | None = None  # fp16: the factor of the loss
+    overflowed: bool = False  # gradients exceeded fp16 at this scale, so the update was skipped and the scale halved
 
 
 class Actor:
@@ -94,7 +94,7 @@ class Actor:
             self.loss_scale.serve(self.optimizer)
             self.transformer.grad_scale_func = self.loss_scale.scaled
         self.schedule = build_schedule(self.optimizer, config)
-        self.optimizer_on_device = nullcontext
+        self.optimizer_on_device: Callable[[], AbstractContextManager[None]] = nullcontext
         if config.optimizer.offload:
             on_host = offload.OptimizerOnHost(self.optimizer, self.model_chunks, layout.device)
             self.optimizer_on_device = on_host.on_device
@@ -109,7 +109,7 @@ class Actor:
         self._forward_backward = partial(
             get_forward_backward_func(),
             model=self.model,
-            seq_length=config.train.micro_batch_tokens,  # only a hint: packed lengths travel with the tensors
+            seq_length=config.train.micro_batch_tokens,  # only a hint, because packed lengths travel with the tensors
             micro_batch_size=1,
         )
 
@@ -163,7 +163,7 @@ class Actor:
     def train_update(
         self,
         micro_batches: Sequence[TokenBatch],
-        objective: Objective,
+        objective: ObjectiveProtocol,
         *,
         another_follows: bool = False,
         observe: Callable[[MicroBatch, Tensor], None] | None = None,

@@ -25,7 +25,7 @@ from dppo_megatron.hf.megatron_model import ADAPTER
 from .lora import ParallelAdapter
 from .precision import this_gpu
 
-_ALIGNMENT = 16  # bytes, of every row
+_ALIGNMENT = 16  # every row must be a multiple of this many bytes
 _PROJECTIONS = ("linear_fc1", "linear_fc2")
 
 
@@ -53,7 +53,7 @@ def why_sequential(chunks: Sequence[nn.Module], config: Config) -> str | None:
         return "torch's kernel for grouped products needs bf16 and compute capability 9 or 10"
     for layers in ([getattr(e, name) for e in x.local_experts] for x in _experts(chunks) for name in _PROJECTIONS):
         if any(size * layers[0].weight.element_size() % _ALIGNMENT for size in layers[0].weight.shape):
-            return f"rows of their weights are no multiple of {_ALIGNMENT} bytes"
+            return f"a row or a column of their weights is no multiple of {_ALIGNMENT} bytes"
         adapters = [getattr(layer, ADAPTER, None) for layer in layers]
         if len({a and (a.A.shape, a.B.shape, a.owner is None) for a in adapters}) > 1:
             return "model.lora.targets names layers of some experts only"
@@ -78,7 +78,7 @@ def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, p
         return SequentialMLP.forward(experts, x, counts, probs)
     if x.is_cuda and not counts.is_cuda:
         counts = counts.pin_memory().to(x.device, non_blocking=True)
-    together.linear_fc1.ends = together.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)  # of each expert's rows
+    together.linear_fc1.ends = together.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)
     return MLP.forward(together, x, probs)
 
 
@@ -87,6 +87,8 @@ class _Projection(nn.Module):
 
     The model itself keeps a layer for each expert.
     """
+
+    ends: Tensor  # [experts] int32: number of rows up to the last one of each expert; `_forward` sets it
 
     def __init__(self, experts: SequentialMLP, name: str):
         super().__init__()
@@ -100,12 +102,12 @@ class _Projection(nn.Module):
         out = product(x, shared_tensor(self.weights).mT)
         if not self.adapters or not (first := self.adapters[0]).enabled:
             return out, None
-        # A call, because a hook of each module waits for its gathered parameters.
+        # The adapters are called because a hook of each module waits for its gathered parameters.
         a, b = map(torch.stack, zip(*(adapter() for adapter in self.adapters), strict=True))
-        if first.owner is not None:
-            b = spread(b, torch.stack([adapter.owner for adapter in self.adapters]))
+        if owners := [adapter.owner for adapter in self.adapters if adapter.owner is not None]:  # all have one, or none
+            b = spread(b, torch.stack(owners))
         a, b = first.reducing(a, b)
-        missing = -a.shape[1] % (_ALIGNMENT // 2)  # enough in 16 bits and more
+        missing = -a.shape[1] % (_ALIGNMENT // 2)  # aligns values of 16 bits and more
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
         return out + product(product(x, a.mT) * first.scaling, b.mT), None
 

@@ -11,7 +11,7 @@ log-sum-exp.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class FlashPlan:
     """
 
     own: Call
-    before: Call | None = None
+    before: Call | None = None  # None, as are `rows` and `keys`: no segment continues another
     rows: Int[Tensor, " n"] | None = None  # queries of `before`
     keys: Int[Tensor, " m"] | None = None  # keys of `before`: rows here, or of all context-parallel ranks end to end
 
@@ -71,19 +71,28 @@ def plan_flash(
 
 
 def _call(queries: Int[Tensor, " S"], keys: Int[Tensor, " S"], causal: bool, device: torch.device) -> Call:
-    bounds = (F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32) for lengths in (queries, keys))
-    return *bounds, int(queries.max()), int(keys.max()), 0.0, causal
+    of_queries, of_keys = (F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32) for lengths in (queries, keys))
+    return of_queries, of_keys, int(queries.max()), int(keys.max()), 0.0, causal
 
 
 class FlashAttention(torch.autograd.Function):
     """Return [T h d] of query [T h d], key and value [T g d], and the keys and values that `plan.keys` selects from."""
 
     @staticmethod
-    def forward(ctx, query, key, value, keys, values, plan: FlashPlan, scale: float | None):
-        attend, rows = torch.ops.aten._flash_attention_forward, plan.rows
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: FlashPlan,
+        scale: float | None,
+    ) -> Tensor:
+        attend = torch.ops.aten._flash_attention_forward
         out, sums, *_ = attend(query, key, value, *plan.own, False, scale=scale)  # sums [h T], fp32
-        if rows is not None:
-            continued = (x.index_select(0, plan.keys) for x in (keys, values))
+        if plan.before is not None and plan.rows is not None and plan.keys is not None:
+            rows, continued = plan.rows, [x.index_select(0, plan.keys) for x in (keys, values)]
             more, more_sums, *_ = attend(query.index_select(0, rows), *continued, *plan.before, False, scale=scale)
             own_sums = sums.index_select(1, rows)
             both = torch.logaddexp(own_sums, more_sums)
@@ -95,10 +104,10 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *own, keys, values = ctx.saved_tensors
         plan, rows, differentiate = ctx.plan, ctx.plan.rows, torch.ops.aten._flash_attention_backward
-        seeds = grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0)  # for no dropout
+        seeds = grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0)  # unused, because there is no dropout
         dq, *of_own = differentiate(grad, *own, *plan.own, *seeds, scale=ctx.scale)
         if rows is None:
             return dq, *of_own, None, None, None, None

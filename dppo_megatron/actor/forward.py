@@ -99,12 +99,13 @@ class LossStep:
             vocab_size=self.vocab_size,
         )
         self.masked.index_add_(0, rows.target_ids[own], out.masked_tokens[own].long())
+        assert stats.entropy is not None  # requested above
         if self.observe is not None:
             seen = (stats.logprob, stats.entropy, out.divergence, out.masked_tokens)
             self.observe(batch, torch.stack([values.detach()[own].float() for values in seen]))
         loss = (rows.loss_weight * out.loss)[own].sum()
         metrics = {"train/entropy": mean_metric(stats.entropy, rows.mask), **out.metrics}
-        if own != slice(None) and self.layout.context_rank > 0:  # every rank has measured the whole sequences
+        if own != slice(None) and self.layout.context_rank > 0:  # rank 0 has measured the same whole sequences
             metrics = {name: replace(metric, sums=metric.sums * 0) for name, metric in metrics.items()}
         report = MicroBatchResult(loss.detach().double(), nonfinite, metrics)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
@@ -126,11 +127,11 @@ def apply_objective(
     logprob, entropy [T], of the targets. topk_logprob [T, K] of `rows.topk_ids` and other_logprob [T] of everything
     else, or None if they were not computed. No collectives.
     """
-    topk = None
-    if topk_logprob is not None:
+    topk, ids, rollout = None, rows.topk_ids, rows.rollout_topk_logprob
+    if topk_logprob is not None and other_logprob is not None and ids is not None and rollout is not None:
         topk = TopKLogprobs(
-            ids=rows.topk_ids,
-            rollout_logprob=rows.rollout_topk_logprob,
+            ids=ids,
+            rollout_logprob=rollout,
             logprob=topk_logprob,
             other_logprob=other_logprob,
             target_ids=rows.target_ids,
@@ -149,6 +150,7 @@ def apply_objective(
         sequence_ids=sequence_ids,
         entropy=entropy,
         **({"positions": rows.position_ids} if objective.needs_positions else {}),
+        **{name: rows.tensors[name] for name in objective.needs_columns},
     )
 
 
@@ -174,6 +176,8 @@ class LogprobStep:
         stats = head_statistics(model, output, rows, self, topk=self.topk, entropy="none")
         columns = [stats.logprob[:, None]]
         if self.topk:
+            assert stats.topk_logprob is not None  # both are given for a batch with top-K ids
+            assert stats.other_logprob is not None
             columns += [stats.topk_logprob, stats.other_logprob[:, None]]
         scored = torch.where(rows.mask[:, None], torch.cat(columns, dim=1), 0.0)
         return scored.new_zeros(batch.batch_tokens, scored.shape[1]).index_copy_(0, batch.loss_rows, scored)
@@ -233,6 +237,7 @@ def _whole_sequences(
     names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
     whole = {name: gather_unequal_rows(getattr(stats, name), counts, layout.context_group) for name in names}
     start = sum(counts[: layout.context_rank])
+    assert batch.whole is not None  # requested with `whole_sequences`
     return batch.whole, replace(stats, **whole), slice(start, start + counts[layout.context_rank])
 
 
@@ -245,7 +250,7 @@ class UpdateTotal:
     tokens: int
     loss_tokens: int
     metrics: dict[str, Metric]
-    masked: dict[int, int]  # token id -> count, if above 0
+    masked: dict[int, int]  # maps a token id to its count, if above 0
 
 
 def reduce_reports(
@@ -256,12 +261,10 @@ def reduce_reports(
     Collectives: three all-reduces over the data-parallel group on the last stage (none for a single replica),
     then one broadcast along the pipeline.
     """
-    total = _on_last_stage(results, batches, masked, layout) if layout.is_last_stage else None
+    total: list[Any] = [_on_last_stage(results, batches, masked, layout) if layout.is_last_stage else None]
     if layout.pipeline_size > 1:
-        box = [total]
-        dist.broadcast_object_list(box, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)
-        total = box[0]
-    return total
+        dist.broadcast_object_list(total, group_src=layout.pipeline_size - 1, group=layout.pipeline_group)
+    return total[0]
 
 
 def _on_last_stage(
@@ -270,7 +273,7 @@ def _on_last_stage(
     merged = merge_metrics([result.metrics for result in results])
     metric_sums, maxima = flatten_metrics(merged)
     counts = [sum(b.num_tokens for b in batches), sum(b.num_loss_tokens for b in batches)]
-    own = torch.stack([sum(r.loss for r in results), sum(r.nonfinite for r in results)])
+    own = torch.as_tensor(sum(torch.stack([result.loss, result.nonfinite]) for result in results))
     sums = torch.cat([own, own.new_tensor(counts), metric_sums])
     if layout.data_group.size() > 1:
         dist.all_reduce(sums, group=layout.data_group)
@@ -280,5 +283,5 @@ def _on_last_stage(
     loss, nonfinite, tokens, loss_tokens = sums[:4].tolist()
     metrics = unflatten_metrics(merged, sums[4:], maxima)
     ids = masked.nonzero().flatten()
-    counts = dict(zip(ids.tolist(), masked[ids].tolist(), strict=True))
-    return UpdateTotal(loss, int(nonfinite), int(tokens), int(loss_tokens), metrics, counts)
+    outside = dict(zip(ids.tolist(), masked[ids].tolist(), strict=True))
+    return UpdateTotal(loss, int(nonfinite), int(tokens), int(loss_tokens), metrics, outside)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ def init_layout(config: Config) -> Layout:
     if world_size != parallel.world_size:
         raise LayoutError(
             f"parallel.world_size = {parallel.world_size}: {world_size} trainer processes were started; "
-            "start as many as that, or change it"
+            f"start {parallel.world_size}, or set it to {world_size}"
         )
     for names, ranks in {
         "tensor x pipeline x context": parallel.tensor * parallel.pipeline * parallel.context,
@@ -139,10 +140,12 @@ def init_layout(config: Config) -> Layout:
     if dist.is_initialized():
         backend = dist.get_backend()
     elif "RANK" in os.environ:
+        if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise LayoutError(f"RANK is set, {', '.join(missing)} not; start ranks by torchrun or srun, or unset RANK")
         store = world_store(timeout)
-        place = {} if store is None else {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
-        dist.init_process_group(backend, timeout=timeout, **place)
-        if cuda:  # before NCCL connects the ranks, which would hang or fail with a less clear error
+        place: dict[str, Any] = {"rank": int(os.environ["RANK"]), "world_size": world_size} if store is not None else {}
+        dist.init_process_group(backend, store=store, timeout=timeout, **place)
+        if cuda:  # NCCL, which connects the ranks later, would hang or fail with a less clear error
             check_own_gpus(Ranks(), socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -39,15 +39,15 @@ from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config.schema import Config
 from dppo_megatron.hf import HFModelConfig, WeightMap
 from dppo_megatron.hf.lora import Adapter, AdapterEntry, adapter_entry, adapters_of, target_problems
-from dppo_megatron.hf.megatron_model import ADAPTER, ParallelRanks, global_name, infer_layout, named_weights
+from dppo_megatron.hf.megatron_model import ADAPTER, ParallelRanks, global_name, infer_layout, named_weights, unwrap
 from dppo_megatron.hf.operations import GateUp
 from dppo_megatron.weights.fingerprint import MODULUS, bit_sum
 
 
 class ParallelAdapter(Adapter):
-    """Adapts a Megatron layer. Its parameters have the attributes by which Megatron reduces gradients."""
+    """Adapts a linear layer of Megatron. Its parameters have the attributes by which Megatron reduces gradients."""
 
-    def __init__(self, entry: AdapterEntry, layer: nn.Module, *, scaling: float, seed: int):
+    def __init__(self, entry: AdapterEntry, layer: Any, *, scaling: float, seed: int):
         group = layer.tp_group
         rank, size = (0, 1) if entry.b.op.replicated and not entry.shards_inputs else (group.rank(), group.size())
         super().__init__(entry, layer.weight, scaling=scaling, rank=rank, size=size, seed=seed)
@@ -55,7 +55,8 @@ class ParallelAdapter(Adapter):
         self._expert = entry.b.is_expert
         self._sharded = size > 1
         self._sequence_parallel = self._sharded and not self._expert and layer.sequence_parallel
-        own, common = (self.A, self.B) if entry.shards_inputs else (self.B, self.A)
+        a_and_b: tuple[Any, Any] = (self.A, self.B)  # Megatron reads attributes that a Parameter does not have
+        own, common = a_and_b if entry.shards_inputs else a_and_b[::-1]
         self._common = common if self._sharded else None
         if self._sharded or self._expert:
             # The norm of the gradient counts each rank's own part, and the common parameter once.
@@ -63,7 +64,7 @@ class ParallelAdapter(Adapter):
             if self._expert:
                 set_tensor_model_parallel_attributes(common, True, -1, 1)
                 common.shared = rank > 0
-        for parameter in (self.A, self.B):
+        for parameter in a_and_b:
             parameter.allreduce = getattr(layer.weight, "allreduce", True)
             if not self._sharded:
                 parameter.sequence_parallel = getattr(layer.weight, "sequence_parallel", False)
@@ -74,11 +75,11 @@ class ParallelAdapter(Adapter):
         """Return (alpha / r) B A x, to be added to the layer's output. Without x: A and B, for `experts`."""
         if x is None:
             return self.A, self.B
-        a, b, group = self.A, self.outputs(), self._group
+        group = self._group
         if self._expert or not self._sharded:
-            a, b = self.reducing(a, b)
+            a, b = self.reducing(self.A, self.outputs())
             return linear(linear(x, a) * self.scaling, b)
-        h = linear(x, a) * self.scaling
+        h = linear(x, self.A) * self.scaling
         if self.entry.shards_inputs and self._sequence_parallel:
             h = reduce_scatter_to_sequence_parallel_region(h, group)
         elif self.entry.shards_inputs:
@@ -87,7 +88,7 @@ class ParallelAdapter(Adapter):
             h = gather_from_sequence_parallel_region(h, group=group)
         else:
             h = copy_to_tensor_model_parallel_region(h, group)
-        return linear(h, b)
+        return linear(h, self.outputs())
 
     def reducing(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return an expert's A and B, single or stacked; the gradient of the one that all ranks have is summed."""
@@ -142,7 +143,7 @@ def add_adapters(chunks: Sequence[nn.Module], hf: HFModelConfig, config: Config)
     Call it before the chunks are wrapped, so that data parallelism and optimizer leave out the frozen parameters.
     """
     lora, weight_map = config.model.lora, WeightMap(hf)
-    for chunk in chunks:
+    for chunk in map(unwrap, chunks):
         chunk.requires_grad_(False)
         for name, layer in list(chunk.named_modules()):
             if getattr(layer, "weight", None) is None or not hasattr(layer, "tp_group"):

@@ -21,6 +21,8 @@ class LossScale(DynamicGradScaler):
     factor of the loss. Here all parts check first, and then `follow` changes the scale, by a decision for all ranks.
     """
 
+    _scale: Tensor
+
     def __init__(self, settings: LossScaleConfig):
         super().__init__(
             initial_scale=settings.initial,
@@ -28,7 +30,7 @@ class LossScale(DynamicGradScaler):
             growth_factor=2.0,
             backoff_factor=0.5,
             growth_interval=settings.growth_interval,
-            hysteresis=1,  # every overflow halves: a lost update costs rollouts
+            hysteresis=1,  # every overflow halves the scale, because a lost update costs rollouts
         )
 
     def serve(self, optimizer: MegatronOptimizer) -> None:
@@ -55,4 +57,4 @@ class LossScale(DynamicGradScaler):
     def follow(self, *, overflow: bool) -> None:
         """Halve the scale after an overflow; otherwise count the update towards its growth."""
         super().update(overflow)
-        self._scale = self._scale.clamp(max=LARGEST)  # without gradients it would grow without limit
+        self._scale = self._scale.clamp(max=LARGEST)  # the scale would grow without limit if gradients are 0

@@ -6,10 +6,12 @@ import importlib.util
 import sys
 import warnings
 from functools import cache
+from typing import Any
 
 import torch
 
 _ENGINE = "transformer_engine"
+_modules: dict[str, Any] = sys.modules  # importing a module that is None here raises ModuleNotFoundError
 
 
 def import_megatron() -> None:
@@ -21,7 +23,7 @@ def import_megatron() -> None:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     # Megatron-core imports wandb for an inference server that is not used here: a quarter of its import time.
     if hides_wandb := "wandb" not in sys.modules:
-        sys.modules["wandb"] = None
+        _modules["wandb"] = None
     try:
         load_problem()
         _disable_compiled_fusions()
@@ -45,7 +47,7 @@ def load_problem() -> str:
     except Exception as error:
         for name in [name for name in sys.modules if name.partition(".")[0] == _ENGINE]:
             del sys.modules[name]
-        sys.modules[_ENGINE] = None
+        _modules[_ENGINE] = None
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -58,7 +60,7 @@ def _disable_compiled_fusions() -> None:
     """
     if torch.cuda.is_available():
         return
-    compile_, torch.compile = torch.compile, _skip_compile
+    compile_, torch.compile = torch.compile, _skip_compile  # type: ignore[assignment]
     try:
         from megatron.core import jit
     finally:
@@ -66,5 +68,5 @@ def _disable_compiled_fusions() -> None:
     jit.disable_jit_fuser()
 
 
-def _skip_compile(function=None, **options):
+def _skip_compile(function: Any = None, **_: Any) -> Any:
     return function or _skip_compile

@@ -7,9 +7,6 @@ between releases are used only here.
 from __future__ import annotations
 
 import importlib.util
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 from megatron.core import __version__ as version
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -58,10 +55,7 @@ def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: in
     # 0.16 sets it even without TransformerEngine, and then builds instances of its classes.
     multi_latent_attention.HAVE_TE = has_transformer_engine()
     return get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=transformer_engine,
-        normalization=config.normalization,
-        **_select_accepted(get_gpt_decoder_block_spec, vp_stage=vp_stage),
+        config, use_transformer_engine=transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
 
 
@@ -78,12 +72,6 @@ def replicated_linear() -> type:
 def drop_replay_registry() -> None:
     """Clear Megatron's list of routers, because it belongs to the process and not to a model."""
     RouterReplay.global_router_replay_instances.clear()
-
-
-def _select_accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return the `arguments` that this release's `function` accepts."""
-    parameters = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _dotted(release: tuple[int, int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -46,12 +46,12 @@ class PolicyModel(GPTModel):
 
     def __init__(
         self,
-        *args,
+        *args: Any,
         fused_head: bool = False,
         fp32_head: bool = False,
         batch_invariant_head: bool = False,
         exact: bool = False,
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.fused_head = fused_head
@@ -75,7 +75,7 @@ class PolicyModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **_) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -85,6 +85,7 @@ class PolicyModel(GPTModel):
                 tensor_parallel_output_grad=not (self.fused_head or self.batch_invariant_head),
                 group=self.pg_collection.tp,
             )
+        assert packed_seq_params.rows is not None  # the packer always sets them
         rows = hidden_states.index_select(0, packed_seq_params.rows)
         if self.fused_head:
             return rows.squeeze(1)

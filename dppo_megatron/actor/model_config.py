@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config.schema import Config, ParallelConfig
-from dppo_megatron.hf import HFModelConfig, ModelError
+from dppo_megatron.hf import HFModelConfig, ModelError, MoEConfig
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
 
 from . import megatron_version
@@ -123,7 +123,7 @@ def _parallel_arguments(config: Config) -> dict[str, Any]:
         # Megatron's batched exchange between virtual stages gives silently wrong numbers over gloo.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # The loss is already a sum over explicit global denominators: no division by ranks or micro-batches.
+        # The loss is already divided by global denominators, so Megatron must not divide by ranks or micro-batches.
         "calculate_per_token_loss": True,
     }
 
@@ -196,7 +196,7 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
     if hf.rope_type == "yarn":
         out += [f"{source}: {problem}" for problem in _yarn_problems(scaling)]
     if hf.moe is not None:
-        out += [f"{source}: {problem}" for problem in _routing_problems(hf)]
+        out += [f"{source}: {problem}" for problem in _routing_problems(hf.moe)]
     elif config.rollout.routing_replay:
         out.append("rollout.routing_replay = true: the model has no experts to replay; set it to false")
     return out
@@ -215,14 +215,14 @@ def _yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _routing_problems(hf: HFModelConfig) -> list[str]:
+def _routing_problems(moe: MoEConfig) -> list[str]:
     """Return settings with which Megatron's router differs from the one that the model was trained with."""
-    moe, out = hf.moe, []
+    out = []
     if moe.score_function == "sigmoid" and not moe.norm_topk_prob and moe.top_k > 1:
         out.append("norm_topk_prob = false: Megatron-core always rescales sigmoid scores; not supported")
     if moe.score_function == "softmax" and moe.norm_topk_prob and moe.top_k == 1:
         out.append("norm_topk_prob = true: with one expert per token its weight is always 1; routing cannot be learnt")
-    if (moe.num_groups or 1) > 1 and moe.top_k != 2 * moe.topk_groups:
+    if (moe.num_groups or 1) > 1 and moe.top_k != 2 * (moe.topk_groups or 0):
         out.append(
             f"topk_group = {moe.topk_groups}: Megatron-core ranks groups by the sum of their num_experts_per_tok / "
             f"topk_group best experts, transformers and engines of their 2 best; only {moe.top_k / 2:g} is supported"
@@ -239,14 +239,14 @@ def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
         remedy = _divisors(math.gcd(*sizes.values()))
         out.append(f"parallel.tensor = {p.tensor}: does not divide {', '.join(wrong)}; {remedy}")
     out += _stage_problems(hf.num_layers, p)
-    return out + (_dense_layout_problems(p) if hf.moe is None else _expert_layout_problems(hf, p))
+    return out + (_dense_layout_problems(p) if hf.moe is None else _expert_layout_problems(hf.moe, p))
 
 
 def _stage_problems(num_layers: int, p: ParallelConfig) -> list[str]:
     """Check that stages and virtual stages have equal numbers of layers, apart from stages that are set separately."""
     out, virtual = [], p.virtual_pipeline or 1
-    apart = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
-    apart = {name: layers for name, layers in apart.items() if layers}
+    settings = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
+    apart = {name: layers for name, layers in settings.items() if layers}
     for name, layers in apart.items():
         if layers % virtual:
             out.append(f"parallel.{name} = {layers}: {virtual} virtual stages do not divide it")
@@ -256,7 +256,7 @@ def _stage_problems(num_layers: int, p: ParallelConfig) -> list[str]:
         out.append(f"parallel.{' + parallel.'.join(apart)} = {total}: does not leave {ranks} stages their part of "
                    f"{num_layers} layers")  # fmt: skip
     elif ranks > 0 and (layers == 0 or layers % (ranks * virtual)):
-        remedy = "" if apart else "; set parallel.last_stage_layers apart or change it"
+        remedy = "" if apart else "; set parallel.last_stage_layers, or change it"
         out.append(f"parallel.pipeline = {p.pipeline}: {ranks * virtual} stages do not divide {layers} layers{remedy}")
     return out
 
@@ -270,8 +270,8 @@ def _dense_layout_problems(p: ParallelConfig) -> list[str]:
     return out
 
 
-def _expert_layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
-    out, moe = [], hf.moe
+def _expert_layout_problems(moe: MoEConfig, p: ParallelConfig) -> list[str]:
+    out = []
     expert_tensor = p.expert_tensor or p.tensor
     if moe.num_experts % p.expert:
         out.append(f"parallel.expert = {p.expert}: does not divide {moe.num_experts} experts; "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -81,7 +82,8 @@ def _optimizer_contents(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 def _gradients(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
     for chunk in chunks:
-        yield from (parameter.main_grad for parameter in chunk.parameters() if parameter.requires_grad)
+        parameters: Iterator[Any] = chunk.parameters()  # Megatron adds the attribute
+        yield from (parameter.main_grad for parameter in parameters if parameter.requires_grad)
 
 
 def _on(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -89,15 +91,15 @@ def _on(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _Storages:
-    """Collects the distinct storages of some tensors; a storage is taken whole even if it also holds other tensors."""
+    """Collects the distinct storages of some tensors, whole even if they contain other tensors too."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True, but: _Storages | None = None):
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        others = but._storages if but else {}
+        others = but._sizes if but else {}
         self._storages = {key: storage for key, storage in found.items() if key not in others and storage.nbytes()}
         self._keep = keep
         self._host: dict[int, list[Tensor]] = {}
-        self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
+        self._sizes: dict[int, int] = {key: storage.nbytes() for key, storage in self._storages.items()}
 
     def empty(self) -> int:
         """Copy the contents to the host if they are kept, free the storages, and return the bytes freed."""

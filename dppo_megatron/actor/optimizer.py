@@ -74,7 +74,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
     optimizer = get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
     if not torch.cuda.is_available():
         for group in optimizer.param_groups:
-            group["fused"] = True  # torch's own: it reads and writes the state once, not in each of nine operators
+            group["fused"] = True  # torch's fused Adam reads and writes the state once, not in each of nine operators
     return optimizer
 
 

@@ -7,7 +7,7 @@ checkpoints and scoring need all weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron.core.distributed import DistributedDataParallel
@@ -57,7 +57,7 @@ class ParameterGather:
         self._outdated = False
 
 
-def _finish(chunk: DistributedDataParallel):
+def _finish(chunk: DistributedDataParallel) -> Callable[..., None]:
     def hook(*_: object) -> None:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             group.finish_param_sync(skip_next_bucket_dispatch=True)

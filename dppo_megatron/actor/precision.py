@@ -122,7 +122,7 @@ def fuse_weight_gradients(layers: nn.Module) -> None:
     """
     for module in layers.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def describe(config: Config) -> str:

@@ -71,13 +71,15 @@ class _TraceRecorder:
         trace = joined(parts, OF_COLUMNS)
         if self._layout.sequence_parallel:  # the other values are sharded by rows
             trace |= {key: torch.cat([p[key] for p in parts]) for key in trace if key[1] not in OF_COLUMNS}
-        vocabulary = {key: self._actor.hf.vocab_size for key in trace if key[1] == "logits"}  # then padding
+        # The columns of the logits after the vocabulary are padding.
+        vocabulary = {key: self._actor.hf.vocab_size for key in trace if key[1] == "logits"}
         return {key: value[: self._size, : vocabulary.get(key)] for key, value in trace.items()}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Record every value within the context, and replace it by the given one."""
-        handles, restored = [], []
+        handles: list[Any] = []
+        restored = []
         for chunk in self._actor.model_chunks:
             handles += self._outside(chunk)
             for layer in chunk.decoder.layers:
@@ -155,7 +157,7 @@ class _TraceRecorder:
     def _rotated(self, layer: int, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         query, key, value, *others = arguments
         packed = options["packed_seq_params"]
-        if packed.rope is not None:  # PackedAttention would rotate; done here instead
+        if packed.rope is not None:  # this hook rotates instead of PackedAttention
             query, key = (rotate(x, *packed.rope) for x in (query, key))
             options = options | {"packed_seq_params": replace(packed, rope=None)}
         query, key = (self._seen(layer, name, x) for name, x in (("q_rotated", query), ("k_rotated", key)))

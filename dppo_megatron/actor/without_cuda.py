@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_cuda: Any = torch.cuda  # replacements need not have the types of the originals
 
 
 def install() -> None:
@@ -30,8 +34,8 @@ def install() -> None:
 
 def _patch_devices() -> None:
     """Use the CPU where mappings, buffers and schedules allocate on `torch.cuda.current_device()` or "cuda"."""
-    torch.cuda.current_device = _current_device
-    torch.cuda.synchronize = _nothing
+    _cuda.current_device = _current_device
+    _cuda.synchronize = _nothing
     _CudaMeansCpu().__enter__()
 
 
@@ -39,20 +43,20 @@ def _patch_generators() -> None:
     """Use the CPU's generator where recompute and the RNG tracker save and restore the CUDA generator."""
     from megatron.core.tensor_parallel import random
 
-    torch.cuda.get_rng_state = _get_rng_state
-    torch.cuda.random.get_rng_state = _get_rng_state
-    torch.cuda.set_rng_state = _set_rng_state
-    torch.cuda.manual_seed = torch.default_generator.manual_seed
+    _cuda.get_rng_state = _get_rng_state
+    _cuda.random.get_rng_state = _get_rng_state
+    _cuda.set_rng_state = _set_rng_state
+    _cuda.manual_seed = torch.default_generator.manual_seed
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
 
 
 def _patch_streams() -> None:
     """Make the streams and events of pipeline exchange, all-to-all dispatcher and checkpoints do nothing."""
-    torch.cuda.Stream = _Stream
-    torch.cuda.Event = _Stream
-    torch.cuda.current_stream = functools.partial(_Stream)
-    torch.cuda.stream = contextlib.nullcontext
+    _cuda.Stream = _Stream
+    _cuda.Event = _Stream
+    _cuda.current_stream = functools.partial(_Stream)
+    _cuda.stream = contextlib.nullcontext
 
 
 def _patch_experts() -> None:
@@ -61,7 +65,7 @@ def _patch_experts() -> None:
 
     # It converts only GPU tensors to numpy, but its callers index numpy arrays.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
-    if not hasattr(moe_utils, "te_general_gemm"):  # read, but not imported without TransformerEngine
+    if not hasattr(moe_utils, "te_general_gemm"):  # Megatron reads it, but imports it only with TransformerEngine
         moe_utils.te_general_gemm = None
 
 
@@ -85,7 +89,7 @@ def _patch_exchange_with_oneself() -> None:
 class _CudaMeansCpu(TorchFunctionMode):
     """Maps device="cuda", `.cuda()` and pinned memory to the CPU, and the type strings that the optimizer compares."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
         if kwargs:
@@ -103,28 +107,18 @@ class _CudaMeansCpu(TorchFunctionMode):
 class _Stream:
     """Replaces a stream or an event on a device that runs everything in order."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *_: Any, **__: Any):
         pass
 
-    def wait_stream(self, stream):
+    def _nothing(self, stream_or_event: Any = None) -> None:
         pass
 
-    def wait_event(self, event):
-        pass
+    wait_stream = wait_event = synchronize = record = wait = _nothing
 
-    def record_event(self, event=None):
+    def record_event(self, event: _Stream | None = None) -> _Stream:
         return event or _Stream()
 
-    def synchronize(self):
-        pass
-
-    def record(self, stream=None):
-        pass
-
-    def wait(self, stream=None):
-        pass
-
-    def query(self):
+    def query(self) -> bool:
         return True
 
 
@@ -132,19 +126,25 @@ def _current_device() -> torch.device:
     return _CPU
 
 
-def _nothing(*args, **kwargs) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _get_rng_state(device="cuda", clone=False, graph_safe=False) -> torch.Tensor:
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state, device=-1, graph_safe=False) -> None:
+def _set_rng_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
 
-def _gather_unevenly(evenly, input_, group, output_split_sizes=None, use_global_buffer=False):
+def _gather_unevenly(
+    evenly: Callable[..., Tensor],
+    input_: Tensor,
+    group: dist.ProcessGroup,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
     if output_split_sizes is None or group.size() == 1:
         return evenly(input_, group, None, use_global_buffer)
     out = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
@@ -154,7 +154,13 @@ def _gather_unevenly(evenly, input_, group, output_split_sizes=None, use_global_
     return out
 
 
-def _reduce_scatter_unevenly(evenly, input_, group, input_split_sizes=None, use_global_buffer=False):
+def _reduce_scatter_unevenly(
+    evenly: Callable[..., Tensor],
+    input_: Tensor,
+    group: dist.ProcessGroup,
+    input_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
     if input_split_sizes is None or group.size() == 1:
         return evenly(input_, group, None, use_global_buffer)
     total = input_.clone()
@@ -162,11 +168,11 @@ def _reduce_scatter_unevenly(evenly, input_, group, input_split_sizes=None, use_
     return total.split(list(input_split_sizes))[group.rank()].clone()
 
 
-def _unless_in_place(exchange, out, input_, **settings):
+def _unless_in_place(exchange: Callable[..., Any], out: Tensor, input_: Tensor, **settings: Any) -> Any:
     if settings["group"].size() == 1 and out.data_ptr() == input_.data_ptr():
         return None
     return exchange(out, input_, **settings)
 
 
-def _to_host(tensor, as_numpy=False, record_stream=False):
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

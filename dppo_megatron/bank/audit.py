@@ -151,12 +151,12 @@ def _contradictions(turn: Rollout) -> Iterator[str]:
     if (turn.rollout_logprob > TOLERANCE).any():
         yield "a log-prob above 0"
     if turn.versions.min() < 0 or (np.diff(turn.versions) < 0).any():
-        yield "a policy version that is none, or older than that of a token before"
+        yield "a policy version that is negative, or older than the previous token's"
     if turn.topk_ids is None or turn.rollout_topk_logprob is None:
         return
     listed = turn.topk_ids == turn.token_ids[:, None]
     if (listed.sum(1) > 1).any():
-        yield "a sampled token stands twice in its top-K list"
+        yield "a sampled token is twice in its top-K list"
     rows, places = np.nonzero(listed)
     if (abs(turn.rollout_topk_logprob[rows, places] - turn.rollout_logprob[rows]) > TOLERANCE).any():
         yield "a log-prob that differs from the one in its top-K list"

@@ -142,11 +142,12 @@ def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
 
 def _read_header(header: bytes, shapes: Shapes) -> tuple[dict[str, Any], bool]:
     """Return the metadata, and whether the tensors match `shapes`; parse the tensors only if their text differs."""
-    start, end = b'{"__metadata__":', b"," + shapes.text().encode()
+    tensors = json.dumps(shapes.table(), separators=(",", ":"))  # as the writer does
+    start, end = b'{"__metadata__":', b"," + tensors[1:].encode()
     if header.startswith(start) and header.endswith(end):
         return json.loads(header[len(start) : -len(end)]), True
-    tensors = json.loads(header)
-    return tensors.pop("__metadata__", {}), tensors == shapes.table()
+    found = json.loads(header)
+    return found.pop("__metadata__", {}), found == shapes.table()
 
 
 def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str, np.ndarray]) -> Rollout:
@@ -179,7 +180,7 @@ def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str,
 def _compare_versions(entry: BankEntry, i: int, versions: np.ndarray) -> None:
     if len(versions) and (versions.min() < entry.min_version or versions.max() > entry.max_version):
         raise ValueError(
-            f"sample {i}: versions {versions.min()} to {versions.max()}, the index line says {entry.min_version} to "
+            f"sample {i}: versions {versions.min()} to {versions.max()}, the index line has {entry.min_version} to "
             f"{entry.max_version}"
         )
 

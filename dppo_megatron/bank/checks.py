@@ -23,7 +23,7 @@ def check_group(group: RolloutGroup) -> None:
     _expect(group.rewards, np.float32, (n,), f"{where}: rewards")
     _expect(group.reward_failed, np.bool_, (n,), f"{where}: reward_failed")
     if not np.isfinite(group.rewards).all():
-        raise ValueError(f"{where}: rewards hold {group.rewards}; a failed verifier scores 0 with reward_failed set")
+        raise ValueError(f"{where}: rewards are {group.rewards}; a failed verifier scores 0 with reward_failed set")
     if not (np.isfinite(group.temperature) and group.temperature > 0):
         raise ValueError(f"{where}: temperature is {group.temperature}, expected > 0")
     for i, rollout in enumerate(group.rollouts):
@@ -50,14 +50,14 @@ def _check_columns(r: Rollout, group: RolloutGroup, sampled: int, where: str) ->
     """Check presence, dtype and shape of every column against the table; sample 0 gives the trailing sizes."""
     first, found = group.rollouts[0].columns, r.columns
     read = len(group.prompt.token_ids) + len(r.token_ids) - 1
+    for field in dict.fromkeys(c.asked_by for c in COLUMNS if c.asked_by):
+        together = [c.name for c in COLUMNS if c.asked_by == field]
+        if len({name in columns for name in together for columns in (first, found)}) > 1:
+            raise ValueError(f"{where}: {' and '.join(together)} must be present in all samples or in none")
     for name, shape in expected_shapes(found, sampled, read, first).items():
         column = column_named(name)
-        if column.asked_by:
-            together = [c.name for c in COLUMNS if c.asked_by == column.asked_by]
-            if len({other in columns for other in together for columns in (first, found)}) > 1:
-                raise ValueError(f"{where}: {' and '.join(together)} must be present in all samples or in none")
-            if name not in found:
-                continue
+        if column.asked_by and name not in found:
+            continue
         dtype = str(getattr(first.get(name), "dtype", ""))
         dtype = dtype if dtype in column.dtypes else column.dtypes[0]
         _expect(found.get(name), np.dtype(dtype), shape, f"{where}: {name}")
@@ -105,11 +105,11 @@ def _check_trajectories(group: RolloutGroup, where: str) -> None:
     for rewards in group.turn_rewards:
         _expect(rewards, np.float32, (len(rewards),), f"{where}: turn_rewards")
         if not np.isfinite(rewards).all():
-            raise ValueError(f"{where}: turn_rewards hold {rewards}")
+            raise ValueError(f"{where}: turn_rewards are {rewards}")
 
 
 def _expect(array: Any, dtype: Any, shape: tuple[int, ...], what: str) -> None:
-    # No silent cast: log-probs that passed through half precision would bias every ratio.
+    # A cast would hide log-probs that passed through half precision, which bias every ratio.
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
         found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         raise ValueError(f"{what}: expected numpy {np.dtype(dtype).name} {shape}, found {found}")

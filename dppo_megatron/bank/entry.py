@@ -15,7 +15,7 @@ class BankEntry:
 
     number: int  # place in the training order: groups of the bank counted from 0
     segment: int
-    line: int  # of the segment's index, from 1
+    line: int  # line of the segment's index, from 1
     position: int  # place in the prompt order
     row: int  # line of the prompt file, from 0
     offset: int  # bytes into the segment's .bin
@@ -38,7 +38,7 @@ class BankEntry:
     part_crc: np.ndarray  # [n, 4] int64
     routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is stored
     spans: np.ndarray | None = None  # [n, 3] int32, tokens by origin of their span; None: the policy sampled all
-    trajectory: tuple[int, ...] | None = None  # of every sample; None: each sample is its own trajectory
+    trajectory: tuple[int, ...] | None = None  # one number per sample; None: each sample is its own
     turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32, of every trajectory
 
     @property

@@ -45,6 +45,6 @@ def write_error(path: Path, error: OSError, needed: int) -> BankWriteError:
 
 def not_accessible(path: Path, error: OSError) -> BankError:
     return BankError(
-        f"{error.filename or path}: {error.strerror}; trainers read the bank and the orchestrator writes it: mend the "
-        "permissions, or set run.dir to a place where this user may write"
+        f"{error.filename or path}: {error.strerror}; trainers read the bank and the orchestrator writes it: correct "
+        "the permissions, or set run.dir to a place where this user may write"
     )

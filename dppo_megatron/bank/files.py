@@ -18,10 +18,10 @@ from .errors import RESTORE, BankCorruption, not_accessible
 
 FORMAT = 2
 HEAD_NAME = "head.json"
-# On these, one process's writes are at once visible, in order, to every other process on the file system.
+# On these file systems, every other process sees the writes of a process at once and in order.
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "apfs"})
 _HINT_BYTES = 128 << 10  # Linux honors only the beginning of a longer hint: its read-ahead size, by default this
-_BUFFER_BYTES = 32 << 20  # of address space; only pages that were used take memory
+_BUFFER_BYTES = 32 << 20  # address space; only pages that were used take memory
 _ALIGNED = 64  # bytes
 _INDEX_NAME = re.compile(r"segment-(\d{6,18})\.jsonl")
 
@@ -94,9 +94,7 @@ class Head:
             if set(fields) - {"format", "segment", "closed"}:
                 raise ValueError
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise BankCorruption(
-                f"{path}: line 1: not readable as what a writer of this version wrote; {RESTORE}"
-            ) from None
+            raise BankCorruption(f"{path}: line 1: no writer of this version wrote this content; {RESTORE}") from None
         return head
 
 

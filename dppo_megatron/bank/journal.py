@@ -48,12 +48,15 @@ class Journal:
         except OSError as error:
             raise not_accessible(index, error) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            log.warning("%s: cut behind %d turns, the next one is not whole (%s)", index, len(self.found), error)
+            log.warning(
+                "%s: truncated after %d turns, because the next one is incomplete (%s)", index, len(self.found), error
+            )
         self._segment = Segment(directory, position, False, data_size=data_size, index_size=index_size)
 
     def add(self, trajectory: int, behind: np.ndarray, sampled: Rollout, temperature: float) -> None:
-        """Write a turn, and return once it is written. behind: [P] int32, all tokens before it. Raises
-        `BankWriteError`.
+        """Write a turn, and return once it is written. Raises `BankWriteError`.
+
+        behind: [P] int32, all tokens before it.
         """
         prompt = Prompt(self._position, 0, behind, "", "")
         group = RolloutGroup(prompt, (replace(sampled, trajectory=trajectory),), _NONE, _NONE > 0, temperature)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,14 +31,6 @@ class Positions:
         return {c * _CHUNK + b for c, bits in self._chunks.items() for b in range(_CHUNK) if bits >> b & 1}
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Contains offset and size of a group's blob in its segment's .bin."""
-
-    offset: int
-    size: int
-
-
 class Ledger:
     """Accepts complete lines in order, segment by segment. Raises `BankCorruption` for a line that cannot follow."""
 
@@ -64,8 +55,8 @@ class Ledger:
     def data_path(self) -> Path:
         return segment_paths(self._directory, self.segment)[0]
 
-    def add(self, line: bytes) -> Place | None:
-        """Check the next line, newline included, and return the place of its blob if the line is a group's.
+    def add(self, line: bytes) -> bool:
+        """Check the next line, newline included, and return whether it is that of a group.
 
         Raises `BankError` for a bank of format 1, because lines of that format have no crc32.
         """
@@ -75,22 +66,25 @@ class Ledger:
                 f"{self._directory}: bank format 1, this version reads only format {FORMAT}; continue the run with the "
                 "version that began it, or start a new run directory"
             )
-        place = self._line(line)
+        is_group = self._line(line)
         self.lines += 1
         self.index_size += len(line)
         self.chain = zlib.crc32(line, self.chain)
-        return place
+        return is_group
 
     def next_segment(self) -> None:
         """Continue with the next segment, which must exist. Raises `BankCorruption` when this one is not finished."""
         if not self.ended:
             what = "has no line" if self.lines == 0 else f"ends with line {self.lines}"
-            self._refuse_file(f"{what}, without the line that ends a finished segment, though a later one exists")
+            raise BankCorruption(
+                f"{self.index_path}: {what}, without the line that ends a finished segment, though a later one exists; "
+                f"{RESTORE}"
+            )
         # Old .bin files may be deleted, but the remaining ones are complete.
         stored = file_size(self.data_path)
         if stored is not None and stored != self.data_size:
             raise BankCorruption(
-                f"{self.data_path}: {stored} bytes, the {self.lines} lines of {self.index_path.name} stand for "
+                f"{self.data_path}: {stored} bytes, the {self.lines} lines of {self.index_path.name} describe "
                 f"{self.data_size}; {RESTORE}"
             )
         self.segment += 1
@@ -130,32 +124,32 @@ class Ledger:
                 return ""
             return f"{path}: line 1: names segment {head.segment}, the newest is {self.segment}; {RESTORE}"
         if self.lines == 0:
-            return f"{self.index_path}: line 1: missing or not whole; {RESTORE}"
+            return f"{self.index_path}: line 1: missing or incomplete; {RESTORE}"
         closed = head.closed
         if closed is None:
             return ""
         if self.index_size < closed.index:
             return (
-                f"{self.index_path}: line {self.lines + 1}: missing or not whole, the writer left {closed.index} bytes "
-                f"of whole lines and {self.index_size} are there; {RESTORE}"
+                f"{self.index_path}: line {self.lines + 1}: missing or incomplete, the writer left {closed.index} "
+                f"bytes of complete lines, found {self.index_size}; {RESTORE}"
             )
         if self.index_size == closed.index and self.chain != closed.chain:
-            return f"{path}: line 1: is not of the lines that are in {self.index_path.name}; {RESTORE}"
+            return f"{path}: line 1: does not belong to the lines of {self.index_path.name}; {RESTORE}"
         return ""
 
-    def _line(self, line: bytes) -> Place | None:
+    def _line(self, line: bytes) -> bool:
         if not is_sealed(line):
-            self.refuse("damaged, its crc32 is another")
+            self.refuse("damaged: its crc32 does not match")
         if self.ended:
-            self.refuse("stands behind the line that ends the segment")
+            self.refuse("follows the line that ends the segment")
         if (self.lines == 0) != line.startswith(BEGIN_START):
             self.refuse("a segment begins with its begin line, and has one")
         if self.lines == 0:
             self._begin(line)
-            return None
+            return False
         if line.startswith(END_START):
             self._end(line)
-            return None
+            return False
         return self._record(line)
 
     def _begin(self, line: bytes) -> None:
@@ -163,9 +157,9 @@ class Ledger:
         if fields.get("v") != FORMAT:
             self.refuse(f"bank format {fields.get('v')!r}, this version reads {FORMAT}")
         if fields.get("segment") != self.segment:
-            self.refuse(f"begins segment {fields.get('segment')}, not {self.segment}: the file has another one's name")
+            self.refuse(f"begins segment {fields.get('segment')}, but the file has the name of segment {self.segment}")
         if fields.get("chain") != f"{self.chain:08x}":
-            self.refuse("does not follow from the lines of the segments before: one of those files is not as it was")
+            self.refuse("does not follow from the earlier segments: one of their files was changed")
 
     def _end(self, line: bytes) -> None:
         fields = json.loads(line)
@@ -175,34 +169,29 @@ class Ledger:
             self.refuse(f"ends the segment with {'; '.join(differing)}")
         self.ended = True
 
-    def _record(self, line: bytes) -> Place | None:
+    def _record(self, line: bytes) -> bool:
         record = RECORD.match(line)
         if record is None:
             self.refuse("not readable")
-        place = None
-        if line.startswith(GROUP_START):
-            found = PLACE.match(line)
-            if found is None:
+        is_group, size = line.startswith(GROUP_START), 0
+        if is_group:
+            place = PLACE.match(line)
+            if place is None:
                 self.refuse("not readable")
-            place = Place(int(found[1]), int(found[2]))
-            if place.offset != self.data_size:
-                self.refuse(f"its blob begins at byte {place.offset}, the one before ends at {self.data_size}")
+            offset, size = int(place[1]), int(place[2])
+            if offset != self.data_size:
+                self.refuse(f"its blob begins at byte {offset}, the one before ends at {self.data_size}")
         if not self.positions.add(int(record[2])):
             self.refuse(f"prompt position {int(record[2])} is in the bank already")
-        if place is None:
-            self.dropped += 1
-        else:
-            self.data_size += place.size
-            self.groups += 1
-            self.total_groups += 1
-        return place
+        self.data_size += size
+        self.groups += is_group
+        self.total_groups += is_group
+        self.dropped += not is_group
+        return is_group
 
     def refuse(self, why: str) -> NoReturn:
         """Raise `BankCorruption` that names the next line."""
         raise BankCorruption(f"{self.index_path}: line {self.lines + 1}: {why}; {RESTORE}")
-
-    def _refuse_file(self, why: str) -> NoReturn:
-        raise BankCorruption(f"{self.index_path}: {why}; {RESTORE}")
 
 
 def file_size(path: Path) -> int | None:

@@ -39,12 +39,12 @@ class BankReader:
         self._directory = Path(directory)
         self._ledger = Ledger(self._directory)
         self._missing_since: float | None = None
-        # For every group: segment, line number, byte offset and size of its index line.
+        # These have one entry per group: segment, line number, byte offset and size of its index line.
         self._segments = array("l")
         self._lines = array("l")
         self._offsets = array("q")
         self._sizes = array("l")
-        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # by group, the last ones read
+        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # the last ones read, by group
 
     @property
     def num_groups(self) -> int:
@@ -210,7 +210,7 @@ class BankReader:
         # A line without newline is still being written; the next call reads it again, complete.
         for line in added[: added.rfind(b"\n") + 1].split(b"\n")[:-1]:
             offset = ledger.index_size
-            if ledger.add(line + b"\n") is not None:
+            if ledger.add(line + b"\n"):
                 self._segments.append(ledger.segment)
                 self._lines.append(ledger.lines)
                 self._offsets.append(offset)
@@ -277,7 +277,7 @@ def read_samples(
     if len(chosen) == entry.num_samples:
         found = sum(int(r.versions.sum(dtype=np.int64)) for r in rollouts)
         if found != entry.version_sum:
-            raise ValueError(f"its versions sum to {found}, the index line says {entry.version_sum}")
+            raise ValueError(f"its versions sum to {found}, the index line has {entry.version_sum}")
     return group
 
 

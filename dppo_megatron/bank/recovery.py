@@ -65,7 +65,7 @@ def _read(directory: Path, last: list[bytes]) -> Ledger:
 
 def _refuse_tail(ledger: Ledger, tail: bytes, closed: Closed | None) -> None:
     if tail and (closed or starts_with_sealed(tail)):
-        ledger.refuse("damaged: it is whole but for its newline" if starts_with_sealed(tail) else "ends early")
+        ledger.refuse("damaged: it is complete except for its newline" if starts_with_sealed(tail) else "ends early")
 
 
 def _whole_lines(ledger: Ledger, lines: list[bytes], closed: Closed | None) -> tuple[int, str]:

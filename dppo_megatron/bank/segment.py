@@ -30,9 +30,9 @@ class Segment:
         self.data_size = data_size  # bytes of complete records
         self.index_size = index_size
         self._fsync = fsync
-        self._broken: str | None = None
+        self.broken: str | None = None  # why the content of the files is unknown; then nothing is written to them
         self._data_path, self._index_path = segment_paths(directory, number)
-        # For a reader, a segment exists once its index file does, so the blob file is created first.
+        # A segment exists for readers once its index file does, so the blob file is created first.
         self._data = self._index = -1
         try:
             self._data = os.open(self._data_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -45,19 +45,14 @@ class Segment:
             self._close_files()
             raise self._failure(error, 0) from error
 
-    @property
-    def broken(self) -> bool:
-        """Return whether the content of the files is unknown; then nothing is written to them."""
-        return self._broken is not None
-
     def write(self, blob: Sequence[np.ndarray], line: bytes, *, flush: bool = False) -> None:
         """Add one record to both files. If that raises `BankWriteError`, both files stay as they were.
 
         blob: its bytes [uint8] in buffers, which are written without a copy. flush: flush to the device, regardless of
         the setting of the segment.
         """
-        if self._broken:
-            raise BankWriteError(self._broken)
+        if self.broken:
+            raise BankWriteError(self.broken)
         size = sum(map(len, blob))
         try:
             if size:
@@ -86,7 +81,7 @@ class Segment:
     def remove(self) -> None:
         """Close both files and delete them; later writes fail. Harmless when repeated."""
         self._close_files()
-        for path in (self._index_path, self._data_path):  # in this order, a crash leaves no index without its blobs
+        for path in (self._index_path, self._data_path):  # this order leaves no index without its blobs after a crash
             path.unlink(missing_ok=True)
 
     def _open_files(self) -> list[int]:
@@ -104,15 +99,15 @@ class Segment:
             # A reader may have used the record already, so it stays. From here on, the content of the device is
             # unknown.
             failure = self._failure(error, size)
-            self._broken = f"{failure}. The last record may not survive a power failure; restart to check the bank"
-            raise BankWriteError(self._broken, error.errno) from error
+            self.broken = f"{failure}. The last record may not survive a power failure; restart to check the bank"
+            raise BankWriteError(self.broken, error.errno) from error
 
     def _roll_back(self) -> None:
         try:
             os.ftruncate(self._index, self.index_size)
             os.ftruncate(self._data, self.data_size)
         except OSError as error:
-            self._broken = f"{self._data_path}: a failed write could not be rolled back ({error}); restart to repair it"
+            self.broken = f"{self._data_path}: a failed write could not be rolled back ({error}); restart to repair it"
 
     def _failure(self, error: OSError, needed: int) -> BankWriteError:
         return write_error(self._data_path, error, needed)

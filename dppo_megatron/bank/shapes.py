@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class Shapes:
 
     prompt: int  # tokens
     tokens: list[int]  # after the prompt, S
-    sampled: list[int]  # of which the policy sampled, R
+    sampled: list[int]  # tokens of these that the policy sampled, R
     spans: list[int]  # J
     columns: dict[str, tuple[str, tuple[int, ...]]]  # dtype and trailing shape of the group's columns
     listed: dict[str, list[int]]  # entries of the columns with a variable number for each token
@@ -113,10 +112,6 @@ class Shapes:
             begin, end = end, end + tensor_bytes(dtype, shape)
             entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         return entries
-
-    def text(self) -> str:
-        """Return `table` as the writer's JSON, without the opening brace."""
-        return json.dumps(self.table(), separators=(",", ":"))[1:]
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:

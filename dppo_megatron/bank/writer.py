@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import TypeVar
 
 import numpy as np
 
+from dppo_megatron.common.file_lock import NO_LOCKS, FileLock, LockHeld
 from dppo_megatron.types import RolloutGroup
 
 from . import lines
 from .blob import encode_group
 from .checks import check_group
-from .errors import BankError, BankWriteError, not_accessible, write_error
+from .errors import BankError, BankLocked, BankWriteError, not_accessible, write_error
 from .files import HEAD_NAME, Closed, Head, is_local
 from .ledger import Ledger
-from .lock import WriterLock
 from .recovery import recover
 from .retention import delete_unneeded
 from .segment import Segment
 
 log = logging.getLogger(__name__)
+
+LOCK_NAME = "writer.lock"
 
 T = TypeVar("T")
 
@@ -55,7 +58,7 @@ class BankWriter:
             self._fsync = not is_local(self._directory) if fsync is None else fsync
         except OSError as error:
             raise not_accessible(self._directory, error) from error
-        self._lock = WriterLock(self._directory)
+        self._lock = _WriterLock(self._directory)
         try:
             self._ledger, self._segment = self._open()
         except OSError as error:
@@ -215,4 +218,40 @@ class BankWriter:
         try:
             self._write_head(ledger.segment, Closed(ledger.index_size, ledger.data_size, ledger.chain))
         except BankWriteError as error:
-            log.warning("%s. The bank is opened next time as one whose writer was killed", error)
+            log.warning("%s. The next writer opens the bank as after a killed writer", error)
+
+
+class _WriterLock(FileLock):
+    """Takes the lock when created. Raises `BankLocked` when another writer, in this or another process, has it."""
+
+    def __init__(self, directory: Path):
+        path = directory / LOCK_NAME
+        try:
+            super().__init__(path)
+        except LockHeld as held:
+            raise BankLocked(
+                f"{directory}: another process is writing this bank: {held}. Stop it first, or use another run.dir"
+            ) from None
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                raise BankError(
+                    f"{path}: cannot lock ({error.strerror}); is the file system mounted without locks?"
+                ) from error
+            raise not_accessible(path, error) from error
+
+    def check(self) -> None:
+        """Raise `BankLocked` when the file was deleted or replaced, because another writer may have taken the bank."""
+        held = os.fstat(self.descriptor)
+        try:
+            found = os.stat(self._path)
+            if (held.st_dev, held.st_ino) == (found.st_dev, found.st_ino):
+                return
+            why = f"is another file now, of {self.holder()}"
+        except FileNotFoundError:
+            why = "is gone"
+        except OSError as error:
+            why = f"cannot be read: {error.strerror}"
+        raise BankLocked(
+            f"{self._path}: {why}, though this process has locked the bank; it writes nothing more. Every record that "
+            "it wrote is intact; make sure that no other orchestrator runs, then resume"
+        )

@@ -11,16 +11,15 @@ from typing import Any
 from dppo_megatron.checks import preflight
 from dppo_megatron.common.files import read_json
 from dppo_megatron.common.process import Child, exit_reason
-from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config import Config, ConfigError, with_settings
 from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.convert.files import checkpoint_at
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.driver import GRACE_S
-from dppo_megatron.launch.evaluate import numbered_directory, with_settings
+from dppo_megatron.launch.evaluate import numbered_directory
 from dppo_megatron.launch.local_processes import LocalLauncher, rank_plans
-from dppo_megatron.launch.own_engines import LAST_LINES, running_engines
-from dppo_megatron.observability.logs import last_lines
+from dppo_megatron.launch.own_engines import running_engines, with_last_lines
 from dppo_megatron.run_dir import RunDir
 
 from .rank import CERTIFICATE, LIMIT_S, PROGRESS
@@ -76,7 +75,7 @@ def certify(
         _run_ranks(config, own, tuple(arguments), report)
     certificate = read_json(directory / CERTIFICATE)
     if certificate is None:
-        raise CertifyError(f"{directory / CERTIFICATE}: the ranks ended without it; see {own.logs}")
+        raise CertifyError(f"{directory / CERTIFICATE}: the ranks ended without writing it; see {own.logs}")
     return directory / CERTIFICATE, certificate
 
 
@@ -92,10 +91,11 @@ def _run_ranks(config: Config, run: RunDir, arguments: tuple[str, ...], report: 
             running = [rank for rank in ranks if rank.poll() is None]
             shown = _show(run.root / PROGRESS, shown, report)
             for rank in ranks:
-                if rank.poll():
-                    raise CertifyError(_why(f"{rank.name} ended: {exit_reason(rank.poll())}", rank))
+                if code := rank.poll():
+                    raise CertifyError(with_last_lines(f"{rank.name} ended: {exit_reason(code)}", rank))
             if running and time.monotonic() > deadline:
-                raise CertifyError(_why(f"{running[0].name} did not end within {LIMIT_S:.0f} s", running[0]))
+                late = f"{running[0].name} did not end within {LIMIT_S:.0f} s"
+                raise CertifyError(with_last_lines(late, running[0]))
             time.sleep(POLL_S)
     finally:
         launcher.end(ranks, GRACE_S)
@@ -106,7 +106,3 @@ def _show(path: Path, shown: int, report: Callable[[str], None]) -> int:
     for line in itertools.islice(lines, shown, None):
         report(line)
     return len(lines)
-
-
-def _why(what: str, rank: Child) -> str:
-    return "\n  ".join((f"{what}. Its last lines ({rank.log}):", *last_lines(rank.log, LAST_LINES)))

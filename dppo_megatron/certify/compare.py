@@ -55,10 +55,10 @@ class Difference:
     operator: str
     elements: int
     differing: int  # elements with different bits; a zero equals a zero of the other sign
-    max_ulp: int  # in the coarser of the two dtypes
+    max_ulp: int  # distance in the coarser of the two dtypes
     largest: float  # absolute difference
     roundings: float  # rms of the difference over rms of the values, in machine epsilons of the dtype
-    bytes: int  # of the coarser dtype
+    bytes: int  # size of an element in the coarser dtype
     problem: str = ""  # why it could not be compared
 
     @property

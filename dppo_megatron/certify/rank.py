@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,9 +35,9 @@ from dppo_megatron.weight_sync.engine_thread import EngineThread
 from .compare import Difference, compare, logprob_table
 
 CERTIFICATE = "certificate.json"
-LIMIT_S = 3600.0  # of the whole measurement
-SAMPLES = 4  # per prompt at most: training computes a prompt once for all samples of its group
-TRACED = 512  # tokens at most: a trace has tens of hidden states for every token and layer
+LIMIT_S = 3600.0  # time limit of the whole measurement
+SAMPLES = 4  # limit per prompt, because training computes a prompt once for all samples of its group
+TRACED = 512  # limit of tokens, because a trace has tens of hidden states for every token and layer
 PROGRESS = "progress.log"  # a line for each part of the work
 
 Result = TypeVar("Result")
@@ -46,7 +47,7 @@ Result = TypeVar("Result")
 class ScoredResponse:
     """Contains one response, and its log-probs when the engine scores it instead of sampling it."""
 
-    prompt: Prompt  # of P tokens
+    prompt: Prompt  # P tokens
     rollout: Rollout
     alone: np.ndarray  # [P + R - 1] fp32 at temperature 1, scored in a separate pass
     beside: np.ndarray  # the same log-probs, scored together with all others
@@ -147,8 +148,8 @@ class _Measurement:
     ) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[ScoredResponse, int]]:
         """Return the tables, every token's log-prob, and the token that differs most: its sample and position."""
         rollout = self._config.rollout
-        given = {"advantage": 1.0, "temperature": rollout.temperature, "replay_routing": rollout.routing_replay}
-        at_run = [TokenSequence.of_rollout(s.prompt, s.rollout, loss_weight=1.0, **given) for s in samples]
+        build = partial(TokenSequence.of_rollout, advantage=1.0, loss_weight=1.0, temperature=rollout.temperature)
+        at_run = [build(s.prompt, s.rollout, replay_routing=rollout.routing_replay) for s in samples]
         at_one = [replace(s, temperature=1.0) for s in at_run]
         shares = self._actor.shares_prefixes
         trained, alone = self._packed(at_run, samples, shares), self._score(at_one)

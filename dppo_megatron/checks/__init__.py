@@ -1,4 +1,4 @@
-"""All rules about a config, each in one place. CONTRIBUTING.md lists the commands that check them.
+"""Checks the rules of a config, each in one place. CONTRIBUTING.md lists the commands that check them.
 
 A rule file has one subject and a function `problems(config, ...)` that returns lines `setting = value: why; remedy`.
 All problems that can be found are reported together, before a process starts. A rule imports torch only when it needs
@@ -44,7 +44,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]:
-    """Check settings, objective, model directory, engine, prompts, reward and, for a whole run, this machine.
+    """Check settings, objective, model directory, engine, prompts and reward; for a whole run, also this machine.
 
     `place` is the part of the run on this machine:
 
@@ -68,7 +68,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(missing_packages, config.tracking),
         partial(engine.environment_problems, config, elsewhere=elsewhere),
         partial(engine.model_problems, config, hf),
-        partial(user_code.environment_problems, config, tools),  # before the prompts, which contain the tools
+        partial(user_code.environment_problems, config, tools),  # its tools are needed to render the prompts
         partial(data.problems, config, hf, notes, absent, tools),
         partial(user_code.reward_problems, config),
     ]

@@ -1,4 +1,4 @@
-"""Rules of `data`: the tokenizer must suit the model, and every row of the prompt files must be usable.
+"""Checks `data`: a tokenizer must load, and every row of the prompt files must be usable.
 
 A usable row can be read, is short enough, and has an answer that the rewards can compare with.
 """
@@ -24,18 +24,23 @@ def problems(
 
     tools: the tools of the environment, which the chat template writes into every prompt.
     """
+    from dppo_megatron.bank.files import HEAD_NAME
     from dppo_megatron.data.prompts import PromptFile, PromptFileError
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
-    out, tokenizer = [], None
+    out: list[str] = []
+    tokenizer = None
     try:
         tokenizer = load_tokenizer(config.model.path)
     except TokenizerError as error:
         if hf is not None:  # otherwise the model's own problem is reported
             here = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
             (out if here else absent).append(str(error))
-    if config.rollout.bank is not None and not config.rollout.bank.is_dir():
-        absent.append(f"rollout.bank = {config.rollout.bank}: no such directory; name the bank of a run, RUN/bank")
+    bank = config.rollout.bank
+    if bank is not None and not bank.is_dir():
+        absent.append(f"rollout.bank = {bank}: no such directory; name the bank of a run, RUN/bank")
+    elif bank is not None and any(bank.iterdir()) and not (bank / HEAD_NAME).exists():  # an empty one is filled later
+        out.append(f"rollout.bank = {bank}: has files but no {HEAD_NAME}, so it is no bank; name RUN/bank")
     (train, _), *more = config.data.train_files
     named = [("data.train", train), *((f"data.more.{number}.path", path) for number, (path, _) in enumerate(more))]
     graded = [(setting, path, config.data, config.reward) for setting, path in named]
@@ -61,9 +66,9 @@ def problems(
 
 
 def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]], notes: list[str]) -> list[str]:
-    """Return rows that no response could be scored for, and rewards that score no row.
+    """Return rows with an answer that no reward can read, and rewards that score no row.
 
-    Adds to `notes` rewards that raise for the first row. An environment may compute rewards itself, without `reward`.
+    Adds to `notes` rewards that raise for the first row. Skipped with an environment, which may compute rewards itself.
     """
     from dppo_megatron.rewards import RewardError, RewardPool
     from dppo_megatron.rewards.outcome import UNFIT

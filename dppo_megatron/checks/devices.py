@@ -1,4 +1,4 @@
-"""Rules of devices and ports, of this machine and of a cluster.
+"""Checks devices and ports of this machine and of a cluster.
 
 Ranks take the first GPUs. Engines take the next ones or, if colocated, the same. Example: 2 ranks and 2 engines of 1
 GPU use GPUs 0-1 and 2-3, or both GPUs 0-1 if colocated.
@@ -10,7 +10,7 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from dppo_megatron.config import Config
+from dppo_megatron.config import Config, with_settings
 from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.errors import ExpectedError
 
@@ -40,8 +40,8 @@ def require_gpu() -> None:
 
 def engine_devices(config: Config, index: int, visible: list[str], *, trains: bool = True) -> list[str]:
     """Return the GPUs of engine `index` on this machine, if any. `trains`: ranks use the first GPUs."""
-    each = config.engine.devices
-    first = (_first_of_engines(config) if trains else 0) + index * each
+    each, shared = config.engine.devices, config.engine.placement == "colocated" or not trains
+    first = (0 if shared else config.parallel.world_size) + index * each
     return visible[first : first + each]
 
 
@@ -116,11 +116,7 @@ def fit_engines(config: Config, visible: list[str]) -> Config:
     if not most or config.started_engines <= most:
         return config
     print(f"engine.count = {config.engine.count}: {len(visible)} GPUs are visible; lowered to {most}")
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"count": most})})
-
-
-def _first_of_engines(config: Config) -> int:
-    return 0 if config.engine.placement == "colocated" else config.parallel.world_size
+    return with_settings(config, engine={"count": most})
 
 
 def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rules of `engine` and `weight_sync`. The rules of one kind of engine are in `engines/<kind>/kind.py`."""
+"""Checks `engine` and `weight_sync`. The rules of one kind of engine are in `engines/<kind>/kind.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 LAST_PORT = 65535
 OF_ONE_MACHINE = ("/dev/shm", "/run", "/tmp")
 MOST_LORA_RANK = 512
-MOST_SENDERS = 32  # of broadcast weights: each needs a communicator with its own buffers in every engine worker
-ANSWER_S = 25.0  # for an interpreter on a slow file system to find a package
+MOST_SENDERS = 32  # each needs a communicator with its own buffers in every engine worker
+ANSWER_S = 25.0  # an interpreter on a slow file system needs seconds to find a package
 
 
 def problems(config: Config) -> list[str]:
@@ -49,8 +49,8 @@ def _layout(config: Config) -> list[str]:
         )
     if e.pipeline_parallel > 1 and config.weight_sync.lora == "adapter":
         out.append(
-            f"engine.pipeline_parallel = {e.pipeline_parallel}: adapters were not tried in stages (weight_sync.lora = "
-            "adapter); set it to 1 and use engine.tensor_parallel"
+            f"engine.pipeline_parallel = {e.pipeline_parallel}: adapters are untested with pipeline stages "
+            "(weight_sync.lora = adapter); set it to 1 and use engine.tensor_parallel"
         )
     return out
 
@@ -100,14 +100,14 @@ def _deltas(config: Config) -> list[str]:
     why_not = (
         (
             w.transport == "broadcast",
-            "a broadcast always sends all weights, because ranks and engine workers keep no copy of the version before "
-            "(weight_sync.transport = broadcast)",
+            "a broadcast always sends all weights, because ranks and engine workers keep no copy of the previous "
+            "version (weight_sync.transport = broadcast)",
         ),
         (w.lora == "adapter", "adapters are published as they are (weight_sync.lora = adapter)"),
         (
             config.engine.placement == "colocated",
-            "if an engine rejects a delta, the whole model is written again, from an actor that has left its device "
-            "for the engines (engine.placement = colocated)",
+            "if an engine rejects a delta, the actor must write the whole model again, but it has released its device "
+            "to the engines (engine.placement = colocated)",
         ),
     )
     return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
@@ -134,8 +134,8 @@ def _adapters(config: Config) -> list[str]:
             e.quantization != "none",
             f"FP8 weights are made at each publish (engine.quantization = {e.quantization})",
         ),
-        (e.placement == "colocated", "engines that sleep give their weights back (engine.placement = colocated)"),
-        (config.weight_sync.transport == "broadcast", "adapters travel as files (weight_sync.transport = broadcast)"),
+        (e.placement == "colocated", "sleeping engines release their weights (engine.placement = colocated)"),
+        (config.weight_sync.transport == "broadcast", "adapters are sent as files (weight_sync.transport = broadcast)"),
         (m.weights is not None, "engines start from model.path, the trainer from model.weights"),
     )
     return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
@@ -157,7 +157,7 @@ def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
         wrong, remedy = f"engine.max_model_len = {engine.max_model_len}", "remove it, or lower it to that"
         if prompt + response > positions:
             wrong, remedy = f"data.max_prompt_tokens = {prompt} + {setting} = {response}", "lower one of them"
-        out.append(f"{wrong}: the model was made for {positions} positions (max_position_embeddings); {remedy}")
+        out.append(f"{wrong}: the model supports {positions} positions (max_position_embeddings); {remedy}")
     if unknown := [token for token in config.rollout.stop_token_ids if token >= hf.vocab_size]:
         out.append(
             f"rollout.stop_token_ids = {unknown[0]}: the model has the tokens 0 to {hf.vocab_size - 1}, so no response "
@@ -170,8 +170,8 @@ def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
         )
     if config.weight_sync.lora == "adapter" and (hf.moe is not None or hf.mla is not None):
         out.append(
-            "weight_sync.lora = adapter: no engine here multiplies by adapters of experts or of latent attention; "
-            "set it to merged"
+            "weight_sync.lora = adapter: the engines support no adapters of experts or of latent attention; set it to "
+            "merged"
         )
     tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
     if hf.num_heads % tensor:
@@ -221,7 +221,7 @@ def environment_problems(config: Config, *, elsewhere: bool = False) -> list[str
     secret, out = config.engine.secret_file, []
     if secret is not None and not (secret.is_file() and os.access(secret, os.R_OK)):
         out.append(
-            f"engine.secret_file = {secret}: no file that can be read; it holds the DPPO_SECRET of the servers of "
+            f"engine.secret_file = {secret}: not a readable file; it contains the DPPO_SECRET of the servers of "
             "engine.urls. Remove the setting if the run starts its engines"
         )
     if not config.started_engines:

@@ -1,4 +1,4 @@
-"""Rules of `engine.exact`: settings with which engine and trainer would not compute the same bits."""
+"""Checks `engine.exact`: with some settings engine and trainer would not compute the same bits."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ def problems(config: Config) -> list[str]:
         return []
     e, m, p = config.engine, config.model, config.parallel
     why_not = (
-        (m.dtype not in ("fp32", "bf16"), f"there are operators for fp32 and bf16; set model.dtype (now {m.dtype})"),
+        (m.dtype not in ("fp32", "bf16"), f"only fp32 and bf16 have shared operators; set model.dtype (now {m.dtype})"),
         (
             e.dtype != m.dtype,
-            f"engine and trainer compute in one precision; set engine.dtype (now {e.dtype}) to {m.dtype}",
+            f"engine and trainer must compute in one precision; set engine.dtype (now {e.dtype}) to {m.dtype}",
         ),
         (
             e.quantization != "none" or m.fp8 != "none",
-            "nothing is rounded to FP8; set engine.quantization and model.fp8 to none",
+            "the shared operators do not round to FP8; set engine.quantization and model.fp8 to none",
         ),
         (
             m.layers == "transformer_engine",
-            "the operators are those of the local layers; set model.layers to local or auto",
+            "the shared operators are those of the local layers; set model.layers to local or auto",
         ),
         (
             m.logits == "fused",
-            "the fused head multiplies as many rows at once as there are; set model.logits to stored",
+            "the fused head's results depend on the number of rows; set model.logits to stored",
         ),
         (
             m.batch_invariant_head,
-            "the engine's head does not multiply in tiles of that setting; set model.batch_invariant_head to false",
+            "the engine's head does not use the tiles of this setting; set model.batch_invariant_head to false",
         ),
         (
             m.lora.r > 0,
-            "adapters are products of their own in the trainer, merged in the engine; set model.lora.r to 0",
+            "the trainer multiplies by adapters separately, and the engine merges them; set model.lora.r to 0",
         ),
-        (e.devices > 1, "the engine adds up what its own shards give; set engine.tensor_parallel to 1"),
+        (e.devices > 1, "the engine sums its shards in its own order; set engine.tensor_parallel to 1"),
         (
             p.tensor > 2,
-            f"of more than two ranks gloo adds in an order of its own; set parallel.tensor (now {p.tensor}) to 1 or 2",
+            f"gloo sums more than two ranks in its own order; set parallel.tensor (now {p.tensor}) to 1 or 2",
         ),
-        (p.context > 1, "ranks have parts of each sequence; set parallel.context to 1"),
+        (p.context > 1, "each rank has only a part of each sequence; set parallel.context to 1"),
         (
             config.rollout.has_sampling_mask,
-            "log-probs over what top-p, top-k and min-p left are the engine's own; set them to 1, -1 and 0",
+            "the engine computes log-probs over a sampling mask with its own operators; set rollout.top_p, "
+            "top_k and min_p to 1, -1 and 0",
         ),
     )
     return [f"{WHAT}: {why}, {REMEDY}" for is_so, why in why_not if is_so]
@@ -67,14 +68,14 @@ def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool)
     if not config.engine.exact:
         return []
     gpus = config.slurm.gpus_per_node > 0 if elsewhere else torch.cuda.is_available()
-    out = [(gpus, "the operators are those of CPUs, and GPUs have none of them; run without GPUs")]
+    out = [(gpus, "the shared operators exist only for CPUs; run without GPUs")]
     if hf is not None:
         out += [
             (
                 hf.moe is not None,
-                "experts: router, experts' products and the sum of a token's experts have no operator that both sides "
-                "share; use a dense model",
+                "the router, the experts' products and the sum of a token's experts have no shared operator; "
+                "use a dense model",
             ),
-            (hf.mla is not None, "latent attention has no operator that both sides share; use another model"),
+            (hf.mla is not None, "latent attention has no shared operator; use another model"),
         ]
     return [f"{WHAT}: {why}, {REMEDY}" for is_so, why in out if is_so]

@@ -1,10 +1,10 @@
-"""Rules of the model in the configured layout and precision, from its config.json. `actor` has the supported models."""
+"""Checks the model in the configured layout and precision, by its config.json. `actor` has the supported models."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dppo_megatron.config import Config
+from dppo_megatron.config import Config, with_settings
 from dppo_megatron.errors import bounded
 
 if TYPE_CHECKING:
@@ -39,14 +39,13 @@ def _weights(config: Config, hf: HFModelConfig, absent: list[str]) -> list[str]:
     from dppo_megatron.hf import ModelError, WeightMap, header_problems, open_weights
     from dppo_megatron.hf.torch_dist_place import is_torch_dist
 
-    m, out = config.model, []
-    used = {"model.path": m.weights is None or config.started_engines > 0, "model.weights": m.weights is not None}
-    for setting, directory in (("model.path", m.path), ("model.weights", m.weights)):
-        if not used[setting]:
-            continue
+    m = config.model
+    out: list[str] = []
+    used = {"model.path": m.path} if m.weights is None or config.started_engines else {}
+    for setting, directory in (used if m.weights is None else used | {"model.weights": m.weights}).items():
         try:
             if found := header_problems(WeightMap(hf), open_weights(directory, hf)):
-                raise ModelError(str(directory), found)
+                raise ModelError(str(directory), ["its weights are not of the model in config.json", *found])
         except ModelError as error:
             problem = f"{setting} = {error.source}: {bounded('; '.join(error.problems), 600)}"
             here = is_torch_dist(directory) or any(directory.glob("*.safetensors"))
@@ -67,8 +66,7 @@ def _adapter(config: Config, hf: HFModelConfig) -> list[str]:
 
 def on_any_machine(config: Config) -> Config:
     """Return the model without the settings that need certain devices. No parameter depends on those settings."""
-    model = config.model.model_copy(update={"layers": "local", "fp8": "none"})
-    return config.model_copy(update={"model": model})
+    return with_settings(config, model={"layers": "local", "fp8": "none"})
 
 
 def _capability(config: Config) -> list[str]:

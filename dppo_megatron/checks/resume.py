@@ -1,4 +1,4 @@
-"""Rules of the run directory: a resumed run must be the same run, and a new one needs a directory of its own."""
+"""Checks the run directory: a resumed run must be the same run, and a new run needs its own directory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def unusable_directory(config: Config) -> list[str]:
     directory = config.run.dir.absolute()
     existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        return [f"run.dir = {config.run.dir}: {existing} is no directory; choose another run.dir"]
+        return [f"run.dir = {config.run.dir}: {existing} is not a directory; choose another run.dir"]
     if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"run.dir = {config.run.dir}: {existing} cannot be written here; choose another run.dir"]
+        return [f"run.dir = {config.run.dir}: {existing} is not writable; choose another run.dir"]
     return []
 
 
@@ -49,8 +49,8 @@ def problems(config: Config, *, resume: bool) -> list[str]:
     if not resume:
         return earlier_run(config)
     if not saved.exists():
-        return [f"run.dir = {config.run.dir}: no run to --resume, {saved} is missing; correct it, or drop --resume"]
-    return changed_settings(config, read_config(saved))  # not the rules between settings, which may be newer
+        return [f"run.dir = {config.run.dir}: no run to resume, {saved} is missing; correct it, or omit --resume"]
+    return changed_settings(config, read_config(saved))  # rules between settings may be newer
 
 
 def changed_settings(config: Config, saved: Config) -> list[str]:
@@ -68,7 +68,7 @@ def earlier_run(config: Config) -> list[str]:
     run = RunDir(config.run.dir)
     if not run.bank.exists() and not run.checkpoints.exists():
         return []
-    return [f"run.dir = {run.root}: already holds a run; pass --resume to continue it, or choose another run.dir"]
+    return [f"run.dir = {run.root}: already contains a run; pass --resume to continue it, or choose another run.dir"]
 
 
 def _resumable(key: str) -> bool:

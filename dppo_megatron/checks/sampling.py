@@ -1,4 +1,4 @@
-"""Rules of `rollout` and `eval`: stored log-probs must be those of the sampled policy; samples must fit the engine."""
+"""Checks `rollout` and `eval`: stored log-probs must be those of the sampled policy; samples must fit the engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def problems(config: Config) -> list[str]:
         out.append(f"rollout.dynamic_sampling = true: nothing is sampled ({why}); set it to false")
     if config.rollout.dynamic_sampling and config.objective.advantage == "batch_mean":
         out.append(
-            "rollout.dynamic_sampling = true: objective.advantage = batch_mean takes the mean reward of all that was "
-            "sampled, and learns from groups of equal rewards, which would be dropped; set it to false, or choose an "
-            "advantage of groups"
+            "rollout.dynamic_sampling = true: objective.advantage = batch_mean uses the mean reward of all samples "
+            "and learns from groups of equal rewards, which would be dropped; set it to false, or choose a group "
+            "advantage"
         )
     if config.objective.supervised:
         return out
@@ -31,8 +31,8 @@ def _distribution(config: Config) -> list[str]:
     if r.has_sampling_mask and r.top_k <= 0:
         name, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
         out.append(
-            f"rollout.{name} = {value}: on a flat distribution it leaves most of the vocabulary, of every "
-            "position to be kept; bound it by rollout.top_k, say 1000 (vLLM demands it too)"
+            f"rollout.{name} = {value}: on a flat distribution it keeps most of the vocabulary at every position; "
+            "limit it by rollout.top_k, e.g. 1000 (vLLM requires that too)"
         )
     if e.logprobs_mode != "processed_logprobs":
         out.append(

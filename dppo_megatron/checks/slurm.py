@@ -1,4 +1,4 @@
-"""Rules of `slurm`: whether the run fits the nodes that it requests. Only the Slurm commands check them."""
+"""Checks `slurm`: the run must fit the requested nodes. Only the Slurm commands check this."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _requested(config: Config, notes: list[str]) -> list[str]:
         name = "engine_nodes" if s.engine_nodes else "trainer_nodes"
         out.append(f"slurm.{name} = {homes}: not a multiple of engine.nodes = {each}; change one of them")
     if s.heterogeneous and not s.engine_nodes:
-        out.append("slurm.heterogeneous = true: needs slurm.engine_nodes of at least 1; set it, or this to false")
+        out.append("slurm.heterogeneous = true: needs slurm.engine_nodes >= 1; raise that, or set this to false")
     if not s.heterogeneous:
         for name in ("engine_gpus_per_node", "engine_gpu_type", "engine_partition", "engine_sbatch_args"):
             if (value := getattr(s, name)) not in (None, ()):
@@ -73,8 +73,8 @@ def _requested(config: Config, notes: list[str]) -> list[str]:
         trainer_need, added = ranks + serving, f" and engines on {serving}"
     if 0 < s.gpus_per_node < trainer_need:
         out.append(
-            f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{added}; use more nodes or "
-            "fewer ranks and engines"
+            f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{added}; use more nodes "
+            "(slurm.trainer_nodes) or fewer ranks and engines"
         )
     elif s.gpus_per_node > trainer_need:
         idle = s.gpus_per_node - trainer_need

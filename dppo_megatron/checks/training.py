@@ -1,4 +1,4 @@
-"""Rules of training: how ranks divide into groups, precision, batches, and the learning rate."""
+"""Checks training: groups of ranks, precision, batches, and the learning rate."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def problems(config: Config) -> list[str]:
         )
     if config.acceptance.bound is not None and config.objective.supervised:
         out.append(
-            f"acceptance.bound = {config.acceptance.bound:g}: supervised training has no rollout policy to measure the "
-            "policy's divergence from; remove it"
+            f"acceptance.bound = {config.acceptance.bound:g}: it bounds the divergence from the rollout policy, and "
+            "supervised training has none; remove it"
         )
     if config.acceptance.bound is None and config.acceptance != AcceptanceConfig():
         out.append(
@@ -42,11 +42,13 @@ def problems(config: Config) -> list[str]:
     out += _credit(config)
     if config.checkpoint.keep_rollouts is not None and not config.samples:
         out.append(
-            f"checkpoint.keep_rollouts = {config.checkpoint.keep_rollouts}: the run samples nothing, and deletes "
-            "nothing of what others sampled; remove it"
+            f"checkpoint.keep_rollouts = {config.checkpoint.keep_rollouts}: the run samples no rollouts of its own "
+            "that it could delete; remove it"
         )
     if config.optimizer.min_lr > config.optimizer.lr:
-        out.append(f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}")
+        out.append(
+            f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}; lower it"
+        )
     return out
 
 
@@ -54,7 +56,7 @@ def _credit(config: Config) -> list[str]:
     """Return why turns cannot have rewards, and settings that would ignore them."""
     o = config.objective
     if o.credit == "trajectory":
-        needless = f"objective.discount = {o.discount:g}: it is of returns from a turn on; set objective.credit to turn"
+        needless = f"objective.discount = {o.discount:g}: only returns of turns use it; set objective.credit to turn"
         return [needless] if o.discount != 1 else []
     out = []
     if config.objective.supervised or (config.samples and config.environment.name is None):
@@ -64,13 +66,13 @@ def _credit(config: Config) -> list[str]:
         )
     if o.advantage.startswith("batch"):
         out.append(
-            f"objective.advantage = {o.advantage}: is over the batch, and objective.credit = turn compares turns of a "
-            "group; use group_mean, group_mean_std or leave_one_out"
+            f"objective.advantage = {o.advantage}: compares over the batch, but objective.credit = turn compares turns "
+            "of a group; use group_mean, group_mean_std or leave_one_out"
         )
     if config.rollout.dynamic_sampling:
         out.append(
-            "rollout.dynamic_sampling = true: drops groups of equal rewards, whose turns objective.credit = turn may "
-            "tell apart; set it to false"
+            "rollout.dynamic_sampling = true: drops groups of equal rewards, but objective.credit = turn may learn "
+            "from their turns; set it to false"
         )
     return out
 
@@ -103,7 +105,7 @@ def _layout(config: Config) -> list[str]:
 def _precision(config: Config) -> list[str]:
     m, out = config.model, []
     if m.fp8 != "none" and m.dtype != "bf16":
-        out.append(f"model.fp8 = {m.fp8}: the rest is computed in bf16; set model.dtype to bf16")
+        out.append(f"model.fp8 = {m.fp8}: TransformerEngine computes the rest in bf16; set model.dtype to bf16")
     if m.fp8 != "none" and m.layers == "local":
         out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
     if m.dtype == "fp32" and m.layers == "transformer_engine":

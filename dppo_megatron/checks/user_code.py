@@ -1,4 +1,4 @@
-"""Rules of `objective`, `reward` and `environment`: each name leads to code that can be built with its settings."""
+"""Checks `objective`, `reward` and `environment`: each name must lead to code that its settings can build."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
     chosen = config.objective
     try:
         objective = build_objective(chosen.name, **chosen.settings)
-    except ObjectiveError as error:  # of a user's own objective; presets are checked when a config is read
+    except ObjectiveError as error:  # only of custom objectives, because presets are checked when a config is read
         return [f"objective.name = {chosen.name}: {error}"]
     try:
         notes.append(objective.describe())
-    except Exception as error:  # of a user's own objective
+    except Exception as error:  # custom code may raise anything
         return [f"objective.name = {chosen.name}: describe() failed: {type(error).__name__}: {error}"]
     if preset := PRESETS.get(chosen.name):
         for setting in ("advantage", "aggregation"):
@@ -59,7 +59,7 @@ def _other_batches(name: str, supervised: bool) -> str:
 
 
 def reward_problems(config: Config) -> list[str]:
-    """Return why a reward cannot be built. Import the user's modules in a separate process first."""
+    """Return why a reward cannot be built. A separate process imports the user's modules first."""
     from dppo_megatron.rewards import RewardError, build_rewards, import_problem
 
     if not config.samples:
@@ -80,7 +80,7 @@ def reward_problems(config: Config) -> list[str]:
 
 
 def environment_problems(config: Config, tools: list[dict[str, Any]]) -> list[str]:
-    """Return why the environment cannot be made, in a separate process. Add its tools to `tools`."""
+    """Return why a separate process cannot create the environment. Adds its tools to `tools`."""
     from dppo_megatron.environments.worker import environment_problem
 
     environment, data = config.environment, config.data
@@ -93,21 +93,21 @@ def environment_problems(config: Config, tools: list[dict[str, Any]]) -> list[st
         return []
     if environment.name is not None and environment.agent is not None:
         return [
-            f"environment.agent = {environment.agent}: environment.name is {environment.name}, and a trajectory is of "
-            "one of them; remove the other"
+            f"environment.agent = {environment.agent}: environment.name is {environment.name}, but a trajectory uses "
+            "only one of them; remove the other"
         ]
     out = []
     if environment.agent is None and environment.host != EnvironmentConfig().host:
-        out.append(f"environment.host = {environment.host}: for agents, and environment.agent names none; remove it")
+        out.append(f"environment.host = {environment.host}: only agents use it, and there is none; remove it")
     if environment.agent is not None and not data.chat_template:
         out.append(
-            f"environment.agent = {environment.agent}: what it says are messages, which a chat template writes; set "
+            f"environment.agent = {environment.agent}: a chat template must format an agent's messages; set "
             "data.chat_template = true"
         )
     if environment.agent is None and data.chat_template and data.overlong == "truncate":
         out.append(
-            "data.overlong = truncate: an environment goes on from the whole prompt, which a chat template writes "
-            "again for every turn; use refuse or drop"
+            "data.overlong = truncate: an environment continues the whole prompt, which a chat template formats again "
+            "for every turn; use refuse or drop"
         )
     by_turn = config.objective.credit == "turn"
     problem = environment_problem(environment, tools, chat=data.chat_template, by_turn=by_turn)

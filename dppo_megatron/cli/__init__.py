@@ -1,8 +1,9 @@
-"""The command line. Each command reads and checks its whole config before it starts work."""
+"""Defines the command line. Each command reads and checks its whole config before it starts work."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import sys
 from typing import Annotated, Any
@@ -19,19 +20,27 @@ from dppo_megatron.errors import ExpectedError
 
 from . import after, before, cluster, data, init, runs
 
+_UsageError: Any = typer.BadParameter.__base__  # typer does not export this class
+
 
 class _Commands(typer.core.TyperGroup):
-    """Suggests the intended `--set` for `--lr 1e-5` and `optimizer.lr=1e-5` on a command line."""
+    """Suggests `--set optimizer.lr=VALUE` for the arguments `--lr 1e-5`, `optimizer.lr=1e-5` and `--set lr 1e-5`."""
 
     def invoke(self, ctx: Any) -> Any:
+        arguments = ctx.args
         try:
             return super().invoke(ctx)
-        except typer.BadParameter.__base__ as error:  # UsageError, which typer does not export
+        except _UsageError as error:
             if error.ctx and any(parameter.name == "overrides" for parameter in error.ctx.command.params):
                 if name := getattr(error, "option_name", "").lstrip("-").replace("-", "_"):
-                    error.possibilities = [*(error.possibilities or ()), f"--set {setting_of(name)}=VALUE"]
+                    path = name in ("config", "config_file", "config_path")
+                    meant = "CONFIG without an option" if path else f"--set {setting_of(name)}=VALUE"
+                    error.possibilities = [*(error.possibilities or ()), meant]
                 for name, value in re.findall(r"([\w.]+)(=[^\s)]+)", error.message):
                     error.message += f"; write --set {setting_of(name)}{value}"
+                for option, given in itertools.pairwise(arguments):
+                    if option == "--set" and "=" not in given:
+                        error.message += f"; write --set {setting_of(given)}=VALUE"
             raise
 
 
@@ -77,10 +86,6 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
     except ExpectedError as error:
-        of_a_run = sys.argv[1] in (
-            "engine",
-            "orchestrator",
-            "trainer",
-        )  # logs of these commands are searched for error names
+        of_a_run = sys.argv[1] in ("engine", "orchestrator", "trainer")  # readers of their logs search for error names
         print(f"{type(error).__name__ if of_a_run else 'error'}: {error}", file=sys.stderr)
         sys.exit(1)

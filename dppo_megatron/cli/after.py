@@ -1,7 +1,11 @@
-"""Commands that report on running and ended runs."""
+"""Defines the commands that report on running and ended runs."""
 
 from __future__ import annotations
 
+import json
+import sys
+import webbrowser
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +22,11 @@ def status(run_dir: RunDirectory, as_json: AsJson = False) -> None:
 
     Works on any machine that can read RUN, such as the login node, with and without Slurm.
     """
-    import json
-
     from dppo_megatron.slurm.status import read_status, show
 
     found = read_status(run_dir)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        typer.echo(json.dumps(asdict(found), indent=1))
     else:
         show(found)
 
@@ -52,8 +54,6 @@ def view(
 
     The runs may be running, ended or crashed; the page names unreadable files.
     """
-    import webbrowser
-
     from dppo_megatron.view import write_view
 
     path = write_view(root, out, model, other)
@@ -65,8 +65,6 @@ def view(
 @app.command()
 def doctor(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     """List the problems of a run with their first step, the evidence and a remedy. Exit code 1 when there are any."""
-    import json
-
     from dppo_megatron.doctor import diagnose, text
 
     found = diagnose(run_dir)
@@ -83,8 +81,6 @@ def audit(root: RunOrBank) -> None:
 
     The run may be running, ended or crashed. Exit code 1 when there is a problem.
     """
-    import sys
-
     from dppo_megatron.bank.audit import Audit, audit_bank
     from dppo_megatron.view.source import Source
 

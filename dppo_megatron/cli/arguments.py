@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Defines the arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import TypeAdapter, ValidationError
+
+from dppo_megatron.config.section import Url
+
+
+def _urls(given: list[str] | None) -> list[str] | None:
+    """Raise `typer.BadParameter` for a malformed URL."""
+    try:
+        return TypeAdapter(list[Url] | None).validate_python(given)
+    except ValidationError as error:
+        raise typer.BadParameter(f"{error.errors()[0]['input']}: {error.errors()[0]['msg']}") from None
+
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config; examples/ has some")]
 Overrides = Annotated[
@@ -16,5 +28,6 @@ RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="run directory
 RunOrBank = Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or only a bank")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Urls = Annotated[
-    list[str] | None, typer.Option("--url", metavar="URL", help="use this running engine, which serves no run")
+    list[str] | None,
+    typer.Option("--url", metavar="URL", callback=_urls, help="use this running engine, which serves no run"),
 ]

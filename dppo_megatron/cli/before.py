@@ -1,7 +1,8 @@
-"""Commands that check a config, or describe a method, before a run."""
+"""Defines the commands that check a config, or describe a method, before a run."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -34,12 +35,11 @@ def preflight(config_file: ConfigFile, as_json: AsJson = False, overrides: Overr
     data on every node, clocks and limits. Each failure names its node. Jobs of `dppo-megatron slurm` start every
     attempt with these checks. Exit code 0: no errors; 1: errors; 2: the config is invalid.
     """
-    import json
-
     from dppo_megatron.checks import load_config
     from dppo_megatron.slurm.preflight import preflight_now
 
     found = preflight_now(load_config(config_file, overrides or ()))
+    assert found is not None  # only a job stops its preflight
     typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else found.text())
     raise typer.Exit(1 if found.errors else 0)
 
@@ -100,10 +100,8 @@ def certify(
 
     Starts an engine and the trainer's ranks on this machine, and writes the certificate to RUN/certify/MODEL-N.
     """
-    import json
-
+    from dppo_megatron.certify.certificate_text import exceeds, text
     from dppo_megatron.certify.command import certify as measure
-    from dppo_megatron.certify.report import exceeds, text
 
     config = read_config(config_file, overrides or ())
     path, found = measure(

@@ -1,4 +1,4 @@
-"""Commands for Slurm; the job scripts call the hidden ones."""
+"""Defines the commands for Slurm; the job scripts call the hidden ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def slurm(
 ) -> None:
     """Check a config, write its batch script into the run directory and submit it to Slurm.
 
-    The config's slurm section sets how many nodes train and serve, and what the site needs (docs/slurm.md).
+    The config's slurm section has the numbers of nodes and the settings of the site (docs/slurm.md).
     """
     from dppo_megatron.slurm.step import steps_of_job
     from dppo_megatron.slurm.submit import prepare, submit

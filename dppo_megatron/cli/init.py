@@ -1,4 +1,4 @@
-"""`dppo-megatron init`: a first project that runs on a CPU without changes."""
+"""`dppo-megatron init`: creates a first project that runs on a CPU without changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dppo_megatron.errors import ExpectedError
 app = typer.Typer()
 
 CONFIG = """\
-# A first run. Everything in this directory is yours to replace; docs/settings.md lists all settings.
+# A first run. You may replace everything in this directory; docs/settings.md lists all settings.
 run:
   dir: {d}/run  # rollouts, checkpoints, logs, metrics; a new run needs a new directory
 model:
@@ -39,7 +39,7 @@ train:
 """
 REWARD = """\
 def reward(prompt, response_text):  # prompt.answer, prompt.columns: the row of train.jsonl
-    return sum(map(str.isdigit, response_text)) / max(len(response_text), 1)  # as a start: the share of digits
+    return sum(map(str.isdigit, response_text)) / max(len(response_text), 1)  # the share of digits, as an example
 """
 
 
@@ -49,8 +49,11 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or 
     from dppo_megatron.checks import preflight
     from dppo_megatron.hf.small_model import chat_tokenizer, write_small_model
 
-    if not directory.parts or not all(map(str.isidentifier, directory.parts)):  # reward.py is imported from it
-        raise ExpectedError(f"DIR = {directory}: name one below this one, of letters, digits and _, no digit first")
+    if not directory.parts or not all(map(str.isidentifier, directory.parts)):
+        raise ExpectedError(
+            f"DIR = {directory}: it becomes a Python package; use a relative path with names of letters, digits and _ "
+            "that do not begin with a digit"
+        )
     spec = importlib.util.find_spec(directory.parts[0])
     if spec and spec.origin and Path(spec.origin).parent != Path.cwd() / directory.parts[0]:
         raise ExpectedError(f"DIR = {directory}: Python has another module of this name; choose another")

@@ -1,4 +1,4 @@
-"""Commands that start a run or one of its processes."""
+"""Defines the commands that start a run or one of its processes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
     check_run_dir(config, str(config_file), resume=resume)
-    if run.config.exists():  # a clear error for a run in use, before the errors about its ports
+    if run.config.exists():  # reports a run in use before errors about its ports
         run.take().release()
     if resume and finished(config):
         done = config.train.steps
         typer.echo(f"all {done} of {done} steps are done; raise train.steps to continue")
         typer.echo(f"report: {write_report(run.root)}")
         return
-    notes = preflight(config, str(config_file))  # before run.dir exists, so a rejected config leaves nothing
+    notes = preflight(config, str(config_file))  # run.dir does not exist yet, so a rejected config leaves nothing
     with run.take() as lock:
         check_run_dir(config, str(config_file), resume=resume)  # again, since another process may have started the run
         typer.echo("\n".join(notes))
@@ -68,7 +68,7 @@ def trainer(
 def sample(
     config_file: ConfigFile,
     n: Annotated[int | None, typer.Option("--n", min=2, help="answers per prompt; default: rollout.group_size")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="first prompts of the order; default: all rows")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="number of prompts; default: all rows")] = None,
     out: Annotated[Path | None, typer.Option(help="new run directory; default: RUN/samples")] = None,
     overrides: Overrides = None,
     resume: Resume = False,

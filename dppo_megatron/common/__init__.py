@@ -1,1 +1,1 @@
-"""Common parts of all rooms: number formats, GPUs by name, files, processes, ranks, retries."""
+"""Provide the common parts of all folders: number formats, GPUs by name, files, processes, ranks, retries."""

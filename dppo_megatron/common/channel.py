@@ -24,7 +24,7 @@ class Rubbish(ConnectionError):
 
 
 class WorkerChannel:
-    """One end of the channel. Every call raises `TimeoutError` at `deadline` (`time.monotonic()`); None: no limit.
+    """Sends and receives at one end. A call raises `TimeoutError` at `deadline` (`time.monotonic()`); None: no limit.
 
     Raises `EOFError` or `OSError` when the other end is gone.
     """
@@ -87,5 +87,5 @@ class WorkerChannel:
         return part
 
     def _limit(self, deadline: float | None) -> None:
-        # Never 0: that means non-blocking, not an expired timeout.
+        # A timeout of 0 would mean non-blocking.
         self._end.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))

@@ -1,4 +1,4 @@
-"""The table of number formats, with each one's name in configs, torch, servers and safetensors. Imports no torch."""
+"""List the number formats with their names in configs, torch, servers and safetensors. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exclusive lock of a file, which the system frees when its process ends in any way."""
+"""Lock a file exclusively; the system releases the lock when its process ends in any way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LockHeld(Exception):
 
 
 class FileLock(contextlib.AbstractContextManager):
-    """A lock that is acquired by the constructor; the file names the process.
+    """Acquires the lock in its constructor; the file names the process.
 
     A child that inherits `descriptor` has the lock too. Raises `LockHeld` when this or another process has it, and
     OSError when it cannot be acquired. With `needed` False, a file system without locks gives an open file without a

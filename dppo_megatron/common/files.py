@@ -1,4 +1,4 @@
-"""Writes small files and directories so that readers see them complete or not at all, also after a power failure.
+"""Write small files and directories so that readers see them complete or not at all, also after a power failure.
 
 A file is written under another name, flushed to the device and renamed. Then its directory is flushed, which contains
 the new name. Without the first flush a rename may survive without its bytes, and the file is empty after a power
@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import Buffer
 
 from dppo_megatron.errors import ExpectedError, shown
 
 FLUSH_BYTES = 128 << 20
 
-_REMEDY = "restore it, or remove it where the run does not go on"
-_MOST_BYTES = 64 << 20  # for a file that names every tensor of a model with hundreds of thousands of tensors
+_REMEDY = "restore it, or remove it if the run does not continue"
+_MOST_BYTES = 64 << 20  # a file may name every tensor of a model with hundreds of thousands of tensors
 
 
 T = TypeVar("T")
@@ -138,7 +139,8 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
 def parse_as(kind: type[T], content: bytes, source: object) -> T:
     """Return the dataclass with the fields in JSON `content`. Raises `DamagedFile` naming the source and the field."""
     try:
-        return adapter(kind).validate_json(content, strict=True)
+        # typeshed: an lru_cache takes no type[T].
+        return adapter(kind).validate_json(content, strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the whole"
@@ -225,7 +227,7 @@ def replace_directory(source: Path, target: Path, *, durable: bool = True) -> No
 
 
 class SteadyFile(BufferedWriter):
-    """A file that flushes its bytes to the device every `FLUSH_BYTES`, and then calls `moved`.
+    """Flushes its bytes to the device every `FLUSH_BYTES`, and then calls `moved`.
 
     Otherwise the system writes all bytes at once at the end, and a slow device looks like a dead one. durable: False =
     no bytes are flushed to the device, for files that may be lost with the machine.
@@ -237,7 +239,7 @@ class SteadyFile(BufferedWriter):
         self._pending = 0
         self._full: DiskFull | None = None  # torch's writer raises another error instead
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: Buffer, /) -> int:
         view = memoryview(data)
         for first in range(0, len(view), FLUSH_BYTES):
             try:

@@ -1,4 +1,4 @@
-"""Kinds of GPU by name, with memory, compute capability and peak rates."""
+"""List the known GPUs by name, with memory, compute capability and peak rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PEAKS: dict[str, tuple[float, float | None]] = {
     "h200 nvl": (835.5, 1671.0), "h200": (989.4, 1978.9), "h20": (148.0, 296.0), "a100": (312.0, None),
     "l40s": (362.0, 733.0), "gb200": (2500.0, 5000.0), "b200": (2250.0, 4500.0),
 }  # fmt: skip
-# Assumptions, not measured here: CUDA context, cuBLAS workspaces, and NCCL's buffers of the communicators of a rank.
+# These are assumptions: CUDA context, cuBLAS workspaces, and NCCL's buffers of the communicators of a rank.
 CONTEXT_BYTES = 1 * GIB
 NCCL_BYTES = 2 * GIB
 MARGIN = 0.05  # share of the memory, for the allocator's fragmentation and for sequences longer than planned
@@ -38,7 +38,7 @@ class UnknownHardware(ExpectedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device. `capability` is None for a CPU."""
+    """Describes one device. `capability` is None for a CPU."""
 
     name: str
     memory_bytes: int
@@ -50,7 +50,7 @@ class Hardware:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that libraries and communicators take before the first tensor."""
+        """Return the bytes that libraries and communicators take before the first tensor."""
         return CONTEXT_BYTES + NCCL_BYTES if self.cuda else 0
 
     @property

@@ -1,18 +1,21 @@
-"""The store at which ranks meet and agree. SGLang loads this file by its path, without the package."""
+"""Define the store at which ranks meet and agree. SGLang loads this file by its path, without the package."""
 
 from __future__ import annotations
 
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 
 class LocalStore(dist.TCPStore):
-    """A TCPStore that listens only on loopback under a loopback name; torch's own listens on every interface."""
+    """Listens only on loopback under a loopback name; torch's TCPStore listens on every interface."""
 
-    def __init__(self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **settings):
+    def __init__(
+        self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **settings: Any
+    ):
         if is_master and host_name in ("127.0.0.1", "localhost"):
             settings["master_listen_fd"] = socket.create_server(("127.0.0.1", port), backlog=4096).detach()
         super().__init__(host_name, port, world_size, is_master, **settings)

@@ -1,4 +1,4 @@
-"""A child process with its own session and log file, which leaves no process behind."""
+"""Start a child process with its own session and log file, and end it with all processes of its session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small agreements between the ranks of torch.distributed: one rank acts for all or all act, and all raise an error.
+"""Let the ranks of torch.distributed agree on small values: one rank acts for all or all act, and all raise an error.
 
 An error on only one rank would leave the others in their next collective until its timeout.
 
@@ -16,7 +16,7 @@ import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,14 +30,14 @@ T = TypeVar("T")
 FIRST_POLL_S, POLL_S = 0.0002, 0.01  # pauses between polls of the store
 POLL_S_PER_RANK = 0.0001  # all ranks together poll one process at most ten thousand times a second
 LOOK_S = 1.0  # between reports, and between checks of the other ranks' reports
-MOST_BYTES = 4 << 20  # of one part of a value: torch's store refuses 8 MiB
+MOST_BYTES = 4 << 20  # bytes of one part of a value: torch's store rejects 8 MiB
 _NAMES_SHOWN = 8
 
-_SIGNATURE = "sha256"
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
 _secret = b""  # the run's secret, which signs values
 
 _attempts: WeakKeyDictionary[dist.Store, bytes] = WeakKeyDictionary()  # identity of this attempt, by store
-_numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()  # of this process's agreements, by store
+_numbers: WeakKeyDictionary[dist.Store, Iterator[int]] = WeakKeyDictionary()  # counts agreements, by store
 
 
 def authenticate(secret: str | None) -> None:
@@ -58,7 +58,7 @@ class RanksTimeout(ExpectedError, TimeoutError):
 
 
 class Ranks:
-    """All ranks of the default process group, or only this process if torch.distributed has not started.
+    """Connects all ranks of the default process group; only this process if torch.distributed has not started.
 
     timeout_s: the longest wait for the others without a report of progress; None: the timeout of the default group's
     store.
@@ -83,7 +83,9 @@ class Ranks:
 
     def _join(self, store: dist.Store, rank: int, size: int, timeout_s: float | None) -> None:
         self.rank, self.size = rank, size
-        self._timeout_s = store.timeout.total_seconds() if timeout_s is None else timeout_s
+        if timeout_s is None:
+            timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined] # torch's stub lacks it
+        self._timeout_s = timeout_s
         self._store = dist.PrefixStore("agreements", store)
         self._of_attempt = store
         self._number = _numbers.setdefault(store, itertools.count())
@@ -94,23 +96,23 @@ class Ranks:
         """Return the result of `make` on rank 0 to every rank, or raise its error there, with type and text."""
         if self.size == 1:
             return make()
-        result = error = None
+        error: Exception | None = None
+        outcome: tuple[Any, _Failure | None] = None, None
         if self.rank == 0:
             try:
-                result = make()
+                outcome = make(), None
             except Exception as raised:
-                error = raised
+                error, outcome = raised, (None, _Failure.of(raised))
         with self._waiting_for(what):
             key = f"{next(self._number)}"
             if self.rank == 0:
-                self._set(key, (result, error and _Failure.of(error)))
+                self._set(key, outcome)
             else:
                 self._wait([key], what, lambda: [0])
-                result, failure = self._take(key, self.size - 1)
-                if failure is not None:
-                    raise _error_of(*failure)
-        if error is not None:
-            raise error
+                outcome = self._take(key, self.size - 1)
+        result, failure = outcome
+        if failure is not None:
+            raise _error_of(*failure) if error is None else error
         return result
 
     def on_every_rank(self, act: Callable[[], T], what: str) -> list[T]:
@@ -118,12 +120,12 @@ class Ranks:
 
         If it raises on any rank, every rank raises an error of the first one's type, with the reasons of all.
         """
-        result = error = None
+        error: Exception | None = None
         try:
-            result = act()
+            outcome: tuple[Any, _Failure | None] = act(), None
         except Exception as raised:
-            error = raised
-        outcomes = self.gather((result, error and _Failure.of(error)), what)
+            error, outcome = raised, (None, _Failure.of(raised))
+        outcomes = self.gather(outcome, what)
         failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
         if failures:
             kinds = [failure.kind for failure in failures.values()]
@@ -158,7 +160,7 @@ class Ranks:
         mine = os.urandom(16)
         everyone = self.gather(mine, "every rank's part of this attempt's identity")
         if everyone[self.rank] != mine:
-            raise RanksForged(f"rank {self.rank}: the store holds values of an earlier attempt of this run")
+            raise RanksForged(f"rank {self.rank}: the store has values of an earlier attempt of this run")
         _attempts[self._of_attempt] = hashlib.sha256(b"".join(everyone)).digest()
 
     def new_name(self) -> str:
@@ -192,7 +194,7 @@ class Ranks:
             self._store.add("alive", 1)
             self._reported = time.monotonic()
 
-    def _wait(self, keys: Sequence[str], what: str, missing: Callable[[], list[int]]) -> None:
+    def _wait(self, keys: list[str], what: str, missing: Callable[[], list[int]]) -> None:
         since = looked = time.monotonic()
         reports, pause = None, FIRST_POLL_S
         while not self._store.check(keys):
@@ -212,7 +214,7 @@ class Ranks:
         data = self._signature(key, data) + data
         parts = range(0, len(data), MOST_BYTES)
         for index, first in enumerate(parts):
-            self._store.set(f"{key}/part-{index}", data[first : first + MOST_BYTES])
+            self._store.set(f"{key}/part-{index}", data[first : first + MOST_BYTES])  # type: ignore[arg-type] # bytes too
         self._store.set(key, str(len(parts)))  # last, so that a reader finds all parts
 
     def _take(self, key: str, readers: int = 1) -> Any:
@@ -222,10 +224,10 @@ class Ranks:
         if readers == 1 or self._store.add(f"{key}/readers", 1) == readers:
             for used in (key, *parts, *([f"{key}/readers"] if readers > 1 else [])):
                 self._store.delete_key(used)
-        size = len(_signature(key, b""))
-        if not hmac.compare_digest(data[:size], self._signature(key, data[size:])):
+        signature, data = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, data)):
             raise RanksForged(f"rank {self.rank}: the store's value of {key} was not signed with this run's secret")
-        return pickle.loads(zlib.decompress(data[size:]))
+        return pickle.loads(zlib.decompress(data))
 
     def _signature(self, key: str, data: bytes) -> bytes:
         return _signature(key, _attempts.get(self._of_attempt, b"") + data)
@@ -245,7 +247,7 @@ class Ranks:
 
 
 def _signature(key: str, data: bytes) -> bytes:
-    return hmac.digest(_secret, key.encode() + b" " + data, _SIGNATURE)
+    return hmac.digest(_secret, key.encode() + b" " + data, "sha256")
 
 
 def _listed(ranks: list[int]) -> str:

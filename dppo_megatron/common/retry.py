@@ -1,8 +1,9 @@
-"""Repeats a call that may fail for a moment, within a budget of attempts and time; waits for a condition."""
+"""Repeat a call that may fail for a moment, within a budget of attempts and time; wait for a condition."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypedDict, TypeVar, Unpack
@@ -14,13 +15,13 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 def doubling_delay_s(first_s: float, doublings: int, longest_s: float) -> float:
-    """Return a delay that doubles each time up to `longest_s`, for any count: 2**1024 is no float."""
+    """Return a delay that doubles each time up to `longest_s`, for any count: 2**1024 is too large for a float."""
     return min(first_s * 2.0 ** min(doublings, 64), longest_s)
 
 
 @dataclass(frozen=True, slots=True)
 class RetryBudget:
-    """The number and the total time of attempts. Whichever bound is reached first ends the retries; set at least one.
+    """Limits the number and the total time of attempts. The bound that is reached first ends them; set at least one.
 
     The pause after a failure begins at `first_pause_s` and doubles up to `longest_pause_s`. With `jitter` each pause is
     drawn uniformly between 0 and that, for callers that would otherwise all return to one server at the same moment.
@@ -38,7 +39,7 @@ class RetryBudget:
 
 
 class RetryRules(TypedDict, total=False):
-    """Keyword arguments of `retry` and `retry_async`, which document them."""
+    """Lists the keyword arguments of `retry` and `retry_async`, which document them."""
 
     on: Errors
     unless: Errors
@@ -71,13 +72,10 @@ async def retry_async(
 
 def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float) -> Result:
     """Return the first true value of `condition()`, called every `poll_s`, or its last, false one after `timeout_s`."""
-    waiting = tenacity.Retrying(
-        retry=tenacity.retry_if_not_result(bool),
-        wait=tenacity.wait_fixed(poll_s),
-        stop=tenacity.stop_after_delay(timeout_s),
-        retry_error_callback=lambda state: state.outcome.result(),
-    )
-    return waiting(condition)
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(poll_s)
+    return found
 
 
 def look_again_s(waited_s: float) -> float:
@@ -113,7 +111,9 @@ def _tenacity_settings(
 
 def _raise_last_error(state: tenacity.RetryCallState) -> NoReturn:
     """Raise the call's own error instead of tenacity's `RetryError`, because callers handle it."""
+    assert state.outcome is not None  # tenacity calls this after an attempt that raised
     error = state.outcome.exception()
+    assert error is not None
     if state.attempt_number > 1:
         error.add_note(f"attempt {state.attempt_number}, {state.seconds_since_start:.1f} s after the first began")
     raise error

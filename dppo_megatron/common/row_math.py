@@ -1,4 +1,4 @@
-"""Arithmetic in which the bits of a row do not depend on the other rows. Depends only on torch.
+"""Compute rows so that the bits of a row do not depend on the other rows. Depends only on torch.
 
 With `engine.exact` trainer and engines use it on CPUs, for one token or a whole batch. The batch-invariant head
 (`vocab_parallel`) uses `product`, on GPUs too. A matrix library chooses its kernel, and so the order of its sums, by
@@ -20,8 +20,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-ROWS = 32  # of a tile: a larger tile slows down a single token, a smaller one a long sequence
-KEYS = 64  # of a block
+ROWS = 32  # rows of a tile: a larger tile slows down a single token, a smaller one a long sequence
+KEYS = 64  # keys of a block
 
 
 @torch.no_grad()

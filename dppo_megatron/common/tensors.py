@@ -1,4 +1,4 @@
-"""Arrays as a safetensors file. The library writes memory in storage order, so transposed arrays are copied first."""
+"""Serialize arrays as a safetensors file. The library writes memory in storage order, so strided arrays are copied."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from safetensors.numpy import save
 
 
 def packed(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
-    """Return the bytes of the file. Strided arrays are copied first."""
+    """Return the bytes of the file."""
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)

@@ -1,4 +1,4 @@
-"""A process for foreign code and files, and its handle: one request at a time, every reply validated."""
+"""Run foreign code in a process of its own: one request at a time, and every reply is validated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .channel import LARGEST_REPLY, TOKEN_BYTES, Rubbish, WorkerChannel
 from .files import adapter
 from .process import end_with_parent, exit_reason
 
-_START_S = 300.0  # for the imports of foreign code, on a slow file system
+_START_S = 300.0  # longest wait for the imports of foreign code, on a slow file system
 _EXIT_S = 10.0
 # The paths come first, so that the worker finds this package, and the user's, where this process finds them.
 _PROGRAM = """import json, sys
@@ -34,7 +34,7 @@ from importlib import import_module
 import_module(sys.argv[3]).main(int(sys.argv[1]))"""
 
 Answer = Callable[[bytes], list[Any] | bytes]
-"""The parts of the reply to a pickled request, or bytes that are sent as they are. It raises nothing."""
+"""Returns the parts of the reply to a pickled request, or bytes that are sent unchanged. It raises nothing."""
 
 
 class WorkerError(Exception):
@@ -46,7 +46,7 @@ class WorkerTimeout(WorkerError):
 
 
 class Worker:
-    """A process of its own session that runs foreign code. It answers one request at a time.
+    """Runs foreign code in a process of its own session. It answers one request at a time.
 
     Call `load` first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
@@ -54,8 +54,8 @@ class Worker:
     def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY):
         """Start the process.
 
-        module: its `main(descriptor)` calls `serve`. hello: arguments of `load`. what: the foreign code, in errors.
-        largest: limit of bytes of a reply.
+        module: its `main(descriptor)` calls `serve`. hello: arguments of `load`. what: names the foreign code in
+        errors. largest: limit of bytes of a reply.
         """
         self._hello = hello
         self._what = what
@@ -135,7 +135,7 @@ class Worker:
     def _how_it_ended(self) -> str:
         try:
             code = self._process.wait(1)
-            return "needed too long" if code == -signal.SIGPROF else f"ended ({exit_reason(code)})"
+            return "took too long" if code == -signal.SIGPROF else f"ended ({exit_reason(code)})"
         except subprocess.TimeoutExpired:
             return "closed the channel of the results"
 
@@ -158,7 +158,7 @@ def confine(memory: int) -> None:
     `signal.setitimer(signal.ITIMER_PROF, seconds)` limits its computing time: the signal ends it.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Not RLIMIT_AS, which counts mapped files.
+    # RLIMIT_AS would count mapped files too.
     most = psutil.Process().memory_info().data + memory
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     null = os.open(os.devnull, os.O_WRONLY)
@@ -177,7 +177,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
         hello = pickle.loads(_request(channel, 0))
         end_with_parent(hello["parent"], signal.SIGKILL)  # foreign code may ignore other signals
         problem, answer = load(hello)
-        parts: list[Any] | bytes = b""
+        parts: list[Any] | bytes = []
         reply: dict[str, Any] = {"error": problem}
         for number in itertools.count():
             if os.getpid() != own:  # foreign code forked, and this process is the child
@@ -185,7 +185,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
             signal.setitimer(signal.ITIMER_REAL, 0)  # a remaining alarm would end the next sample
             _open_streams()
             _reply(channel, number, reply)
-            if "bytes" in reply:
+            if isinstance(parts, bytes):
                 channel.send(parts)
             parts = answer(_request(channel, number + 1))
             reply = {"bytes": True} if isinstance(parts, bytes) else {"parts": parts}

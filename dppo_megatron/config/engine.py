@@ -1,4 +1,4 @@
-"""The sections `engine`, `rollout` and `weight_sync`: sampling, and the transfer of new weights to the engines."""
+"""Defines the sections `engine`, `rollout` and `weight_sync`: sampling, and new weights for the engines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .section import (
     Bytes,
     Count,
     CountFromZero,
+    Derived,
     EnvironmentName,
     FilePath,
     Float,
@@ -50,14 +51,16 @@ class EngineConfig(Section):
     )
     host: str = setting("127.0.0.1", "address at which started engines listen")
     port: CountFromZero = setting(0, "first port; 0 = a free one", le=65535)
-    dtype: FloatName | None = setting(None, "default: model.dtype")
+    dtype: Annotated[FloatName, Derived] = setting(None, "default: model.dtype")
     quantization: Literal["none", "fp8_block", "fp8_block_emulated"] = setting(
         "none",
         "fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale per 128 x 128 values) and "
         "engines multiply in FP8, on GPUs. fp8_block_emulated: the same rounding, stored and multiplied in "
         "engine.dtype, to study the mismatch; it saves no memory",
     )
-    max_model_len: Count | None = setting(None, "default: data.max_prompt_tokens + longest response", ge=2)
+    max_model_len: Annotated[Count, Field(ge=2), Derived] = setting(
+        None, "default: data.max_prompt_tokens + longest response"
+    )
     max_num_seqs: Count = setting(256, "sequences that an engine samples at once")
     kv_cache_bytes: Bytes | None = setting(None, "on each GPU; default: the engine's choice, 1 GiB on CPUs")
     max_logprobs: Count = setting(64, "the engine's cap on top-K log-probs per token")
@@ -106,7 +109,7 @@ class EngineConfig(Section):
 
     @property
     def serves_fp8(self) -> bool:
-        """Return whether the engines store FP8 weights, and not only weights rounded like FP8."""
+        """Return whether the engines store FP8 weights. With `fp8_block_emulated` they only round like FP8."""
         return self.quantization == "fp8_block"
 
 
@@ -167,8 +170,8 @@ class RolloutConfig(Section):
 def _no_ipc(value: Any) -> Any:
     if value == "ipc":
         raise refusal(
-            "is not there: CUDA IPC hands over weights that lie whole in the memory of the engine's own GPU, and actor "
-            "and engine take turns on one; use shared_storage, on one machine with weight_sync.directory in /dev/shm"
+            "does not exist: CUDA IPC needs the whole weights in the memory of the engine's own GPU, but actor and "
+            "engine use a GPU in turns; use shared_storage, on one machine with weight_sync.directory in /dev/shm"
         )
     return value
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from dppo_megatron.common.files import write_atomic
 from dppo_megatron.errors import ExpectedError, bounded, listing, shown
+from dppo_megatron.objectives.settings import OTHER_NAMES
 
 from .schema import Config
 from .yaml_tree import DEEPEST, MOST_BYTES, parse
@@ -67,6 +68,15 @@ def with_absolute_paths(value: Any) -> Any:
     return tuple(map(with_absolute_paths, value)) if isinstance(value, tuple) else value
 
 
+def with_settings(config: Config, **sections: Any) -> Config:
+    """Return `config` with other sections, or with other settings in a section, e.g. `train={"steps": 3}`."""
+    changed = {
+        name: getattr(config, name).model_copy(update=value) if isinstance(value, dict) else value
+        for name, value in sections.items()
+    }
+    return config.model_copy(update=changed)
+
+
 def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the tree of settings in a file, and a violation for each repeated key.
 
@@ -81,9 +91,9 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
             raise ValueError(f"more than the {MOST_BYTES} bytes that a config has at most; is it the right file?")
         tree, repeated = parse(content.decode())
     except (FileNotFoundError, IsADirectoryError):
-        problem = "a directory, as an empty path is" if path.is_dir() else "no such file"
-        remedy = "pass the path of a YAML config, e.g. examples/quickstart/config.yaml"
-        raise ConfigError(str(path), [f"{problem}; {remedy}"]) from None
+        problem, inside = "a directory, as an empty path is" if path.is_dir() else "no such file", path / "config.yaml"
+        other = inside if inside.is_file() else "the path of a YAML config, e.g. examples/quickstart/config.yaml"
+        raise ConfigError(str(path), [f"{problem}; pass {other}"]) from None
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
@@ -132,17 +142,28 @@ def _describe(error: Any) -> str:
     if error["type"] == "missing":
         needed = [name for name, field in _fields(location).items() if field.is_required()]
         return f"{dotted}: required, not set" + "".join(f"; set {dotted}.{name}" for name in needed)
-    why, name = error["msg"], str(value).lower() if dotted == "objective.name" else location[-1]
-    if location[0] == "objective" and why.startswith("unknown ") and name in _ALIASES:
-        why = f"unknown here; did you mean {_ALIASES[name]}?"
-    elif error["type"] == "tuple_type":
-        why = f"must be a list; write [{', '.join(value.split()) if isinstance(value, str) else '...'}]"
+    why = plain_words(error)
+    name, names = (str(value).lower(), _ALIASES) if dotted == "objective.name" else (location[-1], _NAMES)
+    if location[0] == "objective" and why.startswith("unknown ") and "." in names.get(name, ""):
+        why = f"unknown here; did you mean {names[name]}?"
     elif error["type"] == "model_type":
         first = next(iter(_fields(location)), None)  # None: an entry of a list
         why = "a section of settings, not a value; write " + (f"e.g. {dotted}.{first}" if first else "{NAME: VALUE}")
-    elif error["type"] == "string_type" and isinstance(value, (int, float)):
-        why = f'must be text; put it in quotes, "{value}"'
     return f"{dotted} = {shown(value)}: {why}"
+
+
+def plain_words(error: Any) -> str:
+    """Return why pydantic rejects a value, without the names of Python's types."""
+    kind, value = error["type"], error["input"]
+    if kind == "missing":
+        return "required, not set"
+    if kind == "tuple_type":
+        return f"must be a list; write [{', '.join(str(value).split()) if isinstance(value, (str, int)) else '...'}]"
+    if kind == "dict_type":
+        return "must be a section of settings; write {NAME: VALUE}"
+    if kind in ("string_type", "path_type") and isinstance(value, (int, float)):
+        return f'must be text; put it in quotes, "{value}"'
+    return error["msg"]
 
 
 def _fields(location: Sequence[str]) -> dict[str, Any]:
@@ -157,7 +178,9 @@ def _fields(location: Sequence[str]) -> dict[str, Any]:
 def _nearest(location: list[str], value: Any) -> str:
     """Suggest the closest valid name in the section, among names of other trainers, or in the whole tree."""
     here = {name: ".".join([*location[:-1], name]) for name in _fields(location[:-1])}
-    if not difflib.get_close_matches(location[-1], here, cutoff=0.8) and (known := _known(value)):
+    close = difflib.get_close_matches(location[-1], here, n=1, cutoff=0.8)
+    typo = close and (not isinstance(value, dict) or value.keys() & _fields([*location[:-1], *close]))
+    if not typo and "." not in _ALIASES.get(location[-1], "") and (known := _known(value)):
         return "; here " + ", ".join(f"{name} is {ours}" for name, ours in known.items())
     for names, cutoff in ((here, 0.85), (_ALIASES, 1.0), (here, 0.7), (_NAMES, 0.85)):
         if match := difflib.get_close_matches(location[-1], names, n=1, cutoff=cutoff):
@@ -179,7 +202,7 @@ def _known(tree: Any) -> dict[str, str]:
     """Map names in an unknown tree, of other trainers or of another section, to our settings."""
     found: dict[str, str] = {}
     for name, part in tree.items() if isinstance(tree, dict) else ():
-        named = name in _ALIASES or (name in _NAMES and not isinstance(part, dict))
+        named = "." in _NAMES.get(name, "") and (name in _ALIASES or not isinstance(part, dict))
         found |= {name: _NAMES[name]} if named else _known(part)
     return found
 
@@ -191,4 +214,5 @@ def setting_of(name: str) -> str:
 
 _ROWS = Path(__file__).with_name("other_names.txt").read_text().splitlines()  # TRL, verl, OpenRLHF, slime, NeMo-RL
 _ALIASES = {name: ours for ours, _, names in (row.rpartition(": ") for row in _ROWS) for name in names.split()}
+_ALIASES |= {name: f"objective.settings.{axis}" for name, axis in OTHER_NAMES.items()}
 _NAMES = _leaves([]) | _ALIASES

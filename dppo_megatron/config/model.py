@@ -1,4 +1,4 @@
-"""The sections `model`, `parallel`, `optimizer`, `train` and `acceptance`: the policy and its updates."""
+"""Defines the sections `model`, `parallel`, `optimizer`, `train` and `acceptance`: the policy and its updates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelConfig(Section):
     fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = setting(
         "none", "TransformerEngine's FP8 recipe for the layers' matrix products; needs bf16 and a GPU"
     )
-    fp32_head: bool = setting(False, "compute logits in fp32 for any dtype; stored logits only")
+    fp32_head: bool = setting(False, "compute logits in fp32 regardless of dtype; needs logits = stored")
     batch_invariant_head: bool = setting(False, "log-probs depend only on the token's hidden state, not on the packing")
     layers: Literal["auto", "local", "transformer_engine"] = setting(
         "auto", "auto = TransformerEngine on CUDA where installed, else local"
@@ -100,7 +100,7 @@ Scale = Annotated[Float, Field(ge=2.0**-24, le=LARGEST), AfterValidator(_power_o
 
 
 class LossScaleConfig(Section):
-    """The loss scale of `model.dtype: fp16`, a format with numbers from 6e-8 to 65504."""
+    """Sets the loss scale of `model.dtype: fp16`, a format with numbers from 6e-8 to 65504."""
 
     initial: Scale = setting(2.0**16, "loss scale of the first update; a power of two")
     growth_interval: Count = setting(400, "consecutive updates without overflow that double the scale")
@@ -136,7 +136,7 @@ class TrainConfig(Section):
 
 
 class AcceptanceConfig(Section):
-    """A bound on the divergence of a step. Without it no divergence is measured, and no weight is copied."""
+    """Bounds the divergence of a step. Without a bound no divergence is measured, and no weight is copied."""
 
     bound: Positive | None = setting(None, "largest divergence of the policy that a step may publish; null = off")
     divergence: Literal["objective", "binary_tv", "binary_kl"] = setting(

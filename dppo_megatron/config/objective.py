@@ -1,4 +1,4 @@
-"""The section `objective`. Its settings are the axes of the method, with their types."""
+"""Defines the section `objective`. Its settings are the axes of the method, with their types."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ObjectiveConfig(Section):
     name: str = Field("dppo_binary_tv", description="preset, or package.module:attribute")
     settings: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="axes of the preset to replace, e.g. delta: 0.2; `dppo-megatron objectives NAME` lists them. An "
-        "objective of your own takes what it likes",
+        description="axes of the preset to replace, e.g. delta: 0.2; `dppo-megatron objectives NAME` lists them. A "
+        "custom objective defines its own",
     )
     advantage: AdvantageKind = Field("group_mean", description="how rewards become advantages, see docs/objectives.md")
     credit: CreditKind = Field(

@@ -1,4 +1,4 @@
-"""The typed tree of all settings.
+"""Defines the typed tree of all settings.
 
 Each field is described once, in the file of its section in this folder. Defaults follow the DPPO paper where it has
 one. The type of a field has the rules for its value; `dppo_megatron.checks` has the rules between fields.
@@ -96,11 +96,11 @@ class Config(Section):
             return 1.0
         # An fp16 number has three bits more than a bf16 one, so its rounding error is an eighth.
         tolerance = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.3}
-        return max(tolerance[self.model.dtype], tolerance[self.engine.dtype or self.model.dtype])
+        return max(tolerance[self.model.dtype], tolerance[self.engine.dtype])
 
     @property
     def samples(self) -> bool:
-        """Return whether the run samples rollouts, and so has an orchestrator and engines that receive its weights."""
+        """Return whether the run samples rollouts. If so, an orchestrator and engines with its weights serve it."""
         return not self.objective.supervised and self.rollout.bank is None
 
     @property

@@ -1,4 +1,4 @@
-"""The base class of the config's sections, and the types of settings with their plausible ranges."""
+"""Defines the base class of sections, and the types of settings with their plausible ranges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
 from pydantic_core import PydanticCustomError
 
 
@@ -16,7 +16,7 @@ class Section(BaseModel):
 
 
 def refusal(why: str) -> PydanticCustomError:
-    """Return the error that a validator raises."""
+    """Return the error that a validator raises for the reason `why`."""
     return PydanticCustomError("refused", "{why}", {"why": why})
 
 
@@ -36,8 +36,10 @@ def _a_path(value: Any) -> Any:
         text = os.fspath(value)
         if not text:
             raise refusal("is empty; name a file or directory, . for the working directory")
+        if text.startswith(("~", "$")):
+            raise refusal("~ and $NAME are not replaced in a config; write the whole path")
         if not text.isprintable():
-            raise refusal("holds a character that cannot be shown; rename it")
+            raise refusal("contains a character that cannot be shown; rename it")
         if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
             raise refusal("is longer than a path may be (4095 bytes, 255 between slashes)")
     return value
@@ -47,7 +49,7 @@ def _a_url(value: str) -> str:
     try:
         parts = urlsplit(value)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # not a valid port, or half an IPv6 address
+    except ValueError:  # urlsplit raises for an invalid port and half an IPv6 address
         valid = False
     if not valid:
         raise refusal("must be http://HOST:PORT, with a port of at most 65535")
@@ -67,3 +69,5 @@ Positive = Annotated[Float, Field(gt=0, le=10**6)]
 FilePath = Annotated[Path, BeforeValidator(_a_path)]
 Url = Annotated[str, AfterValidator(_a_url)]
 EnvironmentName = Annotated[str, Field(pattern=r"^[^=]+$")]
+# Accepts null as well, for which `Config` derives a value. Only a section outside a `Config` contains the null.
+Derived = WrapValidator(lambda value, validate: None if value is None else validate(value))

@@ -1,11 +1,11 @@
-"""The section `slurm`: the job of a run, and the settings of its site."""
+"""Defines the section `slurm`: the job of a run, and the settings of its site."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from .section import Count, CountFromZero, Processes, ProcessesFromZero, Seconds, Section, refusal, setting
 
@@ -25,7 +25,16 @@ def _written(pattern: str, form: str) -> AfterValidator:
 
 Name = Annotated[str, _written(r"\w[\w.@+-]*", "one name of letters, digits and _ . @ + -")]
 Names = Annotated[str, _written(r"\w[\w.,@+-]*", "names of letters, digits and _ . @ + -, joined by commas")]
-Time = Annotated[str, _written(r"(\d+-)?\d+(:\d+){0,2}|(?i:infinite|unlimited)", "as sbatch takes it, e.g. 24:00:00")]
+
+
+def _in_words(value: object) -> object:
+    if isinstance(value, int):
+        raise refusal(f'would be {value} minutes for sbatch; write "{value}:00:00" for hours, or "{value}" for minutes')
+    return value
+
+
+_TIME = _written(r"(\d+-)?\d+(:\d+){0,2}|(?i:infinite|unlimited)", "as sbatch takes it, e.g. 24:00:00")
+Time = Annotated[str, BeforeValidator(_in_words), _TIME]
 _OPTION = r"--[a-z][a-z0-9-]*(=[^\"'\\]+)?|-[A-Za-z][^\s\"'\\#]*"
 Option = Annotated[str, _written(_OPTION, "one option without quotes, e.g. --qos=high or --comment=two words")]
 

@@ -1,4 +1,4 @@
-"""The sections `data`, `reward`, `environment` and `eval`: prompts, and the value of responses to them."""
+"""Defines the sections `data`, `reward`, `environment` and `eval`: prompts, and the value of responses to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Weight = Annotated[Float, Field(gt=0, le=1e6)]
 
 
 class DataFile(Section):
-    """One more file of training prompts."""
+    """Names one more file of training prompts."""
 
     path: FilePath = Field(description="as data.train")
     weight: Weight = setting(1.0, "prompts of this file for each one of data.train")
@@ -43,7 +43,7 @@ class DataConfig(Section):
 
 
 class RewardTerm(Section):
-    """One of several rewards."""
+    """Names one of several rewards."""
 
     name: str = Field(description="as reward.name")
     weight: Float = setting(1.0, "its factor in the sum", ge=-1e6, le=1e6)
@@ -116,7 +116,7 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
 class EvalSet(Section):
-    """Held-out prompts, with the settings for answering and grading them."""
+    """Names held-out prompts, with the settings for answering and grading them."""
 
     path: FilePath = Field(description="as data.train; columns and longest prompt are those of `data`")
     prompt_template: str | None = setting(None, "text around the prompt; default: data.prompt_template")

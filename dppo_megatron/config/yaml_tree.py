@@ -16,7 +16,7 @@ _STR = "tag:yaml.org,2002:str"
 
 
 class YamlError(ValueError):
-    """The text is not YAML or unsuitable for a config. The message has the position."""
+    """Raised for text that is not YAML or unsuitable for a config. The message has the position."""
 
 
 def parse(text: str) -> tuple[Any, list[str]]:
@@ -31,7 +31,10 @@ def parse(text: str) -> tuple[Any, list[str]]:
         at = error.problem_mark
         place = "" if at is None else f"line {at.line + 1}, column {at.column + 1}: "
         setting = f"{bounded('.'.join(loader.path), 200)}: " if loader and loader.path else ""
-        raise YamlError(f"not valid YAML: {place}{setting}{error.problem}") from None
+        before = "" if at is None else (at.buffer or "")[at.pointer - at.column : at.pointer + 1]  # of the line
+        tab = re.search(r"^ *\t|\t$", before)
+        problem = "a tab, which YAML does not allow here; use spaces" if tab else error.problem
+        raise YamlError(f"not valid YAML: {place}{setting}{problem}") from None
     except (yaml.YAMLError, ValueError, ArithmeticError) as error:
         raise YamlError(f"not valid YAML: {' '.join(str(error).split())}") from None
     finally:
@@ -63,7 +66,7 @@ class _Loader(yaml.SafeLoader):
         self.path += [index.value] if named else []
         event = self.peek_event()
         if getattr(event, "tag", None) not in (None, "!", _STR):
-            raise _refused("a tag; write the value alone", event)
+            raise _refused("a tag; write only the value", event)
         before, self._depth = self._values, self._depth + 1
         if self._depth > DEEPEST:
             raise _refused(f"nested more than {DEEPEST} levels deep", event)
@@ -80,7 +83,7 @@ class _Loader(yaml.SafeLoader):
                 if hidden := _HIDDEN.search(node.value):
                     if hidden[0] == _STAND_IN:
                         hidden = _HIDDEN.search(self._text, node.start_mark.index) or hidden
-                    raise _refused(f"holds the control character U+{ord(hidden[0]):04X}", event)
+                    raise _refused(f"contains the control character U+{ord(hidden[0]):04X}", event)
             self._of_anchor[id(node)] = self._values - before
         if named:
             self.path.pop()
@@ -90,17 +93,22 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        lines: dict[str, list[int]] = {}
-        for key, _ in node.value:
+        given: dict[str, list[tuple[yaml.ScalarNode, yaml.Node]]] = {}
+        for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):
-                lines.setdefault(key.value, []).append(key.start_mark.line + 1)
-        for name, places in lines.items():
-            if len(places) > 1:
-                self.repeated.append(f"{name}: given in lines {', '.join(map(str, places))}; merge them into one")
+                given.setdefault(key.value, []).append((key, value))
+        for name, pairs in given.items():
+            if len(pairs) > 1:
+                lines = ", ".join(str(key.start_mark.line + 1) for key, _ in pairs)
+                self.repeated.append(f"{'.'.join([*self.path, name])}: given in lines {lines}; merge them into one")
+                # A setting of an earlier section is not missing: read all of them.
+                inner = [pair for _, value in pairs if isinstance(value, yaml.MappingNode) for pair in value.value]
+                if inner:
+                    node.value.append((pairs[0][0], yaml.MappingNode("tag:yaml.org,2002:map", inner)))
         return node
 
 
-# Invisible characters, or ones that UTF-8 cannot encode; line breaks and tabs are text.
+# These characters are invisible, or UTF-8 cannot encode them. Line breaks and tabs are text.
 _HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff\ufdd0\ufffe\uffff]")
 _STAND_IN = "\ufdd0"  # a character that no text contains
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from dppo_megatron.common.dtypes import DTYPES, FloatName
 from dppo_megatron.errors import ExpectedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .job import Conversion
 
 app = typer.Typer(
     help="Convert model weights between Hugging Face directories and Megatron checkpoints, one weight at a time.",
@@ -18,23 +23,19 @@ app = typer.Typer(
 )
 
 
-class Quantization(StrEnum):
-    fp8_block = "fp8_block"
-
-
 class VerificationFailed(ExpectedError, RuntimeError):
-    """Raised when the two sides of a conversion compute different logits."""
+    """The two sides of a conversion compute different logits."""
 
 
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="directory to make; must not exist")]
 DtypeOption = Annotated[FloatName | None, typer.Option("--dtype", help="cast to; default: as stored (FP8: bf16)")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="print what maps to what and write nothing")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the mapping of the tensors and write nothing")]
 Verify = Annotated[bool, typer.Option("--verify", help="afterwards compare the logits of both models, in fp32")]
 Resume = Annotated[bool, typer.Option("--resume", help="continue an interrupted conversion to DST")]
 Processes = Annotated[int, typer.Option("--nproc", min=1, help="processes; ignored under torchrun and srun")]
 ShardSize = Annotated[float, typer.Option("--shard-gb", min=1e-6, help="largest weight file, in 10^9 bytes")]
 QuantizationOption = Annotated[
-    Quantization | None,
+    Literal["fp8_block"] | None,
     typer.Option("--quantization", help="fp8_block: projections as e4m3 with a scale per 128 x 128 block"),
 ]
 
@@ -118,14 +119,22 @@ def verify_command(
     _verify(hf_dir, checkpoint_at(checkpoint))
 
 
-def _to_hf(source, destination, template, dtype, quantization, shard_gb):
+def _to_hf(
+    source: Path,
+    destination: Path,
+    template: Path,
+    dtype: FloatName | None,
+    quantization: str | None,
+    shard_gb: float,
+) -> Callable[[], Conversion]:
     from .to_hf import ToHF
 
-    name = None if quantization is None else quantization.value
-    return partial(ToHF, source, destination, template, _torch_dtype(dtype), name, int(shard_gb * 1e9))
+    return partial(ToHF, source, destination, template, _torch_dtype(dtype), quantization, int(shard_gb * 1e9))
 
 
-def _convert(build, nproc: int, dry_run: bool, resume: bool, to_verify: tuple[Path, Path] | None) -> None:
+def _convert(
+    build: Callable[[], Conversion], nproc: int, dry_run: bool, resume: bool, to_verify: tuple[Path, Path] | None
+) -> None:
     from .job import convert
 
     if dry_run:
@@ -135,16 +144,16 @@ def _convert(build, nproc: int, dry_run: bool, resume: bool, to_verify: tuple[Pa
         typer.echo(f"{len(conversion.shards)} files, {conversion.nbytes / 1e6:,.1f} MB; nothing was written")
         _report_left_out(conversion)
         return
-    conversion = convert(build, resume=resume, processes=nproc)
-    if conversion is None:
+    converted = convert(build, resume=resume, processes=nproc)
+    if converted is None:
         return
-    typer.echo(f"{conversion.destination}: {len(conversion.shards)} files, {conversion.nbytes / 1e6:,.1f} MB")
-    _report_left_out(conversion)
+    typer.echo(f"{converted.destination}: {len(converted.shards)} files, {converted.nbytes / 1e6:,.1f} MB")
+    _report_left_out(converted)
     if to_verify is not None:
         _verify(*to_verify)
 
 
-def _report_left_out(conversion) -> None:
+def _report_left_out(conversion: Conversion) -> None:
     if count := conversion.config.mtp_layers:
         typer.echo(f"left out: {count} multi-token prediction layers; the config.json written names 0 of them")
 
@@ -158,5 +167,5 @@ def _verify(hf_dir: Path, checkpoint: Path) -> None:
     typer.echo(str(result))
 
 
-def _torch_dtype(dtype: FloatName | None):
+def _torch_dtype(dtype: FloatName | None) -> torch.dtype | None:
     return None if dtype is None else DTYPES[dtype].torch

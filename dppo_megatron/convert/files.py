@@ -28,6 +28,8 @@ def checkpoint_at(path: Path) -> Path:
         if is_torch_dist(found):
             return found
     why = "not a Megatron torch_dist checkpoint, nor a run that has one" if path.exists() else "no such directory"
+    if (path / "config.json").exists():
+        raise ModelError(str(path), ["a Hugging Face directory, no Megatron checkpoint; hf-to-megatron converts it"])
     near = sorted(p.name for p in path.parent.glob("step-*") if is_torch_dist(p))
     remedy = f"{path.parent} has {', '.join(near[-5:])}" if near else "name a run, or RUN/checkpoints/step-N"
     raise ModelError(str(path), [f"{why}; {remedy}"])

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from dppo_megatron.common.files import output, write_json
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import HFModelConfig, ModelError
@@ -50,7 +52,7 @@ class Conversion(Protocol):
 
     source: Path
     destination: Path
-    config: HFModelConfig  # of the model
+    config: HFModelConfig
     shards: list[str]  # file names, in the order of their numbers
 
     @property
@@ -62,6 +64,9 @@ class Conversion(Protocol):
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
         """Write one shard to disk and return its record for `finish`, JSON. Calls `tick` at intervals."""
+
+    def table(self) -> Iterator[str]:
+        """Yield lines that map source tensors to converted ones, for `--dry-run`."""
 
     def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
         """Add the files of the whole model once all shards are in `staging`."""
@@ -108,10 +113,9 @@ def prepare(conversion: Conversion, resume: bool) -> None:
     _refuse_other_job(staging, job)
     for note in (staging / _NOTES).glob("failed.*"):
         note.unlink()
-    # Only directories of this host, because processes of other hosts are not visible. The final step removes the
-    # others.
+    # Other hosts' directories stay until the final step, because their processes are not visible here.
     for left in (staging / _NOTES).glob(f"{_WRITING}{socket.gethostname()}.*"):
-        if not _is_running(int(left.name.split(".")[-2])):
+        if not psutil.pid_exists(int(left.name.split(".")[-2])):
             shutil.rmtree(left)
     done = sum((staging / shard).stat().st_size for shard in conversion.shards if _receipt(staging, shard))
     check_space(staging, max(conversion.nbytes - done, 0))
@@ -128,38 +132,30 @@ def run(
     """
     staging = staging_of(conversion.destination)
     with _lock_job(staging) if worker.rank == 0 else contextlib.nullcontext():
-        _run(conversion, worker, staging, progress, watch)
+        own = range(worker.rank, len(conversion.shards), worker.size)
+        if worker.rank > 0 and own:
+            _wait_for_job(staging, conversion)
 
+        def tick() -> None:
+            if _trim is not None:
+                _trim(0)  # weights of 1 to 32 MB fragment the heap, which would grow with the model
+            progress.show(lambda: _bytes_written(staging, conversion.shards))
 
-def _run(
-    conversion: Conversion, worker: ConversionWorker, staging: Path, progress: Progress, watch: Callable[[], None]
-) -> None:
-    own = range(worker.rank, len(conversion.shards), worker.size)
-    if worker.rank > 0 and own:
-        _wait_for_job(staging, conversion)
-
-    def tick() -> None:
-        if _trim is not None:
-            _trim(0)  # weights of 1 to 32 MB fragment the heap, which would grow with the model
-        progress.show(lambda: _bytes_written(staging, conversion.shards))
-
-    todo = [index for index in own if _receipt(staging, conversion.shards[index]) is None]
-    if worker.rank > 0 and conversion.destination.exists():
-        return  # no shard was left for this process, and process 0 has already renamed
-    try:
-        for index in todo:
-            _write_shard(conversion, index, staging, tick)
-    except BaseException as error:
-        if worker.rank > 0 and staging.exists():
-            (staging / _NOTES / f"failed.{worker.rank}").write_text(f"{type(error).__name__}: {error}")
-        raise
-    if worker.rank > 0:
-        return
-    _wait_for_others(staging, conversion.shards, worker, lambda: (tick(), watch()))
-    records = [_receipt(staging, shard)["record"] for shard in conversion.shards]
-    conversion.finish(staging, records)
-    publish(staging, conversion.destination)
-    shutil.rmtree(conversion.destination / _NOTES, ignore_errors=True)
+        todo = [index for index in own if _receipt(staging, conversion.shards[index]) is None]
+        if worker.rank > 0 and conversion.destination.exists():
+            return  # no shard was left for this process, and process 0 has already renamed
+        try:
+            for index in todo:
+                _write_shard(conversion, index, staging, tick)
+        except BaseException as error:
+            if worker.rank > 0 and staging.exists():
+                (staging / _NOTES / f"failed.{worker.rank}").write_text(f"{type(error).__name__}: {error}")
+            raise
+        if worker.rank > 0:
+            return
+        conversion.finish(staging, _records_of_all(staging, conversion.shards, worker, tick, watch))
+        publish(staging, conversion.destination)
+        shutil.rmtree(conversion.destination / _NOTES, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -186,16 +182,6 @@ def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callab
         write_json(receipt, {"nbytes": path.stat().st_size, "record": record})
         path.replace(staging / shard)
         receipt.replace(notes / f"{shard}.json")
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
@@ -247,10 +233,17 @@ def _wait_for_job(staging: Path, conversion: Conversion) -> None:
     _refuse_other_job(staging, {"shards": conversion.shards, **conversion.fingerprint()})
 
 
-def _wait_for_others(staging: Path, shards: list[str], worker: ConversionWorker, poll: Callable[[], object]) -> None:
+def _records_of_all(
+    staging: Path, shards: list[str], worker: ConversionWorker, tick: Callable[[], None], watch: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Wait for the receipts of all processes and return their records, in the order of `shards`."""
     last, deadline = -1, 0.0
-    missing = list(shards)
-    while missing := [shard for shard in missing if _receipt(staging, shard) is None]:
+    found: dict[str, dict[str, Any]] = {}
+    while True:
+        found |= {s: receipt for s in shards if s not in found and (receipt := _receipt(staging, s)) is not None}
+        missing = [shard for shard in shards if shard not in found]
+        if not missing:
+            return [found[shard]["record"] for shard in shards]
         if failed := sorted((staging / _NOTES).glob("failed.*")):
             raise ModelError(
                 "conversion", [f"process {note.suffix[1:]} of {worker.size}: {note.read_text()}" for note in failed]
@@ -261,7 +254,8 @@ def _wait_for_others(staging: Path, shards: list[str], worker: ConversionWorker,
         elif time.monotonic() > deadline:
             waited = f"nothing was written for {_STALL_TIMEOUT_S:.0f} s"
             raise ModelError(str(staging), [f"{shard}: waited for its process, {waited}" for shard in missing])
-        poll()
+        tick()
+        watch()
         time.sleep(_POLL_S)
 
 

@@ -78,7 +78,7 @@ class SourceRank:
         layout = self.layout
         if entry.rule.duplicate or self._stage_of(entry, config) != self.stage:
             return None
-        if not entry.is_expert:
+        if entry.expert is None or config.moe is None:
             return (self.rank, layout.tensor) if self.rank < layout.tensor else None
         size = layout.expert_tensor_size
         expert_rank = entry.expert // (config.moe.num_experts // layout.expert)

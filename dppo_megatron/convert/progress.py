@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bars
 
 _EVERY_S = 0.2
-_LINE_EVERY_S = 30.0  # in a log, where there is no bar
+_LINE_EVERY_S = 30.0  # a log has lines instead of a bar
 
 
 class Progress:

@@ -130,6 +130,6 @@ class ToHF:
         return fp8.quantized_info(plain) if self._quantization else plain
 
     def _plain_info(self, entry: Entry) -> dict[str, TensorInfo]:
-        keep = self._dtype is None or entry.rule.keep_dtype
+        cast = None if entry.rule.keep_dtype else self._dtype
         found = {t.name: self._weights.tensors[t.name] for t in entry.hf}
-        return {name: TensorInfo(info.dtype if keep else self._dtype, info.shape) for name, info in found.items()}
+        return {name: TensorInfo(cast or info.dtype, info.shape) for name, info in found.items()}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, ModelError, SafetensorsDirectory, WeightSource, fp8, read_hf_config
 from dppo_megatron.hf.load import load_into
 from dppo_megatron.hf.safetensors_file import TensorInfo
@@ -25,7 +26,7 @@ from dppo_megatron.hf.weight_source import open_weights
 from .job import ConversionWorker, convert
 from .to_hf import ToHF
 
-TOLERANCE = 1e-4  # of the largest magnitude: far above fp32 rounding, far below the effect of a misplaced weight
+TOLERANCE = 1e-4  # share of the largest magnitude: far above fp32 rounding, far below a misplaced weight's effect
 _TOKENS = 64
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,14 +46,14 @@ class Comparison:
         return f"verify: FAIL, the first output that differs is that of: {self.differs_at} ({numbers})"
 
 
-def verify(hf_dir: Path, checkpoint: Path, tokens: int = _TOKENS) -> Comparison:
+def verify(hf_dir: Path, checkpoint: Path) -> Comparison:
     """Compare transformers' model of `hf_dir` with the trainer's Megatron model of `checkpoint` on random tokens.
 
     If one side stores a weight in fewer bits (bf16, FP8), the other side is rounded in the same way, so that the result
     shows the conversion and not the rounding. Raises `ModelError` for a model that the trainer cannot build here.
     """
     config = read_hf_config(hf_dir)
-    count = min(tokens, config.max_position_embeddings)
+    count = min(_TOKENS, config.max_position_embeddings)
     ids = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     with _full_precision(hf_dir, config) as readable:
         expected = outputs_of_transformers(readable, ids, open_weights(checkpoint, config))
@@ -60,12 +61,12 @@ def verify(hf_dir: Path, checkpoint: Path, tokens: int = _TOKENS) -> Comparison:
     return compare(expected, found)
 
 
-def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> Comparison:
+def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Comparison:
     """Compare outputs [T, ...] by name, in the order of computation, "logits" last."""
     differs_at = None
     for name, right in expected.items():
         left = found[name][: len(right)]
-        limit = tolerance * max(1.0, right.abs().max().item())
+        limit = TOLERANCE * max(1.0, right.abs().max().item())
         if not (left - right[: len(left)]).abs().max().item() <= limit:  # also when it is NaN
             differs_at = name
             break
@@ -80,7 +81,7 @@ def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource)
     """Return the output of each part of the model in `hf_dir`, with weights rounded as in `rounded_as`."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
     narrow = {info.dtype for info in rounded_as.tensors.values()} & {torch.bfloat16, torch.float16}
@@ -111,8 +112,8 @@ def outputs_of_megatron(
         actor = Actor(config, layout)
         source = _RoundedWeights(open_weights(checkpoint, actor.hf), rounded_as)
         load_into(actor.model_chunks, checkpoint, actor.hf, source=source)
-        model = unwrap(actor.model_chunks[0])
-        parts: dict[str, nn.Module] = {"embedding": model.embedding}
+        model: Any = unwrap(actor.model_chunks[0])
+        parts = {"embedding": model.embedding}
         parts |= {f"layer {i}": layer for i, layer in enumerate(model.decoder.layers)}
         parts |= {"final norm": model.decoder.final_layernorm, "logits": model.output_layer}
         with record_outputs(parts) as outputs:
@@ -125,7 +126,7 @@ def outputs_of_megatron(
 
 @contextlib.contextmanager
 def record_outputs(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that collects the last output of each module by name; of a tuple, its first value."""
+    """Yield a dict that collects the last output of each module by name. A tuple counts with its first value."""
     outputs: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
@@ -173,9 +174,7 @@ class _RoundedWeights:
         self._source.release()
 
 
-def _trainer_config(hf_dir: Path):
-    from dppo_megatron.config.schema import Config
-
+def _trainer_config(hf_dir: Path) -> Config:
     unused = hf_dir / "unused"
     return Config.model_validate(
         {

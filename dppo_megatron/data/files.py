@@ -103,16 +103,16 @@ def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str,
 
 def _dataset_files(directory: Path) -> list[Path]:
     if (directory / "dataset_dict.json").exists():
-        splits = ", ".join(sorted(str(path.parent) for path in directory.glob("*/state.json")))
+        parts = ", ".join(sorted(str(path.parent) for path in directory.glob("*/state.json")))
         raise PromptFileError(
-            directory, problem=f"a dataset of several splits; name one of {splits or 'its directories'}"
+            directory, problem=f"a dataset of several splits; name one of {parts or 'its directories'}"
         )
     if (state := directory / "state.json").exists():  # written by datasets' save_to_disk
         try:
             saved = read_foreign_json(state)
             files = [directory / Path(entry["filename"]).name for entry in saved["_data_files"]]
         except (ValueError, KeyError, TypeError, OSError):
-            raise PromptFileError(state, problem="is not what `datasets` writes") from None
+            raise PromptFileError(state, problem="was not written by `datasets`") from None
         if saved.get("_indices_data_files") or not files:
             raise PromptFileError(
                 directory, problem="a dataset without rows of its own; save it with flatten_indices()"
@@ -122,10 +122,10 @@ def _dataset_files(directory: Path) -> list[Path]:
         if files := sorted(directory.rglob(suffix)):
             break
     else:
-        raise PromptFileError(directory, problem="holds no parquet, arrow or jsonl file")
+        raise PromptFileError(directory, problem="has no parquet, arrow or jsonl file")
     splits = {m[1].lower() for f in files if (m := _SPLIT.search(str(f.relative_to(directory))))}
     groups = {f.parent for f in files}
     if len(splits) > 1 or len(groups) > 1:
         shown = ", ".join(sorted({str(f.parent / re.sub(r"-\d+-of-\d+", "-*", f.name)) for f in files})[:10])
-        raise PromptFileError(directory, problem=f"holds several sets; name one of {shown}, or several by *")
+        raise PromptFileError(directory, problem=f"has several sets; name one of {shown}, or several by *")
     return files

@@ -131,7 +131,7 @@ def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[in
             best, high, step = bins, middle, high
         else:
             low, step = middle + 1, 2 * step
-    # With a bin for every sequence, the filling cannot fail.
+    # The filling cannot fail with a bin for every sequence.
     return best or _fill(ordered, high * multiple, budget) or []
 
 

@@ -25,7 +25,7 @@ class EpochOrder:
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(self._count)
-        # Not Generator.permutation: numpy guarantees the stream of a bit generator, but not of this method.
+        # numpy guarantees the stream of a bit generator, but not that of Generator.permutation.
         entropy = [self._seed[0], epoch, *self._seed[1:]]
         keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(self._count)
         return np.argsort(keys, kind="stable")

@@ -12,6 +12,8 @@ import torch
 
 from dppo_megatron.types import COLUMNS, Column, Prompt, Rollout, TokenBatch, expected_shapes
 
+Sizes = Mapping[str, tuple[int, ...]]  # trailing shapes of columns by name
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
@@ -60,12 +62,12 @@ class TokenSequence:
         return len(self.response_ids) if self.sampled is None else int(self.sampled.sum())
 
 
-def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, share_prefixes: bool = False) -> TokenBatch:
+def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share_prefixes: bool = False) -> TokenBatch:
     """Pack one micro-batch on the CPU, sequences end to end in the given order; `TokenBatch` has an example.
 
     All sequences must have the same columns; the result has these columns.
-    Without sequences the result is a filler: a single masked token with zero loss weight, rollout fields and `topk`
-    top-K entries. A rank without work then runs the same collectives as the others.
+    Without sequences the result is a filler, so that a rank without work runs the same collectives: a masked token with
+    the columns of `like`, trailing shapes by name. It needs no sampling mask and no routes, and has none.
     share_prefixes: a prompt that equals the prompt of the previous sequence is to be computed once.
     Raises `ValueError` for an empty prompt, fields with different lengths or presence, and non-finite weights or
     advantages.
@@ -74,7 +76,7 @@ def pack(sequences: Sequence[TokenSequence], *, topk: int = 0, share_prefixes: b
         if problem := _problem(s, sequences[0]):
             raise ValueError(f"sequence {index}: {problem}")
     if not sequences:
-        return _filler(topk)
+        return _filler({"rollout_logprob": (), **(like or {})})
     places = _Places.of(sequences)
     loss_weight = places.of_learned([s.loss_weight for s in sequences])
     carries_loss = loss_weight != 0
@@ -198,9 +200,14 @@ def _shared_prefixes(sequences: Sequence[TokenSequence]) -> list[int]:
     return shared
 
 
-def _filler(topk: int) -> TokenBatch:
+def _filler(like: Sizes) -> TokenBatch:
     zeros = torch.zeros(1)
-    return TokenBatch(
+    return TokenBatch.of(
+        {
+            c.name: torch.full((int(c.rows != "listed"), *like[c.name]), c.fill, dtype=getattr(torch, c.packed))
+            for c in COLUMNS
+            if c.packed and c.name in like and c.asked_by not in ("sampling_mask", "routed_experts")
+        },
         token_ids=zeros.long(),
         position_ids=zeros.long(),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
@@ -208,10 +215,7 @@ def _filler(topk: int) -> TokenBatch:
         mask=zeros.bool(),
         loss_weight=zeros.clone(),
         advantage=zeros.clone(),
-        rollout_logprob=zeros.clone(),
         temperature=torch.ones(1),
-        topk_ids=torch.full((1, topk), -1, dtype=torch.int32) if topk else None,
-        rollout_topk_logprob=torch.zeros(1, topk) if topk else None,
     )
 
 

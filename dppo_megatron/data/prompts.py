@@ -60,7 +60,7 @@ class PromptFile:
         self._config = data_config
         self.rows = self._load(tokenizer, renderer(tokenizer, data_config, tools))
         self.truncated = sum(len(row.token_ids) > data_config.max_prompt_tokens for row in self.rows)
-        if data_config.overlong == "truncate":
+        if data_config.overlong == "truncate" and tokenizer is not None:
             self.rows = [self._cut(row, tokenizer) for row in self.rows]
 
     def error(self, violations: list[tuple[int, str]]) -> PromptFileError:
@@ -89,7 +89,7 @@ class PromptFile:
             elif self._config.overlong != "drop":
                 violations.append((number, f"{len(row.text)} characters, data.max_prompt_tokens is {limit}"))
         if not self.total:
-            raise PromptFileError(self.path, problem="empty; it must hold one JSON object a line")
+            raise PromptFileError(self.path, problem="empty; it must have one JSON object per line")
         texts = [row.text for row in rows]
         # A chat template writes its own special tokens.
         special = not self._config.chat_template
@@ -116,7 +116,7 @@ class PromptFile:
         if len(row.token_ids) <= self._config.max_prompt_tokens:
             return row
         ids = row.token_ids[-self._config.max_prompt_tokens :]
-        return row._replace(token_ids=ids, text=tokenizer.decode(ids))
+        return row._replace(token_ids=ids, text=str(tokenizer.decode(ids)))
 
 
 class PromptSource:
@@ -174,7 +174,7 @@ def parse_rows(
 ) -> Iterator[tuple[int, dict[str, Any] | None, PromptRow | ValueError]]:
     """Yield (number, columns, the row without its tokens) of every row of a file.
 
-    For an unreadable or unusable row, None and the reason.
+    An unusable row gives an error with the reason instead of the row; its columns are None if it is unreadable.
     """
     rows = read_rows(path, held=True)
     while batch := list(itertools.islice(rows, _BATCH)):
@@ -230,7 +230,7 @@ def renderer(
     chat = getattr(tokenizer, "chat_template", None)
     if not config.chat_template:  # without a tokenizer, it is unknown whether it has one
         return lambda values: [attempt(_fill, value, config, tokenizer is None or bool(chat)) for value in values]
-    if not chat:
+    if tokenizer is None or not chat:
         raise ValueError(
             "data.chat_template = true: the tokenizer has no chat template; set it to false or use an instruct model"
         )
@@ -267,7 +267,7 @@ def _fill(value: Any, config: DataConfig, chat: bool = True) -> str:
         raise ValueError(f"the prompt is {type(value).__name__}, expected text")
     if not value.strip():
         raise ValueError("the prompt is empty")
-    # Not str.format, because braces are common in mathematics.
+    # str.format would interpret other braces, which are common in mathematics.
     return config.prompt_template.replace("{prompt}", value)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .rows import check_text, column
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _BOX = re.compile(r"\\boxed\s*(?=\{)|\\fbox\s*(?=\{)")
-_DAPO_TEMPLATE = re.compile(  # in verl's files of AIME; eval.sets.NAME.prompt_template adds it
+_DAPO_TEMPLATE = re.compile(  # verl's files of AIME contain it; eval.sets.NAME.prompt_template adds it
     r"Solve the following math problem step by step\. [^\n]*\n\n(.*)\n\nRemember to put your answer [^\n]*", re.DOTALL
 )
 _LEVEL = re.compile(r"(?:Level\s*)?([1-5])")
@@ -42,7 +42,7 @@ def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (
     """Write `out` and return counts of rows read, written and left out. Raises `RecipeError`.
 
     A repeated prompt with the same answer is left out. A prompt with different answers is left out completely.
-    `levels`: of MATH, from and to.
+    `levels`: the lowest and the highest level of MATH.
     """
     if recipe not in RECIPES:
         raise RecipeError(f"{recipe}: no such recipe; there are {', '.join(RECIPES)}")
@@ -68,7 +68,7 @@ def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (
             left_out[str(error)] += 1
             continue
         except ValueError as error:
-            raise RecipeError(f"{source}: row {number} is not what {recipe} reads: {error}") from None
+            raise RecipeError(f"{source}: row {number} does not have the format of {recipe}: {error}") from None
         before = kept.setdefault(row["prompt"], row)
         if before is not row:
             same = before["answer"] == row["answer"]
@@ -78,22 +78,16 @@ def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (
     for prompt in conflicting:
         del kept[prompt]
     if not kept:
-        raise RecipeError(f"{source}: nothing is left of {total} rows ({_counted(left_out)})")
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
+        raise RecipeError(f"{source}: nothing is left of {total} rows ({reasons})")
     write_atomic(output(out, "OUT"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept.values()))
     lines = [f"{out}: {len(kept)} prompts of {total} rows"]
     lines += [f"  left out: {count} {reason}" for reason, count in left_out.most_common() if count]
     if conflicting:
         lines.append(f"  left out: {len(conflicting)} prompts with different answers, e.g. {shown(min(conflicting))}")
-    return "\n".join(lines + list(_expectations(recipe, len(kept))))
-
-
-def _counted(left_out: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
-
-
-def _expectations(recipe: str, count: int) -> Iterator[str]:
-    if recipe.startswith("aime") and count != 30:
-        yield "  note: a year of AIME has 30 problems"
+    if recipe.startswith("aime") and len(kept) != 30:
+        lines.append("  note: a year of AIME has 30 problems")
+    return "\n".join(lines)
 
 
 def _dapo(columns: Row) -> Row:

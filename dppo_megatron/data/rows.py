@@ -102,7 +102,7 @@ def check_text(text: str, what: str, *, control: bool = True) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         found = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(f"{what} has half a surrogate pair, {found}, which is no text") from None
+        raise ValueError(f"{what} has half a surrogate pair, {found}, which is not text") from None
     if control and (match := _CONTROL.search(text)):
         hint = "; a LaTeX command whose backslash was not escaped?" if match[0] in "\x08\x0c" else ""
         raise ValueError(

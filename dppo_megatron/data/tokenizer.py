@@ -35,7 +35,7 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
         )
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         raise TokenizerError(
-            f"model.path = {directory}: holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's "
+            f"model.path = {directory}: has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's "
             "tokenizer files there"
         )
     _refuse_endless(directory / "config.json")

@@ -15,10 +15,10 @@ from dppo_megatron.errors import ExpectedError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WAIT_S = 300.0  # for a file system that stalls; the process has its own limit of computing time
-_ROWS, _CHATS = 1024, 64  # in one reply
+WAIT_S = 300.0  # longest wait for a file system that stalls; the process has its own limit of computing time
+_ROWS, _CHATS = 1024, 64  # largest numbers in one reply
 _ROW_BYTES = 1000  # memory of a prompt in addition to its text: objects and tokens
-_MOST_CHARACTERS = 1 << 23  # in a rendered prompt, and about as many in a reply
+_MOST_CHARACTERS = 1 << 23  # limit of a rendered prompt, and about that of a reply
 _CHATS_S, _CHATS_MEMORY = 2.0, 1 << 30
 _idle: dict[str, list[Worker]] = {}
 
@@ -32,10 +32,10 @@ def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
     """Yield a process of a class of this module, started if none is idle. An error ends it. memory: its byte limit."""
     idle = _idle.setdefault(answer.__name__, [])
     worker = idle.pop() if idle else None
-    started = worker is None or not worker.usable
-    if started:
+    started = False
+    if worker is None or not worker.usable:
         hello = {"answer": answer.__name__, "memory": memory}
-        worker = Worker(__name__, hello, "table" if answer is Tables else "template", memory)
+        worker, started = Worker(__name__, hello, "table" if answer is Tables else "template", memory), True
     try:
         if started:
             worker.load()
@@ -55,7 +55,8 @@ def render_chats(
     """
     out: list[str | ValueError] = []
     try:
-        known = {"tools": list(tools) or None, "add_generation_prompt": True, **tokenizer.special_tokens_map}
+        known: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
+        known |= tokenizer.special_tokens_map
         known["chat_template"] = tokenizer.get_chat_template(None, tools=known["tools"])
         with borrowed(Templates, _CHATS_MEMORY) as worker:
             while len(out) < len(chats):
@@ -88,7 +89,8 @@ class Tables:
     def __init__(self, memory: int):
         import pyarrow.parquet
 
-        self._pa, self._batches = pyarrow, iter(())
+        self._pa = pyarrow
+        self._batches: Iterator[bytes] = iter(())
         confine(memory)
 
     def __call__(self, request: bytes) -> list[Any] | bytes:
@@ -99,7 +101,7 @@ class Tables:
                 self._batches, self._held = self._read(file), held
             return next(self._batches, [])
         except MemoryError:
-            return ["takes more memory than half of what is free; write it in smaller row groups"]
+            return ["takes more memory than half of the free memory; write it in smaller row groups"]
         except Exception as error:  # depending on the damage, pyarrow raises any error
             return [getattr(error, "strerror", None) or str(error)]
         finally:
@@ -140,7 +142,7 @@ class Tables:
         if self._held is not None:
             self._held -= size
             if self._held < 0:
-                raise ValueError("its rows take more memory than half of what is free; leave out rows or columns")
+                raise ValueError("its rows take more memory than half of the free memory; leave out rows or columns")
 
 
 class Templates:
@@ -168,7 +170,7 @@ class Templates:
             except MemoryError:
                 return ["the template fills its memory"]
             except Exception as error:  # templates raise errors of their own, e.g. for unknown roles
-                problem = str(error) if error is chat else f"the chat template refuses it: {str(error)[:500]}"
+                problem = str(error) if error is chat else f"the chat template rejects it: {str(error)[:500]}"
             if len(text) > _MOST_CHARACTERS:
                 return [f"the template writes {len(text)} characters for one prompt"]
             out.append((text, problem))

@@ -20,8 +20,8 @@ from .steps import ExaminedStep, Past
 Evidence = str | None
 
 GROUPS, TOKENS = 4, 1 << 16  # limits of the rollouts read per step, so that a step costs milliseconds
-IMPOSSIBLE = math.log(1e-9)  # largest log-probability that counts as evidence, for the events below
-STILL = 50  # steps
+IMPOSSIBLE = math.log(1e-9)  # a less probable event is evidence of a problem
+STILL = 50  # steps without a rising reward
 
 
 class Check(NamedTuple):
@@ -60,8 +60,7 @@ def no_learning_signal(step: ExaminedStep, past: Past) -> Evidence:
         return "the gradient is 0"
     if not groups or without is None or without < 0.9 * groups:
         return None
-    mean = step.value("rollout/reward_mean")
-    if mean is not None and past.reward_means and _improved(step, past):
+    if _improved(step, past):
         return None  # solved gradually
     return f"in {without:.0f} of {groups} groups all samples have the same reward"
 
@@ -150,10 +149,10 @@ def other_temperature(step: ExaminedStep, past: Past) -> Evidence:
     off = float(hits.sum() - chance.sum())
     if len(hits) < 100 or abs(off) < 7 * spread or abs(off) < 0.02 * len(hits):
         return None
-    return f"the likeliest token was drawn {hits.mean():.0%} of the time, its log-probs say {chance.mean():.0%}"
+    return f"the likeliest token was drawn {hits.mean():.0%} of the time, its log-probs predict {chance.mean():.0%}"
 
 
-@check("tokenizer of another model", "model.path must hold the tokenizer that the bank was filled with")
+@check("tokenizer of another model", "model.path must have the tokenizer of the bank's rollouts")
 def other_tokenizer(step: ExaminedStep, past: Past) -> Evidence:
     tokenizer = step.tokenizer
     if tokenizer is None or step.setting("data.overlong") == "truncate":
@@ -162,7 +161,7 @@ def other_tokenizer(step: ExaminedStep, past: Past) -> Evidence:
         group = step.read(entry, samples[:1], ("core",))
         ids = group.prompt.token_ids.tolist()
         if ids not in tokenizer.encodings(group.prompt.text):
-            return f"prompt {entry.position}: its token ids are not those that model.path's tokenizer makes of its text"
+            return f"prompt {entry.position}: model.path's tokenizer encodes its text as other token ids"
         largest = max((int(r.token_ids.max()) for r in group.rollouts if len(r.token_ids)), default=0)
         if largest >= tokenizer.size:
             return f"prompt {entry.position}: token {largest} was sampled, the tokenizer has {tokenizer.size}"
@@ -258,11 +257,9 @@ def routes_missing(step: ExaminedStep, past: Past) -> Evidence:
         return None
     without = sum(entry.routing is None for entry in step.entries)
     if without:
-        return f"{without} of {len(step.entries)} groups hold no experts"
+        return f"{without} of {len(step.entries)} groups have no experts"
     share = step.value("moe/routing_replay_disagreement")
-    return (
-        None if share is None or share < 0.5 else f"the trainer would have chosen {share:.0%} of the experts otherwise"
-    )
+    return None if share is None or share < 0.5 else f"the trainer rejects {share:.0%} of the replayed experts"
 
 
 @check("engine and trainer differ from the start", "compare temperature, dtype and model of engine and trainer")
@@ -288,7 +285,7 @@ def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
     still = past.newest_versions[-(lag + 2) :]
     follows = not step.setting("rollout.bank", str) and version is not None
     if follows and len(still) == lag + 2 and min(still) == version:
-        return f"the engines have sampled with version {version} since {lag + 2} steps"
+        return f"the engines have sampled with version {version} for {lag + 2} steps"
     now, before = step.value("mismatch/kl"), past.values("mismatch/kl")[-1:]
     if now is None or not before or now < 0.01 or now < 20 * before[0]:
         return None

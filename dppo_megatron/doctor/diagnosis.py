@@ -52,7 +52,7 @@ class Examination:
         self._begin()
 
     def _begin(self) -> None:
-        self._rows: dict[int, dict[str, Any]] = {}  # of steps not examined yet
+        self._rows: dict[int, dict[str, Any]] = {}  # records of the steps to examine
         self._past = Past()
         self.examined = 0  # last step
         self._source: _ExaminedRun | None = None
@@ -134,7 +134,7 @@ def diagnose(run_dir: Path | str) -> Examination:
         # A failed process ends the other processes, which write their logs after it.
         logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)
         if not (cause := next(filter(None, map(root_cause, logs)), None)):
-            raise ReportError(f"{run.metrics} holds no step: name the directory of a run that trained")
+            raise ReportError(f"{run.metrics} has no step: name the directory of a run that trained")
         examination.findings[NO_STEP.name] = replace(NO_STEP, evidence=cause)
     return examination
 
@@ -146,5 +146,5 @@ def text(examination: Examination) -> str:
         span = f"step {found.since}" if found.last == found.since else f"steps {found.since} to {found.last}"
         lines += [f"{found.name}: {span} ({found.steps})", f"  {found.evidence}", f"  -> {found.remedy}"]
     if examination.unread:
-        lines.append(f"rollouts were not all looked at: {examination.unread}")
+        lines.append(f"some rollouts were not read: {examination.unread}")
     return "\n".join(lines) or f"nothing found in {examination.examined} steps"

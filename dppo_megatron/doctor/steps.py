@@ -52,7 +52,7 @@ class Past:
     """Stores the metrics of the earlier steps, and a few numbers of their groups."""
 
     metrics: list[Mapping[str, float | None]] = field(default_factory=list)
-    reward_means: list[float] = field(default_factory=list)  # of steps that have rewards
+    reward_means: list[float] = field(default_factory=list)  # one for each step with rewards
     lowest_reward: float = np.inf
     highest_reward: float = -np.inf
     newest_versions: list[int] = field(default_factory=list)

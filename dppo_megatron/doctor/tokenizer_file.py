@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-# Markers of common chat templates; a tokenizer of another family splits them into letters.
+# Common chat templates have these markers. A tokenizer of another family splits them into letters.
 _MARKERS = re.compile(r"<\|[A-Za-z0-9_]{2,30}\|>|<｜[^｜<>]{2,30}｜>|\[/?INST\]|<(?:start|end)_of_turn>")
 
 

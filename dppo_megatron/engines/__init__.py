@@ -1,1 +1,1 @@
-"""Inference engines: the protocol of all clients, and one folder for each kind of server."""
+"""Start, call and check inference engines: the protocol of all clients, and one folder for each kind of server."""

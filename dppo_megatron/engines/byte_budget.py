@@ -1,4 +1,4 @@
-"""Limits the bytes of engine replies that this process buffers at the same time.
+"""Limit the bytes of engine replies that this process buffers at the same time.
 
 Replies of long responses are large: a group of 16 x 16k tokens with K = 20 and routes is 70 MB. Many engines answer at
 the same time, but one process decodes, scores and stores their replies. A reply is read only when it fits the limit;
@@ -16,7 +16,7 @@ MOST_BYTES = 512 << 20
 
 
 class ByteBudget:
-    """A limit of `limit` bytes, granted in the order of the requests. Used inside one event loop.
+    """Grants at most `limit` bytes, in the order of the requests. Use it inside one event loop.
 
     It counts replies that are being read and decoded (`ReplySlot`) and finished groups that the user keeps (`charge`).
     Charging never waits, so the sum may briefly reach twice `limit`. One reply is always admitted, even over the limit,
@@ -73,7 +73,7 @@ class ByteBudget:
 
 
 class ReplySlot:
-    """Context manager in which one reply is read and decoded. A retry releases the bytes of the attempt before it."""
+    """Reserves bytes for one reply that is read and decoded in this context. A retry reserves them again."""
 
     def __init__(self, budget: ByteBudget):
         self._budget = budget
@@ -88,7 +88,7 @@ class ReplySlot:
     async def read(self, reply: aiohttp.ClientResponse) -> bytes | bytearray:
         """Return the body of a reply after its headers have arrived. Raises aiohttp.ClientError.
 
-        A reply that is compressed or has no declared length is read without waiting. Engines send no such replies.
+        A reply that is compressed or has no declared length is read without waiting. Our engines send no such replies.
         """
         self._release()
         size = reply.content_length or 0
@@ -97,7 +97,7 @@ class ReplySlot:
         await self._budget.reserve(size)
         self._size = size
         try:
-            content, end = bytearray(size), 0  # read into place: joining chunks would need twice the memory
+            content, end = bytearray(size), 0  # joining chunks would need twice the memory
         except (MemoryError, OverflowError):
             raise aiohttp.ClientPayloadError(f"a reply of {size:,} bytes does not fit into memory") from None
         async for chunk in reply.content.iter_any():

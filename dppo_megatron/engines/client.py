@@ -1,4 +1,4 @@
-"""The base of the HTTP clients of all kinds of engine, and the check of a running server against the config."""
+"""Define the base of all engines' HTTP clients, and check a running server against the config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .trace import UNSEEN, Trace, joined
 
 
 class HttpEngine:
-    """Base of the clients that implement `dppo_megatron.engines.protocol.Engine`.
+    """Implements the part of `dppo_megatron.engines.protocol.Engine` that all clients share.
 
     A client is bound to the event loop that uses it first. `config.request_timeout_s` bounds `generate` and `score`.
     `config.weight_sync.timeout_s` bounds a weight update, including the wait for running requests.
@@ -74,7 +74,7 @@ class HttpEngine:
         except (TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"engine {self.url}: fingerprints of its weights: garbled reply: {error}") from None
         if unequal:
-            raise EngineError(f"engine {self.url}: its workers hold unequal copies of {', '.join(unequal)}")
+            raise EngineError(f"engine {self.url}: its workers have unequal copies of {', '.join(unequal)}")
         return whole
 
 

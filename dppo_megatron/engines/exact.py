@@ -1,4 +1,4 @@
-"""Implements `engine.exact` in a CPU server: the model's operators use the trainer's arithmetic (`common.row_math`).
+"""Implement `engine.exact` in a CPU server: the model's operators use the trainer's arithmetic (`common.row_math`).
 
 vLLM and SGLang have the same module names; their hooks are in `vllm/extension/exact_server.py` and
 `sglang/plugin/exact_server.py`. If the trainer's ranks have shards, products and log-probs are computed by shard and
@@ -31,7 +31,7 @@ class NoExactOperator(RuntimeError):
 
 @dataclass(frozen=True)
 class Exact:
-    """The settings of the trainer that a server needs."""
+    """Contains the settings of the trainer that a server needs."""
 
     tensor: int  # tensor-parallel ranks of the trainer
     frequencies: tuple[float, ...]  # frequencies of the rotary embedding
@@ -50,11 +50,11 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Operators |
 
 
 class Operators:
-    """The model operators of one server, computed with the trainer's arithmetic."""
+    """Computes the model operators of one server with the trainer's arithmetic."""
 
     def __init__(self, exact: Exact):
         self._exact = exact
-        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # by dtype, of positions up to the last one seen
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # dtype -> cos, sin of all positions so far
 
     def install(self, model: nn.Module) -> None:
         """Replace norms, rotary embeddings and activations of `model`; the server's hooks replace the other layers.
@@ -159,7 +159,7 @@ class Operators:
 
 def attend(
     query: Tensor,
-    cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    cached: Callable[[Tensor, int], tuple[Tensor, Tensor]],
     lengths: Tensor,
     counts: Tensor,
     scale: float,
@@ -175,9 +175,9 @@ def attend(
     out = torch.empty_like(query)
     starts = counts.cumsum(0) - counts
     for count in counts.unique().tolist():
-        members = (counts == count).nonzero().flatten()
         if not count:
             continue
+        members = (counts == count).nonzero().flatten()
         of_members = lengths[members]
         longest = int(of_members.max())
         rows = (starts[members][:, None] + torch.arange(count)).flatten()
@@ -197,6 +197,7 @@ _ELSEWHERE = {"Attention", "RadixAttention", *_PRODUCTS}  # layers that the serv
 
 
 def _fused(layer: Any) -> list[int]:
+    """Return the rows of each projection in a fused weight: 8 heads and 2 groups of 64 give [512, 128, 128]."""
     if type(layer).__name__ == "QKVParallelLinear":
         groups = layer.num_kv_heads * layer.head_size
         return [layer.num_heads * layer.head_size, groups, groups]

@@ -1,4 +1,4 @@
-"""HTTP requests to one engine server, with timeouts and retries; every failure becomes an `EngineError`."""
+"""Send HTTP requests to one engine server, with timeouts and retries; every failure becomes an `EngineError`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .byte_budget import ReplySlot
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
 T = TypeVar("T")
-CONTROL_TIMEOUT_S = 30.0  # for requests that an engine answers at once, even under load
+CONTROL_TIMEOUT_S = 30.0  # limit for requests that an engine answers at once, even under load
 REQUEST_TIMEOUT_REMEDY = (
     " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
     "rollout.max_concurrent_groups"
 )
 OTHER_SECRET = (
-    "it has another secret than this run: what is in engine.secret_file, by default RUN/secret, must be the "
-    "server's DPPO_SECRET"
+    "it has another secret than this run: the server's DPPO_SECRET must be the content of engine.secret_file, by "
+    "default RUN/secret"
 )
-NO_SECRET = "this process brought none: RUN/secret is not there, or not for this user to read; see engine.secret_file"
+NO_SECRET = "this process sends none: RUN/secret does not exist, or this user cannot read it; see engine.secret_file"
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 JSON = {"content-type": "application/json"}
-SMALL_REPLY_BYTES = 64 << 10  # decoded faster than a thread can be started
+SMALL_REPLY_BYTES = 64 << 10  # a reply of this size is decoded faster than a thread starts
 IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: the server never closes a connection that is just reused
 
 
@@ -43,17 +43,24 @@ async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments
     return await asyncio.to_thread(decode, reply, *arguments)
 
 
-class EngineCalls:
-    """HTTP calls to the server at `url`, with the run's `secret`.
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    content: bytes | bytearray
 
-    `unknown_route` is the remedy in errors about a missing route.
+
+class EngineCalls:
+    """Calls the server at `url` with the run's `secret`. Each running request has its own connection.
+
+    It is bound to the event loop of the first request. `unknown_route` is the remedy in errors about a missing route.
     """
 
     def __init__(self, url: str, secret: str | None, unknown_route: str):
         self.url = url.rstrip("/")
         self._unknown_route = unknown_route
         self._unknown_secret = OTHER_SECRET if secret else NO_SECRET
-        self._http = Connections(self.url, secret)
+        self._headers = {"authorization": f"Bearer {secret}"} if secret else {}
+        self._session: aiohttp.ClientSession | None = None
 
     async def call(
         self,
@@ -77,7 +84,7 @@ class EngineCalls:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    reply = await self._http.request("GET" if content is None else "POST", path, content, slot)
+                    reply = await self._request("GET" if content is None else "POST", path, content, slot)
                     # Servers refuse new requests for a moment while they are paused or their queue is full.
                     if reply.status != 503 or not retry_busy:
                         break
@@ -101,14 +108,43 @@ class EngineCalls:
         reply = await self.call(what, path, timeout_s, **call)
         try:
             parsed = json.loads(reply)
-        except ValueError as error:
-            raise EngineError(f"engine {self.url}: {what}: garbled reply: {reply[:200]!r}") from error
+        except ValueError:
+            parsed = None
         if not isinstance(parsed, dict):
             raise EngineError(f"engine {self.url}: {what}: garbled reply: {reply[:200]!r}")
         return parsed
 
     async def close(self) -> None:
-        await self._http.close()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _request(
+        self, method: str, path: str, content: bytes | None = None, slot: ReplySlot | None = None
+    ) -> Reply:
+        """Return the whole reply, of any status. The body of a 200 reply is read in `slot`, if given.
+
+        `content` is JSON. It has no timeout of its own. Raises aiohttp.ClientError and OSError.
+        """
+        if self._session is None:
+            self._session = self._open()
+        url = URL(self.url + path, encoded=True)
+        headers = None if content is None else JSON
+        async with self._session.request(method, url, data=content, headers=headers, allow_redirects=False) as reply:
+            read = reply.read() if slot is None or reply.status != 200 else slot.read(reply)
+            return Reply(reply.status, await read)
+
+    def _open(self) -> aiohttp.ClientSession:
+        tls = ssl.create_default_context(cafile=certifi.where()) if self.url.startswith("https") else True
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=IDLE_CONNECTION_S, ssl=tls, resolver=aiohttp.ThreadedResolver()
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,  # engines are peers of this process; requests to them must never pass a web proxy
+        )
 
     def _failure(self, what: str, reply: Reply) -> EngineError:
         message = f"engine {self.url}: {what} failed with status {reply.status}: {_reason(reply.content)}"
@@ -134,53 +170,3 @@ def _reason(content: bytes | bytearray) -> str:
         return error if isinstance(error, str) else str(error["message"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return content.decode(errors="replace")[:300]
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    status: int
-    content: bytes | bytearray
-
-
-class Connections:
-    """A pool of connections to `url`, one per running request, with the run's `secret` in every request.
-
-    It is bound to the event loop of the first request. It has no timeouts of its own; the caller must bound each call.
-    """
-
-    def __init__(self, url: str, secret: str | None):
-        self._url = url
-        self._headers = {"authorization": f"Bearer {secret}"} if secret else {}
-        self._session: aiohttp.ClientSession | None = None
-
-    async def request(
-        self, method: str, path: str, content: bytes | None = None, slot: ReplySlot | None = None
-    ) -> Reply:
-        """Return the whole reply, of any status. The body of a 200 reply is read in `slot`, if given.
-
-        `content` is JSON. Raises aiohttp.ClientError and OSError.
-        """
-        if self._session is None:
-            self._session = self._open()
-        url = URL(self._url + path, encoded=True)
-        headers = None if content is None else JSON
-        async with self._session.request(method, url, data=content, headers=headers, allow_redirects=False) as reply:
-            read = reply.read() if slot is None or reply.status != 200 else slot.read(reply)
-            return Reply(reply.status, await read)
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    def _open(self) -> aiohttp.ClientSession:
-        tls = ssl.create_default_context(cafile=certifi.where()) if self._url.startswith("https") else True
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=IDLE_CONNECTION_S, ssl=tls, resolver=aiohttp.ThreadedResolver()
-        )
-        return aiohttp.ClientSession(
-            connector=connector,
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,  # engines are peers of this process; requests to them must never pass a web proxy
-        )

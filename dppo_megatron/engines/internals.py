@@ -1,4 +1,4 @@
-"""Lists the private names of a server's package that we use, and checks them against the installed version.
+"""List the private names of a server's package that we use, and check them against the installed version.
 
 `vllm/internals.txt` and `sglang/internals.txt` contain the names. Depends only on the standard library, because
 SGLang's own environment also runs this file, by its path.
@@ -18,7 +18,7 @@ _LINE = re.compile(r"(?P<path>[\w.:]+)(?:\((?P<passed>.*?)\))?(?:\[(?P<read>.*?)
 
 
 class Internal(NamedTuple):
-    """One private name and its use, from a line such as `m:Cls.f(self, mode=)  weight updates`.
+    """Describes one private name and its use, from a line such as `m:Cls.f(self, mode=)  weight updates`.
 
     The line in this example names a method that we hook, or call with `mode=`.
     """
@@ -37,8 +37,8 @@ class Internal(NamedTuple):
                 found = getattr(found, name)
         except (ImportError, AttributeError) as error:
             return f"{self.path} ({self.why}) is absent: {error}"
-        if self.passed is not None and (error := _refuses(found, self.passed)):
-            return f"{self.path} ({self.why}) takes other arguments: {error}"
+        if self.passed is not None and (mismatch := _refuses(found, self.passed)):
+            return f"{self.path} ({self.why}) takes other arguments: {mismatch}"
         if lost := [name for name in self.read if not _has(found, name)]:
             return f"{self.path} ({self.why}) has no {', '.join(lost)}"
         return None
@@ -55,7 +55,7 @@ def names_of(kind: str) -> tuple[str, list[str], list[Internal]]:
             public = rest.split()
         elif word != "#":
             if (found := _LINE.fullmatch(line)) is None:
-                raise ValueError(f"{kind}/internals.txt: not a name and its use: {line!r}")
+                raise ValueError(f"{kind}/internals.txt: {line!r} is not a name and its use")
             passed, read = (None if found[part] is None else _items(found[part]) for part in ("passed", "read"))
             names.append(Internal(found["path"], found["why"], passed, read or ()))
     return version, public, names
@@ -75,9 +75,7 @@ def _refuses(function: Any, passed: tuple[str, ...]) -> str | None:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Return whether instances of `cls` have the attribute: as a class attribute, or named in the source of its
-    classes.
-    """
+    """Return whether instances of `cls` have the attribute, which may be only named in the source of the class."""
     if hasattr(cls, name):
         return True
     classes = [c for c in cls.__mro__ if c.__module__.split(".")[0] in ("vllm", "sglang")]

@@ -1,4 +1,4 @@
-"""The kinds of engine that `engine.kind` names, one folder each, with the client and server command of each kind."""
+"""Map `engine.kind` to a kind of engine, with its client, its server command and a folder of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of a rollout engine, the same for every kind of server.
+"""Define the protocol of a rollout engine, which is the same for every kind of server.
 
 Requests and replies contain token ids, never text. An engine samples groups, scores sequences, and swaps its weights;
 it has no part in rewards or training. Every call has a timeout and raises `EngineTimeout`.
@@ -14,7 +14,7 @@ import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.types import Rollout
+from dppo_megatron.types import Column, Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
@@ -51,7 +51,7 @@ class InvalidSample(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A request for one group: `n` samples of one prompt.
+    """Requests one group: `n` samples of one prompt.
 
     `seeds` has the seed of each sample's random stream. The same seed, prompt and weights give the same tokens,
     regardless of the engine's other requests. Sampling ends at the first of `stop_token_ids` (kept as the last token)
@@ -72,6 +72,7 @@ class GenerateRequest:
     top_k: int = 0  # sample only from the `top_k` most likely tokens; 0 = all
     min_p: float = 0.0  # sample only from tokens with at least this share of the highest probability
     sampling_mask: bool = False  # return the tokens that top_p, top_k and min_p left at each position
+    flags: tuple[str, ...] = ()  # values of `Column.asked_by` that are no field: return these columns too
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))
@@ -102,10 +103,14 @@ class GenerateRequest:
         if wrong:
             raise ValueError(f"generate request {self.request_id!r}: {'; '.join(wrong)}")
 
+    def asks_for(self, column: Column) -> bool:
+        """Return whether the samples of this request must have `column`."""
+        return column.asked_by in ("", *self.flags) or bool(getattr(self, column.asked_by, False))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The state and limits that a server reports."""
+    """Contains the state and limits that a server reports."""
 
     version: int  # policy version of the weights; -1 = the weights have no version of this run
     vocab_size: int
@@ -126,7 +131,7 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """A client of one server. All methods may be called concurrently; the server serialises `load_weights` calls.
+    """Calls one server. All methods may be called concurrently; the server serialises `load_weights` calls.
 
     Every method but `close` raises `EngineTimeout` and `EngineUnavailable`.
     """

@@ -1,4 +1,4 @@
-"""The samples of one group, end to end in flat arrays as engines send them, and the checks before their first use."""
+"""Check the samples of one group before their first use; engines send them end to end in flat arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a value above it is not a
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """`n` samples end to end: `S` response tokens in all, and `columns` as `COLUMNS` describes them.
+    """Contains `n` samples end to end: `S` response tokens in all, and `columns` as `COLUMNS` describes them.
 
     Example of two samples: lengths [2, 1], token_ids [5, 6, 9], columns {"rollout_logprob": [-1.0, -0.5, -2.0],
     "versions": [3, 3, 4]}. The last value of each belongs to the second sample. "read" columns have P - 1 more rows for
@@ -51,7 +51,7 @@ class GroupSamples:
 
     def check(self, request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
         """Raise `InvalidSample`, naming the sample and the fault, unless these samples can answer `request`."""
-        self._check_shapes(request)
+        self._check_columns(request)
         check = _Check(request.request_id, self.lengths)
         logprob = self.columns["rollout_logprob"]
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
@@ -63,25 +63,30 @@ class GroupSamples:
             self._check_mask(check, vocab_size)
         if request.topk:
             self._check_topk(check, vocab_size)
-        if request.routed_experts and not _distinct(self.columns["routed_experts"]):
-            raise InvalidSample(f"group {request.request_id}: a token is routed to the same expert twice")
+        if request.routed_experts:
+            experts = np.sort(self.columns["routed_experts"], axis=2)
+            if (experts[:, :, 1:] == experts[:, :, :-1]).any():
+                raise InvalidSample(f"group {request.request_id}: a token is routed to the same expert twice")
 
-    def _check_shapes(self, request: GenerateRequest) -> None:
+    def _check_columns(self, request: GenerateRequest) -> None:
+        group = f"group {request.request_id}"
         total = int(self.lengths.sum()) if self.lengths.ndim == 1 else -1
         read = total + request.n * (len(request.token_ids) - 1)
         found = {"lengths": self.lengths, "token_ids": self.token_ids, **self.columns}
         shapes = expected_shapes(self.columns, total, read, self.columns, K=request.topk)
         for name, shape in {"lengths": (request.n,), "token_ids": (total,), **shapes}.items():
             column, array = column_named(name), found.get(name)
-            if column is not None and column.asked_by and not getattr(request, column.asked_by):
+            if column is not None and not request.asks_for(column):
+                if array is not None:
+                    raise InvalidSample(f"{group}: {name} was not requested")
                 continue
             if array is None or array.shape != shape:
                 what = "missing" if array is None else f"of shape {array.shape}"
-                raise InvalidSample(f"group {request.request_id}: {name} is {what}, expected {shape}")
+                raise InvalidSample(f"{group}: {name} is {what}, expected {shape}")
+            if str(array.dtype) not in (dtypes := ("int32",) if column is None else column.dtypes):
+                raise InvalidSample(f"{group}: {name} is {array.dtype}, expected {' or '.join(dtypes)}")
         if len(self.finish_reasons) != request.n:
-            raise InvalidSample(
-                f"group {request.request_id}: {len(self.finish_reasons)} finish reasons for {request.n} samples"
-            )
+            raise InvalidSample(f"{group}: {len(self.finish_reasons)} finish reasons for {request.n} samples")
 
     def _check_ends(self, request: GenerateRequest, check: _Check, max_model_len: int) -> None:
         reasons = np.asarray(self.finish_reasons)
@@ -89,14 +94,14 @@ class GroupSamples:
         check.samples((self.lengths < 1) & (reasons != "abort"), "no token at all")
         check.samples(self.lengths > request.max_tokens, f"longer than max_tokens = {request.max_tokens}")
         full = (self.lengths == request.max_tokens) | (self.lengths + len(request.token_ids) == max_model_len)
-        check.samples((reasons == "length") & ~full, "ended for its length before it was reached")
+        check.samples((reasons == "length") & ~full, "ended for its length before it reached a limit of tokens")
 
         is_stop = np.isin(self.token_ids, request.stop_token_ids)
         is_last = np.zeros(len(self.token_ids), dtype=bool)
         is_last[np.cumsum(self.lengths)[self.lengths > 0] - 1] = True
         stopped = np.repeat(reasons == "stop", self.lengths)
-        check.tokens(is_stop & ~is_last, "goes on after a stop token")
-        check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is no stop token")
+        check.tokens(is_stop & ~is_last, "more tokens follow a stop token")
+        check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is not a stop token")
 
     def _check_topk(self, check: _Check, vocab_size: int) -> None:
         ids, logprobs = self.columns["topk_ids"], self.columns["rollout_topk_logprob"]
@@ -104,12 +109,12 @@ class GroupSamples:
         if (counts := self.columns.get("sampling_mask_counts")) is not None:  # other tokens have probability 0
             places = np.arange(ids.shape[1])
             listed = places < counts[:, None]
-            check.tokens(((ids >= 0) != listed).any(1), "the top K are more or fewer than the tokens that were left")
+            check.tokens(((ids >= 0) != listed).any(1), "the top K are more or fewer than the tokens of its mask")
             ids, logprobs = np.where(listed, ids, vocab_size + places), np.where(listed, logprobs, np.float32(-1e30))
-            check.tokens((listed & ~self._in_mask(ids, vocab_size)).any(1), "a top-K id is not among the tokens left")
-        check.tokens((listed & ((ids < 0) | (ids >= vocab_size))).any(1), f"top-K id outside [0, {vocab_size})")
+            check.tokens((listed & ~self._in_mask(ids, vocab_size)).any(1), "a top-K id is not in the sampling mask")
+        check.tokens(np.any(listed & ((ids < 0) | (ids >= vocab_size)), axis=1), f"top-K id outside [0, {vocab_size})")
         check.tokens(~np.isfinite(logprobs).all(1), "top-K log-prob is missing or not finite")
-        check.tokens((np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE).any(1), "top-K log-probs are not in order")
+        check.tokens(np.any(np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE, axis=1), "top-K log-probs are not in order")
         check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "top-K probabilities sum to more than 1")
         check.tokens((np.diff(np.sort(ids, axis=1), axis=1) == 0).any(1), "an id is in the top K twice")
         sampled = ids == self.token_ids[:, None]
@@ -118,7 +123,7 @@ class GroupSamples:
 
     def _check_mask(self, check: _Check, vocab_size: int) -> None:
         ids, counts = self.columns["sampling_mask_ids"], self.columns["sampling_mask_counts"]
-        check.tokens(counts < 1, "no token was left to draw from")
+        check.tokens(counts < 1, "the sampling mask is empty")
         if not len(counts):
             return
         starts = np.cumsum(counts) - counts
@@ -128,7 +133,7 @@ class GroupSamples:
         again[starts] = False
         check.tokens(np.logical_or.reduceat(again, starts), "sampling mask ids are not ascending")
         drawn = self._in_mask(self.token_ids[:, None], vocab_size)[:, 0]
-        check.tokens(~drawn, "the sampled token is not among those that were left to draw from")
+        check.tokens(~drawn, "the sampled token is not in the sampling mask")
 
     def _in_mask(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
         """Return [S, n] bool: whether each of ids [S, n] is in the sampling mask of its position."""
@@ -140,9 +145,9 @@ class GroupSamples:
         return left[np.searchsorted(left, wanted).clip(max=len(left) - 1)] == wanted
 
 
-def _distinct(experts: np.ndarray) -> bool:
-    ordered = np.sort(experts, axis=2)
-    return not (ordered[:, :, 1:] == ordered[:, :, :-1]).any()
+def parse_version(label: str) -> int:
+    """Return the policy version in a server's text label of its weights, or -1 if the label is not a number."""
+    return int(label) if label.isdecimal() else -1
 
 
 def absent_experts(prompt_tokens: int, layers: int, k: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Creates and reads the secret of a run, which every request to its engines must carry. Only one file contains it."""
+"""Create and read the secret of a run, which every request to its engines must have. Only one file contains it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import stat
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.common.retry import wait_until
@@ -16,7 +17,7 @@ from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
-WRITTEN_S = 5.0  # for another process that creates the file at the same time to write the secret
+WRITTEN_S = 5.0  # time for another process, which created the file at the same time, to write the secret
 
 
 class NoSecret(ExpectedError, RuntimeError):
@@ -30,15 +31,19 @@ def make_secret(config: Config) -> None:
     """
     run = RunDir(config.run.dir)
     run.make()
-    path, remedy = config.engine.secret_file or run.secret, "write another into it, and tell it to the servers"
+    path, remedy = config.engine.secret_file or run.secret, "write another into it, and give it to the servers"
     if config.engine.secret_file is None:
-        remedy = "remove it, and the next start makes another"
-        _create(path)
+        remedy = "remove it, and the next start creates another"
+        owner_only = partial(os.open, mode=0o600)
+        with contextlib.suppress(FileExistsError), open(path, "x", opener=owner_only) as file:
+            file.write(secrets.token_urlsafe(32))
+            file.flush()
+            os.fsync(file.fileno())
     _close_to_others(path, remedy)
     try:
         found = wait_until(lambda: _read(path), WRITTEN_S, 0.05)
     except PermissionError:
-        raise NoSecret(f"{path}: is not for this user to read; the user who started the run can") from None
+        raise NoSecret(f"{path}: this user cannot read it; start the command as the run's user") from None
     if not found:
         raise NoSecret(f"{path}: is empty; {remedy}")
 
@@ -56,17 +61,6 @@ def read_secret(config: Config) -> str | None:
         if config.engine.secret_file is None:
             return None
         raise NoSecret(f"engine.secret_file = {config.engine.secret_file}: does not exist") from None
-
-
-def _create(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(32))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _close_to_others(path: Path, remedy: str) -> None:
@@ -87,5 +81,5 @@ def _read(path: Path) -> str:
     """
     secret = path.read_bytes().decode("ascii", errors="replace").strip()
     if not (secret.isascii() and secret.isprintable()):
-        raise NoSecret(f"{path}: holds more than a line of ASCII; leave only the secret in it")
+        raise NoSecret(f"{path}: must be one line of ASCII; leave only the secret in it")
     return secret

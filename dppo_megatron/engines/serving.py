@@ -1,4 +1,4 @@
-"""The interface of a kind of engine before a server runs, and how servers start on this machine.
+"""Define the interface of a kind of engine before a server runs, and how servers start on this machine.
 
 The rules between settings use this file, so it imports torch only inside functions that need it.
 """
@@ -25,7 +25,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class Node(NamedTuple):
-    """One node of an engine that spans several, with the address of node 0, which answers requests."""
+    """Describes one node of an engine that spans several, with the address of node 0, which answers requests."""
 
     rank: int
     host: str
@@ -33,7 +33,7 @@ class Node(NamedTuple):
 
 
 class EngineKind(ABC):
-    """One kind of server. Problems are lines `setting = value: why; remedy`; by default a kind serves every setting."""
+    """Describes one kind of server. By default it serves every setting; problems are `setting = value: why; remedy`."""
 
     secret_variables: tuple[str, ...] = (SECRET_VARIABLE,)  # environment variables that contain the run's secret
     own_receiver = False  # workers receive broadcast weights by our `WeightReceiver`, not by the server's own code

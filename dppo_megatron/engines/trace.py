@@ -1,4 +1,4 @@
-"""Records the values inside one forward pass of a served model by hooks, under the names that the trainer gives them.
+"""Record the values inside one forward pass of a served model by hooks, under the trainer's names.
 
 vLLM and SGLang give their modules the same names. Depends only on torch and on no other module, because an SGLang
 server loads this file by its path.
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 Trace = dict[tuple[int, str], Tensor]
-"""Layer (-1 outside of the layers) and operator -> [rows, width], in the dtype of the computation."""
+"""(layer, or -1 outside of the layers; operator) -> [rows, width], in the dtype of the computation."""
 
 OUTSIDE = -1
 SHARDED = frozenset(
     {"q_projection", "k_projection", "v_projection", "q_norm", "k_norm", "q_rotated", "k_rotated", "attention"}
     | {"mlp_gate", "mlp_up", "mlp_activation"}
 )
-"""Operators of which each tensor-parallel rank holds its columns, in the order of the ranks; of logits, the trainer's
-do too."""
+"""Operators with columns split over the tensor-parallel ranks, in rank order. The trainer's logits are split too."""
 
 UNSEEN = (
     "no hook saw it; the server must run eagerly and read the prompt in one step (engine.extra_args; docs/certify.md)"
@@ -55,7 +54,7 @@ class TraceRecorder:
 
     def _hook(self, layer: int, values: Callable[..., dict[str, Tensor]]) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-            if values is _embedding:
+            if values is _EMBEDDING:
                 ids = arguments[0].flatten()
                 self._rows, self._size = self._found(ids), len(ids)
             if self._rows is None:
@@ -70,7 +69,7 @@ class TraceRecorder:
                     rows = slice(None)
                 else:  # some models normalize [T, h, d], others [T h, d]
                     value = value.reshape(self._size, -1)
-                # A copy, because kernels write their output over their input.
+                # Kernels write their output over their input, so the value is copied.
                 self._trace[self._layer, operator] = value.detach()[rows].to("cpu", copy=True)
 
         return hook
@@ -100,10 +99,6 @@ def _points(model: nn.Module) -> Iterator[tuple[nn.Module, int, Callable[..., di
         values = (_OF_LAYERS if found else _OF_MODEL).get(place)
         if values is not None:
             yield module, layer, values
-
-
-def _embedding(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> dict[str, Tensor]:
-    return {"embedding": output}
 
 
 def _whole(operator: str) -> Callable[..., dict[str, Tensor]]:
@@ -142,6 +137,7 @@ def _down(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> dict[st
     return {"mlp_activation": arguments[0]}
 
 
+_EMBEDDING = _whole("embedding")
 _OF_LAYERS = {
     "input_layernorm": _norm("input_norm", "residual"),
     "self_attn.qkv_proj": _qkv,
@@ -157,7 +153,7 @@ _OF_LAYERS = {
     "mlp": _whole("mlp"),
 }
 _OF_MODEL = {
-    "embed_tokens": _embedding,
+    "embed_tokens": _EMBEDDING,
     "norm": _norm("final_norm", "final_residual"),
     "logits_processor": _whole("logits"),
 }

@@ -59,7 +59,7 @@ class Turn:
 
 
 Render = Callable[[Sequence[ChatMessage], Sequence[Tool]], str]
-"""A chat with the tools that are offered as the model reads it, up to where it answers. Raises `ValueError`."""
+"""(messages, tools) -> the chat as the model reads it, up to the start of its answer. Raises `ValueError`."""
 
 Sample = Callable[[np.ndarray, int | None], Awaitable[Rollout]]
 """(tokens before the turn [P] int32, its token limit) -> the turn, already on disk. Raises `RequestRejected`."""
@@ -78,12 +78,12 @@ class Conversation:
         self._codec = codec
         self._render = render
         self._sample = sample
-        self.branches: list[list[Piece]] = []  # each ends with a turn
+        self.branches: list[list[Piece]] = []  # each branch ends with a turn
         self.turns = 0
-        # "length": the last turn was truncated or rejected at the limit; "max_turns": at the turn limit
+        # "length": the last turn was truncated or rejected at the limit; "max_turns": a turn was rejected at the limit
         self.finish_reason = "stop"
         self._said: dict[str, list[list[ChatMessage]]] = {}  # key of a history or turn -> its messages as sampled
-        self._undelivered: dict[str, Turn] = {}  # by name
+        self._undelivered: dict[str, Turn] = {}  # name -> turn
 
     def finished(self) -> list[list[Piece]]:
         """Return the branches as they are stored."""
@@ -98,7 +98,7 @@ class Conversation:
             text = self._render(written, ask.tools)
         except ValueError as error:
             raise RequestRejected(str(error)) from None
-        text = text.encode(errors="backslashreplace").decode()  # no tokenizer accepts half of a surrogate pair
+        text = text.encode(errors="backslashreplace").decode()  # tokenizers reject half of a surrogate pair
         branch, known = self._history(text)
         kept = branch[:known]
         rest = put(self._codec, kept[-1].turn if kept else 0, text[sum(len(piece.text) for piece in kept) :])
@@ -118,8 +118,8 @@ class Conversation:
         self.turns += 1
         turn, raw = self._parsed(name, len(behind), sampled, offered=bool(ask.tools))
         for key, sent in ((_key(path, turn.message), [*written, raw]), (_key("", turn.message), [raw])):
-            if sent not in (known := self._said.setdefault(key, [])):
-                known.append(sent)
+            if sent not in (variants := self._said.setdefault(key, [])):
+                variants.append(sent)
         return turn
 
     def hung_up(self, turn: Turn) -> None:

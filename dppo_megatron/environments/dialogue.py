@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from .interface import Message
 log = logging.getLogger(__name__)
 
 Render = Callable[[Sequence[dict[str, Any]]], str]
-"""A chat as the model reads it, up to where it answers."""
+"""Returns a chat as the model reads it, up to the start of its answer."""
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
@@ -26,7 +26,7 @@ class Codec(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, ids: Any, *, skip_special_tokens: bool) -> str: ...
+    def decode(self, ids: Any, /, *, skip_special_tokens: bool) -> Any: ...  # str; a list for a batch
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,14 @@ class Dialogue:
 
     render: None without a chat template; text is then appended to the tokens unchanged. If the template writes a
     history that does not begin with the text of the tokens so far (thinking removed, white space changed), a new branch
-    begins. It keeps the common pieces and tokenizes the rest again.
+    begins. It keeps the common pieces, and the rest is tokenized again.
     """
 
     codec: Codec
     render: Render | None
     messages: list[dict[str, Any]]
-    branches: list[list[Piece]] = field(default_factory=list)
+    branches: list[list[Piece]]  # at first one branch with the prompt
     turns: int = 0
-
-    @classmethod
-    def begin(cls, codec: Codec, render: Render | None, messages: list[dict[str, Any]], prompt: Piece) -> Dialogue:
-        return cls(codec, render, messages, [[prompt]])
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -74,26 +70,17 @@ class Dialogue:
         branch = self.branches[-1]
         turn = branch[-1].turn
         if self.render is None:
-            self._put(branch, turn, "".join(message["content"] for message in said))
+            branch += put(self.codec, turn, "".join(message["content"] for message in said))
             return False
-        self.messages += [{"role": "assistant", "content": self._last_words()}, *said]
-        text = self.render(self.messages)
-        kept, rest = beginning(branch, text)
+        # A template expects a turn without the token that ended it.
+        last = self.codec.decode(branch[-1].token_ids[:-1], skip_special_tokens=False)
+        self.messages += [{"role": "assistant", "content": last}, *({**message} for message in said)]
+        kept, rest = beginning(branch, self.render(self.messages))
         if len(kept) == len(branch):
-            self._put(branch, turn, rest)
+            branch += put(self.codec, turn, rest)
             return False
-        new = inherited(kept)
-        self._put(new, turn, rest)
-        self.branches.append(new)
+        self.branches.append([*inherited(kept), *put(self.codec, turn, rest)])
         return True
-
-    def _put(self, branch: list[Piece], turn: int, text: str) -> None:
-        branch += put(self.codec, turn, text)
-
-    def _last_words(self) -> str:
-        """Return the last turn as a template expects it: without the token that ended it."""
-        ids = self.branches[-1][-1].token_ids
-        return self.codec.decode(ids[:-1], skip_special_tokens=False)
 
     def finished(self) -> list[list[Piece]]:
         """Return the branches as stored: up to the last token of the policy; branches without one are dropped."""
@@ -114,7 +101,7 @@ def readable(codec: Codec, ids: np.ndarray) -> str:
 
 
 def put(codec: Codec, turn: int, text: str) -> list[Piece]:
-    """Return the text after `turn` as a piece; nothing if it has no token."""
+    """Return the text that follows `turn` as one piece; an empty list if it has no token."""
     ids = codec.encode(text, add_special_tokens=False) if text else []
     return [Piece(ENVIRONMENT, turn, text, np.array(ids, np.int32))] if ids else []
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,9 @@ from dppo_megatron.data.prompts import prompt_messages, render_chat
 from dppo_megatron.data.rows import column
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import absent_experts
+from dppo_megatron.objectives import build_objective
 from dppo_megatron.rewards import RewardPool
-from dppo_megatron.types import COLUMNS, ENVIRONMENT, Prompt, Rollout, RolloutGroup
+from dppo_megatron.types import COLUMNS, ENVIRONMENT, Prompt, Rollout, RolloutGroup, expected_shapes
 
 from .conversation import Conversation, RequestRejected
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
@@ -37,21 +38,20 @@ Sample = Callable[[Callable[[int], GenerateRequest], str], Awaitable[tuple[Rollo
 """As `fleet.sampling.Sampler.sample`."""
 
 
-def training_request(
-    config: Config, prompt: Prompt, name: str, seeds: Sequence[int], stop_token_ids: Sequence[int]
-) -> GenerateRequest:
-    """Return the request for the group of a training prompt, with the settings of `rollout` in the config."""
-    rollout = config.rollout
-    return GenerateRequest(
-        request_id=name,
-        token_ids=prompt.token_ids,
+def training_requests(config: Config, stop_token_ids: Sequence[int]) -> Callable[..., GenerateRequest]:
+    """Return a function that makes the request for a group of a training prompt from its id, token ids and seeds."""
+    rollout, chosen = config.rollout, config.objective
+    needed = build_objective(chosen.name, **chosen.settings).needs_columns
+    flags = {c.asked_by for c in COLUMNS if c.name in needed} - {"", *GenerateRequest.__dataclass_fields__}
+    return partial(
+        GenerateRequest,
         n=rollout.group_size,
-        seeds=tuple(seeds),
         temperature=rollout.temperature,
         max_tokens=rollout.max_response_tokens,
         stop_token_ids=tuple(stop_token_ids),
         topk=rollout.topk_logprobs,
         routed_experts=rollout.routing_replay,
+        flags=tuple(sorted(flags)),
         **rollout.mask_request,
     )
 
@@ -68,7 +68,7 @@ class Episodes:
     tools: Sequence[dict[str, Any]]
     stop_token_ids: Sequence[int]
     routing: tuple[int, int] | None  # layers with experts and experts of a token, if the config wants routes
-    journals: Journals | None = None  # keep the turns of training prompts until the bank has their group
+    journals: Journals | None = None  # turns of training prompts, kept until the bank has their group
     gateway: AgentGateway | None = None  # set for an agent
 
     def __post_init__(self) -> None:
@@ -79,20 +79,22 @@ class Episodes:
             asked = [{"role": "user", "content": "?"}]
             if tools and self._render(asked) == render_chat(tokenizer, asked):
                 log.warning("the chat template shows no tools, so the policy does not see those of the environment")
+        self._training_request = training_requests(self.config, self.stop_token_ids)
         self._begun = itertools.count()  # number of groups
         self._counts: Counter[str] = Counter()
-        self._told = False
+        self._warned = False  # whether a rewritten history was reported
 
     async def play(self, prompt: Prompt, rewards: RewardPool) -> RolloutGroup:
         """Play the group of a training prompt. rewards: scores it if the environment gives no reward."""
         order = next(self._begun)
         rollout = self.config.rollout
         seeds = np.random.SeedSequence([self.config.run.seed, prompt.position]).generate_state(rollout.group_size)
-        request = training_request(self.config, prompt, f"group-{prompt.position}", seeds, self.stop_token_ids)
+        request = self._training_request(request_id=f"group-{prompt.position}", token_ids=prompt.token_ids, seeds=seeds)
         turns = [FinishedTurns() for _ in request.seeds]
         if self.journals is not None:
             turns = await self.journals.turns(prompt.position, request.n, rollout.temperature)
-        return self._group(prompt, await self._play_all(prompt, request, rewards, turns, order, recorded=True))
+        played = await self._play_all(prompt, request, rewards, turns, order, recorded=True)
+        return self._group(prompt, request, played)
 
     async def play_request(self, prompt: Prompt, request: GenerateRequest, rewards: RewardPool) -> list[Trajectory]:
         """Play `request.n` trajectories that are not trained on; `request` describes their first turn."""
@@ -118,7 +120,7 @@ class Episodes:
         try:
             return await asyncio.gather(*playing)
         finally:
-            for task in playing:  # if one failed, the others
+            for task in playing:  # if one trajectory failed, the others are still running
                 task.cancel()
 
     def take_metrics(self) -> dict[str, float]:
@@ -180,10 +182,10 @@ class Episodes:
                 return await self._turn(wanted, next(asked), behind, self._left(wanted, conversation, behind, most))
             except RequestRejected:
                 raise
-            except Exception as error:  # of engines or the disk: ends the run, not only this request
+            except Exception as error:  # an error of engines or the disk ends the run, not only this request
                 if not broken.done():
                     broken.set_exception(error)
-                raise RequestRejected("the run cannot go on; its log says why") from None
+                raise RequestRejected("the run cannot continue; its log has the reason") from None
 
         conversation = attempt.played = Conversation(self.tokenizer, partial(render_chat, self.tokenizer), sample)
         async with self.gateway.session(conversation) as key:
@@ -208,7 +210,7 @@ class Episodes:
         limits, longest = self.config.environment, self.config.data.max_prompt_tokens
         if conversation.turns >= limits.max_turns:
             conversation.finish_reason = "max_turns"
-            raise RequestRejected(f"environment.max_turns = {limits.max_turns}: this trajectory has had them")
+            raise RequestRejected(f"environment.max_turns = {limits.max_turns}: this trajectory has used them")
         opening = len(opening_tokens(conversation.branches[0])) if conversation.branches else len(behind)
         if opening > longest:
             raise RequestRejected(f"context_length_exceeded: {opening} tokens, data.max_prompt_tokens = {longest}")
@@ -255,7 +257,7 @@ class Episodes:
                     f"{data.max_prompt_tokens}",
                 )
             ids = np.array(encoded, np.int32)
-        return Dialogue.begin(self.tokenizer, self._render, messages, Piece(ENVIRONMENT, 0, text, ids))
+        return Dialogue(self.tokenizer, self._render, messages, [[Piece(ENVIRONMENT, 0, text, ids)]])
 
     async def _play(
         self, wanted: TrajectoryRequest, session: Session, dialogue: Dialogue, turn_rewards: list[float | None]
@@ -279,10 +281,16 @@ class Episodes:
                 return "stop"
             try:
                 rewritten = dialogue.answer(step.messages)
-            except ValueError as error:  # from the chat template
+            except ValueError as error:  # the chat template rejects them
                 raise EnvironmentFailed("raised", f"its answer to turn {turn}: {error}") from None
-            if rewritten:
-                self._say_rewritten()
+            self._counts["rewritten"] += rewritten
+            if rewritten and not self._warned:
+                self._warned = True
+                log.warning(
+                    "the chat template changes earlier turns (it removes thinking or white space). A trajectory "
+                    "continues from there as a new branch, which is trained on in addition to the earlier ones. "
+                    "environment/rewritten_histories counts these branches"
+                )
         return "max_turns"
 
     async def _turn(self, wanted: TrajectoryRequest, turn: int, behind: np.ndarray, tokens: int) -> Rollout:
@@ -311,24 +319,14 @@ class Episodes:
             max_tokens=tokens,
         )
 
-    def _say_rewritten(self) -> None:
-        self._counts["rewritten"] += 1
-        if not self._told:
-            self._told = True
-            log.warning(
-                "the chat template writes earlier turns otherwise than they were sampled (thinking removed, white "
-                "space): from there on a trajectory is a branch of its own, which is trained on in addition to those "
-                "before. environment/rewritten_histories counts them"
-            )
-
     async def _reward_of_text(self, wanted: TrajectoryRequest, branches: list[list[Piece]]) -> float | None:
         """Return the reward of the last turn by `reward:`; None if the verifier failed."""
         last = max((p for branch in branches for p in branch if p.sampled is not None), key=lambda p: p.turn)
-        text = self.tokenizer.decode(last.token_ids, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(last.token_ids, skip_special_tokens=True))
         (reward,), (failed,) = await wanted.rewards.score(wanted.prompt, [text], recorded=wanted.recorded)
         return None if failed else float(reward)
 
-    def _group(self, prompt: Prompt, played: Sequence[Trajectory]) -> RolloutGroup:
+    def _group(self, prompt: Prompt, request: GenerateRequest, played: Sequence[Trajectory]) -> RolloutGroup:
         """Build the group; the common beginning of all branches is its prompt.
 
         Without sampled tokens, the prompt stays as it is. Example: [5, 7, 2] and [5, 7, 9] give [5, 7].
@@ -338,16 +336,17 @@ class Episodes:
         if not len(token_ids):
             raise EnvironmentNameError(
                 f"{self.config.environment.described}: trajectories of prompt {prompt.position} begin with different "
-                "tokens, so the group has no prompt; the first text of `reset` or an agent, and how the chat template "
-                "begins, may not change"
+                "tokens, so the group has no prompt; the first text of `reset` or an agent, and the beginning of the "
+                "chat template, must not change"
             )
         if not np.array_equal(token_ids, prompt.token_ids):
-            prompt = replace(prompt, token_ids=token_ids, text=self.tokenizer.decode(token_ids))
+            prompt = replace(prompt, token_ids=token_ids, text=str(self.tokenizer.decode(token_ids)))
+        like = next((p.sampled.columns for branch in branches for p in branch if p.sampled is not None), {})
         rollouts: list[Rollout] = []
         owners: list[Trajectory] = []
         for number, trajectory in enumerate(played):
             rows = [as_rollout(branch, len(token_ids), "stop", number) for branch in trajectory.branches]
-            rows = rows or [self._nothing(len(token_ids), number)]
+            rows = rows or [self._nothing(request, len(token_ids), number, like)]
             rows[-1] = replace(rows[-1], finish_reason=trajectory.finish_reason)
             rollouts += rows
             owners += [trajectory] * len(rows)
@@ -363,15 +362,15 @@ class Episodes:
             turn_rewards,
         )
 
-    def _nothing(self, prompt_tokens: int, trajectory: int) -> Rollout:
-        """Return the rollout of a trajectory that failed before its first turn."""
-        rollout = self.config.rollout
-        asked = {"topk": rollout.topk_logprobs, "sampling_mask": rollout.has_sampling_mask}
+    def _nothing(self, request: GenerateRequest, prompt_tokens: int, number: int, like: Mapping[str, Any]) -> Rollout:
+        """Return the rollout of a trajectory without a turn, with dtypes and trailing shapes of `like`, if present."""
+        sizes = zip("KLk", (request.topk, *(self.routing or ())), strict=False)
+        shapes = expected_shapes({}, 0, prompt_tokens - 1, like, **dict(sizes))
         columns = {
-            c.name: np.zeros((0, *(rollout.topk_logprobs for _ in c.shape)), c.dtypes[0])
+            c.name: np.zeros(np.maximum(shapes[c.name], 0), getattr(like.get(c.name), "dtype", c.dtypes[0]))
             for c in COLUMNS
-            if c.rows != "read" and (not c.asked_by or asked[c.asked_by])
+            if request.asks_for(c)
         }
         if self.routing is not None:
-            columns["routed_experts"] = absent_experts(prompt_tokens, *self.routing)
-        return Rollout.of(columns, token_ids=np.zeros(0, np.int32), finish_reason="abort", trajectory=trajectory)
+            columns["routed_experts"][:] = absent_experts(prompt_tokens, *self.routing)
+        return Rollout.of(columns, token_ids=np.zeros(0, np.int32), finish_reason="abort", trajectory=number)

@@ -61,14 +61,14 @@ class FinishedTurns:
 class Journals:
     """Keeps the journals of the running groups in `directory`, which is created.
 
-    done: positions of the prompts that the bank has; their journals are removed. The constructor and the methods raise
-    `BankError`.
+    done: positions of the prompts with a group in the bank; their journals are removed. The constructor and the methods
+    raise `BankError`.
     """
 
     def __init__(self, directory: Path, done: Collection[int]):
         directory.mkdir(exist_ok=True)
         self._directory = directory
-        self._thread = ThreadPoolExecutor(1, "journal")  # so that the event loop does not wait for the disk
+        self._thread = ThreadPoolExecutor(1, "journal")  # the event loop must not wait for the disk
         self._open: dict[int, Journal] = {}
         for path in sorted(directory.glob("segment-*.bin")):
             position = int(path.stem.rpartition("-")[2])
@@ -78,7 +78,7 @@ class Journals:
             else:
                 self._open[position] = Journal(directory, position)
         if turns := sum(len(journal.found) for journal in self._open.values()):
-            log.info("%d groups go on behind %d turns that an earlier process finished", len(self._open), turns)
+            log.info("%d groups continue after %d turns that an earlier process finished", len(self._open), turns)
 
     def oldest_version(self, position: int) -> int | None:
         """Return the oldest policy version of a group's turns from an earlier process; None if there are none."""
@@ -102,7 +102,7 @@ class Journals:
 
     def remove(self, position: int) -> None:
         """Remove a group's journal: the bank has the group, or the group starts again. May be called in any thread."""
-        self._thread.submit(self._removed, position)  # after pending opens and writes
+        self._thread.submit(self._removed, position)  # runs after pending opens and writes
 
     def close(self) -> None:
         """Wait until all files are written or removed."""

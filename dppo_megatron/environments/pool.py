@@ -58,7 +58,7 @@ class EnvironmentPool:
             try:
                 return await session.tools()
             except EnvironmentFailed as failure:
-                raise EnvironmentNameError(f"environment.name: none can be made: {failure}") from None
+                raise EnvironmentNameError(f"environment.name: no environment can be created: {failure}") from None
 
     def count(self, prompt: Prompt, failure: EnvironmentFailed) -> None:
         """Count and log one failed trajectory."""
@@ -93,7 +93,7 @@ class _Free:
 
     def __init__(self, count: int):
         self._count = count
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap, by order and arrival
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap ordered by (order, arrival)
         self._arrivals = itertools.count()
 
     async def take(self, order: int) -> None:
@@ -112,7 +112,7 @@ class _Free:
     def give_back(self) -> None:
         while self._waiting:
             *_, given = heapq.heappop(self._waiting)
-            if not given.done():  # else its task was cancelled
+            if not given.done():  # done: its task was cancelled
                 given.set_result(None)
                 return
         self._count += 1
@@ -124,7 +124,7 @@ class Session:
     def __init__(self, pool: WorkerPool[EnvironmentWorker]):
         self._pool = pool
         self._worker: EnvironmentWorker | None = None
-        self._asked = False  # a request is pending
+        self._asked = False  # whether a request is pending
 
     async def tools(self) -> list[dict[str, Any]]:
         return await self._begin(lambda worker: worker.tools())
@@ -191,6 +191,5 @@ class Session:
             raise EnvironmentFailed("timeout", str(error)) from None
         except WorkerError as error:
             raise EnvironmentFailed("died", str(error)) from None
-        # For example, some columns cannot be pickled; this runs foreign code too.
-        except Exception as error:
+        except Exception as error:  # pickling also runs foreign code, and some columns cannot be pickled
             raise EnvironmentFailed("raised", describe(error)) from None

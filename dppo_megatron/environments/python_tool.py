@@ -27,7 +27,7 @@ from .sandbox import PLACE
 
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_DESCRIPTORS = 64  # per process
+_DESCRIPTORS = 64  # limit of each process
 _END_S = 30.0  # time for the kernel to end the processes of a program
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 # Prints the limits that are not enforced.
@@ -68,10 +68,10 @@ class Limits:
     """Limits one program: `processes` times `memory_mb` of memory, and twice `files_mb`, of files and output."""
 
     wall_s: float = 10.0
-    cpu_s: int = 10  # per process
-    memory_mb: int = 512  # per process, including the kernel's memory for it
-    processes: int = 1  # and threads, including the program itself
-    files_mb: int = 16  # of all files in its working directory, which is in memory
+    cpu_s: int = 10  # limit of each process
+    memory_mb: int = 512  # limit of each process, including the kernel's memory for it
+    processes: int = 1  # number of processes and threads, including the program itself
+    files_mb: int = 16  # size of all files in its working directory, which is in memory
     files: int = 256  # number of files
     output: int = 8192  # characters of the program's output in the answer
     readable: tuple[str, ...] = ()  # directories and files of the machine, in addition to Python and its packages

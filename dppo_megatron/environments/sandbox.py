@@ -30,7 +30,7 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 
 NOSUID, NODEV, BIND, REC, PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS, THP_DISABLE = 1, 4, 22, 38, 41
-EPERM, ENOSYS = 0x00050001, 0x00050000 | 38  # for a rejected call; libraries fall back after ENOSYS
+EPERM, ENOSYS = 0x00050001, 0x00050000 | 38  # results of a rejected call; libraries fall back after ENOSYS
 KILL, ALLOW = 0x80000000, 0x7FFF0000
 
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number; column of the call numbers
@@ -62,16 +62,16 @@ time 201 -  clock_gettime 228 113  clock_getres 229 114  clock_nanosleep 230 115
 recvfrom 45 207  shutdown 48 210  getsockname 51 204  getpeername 52 205  getsockopt 55 209  socketpair 53 199
 fcntl 72 25  ioctl 16 29  prctl 157 167  prlimit64 302 261  clone 56 220  mmap 9 222  socket 41 198
 """
-# For each call: the argument that decides, and its admitted values.
+# Maps a call to the argument that decides and its admitted values.
 ONLY: dict[str, tuple[int, tuple[int, ...]]] = {
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio and multiprocessing need
     "fcntl": (1, (0, 1, 2, 3, 4, 1030, 1032)),  # no locks (unlimited memory), larger pipes, leases
     "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FION*, FIO*CLEX
-    "prctl": (0, (15, 16)),  # names
-    "prlimit64": (0, (0,)),  # of the caller
+    "prctl": (0, (15, 16)),  # names of threads
+    "prlimit64": (0, (0,)),  # limits of the caller
     "socket": (0, ()), "setxattr": (0, ()), "lsetxattr": (0, ()), "fsetxattr": (0, ()),
 }  # fmt: skip
-# For each call: the argument that decides, and its forbidden bits: new namespaces; MAP_HUGETLB.
+# Maps a call to the argument that decides and its forbidden bits: new namespaces; MAP_HUGETLB.
 WITHOUT = {"clone": (0, 0x7E020000), "mmap": (3, 0x40000)}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -96,7 +96,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
     call(f"mounting {source} at {target}", "mount", *given, ctypes.c_ulong(flags), options.encode())
 
 
-def furnish(root: str, readable: list[str], megabytes: int, files: int, code: str) -> None:
+def mount_all(root: str, readable: list[str], megabytes: int, files: int, code: str) -> None:
     """Mount the sandbox: `readable` of the machine, the program, and an empty writable directory."""
     mount("none", "/", None, REC | PRIVATE)
     text = code.encode("utf-8", "surrogatepass")
@@ -130,10 +130,11 @@ def leave_root() -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     except OSError:
         return
-    call("dumpable", "prctl", DUMPABLE, 1, 0, 0, 0)  # else /proc/self belongs to root
+    call("dumpable", "prctl", DUMPABLE, 1, 0, 0, 0)  # otherwise /proc/self belongs to root
 
 
 def close_calls(sockets: bool) -> None:
+    """Install the filter on system calls. sockets: whether it admits `socketpair`."""
     only = ONLY if sockets else {**ONLY, "socketpair": (0, ())}
     audit, column = MACHINES[platform.machine()]
     words = CALLS.split()
@@ -154,7 +155,7 @@ def close_calls(sockets: bool) -> None:
         else:
             body = [(0x06, 0, 0, ALLOW)]
         program += [(0x15, 0, len(body), int(number)), *body]
-    program.append((0x06, 0, 0, ENOSYS))  # also for x32, which has other numbers
+    program.append((0x06, 0, 0, ENOSYS))  # rejects all others, and x32, which has other numbers
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(filters))
     call("no new privileges", "prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -170,7 +171,7 @@ def memory_group(most: int) -> str | None:
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         mine = {controllers: path for _, controllers, path in (line.rstrip("\n").split(":", 2) for line in file)}
         places, limit = ["/sys/fs/cgroup/memory" + mine.get("memory", "")], "memory.limit_in_bytes"
-        if "memory" not in mine:  # version 2, in which only a group without processes has child groups
+        if "memory" not in mine:  # in version 2 only a group without processes has child groups
             path = mine.get("", "").rstrip("/")
             places = ["/sys/fs/cgroup" + path.rsplit("/", depth)[0] for depth in range(1 + path.count("/"))]
             limit = "memory.max"
@@ -189,7 +190,7 @@ def memory_group(most: int) -> str | None:
 
 def become(given: dict, group: str | None) -> None:
     """Run the program in this process; never returns."""
-    os.setsid()  # else its signals to its process group reach the supervisor
+    os.setsid()  # otherwise its signals to its process group reach the supervisor
     with contextlib.suppress(OSError):
         if group:
             with open(f"{group}/cgroup.procs", "w") as file:
@@ -244,7 +245,7 @@ def main() -> None:
         if os.geteuid():
             own_users(0)
         call("namespaces of mounts, processes and network", "unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS)
-        furnish(given["root"], given["readable"], given["megabytes"], given["files"], given["code"])
+        mount_all(given["root"], given["readable"], given["megabytes"], given["files"], given["code"])
         itself = os.pidfd_open(os.getpid())
         group = memory_group(given["memory"]) if os.getppid() == caller else os._exit(1)
         child = os.fork()

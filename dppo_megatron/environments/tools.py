@@ -64,10 +64,11 @@ def _parse(text: str) -> ToolCall:
 
 
 class Tools:
-    """Stores functions by name. Raises `TypeError` if the arguments of one cannot be described."""
+    """Stores functions by name, each with a JSON schema of its arguments; raises `TypeError` if one has no schema."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
-        self._functions = {function.__name__: TypeAdapter(function) for function in functions}
+        # pydantic's annotation lacks functions, which it documents.
+        self._functions = {f.__name__: TypeAdapter(f) for f in functions}  # type: ignore[arg-type]
         self.schemas = [
             {
                 "type": "function",

@@ -23,9 +23,7 @@ _OptionalText, _OptionalReward = str | None, float | None
 
 
 class EnvironmentWorker(Worker):
-    """Sends requests to the process; every method raises `EnvironmentFailed` for errors of the environment, and
-    `WorkerError`.
-    """
+    """Sends requests to the process. Methods raise `EnvironmentFailed` if the environment raised, and `WorkerError`."""
 
     def __init__(self, config: EnvironmentConfig):
         hello = {"setting": config.setting, "name": config.source, "settings": config.settings}
@@ -34,11 +32,11 @@ class EnvironmentWorker(Worker):
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the tools in the form for chat templates."""
-        return self._call(list[dict[str, Any]], "for an environment to be made", "tools")
+        return self._call(list[dict[str, Any]], "for an environment to be created", "tools")
 
     def steps(self) -> bool:
         """Return whether the environment has `step`, and so can reward each turn."""
-        return self._call(bool, "for an environment to be made", "steps")
+        return self._call(bool, "for an environment to be created", "steps")
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         return self._call(_OptionalText, "for reset", "reset", prompt, seed)
@@ -56,12 +54,12 @@ class EnvironmentWorker(Worker):
         return self._call(_OptionalReward, "for the agent to return", "agent", prompt, url, key)
 
     def _call(self, kind: Any, what: str, method: str, *arguments: Any) -> Any:
-        match self.ask((method, *arguments), self._timeout_s, what, list[Any]):
+        match self.ask((method, *arguments), self._timeout_s, f"(environment.timeout_s) {what}", list[Any]):
             case ["done", answer]:
                 return checked(kind, answer)
             case ["failed", str(reason), str(detail)]:
                 raise EnvironmentFailed(reason, detail[:LONGEST_DETAIL])
-        raise WorkerError("its process sent a reply that is none")
+        raise WorkerError("its process sent an invalid reply")
 
 
 def environment_problem(
@@ -93,7 +91,7 @@ def environment_problem(
                 "turns their rewards; set credit to trajectory, or give it one"
             )
     except (WorkerError, EnvironmentFailed) as error:
-        return f"{config.described}: no environment can be made: {error}"
+        return f"{config.described}: no environment can be created: {error}"
     finally:
         worker.end()
     return None
@@ -118,10 +116,9 @@ def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 class _Host:
-    """Runs the environment in its process, with one event loop for its coroutines."""
+    """Runs the environment in its process, with one event loop for its coroutines. make: the class, or the agent."""
 
     def __init__(self, make: Callable[..., Any]):
-        """Store the constructor. make: the class, or the agent."""
         self._make = make
         self._environment: Any = None
         self._runner = asyncio.Runner()
@@ -189,5 +186,5 @@ class _Host:
 
 
 def _text(value: Any) -> str:
-    """Return the value as text that a tokenizer accepts: no tokenizer accepts half of a surrogate pair."""
+    """Return the value as text that a tokenizer accepts, without halves of surrogate pairs."""
     return str(value).encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Decide whether an engine may sample, by a pure state machine without clock and network for `MonitoredEngine`.
+"""Decide whether an engine may sample: a pure state machine, which `MonitoredEngine` gives the clock and the events.
 
 ```
  starting ──answers──► stale ──pool loads and scores──► verifying ──passes──► serving ◄──► suspect
@@ -34,9 +34,9 @@ class State(StrEnum):
 @dataclass(frozen=True, slots=True)
 class HealthRules:
     failures: int  # consecutive failed health checks, or failed requests, that make an engine dead
-    quarantine_s: float  # after failed requests or a failed verification; doubles with each consecutive death
+    quarantine_s: float  # wait after failed requests or a failed verification; doubles with each consecutive one
     longest_quarantine_s: float = 60.0
-    publish_s: float = 600.0  # no publish takes longer
+    publish_s: float = 600.0  # limit of the duration of a publish
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,17 @@ class EngineHealth:
     rules: HealthRules
     state: State = State.STARTING
     since: float = 0.0  # time of the last change of `state`
-    reason: str = ""  # of the last failure
-    instance: str | None = None  # that answered last
-    version: int = -1  # reported by it
+    reason: str = ""  # reason of the last failure
+    instance: str | None = None  # instance that answered last
+    version: int = -1  # version that this instance reported
     published: int | None = None  # version to serve
     confirmed: tuple[str, int] | None = None  # instance and version that the publisher verified
     verified: tuple[str, int] | None = None  # instance and version with which it was admitted
-    failed_checks: int = 0  # consecutive
-    failed_requests: int = 0  # consecutive
-    quarantines: int = 0  # consecutive, without an answered request in between
+    failed_checks: int = 0  # consecutive failures
+    failed_requests: int = 0  # consecutive failures
+    quarantines: int = 0  # consecutive quarantines, without an answered request in between
     quarantined_until: float = 0.0
-    updating: bool = False  # at the last health check that it passed
+    updating: bool = False  # whether it was updating at the last health check that it passed
 
     @property
     def alive(self) -> bool:
@@ -66,8 +66,8 @@ class EngineHealth:
     def may_verify(self, now: float) -> bool:
         """Return whether to load the published weights into it now.
 
-        Not while it is updating or ahead of the published version: the trainer is publishing the next policy to it, and
-        a load would undo that.
+        False for an engine that is updating or ahead of the published version: the trainer is publishing the next
+        policy to it, and a load would undo that.
         """
         if self.state is not State.STALE or self.updating or self.published is None or now < self.quarantined_until:
             return False
@@ -82,10 +82,12 @@ class EngineHealth:
         return self._die(now, "it is no longer registered", until=now)
 
     def policy_published(self, now: float, version: int, confirmed: str | None = None) -> EngineHealth:
-        """Return the state after `version` was published; the publisher verified it in the instance `confirmed`."""
+        """Return the state after `version` was published; the publisher verified it in the instance `confirmed`.
+
+        A version may be published again, after an engine came back. Then every engine loaded it again, so one that is
+        not confirmed this time may have other weights.
+        """
         verified = None if confirmed is None else (confirmed, version)
-        if version == self.published:
-            return replace(self, confirmed=verified)
         after = replace(self, published=version, confirmed=verified)
         # Only the publisher loads a serving engine, so no other load can have followed the confirmed one.
         if self.state is State.SERVING and confirmed == self.instance:
@@ -118,7 +120,7 @@ class EngineHealth:
         if self.state is State.VERIFYING:  # the caller cancels the verification of another instance
             return seen if instance == self.instance else seen._to(now, State.STALE)
         claim, published = (instance, version), self.published
-        if seen.verified == (instance, published) and version >= published:
+        if published is not None and version >= published and seen.verified == (instance, published):
             return seen._to(now, State.SERVING)
         if version == published and seen.confirmed == claim and now >= self.quarantined_until:
             return seen._to(now, State.SERVING, verified=claim)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from dppo_megatron.weights.fingerprint import Fingerprint
 from .engine_checks import check_health, while_healthy
 from .registry import Service, engine_services
 
-SILENT_TIMEOUT_S = 1.0  # for an engine that did not answer before: skipping it costs one load by the orchestrator
+SILENT_TIMEOUT_S = 1.0  # limit for an engine that did not answer before; a skipped engine is loaded by the orchestrator
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ class Confirmation:
 
 
 class LiveEngines:
-    """Calls every answering engine, to give it weights. Used inside one event loop.
+    """Calls every answering engine, to give it weights. Use it inside one event loop.
 
     `services` returns the registered engines by name, by default those of the run; `build` creates a client. A dead or
     frozen engine is skipped without waiting: it does not serve until its weights are verified again.
@@ -54,7 +54,7 @@ class LiveEngines:
         self._services = services or partial(engine_services, config, RunDir(config.run.dir))
         self._build = build
         self._clients: dict[Service, Engine] = {}
-        self._silent: set[Service] = set()  # did not answer last time
+        self._silent: set[Service] = set()  # engines that did not answer last time
 
     async def answering(self) -> tuple[dict[str, EngineInfo], dict[str, EngineError]]:
         """Return the self-description of every answering engine, by URL, and the errors of the others, by name."""
@@ -73,14 +73,15 @@ class LiveEngines:
         clients = dict(self._clients)
         answers = await asyncio.gather(*(check(service, client) for service, client in clients.items()))
         found = dict(zip(clients, answers, strict=True))
-        self._silent = {service for service, answer in found.items() if isinstance(answer, EngineError)}
+        errors = {service: answer for service, answer in found.items() if isinstance(answer, EngineError)}
+        self._silent = set(errors)
         return (
-            {service.url: answer for service, answer in found.items() if service not in self._silent},
-            {service.name: found[service] for service in self._silent},
+            {service.url: answer for service, answer in found.items() if not isinstance(answer, EngineError)},
+            {service.name: error for service, error in errors.items()},
         )
 
     async def on(
-        self, urls: Iterable[str], call: Callable[[Engine], Awaitable[Result]]
+        self, urls: Iterable[str], call: Callable[[Engine], Coroutine[Any, Any, Result]]
     ) -> dict[str, Result | EngineError]:
         """Await `call` on each engine while it is healthy; return its result or the engine's error, by URL."""
         by_url = {service.url: client for service, client in self._clients.items()}

@@ -43,7 +43,7 @@ class MonitoredEngine:
 
     def __init__(
         self,
-        name: str,
+        service: Service,
         config: Config,
         *,
         rules: HealthRules,
@@ -52,9 +52,9 @@ class MonitoredEngine:
         counts: Counter[str],
         on_change: Callable[[], None],
     ):
-        self.name = name
+        self.name = service.name
         self.health = EngineHealth(rules, since=time.monotonic())
-        self.policy: PublishedPolicy | None = None  # to serve
+        self.policy: PublishedPolicy | None = None  # the policy that the engine is to serve
         self.running = 0
         self._config = config
         self._build = build
@@ -62,17 +62,18 @@ class MonitoredEngine:
         self._counts = counts
         self._on_change = on_change
         self._epoch = 0  # counts deaths and restarts: an earlier request does not count for its health
-        self._service: Service | None = None
-        self._client: Engine | None = None
-        self._lost = asyncio.Event()  # set when the running requests are given up
-        self._wake = asyncio.Event()  # check at once
-        self._monitor_task: asyncio.Task | None = None
-        self._verification: asyncio.Task | None = None
-        self._closing: set[asyncio.Task] = set()
+        self._service = service
+        self._client = build(config, service.url)
+        self._lost = asyncio.Event()  # set when the running requests are abandoned
+        self._wake = asyncio.Event()  # set to check the engine at once
+        self._monitor_task = asyncio.create_task(self._monitor())
+        self._monitor_task.add_done_callback(_report_failure)
+        self._verification: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
-        return "" if self._service is None else self._service.url
+        return self._service.url
 
     def describe(self) -> str:
         why = f": {self.health.reason}" if self.health.reason else ""
@@ -82,14 +83,10 @@ class MonitoredEngine:
         """Follow the registry. Return True if the address changed, which means a new instance."""
         if service == self._service:
             return False
-        if self._service is not None:
-            self._counts["engine/restarts"] += 1
+        self._counts["engine/restarts"] += 1
         self._service = service
         self._connect()
         self.apply(EngineHealth.registered)
-        if self._monitor_task is None:
-            self._monitor_task = asyncio.create_task(self._monitor())
-            self._monitor_task.add_done_callback(_report_failure)
         return True
 
     def withdraw(self) -> None:
@@ -107,7 +104,7 @@ class MonitoredEngine:
         try:
             rollouts = await self._generate(request)
         except (EngineRefused, EngineIncompatible):
-            raise  # not a failure of the engine
+            raise  # the engine did not fail
         except EngineError as error:
             # Slow is not broken: the health checks decide whether a slow engine still works.
             slow = isinstance(error, EngineTimeout) and not self.health.failed_checks
@@ -119,14 +116,15 @@ class MonitoredEngine:
         return rollouts
 
     async def _generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        (_, admitted), lost = self.health.verified, self._lost
+        assert self.health.verified is not None  # only engines that serve are selected
+        _, admitted = self.health.verified
         call = asyncio.ensure_future(self._client.generate(request))
-        gone = asyncio.ensure_future(lost.wait())
+        gone = asyncio.ensure_future(self._lost.wait())
         self.running += 1
         try:
             await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise EngineUnavailable(f"{self.name} was given up with {request.request_id}: {self.health.reason}")
+                raise EngineUnavailable(f"{self.name} died or moved during {request.request_id}: {self.health.reason}")
             rollouts = call.result()
         finally:
             self.running -= 1
@@ -151,16 +149,16 @@ class MonitoredEngine:
         self,
         event: Callable[Concatenate[EngineHealth, float, Values], EngineHealth],
         *values: Values.args,
-        **_: Values.kwargs,
+        **named: Values.kwargs,
     ) -> None:
         """Apply an event of `EngineHealth` and act on a change of state or instance."""
         before = self.health
-        after = self.health = event(before, time.monotonic(), *values)
+        after = self.health = event(before, time.monotonic(), *values, **named)
         died = after.state is State.DEAD and before.state is not State.DEAD
         if died:
             self._counts["engine/deaths"] += 1
         if died or before.instance not in (None, after.instance):
-            self._give_up_requests()
+            self._abandon_requests()
         if after.state is before.state:
             return
         routine = {before.state, after.state} == _ROUTINE
@@ -176,18 +174,16 @@ class MonitoredEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
 
     def _connect(self) -> None:
-        """Create a new client, because a client belongs to one instance of a server."""
-        if self._client is not None:
-            closing = asyncio.create_task(self._client.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        """Replace the client, because a client belongs to one instance of a server."""
+        closing = asyncio.ensure_future(self._client.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
         self._client = self._build(self._config, self.url)
 
-    def _give_up_requests(self) -> None:
+    def _abandon_requests(self) -> None:
         self._epoch += 1
         self._lost.set()
         self._lost = asyncio.Event()
@@ -197,22 +193,23 @@ class MonitoredEngine:
 
     async def _monitor(self) -> None:
         while True:
-            if await self._check_health() and self._may_verify():
+            if await self._check_health() and (policy := self._policy_to_verify()) is not None:
                 self.apply(EngineHealth.verification_started)
-                self._verification = asyncio.create_task(self._verify(self._client, self.policy))
+                self._verification = asyncio.create_task(self._verify(self._client, policy))
             with contextlib.suppress(TimeoutError):  # wait_for may swallow a cancellation in Python 3.11
                 async with asyncio.timeout(self._config.engine.health_interval_s):
                     await self._wake.wait()
             self._wake.clear()
 
-    def _may_verify(self) -> bool:
+    def _policy_to_verify(self) -> PublishedPolicy | None:
+        """Return the published policy if its weights may be loaded or scored now."""
         policy, health = self.policy, self.health
         if policy is None or not health.may_verify(time.monotonic()):
-            return False
+            return None
         # Broadcast weights are in no directory. Only the instance into which the publisher loaded them may still have
         # them. The trainer notices that another instance is behind, and sends them again.
         loaded = (policy.confirmed.get(self.url), policy.version)
-        return policy.path is not None or (health.instance, health.version) == loaded
+        return policy if policy.path is not None or (health.instance, health.version) == loaded else None
 
     async def _check_health(self) -> bool:
         """Check the engine once. Return False if instance or policy changed meanwhile: the answer is outdated."""
@@ -224,14 +221,14 @@ class MonitoredEngine:
             problem = str(error)
         if service != self._service or policy is not self.policy:
             self._wake.set()
-            return False  # from a replaced instance, or about another policy
+            return False  # the answer is from a replaced instance, or about another policy
         if info is None:
             self.apply(EngineHealth.check_failed, problem)
         elif info.updating_s is not None:
             self.apply(EngineHealth.answered_updating)
         else:
             if self.health.instance not in (None, info.instance):
-                self._counts["engine/restarts"] += 1  # at the same address
+                self._counts["engine/restarts"] += 1  # it restarted at the same address
                 self._connect()
             self.apply(EngineHealth.answered, info.instance, info.version)
         return True
@@ -239,14 +236,17 @@ class MonitoredEngine:
     async def _verify(self, client: Engine, policy: PublishedPolicy) -> None:
         """Load the published weights, regardless of the version that the engine reports, and compare log-probs.
 
-        Broadcast weights are not loaded: see `_may_verify`.
+        Broadcast weights are not loaded: see `_policy_to_verify`.
         """
         try:
             await self._check(client)
             instance = (await client.info()).instance
             if policy.path is not None:
                 await client.load_weights(Path(policy.path), policy.version)
-            difference = await self._score_difference(client, policy)
+            difference = ScoreDifference(0.0, 0.0)
+            if policy.probe_tokens:
+                scores = await client.score(np.array(policy.probe_tokens, np.int32))
+                difference = ScoreDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
             info = await client.info()
             if info.instance != instance:
                 raise EngineUnavailable("the server was restarted meanwhile")
@@ -267,13 +267,7 @@ class MonitoredEngine:
             log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
             self.apply(EngineHealth.verification_passed, info.instance, info.version)
 
-    async def _score_difference(self, client: Engine, policy: PublishedPolicy) -> ScoreDifference:
-        if not policy.probe_tokens:
-            return ScoreDifference(0.0, 0.0)
-        scores = await client.score(np.array(policy.probe_tokens, np.int32))
-        return ScoreDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
 
-
-def _report_failure(task: asyncio.Task) -> None:
+def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.critical("the monitor of an engine ended", exc_info=task.exception())

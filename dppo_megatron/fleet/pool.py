@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineUnavailable, GenerateRequest, InvalidSample
 from dppo_megatron.types import Rollout
-from dppo_megatron.weights.published import PublishedFollower
+from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 from .health import HealthRules, State
 from .monitored_engine import MonitoredEngine
@@ -33,8 +33,8 @@ class EnginePool:
 
     `services` returns the registered engines by name; it is read again every `engine.health_interval_s`. An engine that
     returns, or is behind, is loaded with the published weights and scored before it gets a request.
-    An asynchronous context manager. `check` raises `EngineError` for an unsuitable engine; `build` creates a client.
-    Without a `trainer`, a later policy in an engine is from another run and is replaced.
+    Use it as an asynchronous context manager. `check` raises `EngineError` for an unsuitable engine; `build` creates a
+    client. Without a `trainer`, a later policy in an engine is from another run and is replaced.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class EnginePool:
             publish_s=config.weight_sync.timeout_s if trainer else 0.0,
         )
         self._engines: dict[str, MonitoredEngine] = {}
-        self._policy = None  # that the engines last received
+        self._policy: PublishedPolicy | None = None  # the policy that the engines last received
         self._changed = asyncio.Event()
         self._counts: Counter[str] = Counter()
-        self._reader: asyncio.Task | None = None
+        self._reader: asyncio.Task[None]  # reads the registered engines until `__aexit__`
 
     async def __aenter__(self) -> EnginePool:
         self._follow(self._services())
@@ -117,8 +117,9 @@ class EnginePool:
         policy = self._published.current
         if policy is not self._policy:
             self._policy = policy
-            for engine in self._engines.values() if policy is not None else ():
-                engine.serve(policy)
+            for engine in self._engines.values():
+                if policy is not None:
+                    engine.serve(policy)
 
     async def _read_services(self) -> None:
         while True:
@@ -126,15 +127,14 @@ class EnginePool:
             try:
                 self._follow(await asyncio.to_thread(self._services))
                 self._follow_policy()
-            except OSError as error:  # from a shared file system; the next read may succeed
+            except OSError as error:  # the shared file system failed; the next read may succeed
                 log.warning("cannot read which engines are registered: %s", error)
 
     def _follow(self, services: Mapping[str, Service]) -> None:
         for name, service in services.items():
-            engine = self._engines.get(name)
-            if engine is None:
+            if (engine := self._engines.get(name)) is None:
                 engine = self._engines[name] = MonitoredEngine(
-                    name,
+                    service,
                     self._config,
                     rules=self._rules,
                     build=self._build,
@@ -142,7 +142,9 @@ class EnginePool:
                     counts=self._counts,
                     on_change=self._on_change,
                 )
-            if engine.move_to(service) and self._policy is not None:
+            elif not engine.move_to(service):
+                continue
+            if self._policy is not None:
                 engine.serve(self._policy)
         for name, engine in self._engines.items():
             if name not in services:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from dppo_megatron.common.files import read_as, write_json
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config
+from dppo_megatron.config.section import Url
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
@@ -28,7 +29,7 @@ class ServiceTimeout(ExpectedError, TimeoutError):
 @dataclass(frozen=True, slots=True)
 class Service:
     name: str
-    url: str
+    url: Url
     pid: int
     host: str
 
@@ -40,7 +41,7 @@ def register(run: RunDir, name: str, url: str, pid: int) -> None:
 
 
 def forget(run: RunDir, name: str, pid: int | None = None) -> None:
-    """Remove a service that ended; with `pid` only if that process is still the registered one."""
+    """Remove a service that ended. With `pid`, remove it only if that process is still the registered one."""
     path = run.services / f"{name}.json"
     registered = read_as(Service, path)
     if registered is not None and pid in (None, registered.pid):
@@ -55,7 +56,7 @@ def forget_all(run: RunDir) -> None:
 
 
 def engine_urls(config: Config, run: RunDir, check: Callable[[], None] = lambda: None) -> list[str]:
-    """Return the URLs of every engine of the run, once the engines that the run starts have registered.
+    """Return the URL of every engine of the run, once the engines that the run starts have registered.
 
     `check` is called while waiting and may raise to end the wait. Raises `ServiceTimeout` naming the engines that did
     not register within `engine.start_timeout_s`.

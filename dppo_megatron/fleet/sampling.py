@@ -6,7 +6,7 @@
 | engine returns an invalid sample | sent unchanged to an engine that did not | `ENGINE_ATTEMPTS` |
 | the same, and no other engine remains | created again with other seeds | `SEED_ATTEMPTS` |
 | engine interrupts samples, as for an update | continued from their tokens, with derived seeds | none |
-| engine rejects it or does not suit the run | given up: the run ends with the error | |
+| engine rejects it or does not suit the run | not repeated: the run ends with the error | |
 | no engine serves | waits for one | `engine.unavailable_timeout_s` |
 
 This is the only retry budget. Of the three layers with `generate`, only `Sampler` repeats a request; `MonitoredEngine`
@@ -37,11 +37,11 @@ from dppo_megatron.types import Rollout, join_columns
 log = logging.getLogger(__name__)
 
 # The retry budget. An interruption is not a failure: every continuation is a new request.
-ENGINE_ATTEMPTS = 8  # of one request; a request that crashes every engine must not continue forever
-SEED_ATTEMPTS = 3  # of one group
+ENGINE_ATTEMPTS = 8  # attempts of one request; a request that crashes every engine must not continue forever
+SEED_ATTEMPTS = 3  # attempts of one group
 
 Failures = Mapping[str, EngineError]
-"""Of one request: the last error of every engine that it was sent to, by the engine's name."""
+"""The last error of every engine to which one request was sent, by the engine's name."""
 
 
 class SamplingEngine(Protocol):
@@ -81,7 +81,7 @@ class Sampler:
             try:
                 return await self.generate(request(attempt))
             except InvalidSample as error:
-                log.warning("%s: refused an invalid sample (%s)", what, error)
+                log.warning("%s: rejected an invalid sample (%s)", what, error)
         raise InvalidSample(f"{what}: the engine returned an invalid group {SEED_ATTEMPTS} times; see its log")
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
@@ -105,7 +105,11 @@ class Sampler:
             piece += 1
             self._counts["rollout/continued_samples"] += 1
             (rest,) = await self._send(_continuation(request, sample, rollout.token_ids, left, piece))
-            rollout = _join(rollout, rest)
+            rollout = Rollout.of(
+                join_columns([rollout.columns, rest.columns]),
+                token_ids=np.concatenate([rollout.token_ids, rest.token_ids]),
+                finish_reason=rest.finish_reason,
+            )
         return rollout
 
     async def _send(self, request: GenerateRequest) -> tuple[Rollout, ...]:
@@ -123,7 +127,10 @@ class Sampler:
                 raise
             except EngineError as error:
                 failures[engine.name] = last = error
-                self._count_failure(error)
+                self._counts["engine/retried_requests"] += 1
+                if isinstance(error, InvalidSample):
+                    self._counts["rollout/invalid_samples"] += 1
+                log.warning("sending a request again: %s", error)
         raise last
 
     def take_metrics(self) -> dict[str, float]:
@@ -132,12 +139,6 @@ class Sampler:
         counted = {name: float(self._counts[name]) for name in names}
         self._counts.clear()
         return {**self._engines.take_metrics(), **counted}
-
-    def _count_failure(self, error: EngineError) -> None:
-        self._counts["engine/retried_requests"] += 1
-        if isinstance(error, InvalidSample):
-            self._counts["rollout/invalid_samples"] += 1
-        log.warning("sending a request again: %s", error)
 
 
 def _continuation(request: GenerateRequest, sample: int, tokens: np.ndarray, left: int, piece: int) -> GenerateRequest:
@@ -150,13 +151,4 @@ def _continuation(request: GenerateRequest, sample: int, tokens: np.ndarray, lef
         n=1,
         seeds=(int(seed) >> 1,),
         max_tokens=left,
-    )
-
-
-def _join(first: Rollout, rest: Rollout) -> Rollout:
-    """Join two pieces of one sample; the second was sampled after the tokens of the first."""
-    return Rollout.of(
-        join_columns([first.columns, rest.columns]),
-        token_ids=np.concatenate([first.token_ids, rest.token_ids]),
-        finish_reason=rest.finish_reason,
     )

@@ -1,4 +1,4 @@
-"""Serves the user's agents over HTTP, as OpenAI (Chat Completions, Responses) and Anthropic (Messages) servers do."""
+"""Serve the user's agents over HTTP, as OpenAI (Chat Completions, Responses) and Anthropic (Messages) servers do."""
 
 from .server import Gateway
 

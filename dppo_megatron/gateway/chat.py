@@ -1,16 +1,17 @@
-"""The interface of OpenAI Chat Completions."""
+"""Implement the interface of OpenAI Chat Completions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
 
 from .interface import MODEL, Body, arguments_of, call, refuse_unless, text_of, tool
 
 PATH = "/v1/chat/completions"
-SERVED = {
+SERVED: dict[str, Collection[Any]] = {
     "n": (None, 1),
     "stop": (None, [], ""),
     "tool_choice": (None, "auto"),

@@ -1,4 +1,4 @@
-"""Common parts of the three interfaces: a request becomes a `TurnRequest`; a `Turn` becomes a reply or events."""
+"""Define the common parts of the interfaces: a request becomes a `TurnRequest`, a `Turn` becomes a reply or events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "policy"  # the policy's name in replies to requests that name no model
 
 
 class Interface(Protocol):
-    """The functions of an interface, which each of the three modules implements."""
+    """Declares the functions of an interface, which each of the three modules implements."""
 
     PATH: str
 

@@ -1,4 +1,4 @@
-"""The interface of Anthropic Messages."""
+"""Implement the interface of Anthropic Messages."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ def events(turn: Turn, body: Body) -> Iterator[Body]:
                 empty = {**block, "thinking": "", "signature": ""}
                 delta = {"type": "thinking_delta", "thinking": block["thinking"]}
             case _:
-                empty, delta = (
-                    {**block, "input": {}},
-                    {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-                )
+                empty = {**block, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield {"type": "content_block_start", "index": place, "content_block": empty}
         yield {"type": "content_block_delta", "index": place, "delta": delta}
         yield {"type": "content_block_stop", "index": place}

@@ -1,4 +1,4 @@
-"""The interface of OpenAI Responses. The server keeps no items between requests: each request has all of them."""
+"""Implement the interface of OpenAI Responses. No items are kept between requests: each request has all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server for agents, which finds sessions by their keys and gives each request to its conversation."""
+"""Serve agents over HTTP: find the session by its key, and give the request to its conversation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .interface import MODEL, Body, Interface
 
 INTERFACES: tuple[Interface, ...] = (chat, responses, messages)
 LARGEST_REQUEST = 64 << 20  # bytes
-HUNG_UP = 499  # never received; an exception would fill the orchestrator's log
+HUNG_UP = 499  # the client never receives it; an exception would fill the orchestrator's log
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
@@ -39,7 +39,7 @@ class _Session:
 
 
 class Gateway:
-    """Listens on `host` while it is open, at a free port. An asynchronous context manager.
+    """Listens on a free port of `host` while it is open as an asynchronous context manager.
 
     A session is identified by its secret key: in `Authorization: Bearer`, in `x-api-key`, or in the URL as
     /sessions/KEY/v1/... Without a key every route answers 401, also on loopback.
@@ -111,7 +111,7 @@ class Gateway:
         except RequestRejected as refused:
             return _error(interface, str(refused))
         finally:
-            if current := session.running[asking][1] is request:  # otherwise a repeated request gets the reply
+            if current := session.running[asking][1] is request:  # not current: a repeated request gets the reply
                 del session.running[asking]
         if not current:
             return web.Response(status=HUNG_UP)
@@ -126,7 +126,7 @@ class Gateway:
         for key in (request.match_info.get("key"), request.headers.get("x-api-key"), bearer):
             if key in self._sessions:
                 return self._sessions[key]
-        message = "no such session: bring the key that the agent was called with, as API key or in the URL"
+        message = "no such session: send the key that the agent was called with, as API key or in the URL"
         raise web.HTTPUnauthorized(text=json.dumps(interface.error(message, 401)), content_type="application/json")
 
 

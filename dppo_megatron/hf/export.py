@@ -151,7 +151,7 @@ def _whole_tensors(
     before_gather: Callable[[ShardGroup], None] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) on the source ranks: cast, gathered bucket by bucket, mapped to Hugging Face."""
-    # Dense weights first: the two kinds use different groups, and every rank must enter the groups in one order.
+    # Dense weights come first: the two kinds use different groups, and every rank must enter the groups in one order.
     for experts, group, exports in (
         (False, ranks.tensor, ranks.first_replica),
         (True, ranks.expert_tensor, ranks.first_expert_replica),
@@ -197,7 +197,7 @@ def _gather(
     if before_gather is not None:
         before_gather(group)
     received = [torch.empty_like(flat) for _ in range(group.size)] if group.rank == 0 else None
-    dist.gather(flat, received, dst=dist.get_global_rank(group.group, 0), group=group.group)
+    dist.gather(flat, received, group=group.group, group_dst=0)
     if received is None:
         return
     sizes = [shard.numel() for _, shard in bucket]
@@ -236,7 +236,7 @@ def save_hf(
     ranks = ranks or ParallelRanks.current()
     directory = Path(directory)
     everyone = Ranks()
-    stored = dtype or next((w.dtype for _, w in named_weights(model_chunks)), None)
+    stored = dtype or next(weight.dtype for _, weight in named_weights(model_chunks))
     expected = {name: TensorInfo(stored, shape) for name, shape in WeightMap(config).hf_tensors().items()}
     if quantization == "fp8_block":
         expected = fp8.quantized_info(expected)
@@ -285,7 +285,7 @@ def write_parts(
                         raise ModelError(str(staging), [problem])
                     for key, packed in pack(name, tensor).items():
                         writer.add(key, packed)
-                except Exception as error:  # keep gathering: the other ranks wait for this one
+                except Exception as error:  # the loop goes on, because the other ranks wait for this one
                     failure = error
         if failure is not None:
             raise failure

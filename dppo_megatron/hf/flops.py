@@ -14,7 +14,7 @@ from .weight_map import WeightMap
 
 
 class Work(NamedTuple):
-    """Sizes of a forward pass over all ranks. Sequences of 3 and 4 tokens: 7 rows, 6 + 10 = 16 pairs."""
+    """Counts the work of a forward pass over all ranks. Sequences of 3 and 4 tokens: 7 rows, 6 + 10 = 16 pairs."""
 
     rows: int  # tokens that pass through the layers
     pairs: int  # (query, key) in causal attention: L (L + 1) / 2 for a sequence of L tokens
@@ -22,7 +22,10 @@ class Work(NamedTuple):
 
 
 class ModelFlops(NamedTuple):
-    """FLOPs of a forward pass per unit of `Work`. A token uses `top_k` of the routed experts and all shared ones."""
+    """Contains the FLOPs of a forward pass for each unit of `Work`.
+
+    A token uses `top_k` of the routed experts and all shared ones.
+    """
 
     row: int  # projections, feed-forward, routers
     pair: int  # attention scores and their sum over values

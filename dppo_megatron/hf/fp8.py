@@ -41,7 +41,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         largest = blocks.abs().amax(dim=(0, 2))
         # Below the smallest normal number a scale would lose digits, or become 0 and the values infinite.
         scale = (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny).masked_fill_(largest == 0, 1.0)
-        scaled = blocks / scale[:, None]  # at most 448 up to rounding, which the cast removes
+        scaled = blocks / scale[:, None]  # the largest is 448 up to rounding, which the cast removes
         band_out.copy_(scaled.view(band.shape[0], -1)[:, :columns])
         band_scales.copy_(scale)
     if not torch.isfinite(scales).all():
@@ -170,7 +170,7 @@ def _block_size(config: HFModelConfig) -> tuple[int, int]:
         )
     if given.get("fmt", "e4m3") != "e4m3":
         problems.append(f"quantization_config.fmt = {given['fmt']!r}: only 'e4m3' can be read")
-    size = given.get("weight_block_size")
+    size: Any = given.get("weight_block_size")
     if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
         problems.append(f"quantization_config.weight_block_size = {size!r}: must be two sizes, such as [128, 128]")
     if problems:

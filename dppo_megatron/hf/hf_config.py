@@ -22,7 +22,7 @@ class MoEConfig:
 
     num_experts: int
     top_k: int
-    ffn_hidden_size: int  # of one expert
+    ffn_hidden_size: int  # width of one expert
     layers: tuple[bool, ...]
     norm_topk_prob: bool  # selected probabilities are rescaled to sum to 1
     score_function: str  # "softmax" | "sigmoid"
@@ -35,7 +35,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class MLAConfig:
-    """Sizes of multi-head latent attention."""
+    """Contains the sizes of multi-head latent attention."""
 
     q_lora_rank: int | None  # None = queries are not compressed
     kv_lora_rank: int
@@ -54,8 +54,8 @@ class HFModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys; with latent attention nope + rope
-    ffn_hidden_size: int  # of a dense layer
+    head_dim: int  # size of queries and keys; latent attention: nope + rope
+    ffn_hidden_size: int  # width of a dense layer
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float

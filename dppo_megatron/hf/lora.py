@@ -26,11 +26,10 @@ _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class Stacked(Replicated):
     """Stacks tensors of one shape, which are the same on every rank: the A's of a layer that shards its outputs."""
 
     count: int
-    replicated = True
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return torch.cat(list(parts))
@@ -38,16 +37,13 @@ class Stacked:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return shards[0].chunk(self.count)
 
-    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
-        return [TensorPiece(torch.cat(list(parts)))] if rank == 0 else []
-
 
 @dataclass(frozen=True, slots=True)
 class PartlyStored:
-    """Stores only the parts of `op` numbered `chosen`; the others are 0. For B of a layer with only some targets."""
+    """Stores only the parts of `op` numbered `chosen`, for B of a layer with only some targets; the others are 0."""
 
     op: Operation
-    rows: tuple[int, ...]  # of all parts, stored or not
+    rows: tuple[int, ...]  # numbers of rows of all parts, stored or not
     chosen: tuple[int, ...]
     replicated = False
 
@@ -154,21 +150,22 @@ class Adapter(nn.Module):
     `seed` and its name, the same in every layout. B is 0.
     """
 
+    owner: Tensor | None
+
     def __init__(self, entry: AdapterEntry, weight: Tensor, *, scaling: float, rank: int, size: int, seed: int):
         super().__init__()
         self.entry = entry
         self.scaling = scaling
         self.enabled = True
-        like = {"dtype": weight.dtype, "device": weight.device}
         starts = [torch.empty(t.shape) if weight.is_meta else _start(t, seed) for t in entry.a.hf]
-        self.A = nn.Parameter(entry.a.op.to_shard(starts, rank, size).to(**like).contiguous())
+        self.A = nn.Parameter(entry.a.op.to_shard(starts, rank, size).to(weight).contiguous())
         zeros = [torch.zeros(tensor.shape) for tensor in entry.b.hf]
-        self.B = nn.Parameter(entry.b.op.to_shard(zeros, rank, size).to(**like).contiguous())
+        self.B = nn.Parameter(entry.b.op.to_shard(zeros, rank, size).to(weight).contiguous())
         owner = None
         if len(entry.b.hf) > 1 or isinstance(entry.b.op, PartlyStored):
             numbers = [torch.full((tensor.shape[0], 1), float(n + 1)) for n, tensor in enumerate(entry.b.hf)]
             numbered = entry.b.op.to_shard(numbers, rank, size)
-            owner = (numbered == torch.arange(1, len(numbers) + 1)).to(**like)
+            owner = (numbered == torch.arange(1, len(numbers) + 1)).to(weight)
         self.register_buffer("owner", owner, persistent=False)
 
     def outputs(self) -> Tensor:
@@ -183,7 +180,10 @@ class Adapter(nn.Module):
 
 
 def spread(b: Tensor, owner: Tensor) -> Tensor:
-    """Spread b [..., rows, r] to [..., rows, n r]: zero except for the layer that owner [..., rows, n] marks."""
+    """Spread b [..., rows, r] to [..., rows, n r]: zero except for the layer that owner [..., rows, n] marks.
+
+    Example: b [[1, 2]] with owner [[0, 1]] gives [[0, 0, 1, 2]].
+    """
     return (owner[..., None] * b[..., None, :]).flatten(-2)
 
 

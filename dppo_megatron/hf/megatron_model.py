@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,13 +64,14 @@ def _shard_group(group: dist.ProcessGroup) -> ShardGroup:
     return ShardGroup(group if group.size() > 1 else None, group.rank(), group.size())
 
 
-def unwrap(chunk: nn.Module) -> nn.Module:
+def unwrap(chunk: nn.Module) -> Any:
     """Return the GPTModel inside DistributedDataParallel and Float16Module."""
-    while not hasattr(chunk, "decoder"):
-        if not isinstance(getattr(chunk, "module", None), nn.Module):
-            raise TypeError(f"{type(chunk).__name__} is neither a GPTModel nor a wrapper of one")
-        chunk = chunk.module
-    return chunk
+    model: Any = chunk
+    while not hasattr(model, "decoder"):
+        if not isinstance(getattr(model, "module", None), nn.Module):
+            raise TypeError(f"{type(model).__name__} is neither a GPTModel nor a wrapper of one")
+        model = model.module
+    return model
 
 
 def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -119,7 +121,7 @@ def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def global_name(name: str, layers: nn.ModuleList) -> str:
+def global_name(name: str, layers: Sequence[Any]) -> str:
     """Replace the layer and expert indices in a chunk's name by the indices of the whole model."""
     match = _LOCAL_LAYER.match(name)
     if match is None:

@@ -72,7 +72,7 @@ class Replicated:
         return (shards[0],)
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
-        return [TensorPiece(parts[0])] if rank == 0 else []
+        return [TensorPiece(self.to_shard(parts, rank, size))] if rank == 0 else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,10 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """Merges SwiGLU's first layer. Rank r has [gate_r; up_r]: parts are sharded separately, so the split is local."""
+    """Merges SwiGLU's first layer. Rank r has [gate_r; up_r]: parts are sharded separately, so the split is local.
+
+    Example: of gate rows g0 to g3 and up rows u0 to u3, the second of 2 ranks has g2 g3 u2 u3.
+    """
 
     replicated = False
 

@@ -26,7 +26,7 @@ _ONLY = {
     "mlp_bias": (False, "biases in the feed-forward layers are not supported"),
     "rope_interleave": (True, "only interleaved rotary embeddings are supported"),
 }
-_ROPE_NAMES = ("rope_theta", "rope_type", "type")  # not repeated in HFModelConfig.rope_scaling
+_ROPE_NAMES = ("rope_theta", "rope_type", "type")  # HFModelConfig.rope_scaling does not repeat them
 
 Rope = tuple[float, str, dict[str, Any]]  # base, type, settings of a type that is not "default"
 
@@ -40,7 +40,8 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
     directory = Path(directory)
     path = directory / "config.json"
     if not directory.is_dir():
-        raise ModelError(str(directory), ["no such directory; pass a local one (`hf download NAME --local-dir DIR`)"])
+        problem = "a file; pass its directory" if directory.exists() else "no such directory; pass a local one"
+        raise ModelError(str(directory), [f"{problem} (`hf download NAME --local-dir DIR`)"])
     try:
         raw = read_foreign_json(path)
     except FileNotFoundError:

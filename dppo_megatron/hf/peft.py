@@ -22,9 +22,8 @@ from dppo_megatron.config.model import LoraConfig
 from .errors import ModelError
 from .export import export_adapters
 from .hf_config import HFModelConfig
-from .lora import Adapter, adapter_entry, adapters_of
+from .lora import adapter_entry, adapters_of
 from .megatron_model import ParallelRanks, named_weights
-from .rules import HFTensor
 from .safetensors_file import SafetensorsFile, TensorInfo, info_of
 from .safetensors_reader import read_header
 from .safetensors_writer import Part, PartWriter
@@ -36,7 +35,7 @@ from .weight_source import all_finite, export_problem, shape_problems
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-# With these settings PEFT computes something else than (alpha / r) B A x.
+# Settings with which PEFT does not compute (alpha / r) B A x.
 _OTHER_ADAPTERS = (
     "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias",
     "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
@@ -68,7 +67,7 @@ def save_peft(
     """
     directory, everyone = Path(directory), Ranks()
     turns = Turns(everyone, f"writes to {directory}")
-    stored = dtype or next((weight.dtype for _, weight in named_weights(model_chunks)), None)
+    stored = dtype or next(weight.dtype for _, weight in named_weights(model_chunks))
     expected = {name: TensorInfo(stored, shape) for name, shape in adapter_shapes(config, lora).items()}
 
     def write(staging: Path) -> list[Part]:
@@ -102,7 +101,8 @@ def load_peft(
     if problems := adapter_problems(directory, config, lora):
         raise ModelError(str(directory), problems)
     with safe_open(file, framework="pt") as opened:
-        names = {t.name for adapter in adapters_of(model_chunks) for t in _tensors(adapter)}
+        entries = (entry for adapter in adapters_of(model_chunks) for entry in (adapter.entry.a, adapter.entry.b))
+        names = {tensor.name for entry in entries for tensor in entry.hf}
         fill_adapters(model_chunks, {name: opened.get_tensor(name) for name in names}, config)
 
 
@@ -143,10 +143,6 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
     if unlike:
         unlike[0] += "; use the model.lora.r and model.lora.targets that it was made with"
     return out + unlike
-
-
-def _tensors(adapter: Adapter) -> list[HFTensor]:
-    return [*adapter.entry.a.hf, *adapter.entry.b.hf]
 
 
 def _join(staging: Path, parts: Sequence[Part], moved: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .operations import Operation
 
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
-_SMALL_VOCAB = 4096  # with a smaller vocabulary, padding to the unit would cost more than it gains
+_SMALL_VOCAB = 4096  # padding a smaller vocabulary to the unit would cost more than it gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,10 @@ class MegatronLayout:
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Return the rows of the embedding over all ranks: equal shards, each a multiple of 128 for real vocabularies."""
+    """Return the rows of the embedding over all ranks: equal shards, each a multiple of 128 for real vocabularies.
+
+    Example: a vocabulary of 50,257 on 2 ranks has 50,432 rows.
+    """
     unit = tensor_size * (_SHARD_UNIT if vocab_size >= _SMALL_VOCAB else 1)
     return -(-vocab_size // unit) * unit
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class SafetensorsFile:
         durable: bool = True,
     ):
         self._missing = dict(tensors)
-        # Widest first: readers take views of the bytes, which must start at a multiple of the item size.
+        # The widest come first: readers take views of the bytes, which must start at a multiple of the item size.
         ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
         # Readers refuse files without this format tag.
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -112,7 +113,7 @@ class SafetensorsFile:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row order, without a copy if it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    # Not by numpy: its view would make a live parameter's storage unfit for `Actor.offloaded` on a CPU.
-    raw = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    # A view by numpy would make a live parameter's storage unfit for `Actor.offloaded` on a CPU.
+    raw: Any = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     raw.owner = flat
     return memoryview(raw)

@@ -41,7 +41,7 @@ class SafetensorsDirectory:
             except ModelError as error:
                 problems += error.problems
                 continue
-            names = found if names is None else names
+            names = names or list(found)
             absent = [name for name in names if name not in found]
             problems += [f"{name}: the index places it in {file.name}, which lacks it" for name in absent]
             self._tensors.update((name, found[name]) for name in names if name in found)
@@ -67,13 +67,17 @@ class SafetensorsDirectory:
             self._open.clear()
             self._read_bytes = 0
 
-    def _index(self, problems: list[str]) -> dict[Path, list[str] | None]:
-        """Map each file to its names in the index; None without an index, when the file's header decides."""
+    def _index(self, problems: list[str]) -> dict[Path, list[str]]:
+        """Map each file to its names in the index; without an index they are empty, and the file's header decides."""
         single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
         if single.is_file():
-            return {single: None}
+            return {single: []}
         if not index.is_file():
-            neither = f"neither {SINGLE_FILE} nor {INDEX_FILE}: no weights to read"
+            neither = (
+                f"neither {SINGLE_FILE} nor {INDEX_FILE}: no weights to read; `hf download NAME --local-dir DIR` "
+                "fetches them, `dppo-megatron convert megatron-to-hf` makes them of a Megatron checkpoint, and "
+                "save_pretrained() of transformers makes them of pytorch_model.bin"
+            )
             problems.append(neither if self.directory.is_dir() else "no such directory")
             return {}
         try:
@@ -84,7 +88,7 @@ class SafetensorsDirectory:
         if not isinstance(weight_map, dict) or not weight_map:
             problems.append(f"{INDEX_FILE}: not a valid index: weight_map must name a file for each tensor")
             return {}
-        names: dict[Path, list[str] | None] = {}
+        names: dict[Path, list[str]] = {}
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
                 problems.append(f"{INDEX_FILE}: {name}: {shown(file)} is not a file name in the directory")
@@ -101,7 +105,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
             found = {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
-        with file.open("rb") as opened:  # of several tensors of one name safetensors uses the last
+        with file.open("rb") as opened:  # safetensors would use the last of several tensors of one name
             json.loads(opened.read(int.from_bytes(opened.read(8), "little")), object_pairs_hook=each_once)
         return found
     except (SafetensorError, OSError) as error:
@@ -112,5 +116,5 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     except ValueError as error:
         what = f"its header: {error}; write the file again"
     except KeyError as error:
-        what = f"holds tensors of type {error}, which no model here has"
+        what = f"has tensors of type {error}, which no model here has"
     raise ModelError(str(file), [f"{file.name}: {what}"])

@@ -26,8 +26,8 @@ from .safetensors_file import SafetensorsFile, info_of
 from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 4 << 30
-LOOK_S = 0.5  # between two looks at a file that is being written
-DISK_TIMEOUT_S = 600.0  # without a flush of the file
+LOOK_S = 0.5  # time between two checks of a file that is being written
+DISK_TIMEOUT_S = 600.0  # longest time without a flush of the file
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -115,7 +115,7 @@ class PartWriter:
             elif time.monotonic() - moved_at > self._timeout_s:
                 self._dead = True
                 file = self._staging / self._parts[-1].file
-                raise OSError(f"{file}: the storage took nothing for {self._timeout_s:g} s; see whether it answers")
+                raise OSError(f"{file}: the storage accepted no bytes for {self._timeout_s:g} s; check that it works")
         if writing is not None:
             writing.result()
 

@@ -33,12 +33,13 @@ _CLASSES = {
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     ),
     filesystem: ("_StorageInfo", "_StoragePrefix"),
-    planner: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),  # of Megatron-LM's
+    # Checkpoints of Megatron-LM name these.
+    planner: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
 }  # fmt: skip
 _ADMITTED: dict[tuple[str, str], Any] = {
     (module.__name__, name): getattr(module, name) for module, names in _CLASSES.items() for name in names
 }
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"  # of 0.15 and before
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"  # the module of these classes up to release 0.15
 _ADMITTED |= {(_MEGATRON, "MCoreMetadata"): Metadata, (_MEGATRON, "MCoreSavePlan"): planner.SavePlan}
 _ADMITTED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
 _ADMITTED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -57,7 +58,7 @@ def _fill(unpickler: Any) -> None:
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
 
 
-class _Unpickler(pickle._Unpickler):  # in Python: the one in C has no hook before it sets fields
+class _Unpickler(pickle._Unpickler):  # the unpickler in C has no hook before it sets fields
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _fill}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -68,7 +69,7 @@ class _Unpickler(pickle._Unpickler):  # in Python: the one in C has no hook befo
 
 
 class _Quick(pickle.Unpickler):
-    find_class = _Unpickler.find_class  # type: ignore[assignment]
+    find_class = _Unpickler.find_class
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -104,7 +105,7 @@ def read_again(directory: Path, digest: str) -> Metadata:
 
 
 def _problem(found: Any) -> str | None:
-    """Return why `found` is not the parts of a checkpoint, of the types that readers expect; None if it is."""
+    """Return the first reason why `found` is not valid checkpoint metadata, or None if it is valid."""
     if type(found) is not Metadata:
         return f"holds a {type(found).__name__}, not a checkpoint's metadata"
     for key, stored in found.state_dict_metadata.items():

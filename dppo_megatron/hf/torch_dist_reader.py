@@ -89,7 +89,7 @@ class TorchDistWeights:
         for entry in self._map.entries():
             if entry.rule.duplicate:
                 continue
-            at = self._find(entry)
+            at = next((at for at in self._locations(entry) if at.key in self._stored), None)
             if at is None:
                 problems.append(f"{entry.megatron}: missing")
                 continue
@@ -110,21 +110,12 @@ class TorchDistWeights:
                 self._tensors[name] = TensorInfo(stored.properties.dtype, tuple(part.shape))
         return problems
 
-    def _find(self, entry: Entry) -> StoredAt | None:
-        for layers_stacked in (True, False):
-            for at in possible_locations(entry, self._config, layers_stacked=layers_stacked):
-                if at.key in self._stored:
-                    return at
-        return None
+    def _locations(self, entry: Entry) -> list[StoredAt]:
+        return [at for each in (True, False) for at in possible_locations(entry, self._config, layers_stacked=each)]
 
     def _unknown(self) -> list[str]:
         """List weights that this model does not have."""
-        known = {
-            at.key
-            for entry in self._map.entries()
-            for stacked in (True, False)
-            for at in possible_locations(entry, self._config, layers_stacked=stacked)
-        }
+        known = {at.key for entry in self._map.entries() for at in self._locations(entry)}
         unknown = [key for key in self._stored if key not in known and not key.startswith(_SKIPPED)]
         return [f"{key}: unexpected, shape {tuple(self._stored[key].size)}" for key in unknown]
 
@@ -167,12 +158,11 @@ class TorchDistWeights:
     def _chunks_at(self, at: StoredAt) -> list[int]:
         """Return the numbers of the chunks of one weight; a stack of experts has tens of thousands of chunks."""
         if at.key not in self._chunks:
-            depth, found = len(at.index), {}
+            depth, found = len(at.index), self._chunks.setdefault(at.key, {})
             for number, chunk in enumerate(self._stored[at.key].chunks):
                 spans = (range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
                 for index in itertools.product(*spans):
                     found.setdefault(index, []).append(number)
-            self._chunks[at.key] = found
         return self._chunks[at.key].get(at.index, [])
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
@@ -180,7 +170,7 @@ class TorchDistWeights:
         stored = self._storage[index]
         mapped = self._mapped(stored.relative_path)
         # torch.save wrote shape, strides and the offset of the bytes into a small zip archive.
-        record = _Slice(mapped, stored.offset, stored.length)
+        record = io.BufferedReader(_Slice(mapped, stored.offset, stored.length))
         with FakeTensorMode():
             fake = torch.load(record, weights_only=True)
         bytes_at = stored.offset + fake.untyped_storage()._checkpoint_offset

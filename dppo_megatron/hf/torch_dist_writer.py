@@ -58,7 +58,8 @@ class Chunk:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Chunk:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+        return cls(**fields)
 
 
 class TorchDistFile:
@@ -138,6 +139,6 @@ def write_torch_dist_metadata(directory: Path, chunks: Iterable[Chunk]) -> None:
     torch.save({}, directory / "common.pt")  # objects that Megatron stores once; none without training state
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}
-    metadata = Metadata(state_dict_metadata=tensors, storage_data=storage)
+    metadata = Metadata(state_dict_metadata={**tensors}, storage_data=storage)
     write_atomic(directory / ".metadata", pickle.dumps(metadata))
     write_atomic(directory / MARKER, json.dumps(config))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .hf_config import HFModelConfig
+from .hf_config import HFModelConfig, MLAConfig, MoEConfig
 from .megatron_model import unwrap
 from .rope import inverse_frequencies
 
@@ -29,9 +29,9 @@ def transformer_fields(config: HFModelConfig) -> dict[str, Any]:
         "add_qkv_bias": config.qkv_bias,
         "multi_latent_attention": config.mla is not None,
         "qk_layernorm": config.qk_norm or config.mla is not None,
-        **(_grouped_queries(config) if config.mla is None else _latent_attention(config)),
+        **(_grouped_queries(config) if config.mla is None else _latent_attention(config, config.mla)),
         "num_moe_experts": config.moe.num_experts if config.moe else None,
-        **(_experts(config) if config.moe else {}),
+        **(_experts(config.moe) if config.moe else {}),
     }
 
 
@@ -61,9 +61,8 @@ def _grouped_queries(config: HFModelConfig) -> dict[str, Any]:
     return {"num_query_groups": config.num_kv_heads, "kv_channels": config.head_dim}
 
 
-def _latent_attention(config: HFModelConfig) -> dict[str, Any]:
+def _latent_attention(config: HFModelConfig, mla: MLAConfig) -> dict[str, Any]:
     """Return the fields of latent attention with its rotary settings, because Megatron rotates inside it."""
-    mla = config.mla
     return {
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -93,9 +92,8 @@ def _yarn(config: HFModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(config: HFModelConfig) -> dict[str, Any]:
-    moe = config.moe
-    fields = {
+def _experts(moe: MoEConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,

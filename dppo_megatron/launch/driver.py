@@ -22,21 +22,24 @@ from .launcher import Launcher, PlanT, ProcessT, RunPlan
 from .restarts import RestartedServer, RestartPolicy
 
 GRACE_S = 10.0
+LAST_LINES = 25  # shown of the log of a failed process
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Every step is done, and the orchestrator has ended."""
+    """States that every step is done and that the orchestrator has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[ProcessT]):
-    process: ProcessT  # a worker, or an engine that is not restarted any more
+    """Names the process that failed: a worker, or an engine without further restarts."""
+
+    process: ProcessT
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerStopped:
-    """The trainer ended before its last step, by a signal that the driver did not send."""
+    """States that the trainer ended before its last step, by a signal that the driver did not send."""
 
 
 class RunDriver(Generic[PlanT, ProcessT]):
@@ -54,7 +57,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._examination = Examination(self._run.root)
         self._warnings = Warnings(self._run.log(name) for name in ("orchestrator", "trainer-0"))
         self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # restarted until the run ends
-        self._orchestrator: list[ProcessT] = []  # at most one
+        self._orchestrator: list[ProcessT] = []  # it has at most one process
         self.trainers: list[ProcessT] = []
 
     def start(self, plan: RunPlan[PlanT]) -> None:

@@ -37,40 +37,39 @@ from dppo_megatron.weights.published import PublishedPolicy
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-# A stopping server waits for its last requests, which a dead engine core no longer answers.
-STOP_S = 15.0
-# In units of engine.health_failures. The pool avoids an engine earlier, because the engine may answer again.
+STOP_S = 15.0  # a stopping server waits for its last requests, which a dead engine core no longer answers
+# This factor multiplies engine.health_failures. The pool avoids an engine earlier, because the engine may answer again.
 FAILURES_BEFORE_KILL = 2
 
 
 class EngineStartError(ExpectedError, RuntimeError):
-    """The server ended, or did not answer, while starting."""
+    """Raised when the server ended, or did not answer, while starting."""
 
 
 class EngineFrozen(ExpectedError, RuntimeError):
-    """The server runs but does not answer; it was killed."""
+    """Raised when the server ran without answering and was killed."""
 
 
 class StartModelTimeout(ExpectedError, TimeoutError):
-    """The quantised model was not made in time."""
+    """Raised when engine 0 did not make the quantised model in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """The parameters with which every node of an engine starts.
+    """Contains the parameters with which every node of an engine starts.
 
     Node 0 decides, because nodes that read the published policy at different times could load different ones.
     """
 
     model: str  # directory
     version: int  # policy version of its weights
-    port: int  # of the HTTP server
-    host: str  # of the nodes' rendezvous, on node 0
+    port: int  # HTTP port of the server
+    host: str  # address of the nodes' rendezvous on node 0
     rendezvous_port: int
 
 
 class Servers:
-    """The server processes of an engine's nodes on this machine. When one ends, the others cannot serve either."""
+    """Owns the server processes of an engine's nodes here. When one ends, the others cannot serve either."""
 
     def __init__(self, processes: Sequence[subprocess.Popen]):
         self._processes = processes
@@ -84,8 +83,8 @@ class Servers:
         for node in nodes:
             line = command(config, start, node)
             log.info("%s %d: %s", SERVER_START, node, " ".join(line))
-            given = {"env": environment, "preexec_fn": partial(end_with_parent, os.getpid())}
-            processes.append(subprocess.Popen(line, stdin=subprocess.DEVNULL, **given))
+            tied = partial(end_with_parent, os.getpid())
+            processes.append(subprocess.Popen(line, stdin=subprocess.DEVNULL, env=environment, preexec_fn=tied))
         return cls(processes)
 
     def poll(self) -> int | None:
@@ -197,8 +196,10 @@ def _policy_to_serve(config: Config, run: RunDir, index: int) -> tuple[Path, int
     when a resumed run publishes in another way.
     """
     published = PublishedPolicy.read(run.published)
-    path = None if published is None or published.path is None else Path(published.path)
-    if path is None or config.weight_sync.lora == "adapter" or (path / ADAPTER_CONFIG).is_file():
+    if published is None or published.path is None or config.weight_sync.lora == "adapter":
+        return ensure_start_model(config, index), 0
+    path = Path(published.path)
+    if (path / ADAPTER_CONFIG).is_file():
         return ensure_start_model(config, index), 0
     try:
         inside_roots(str(path), [str(start_model(config)), str(path.parent)])

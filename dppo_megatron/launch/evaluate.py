@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import re
 import shutil
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dppo_megatron.checks import sampling
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import changed_settings, unusable_directory
 from dppo_megatron.common.files import output, read_json, write_json
-from dppo_megatron.config import Config, ConfigError, read_config
+from dppo_megatron.config import Config, ConfigError, read_config, with_settings
 from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.convert.files import checkpoint_at, fingerprint_of, template_for
 from dppo_megatron.engines.kinds import build_engine
@@ -28,7 +28,7 @@ from .own_engines import running_engines
 
 MODEL = "model.json"  # identifies the evaluated model
 
-Metrics = dict[str, dict[str, float]]  # by evaluation set
+Metrics = dict[str, dict[str, float]]  # evaluation set -> metric -> value
 
 
 def evaluate_model(
@@ -67,7 +67,7 @@ def evaluate_model(
     if run.config.exists():
         problems = changed_settings(config, read_config(run.config))
         if read_json(directory / MODEL) != identity:
-            problems.append(f"{directory}: the evaluation to resume is of other weights; start one without --resume")
+            problems.append(f"{directory}: the evaluation to resume has other weights; start one without --resume")
         if problems:
             raise ConfigError(source, problems)
         forget_all(run)
@@ -97,19 +97,10 @@ async def _take(config: Config, engines: Sequence[Engine], load: Path | None, id
         await asyncio.gather(*(engine.load_weights(load.absolute(), 0) for engine in engines))
     found = await asyncio.gather(*(engine.check_compatible(config) for engine in engines))
     if len(versions := {info.version for info in found}) > 1:
-        raise EngineIncompatible(f"the engines serve several policies, versions {sorted(versions)}; name those of one")
+        raise EngineIncompatible(f"the engines serve several versions, {sorted(versions)}; name engines of only one")
     # An instance may have loaded its policy after it started, but all serve the same version.
     served = [] if load else sorted((info.model, info.instance) for info in found)
     return found[0].version, {"identity": identity, "served": served}
-
-
-def with_settings(config: Config, **sections: Any) -> Config:
-    """Return `config` with other sections, or with other settings in a section."""
-    changed = {
-        name: getattr(config, name).model_copy(update=value) if isinstance(value, dict) else value
-        for name, value in sections.items()
-    }
-    return config.model_copy(update=changed)
 
 
 def _identity(model: Path) -> dict[str, Any]:
@@ -145,9 +136,10 @@ def numbered_directory(parent: Path, name: str, resume: bool) -> Path:
     numbers = [int(m[1]) for path in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
     if resume and numbers:
         return parent / f"{name}-{max(numbers)}"
-    for number in itertools.count(1):
-        try:
-            (parent / f"{name}-{number}").mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        return parent / f"{name}-{number}"
+    number = 1
+    while True:
+        directory = parent / f"{name}-{number}"
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+            return directory
+        number += 1

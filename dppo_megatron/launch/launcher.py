@@ -1,4 +1,4 @@
-"""The interface between a run's driver and the environment of its processes: this machine, or a Slurm allocation."""
+"""Defines the interface between a run's driver and the place of its processes: this machine or a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Generic, Protocol, TypeVar
 
 
 class NamedPlan(Protocol):
-    """A plan to start one process, or a group of processes that end together. Each launcher has its own kind."""
+    """Describes how to start a process, or several that end together. Each launcher has its own kind of plan."""
 
     @property
     def name(self) -> str: ...
 
 
 class Process(Protocol):
-    """A started process."""
+    """Represents a started process."""
 
     name: str
     log: Path
@@ -26,11 +26,12 @@ class Process(Protocol):
 
 
 PlanT = TypeVar("PlanT", bound=NamedPlan)
+StartedPlanT = TypeVar("StartedPlanT", bound=NamedPlan, contravariant=True)
 ProcessT = TypeVar("ProcessT", bound=Process)
 
 
-class Launcher(Protocol[PlanT, ProcessT]):
-    def start(self, plan: PlanT) -> ProcessT:
+class Launcher(Protocol[StartedPlanT, ProcessT]):
+    def start(self, plan: StartedPlanT) -> ProcessT:
         """Start the process and return at once. Its output is appended to its log."""
 
     def end(self, processes: Sequence[ProcessT], grace_s: float) -> None:
@@ -39,8 +40,8 @@ class Launcher(Protocol[PlanT, ProcessT]):
 
 @dataclass(frozen=True, slots=True)
 class RunPlan(Generic[PlanT]):
-    """The plans of every process of a run."""
+    """Contains the plans of every process of a run."""
 
     engines: Sequence[PlanT]
-    orchestrator: PlanT | None  # None if no rollouts are sampled
+    orchestrator: PlanT | None  # None if the run samples no rollouts
     trainers: Sequence[PlanT]  # all ranks, one by one or in groups

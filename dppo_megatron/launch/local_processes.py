@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: their commands and environments, and how they start and end."""
+"""Defines the commands and environments of a run's processes on this machine, and starts and ends them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rank_environment import connection_environment
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
     name: str  # trainer-0, orchestrator, engine-0, ...; also the name of the log
-    arguments: tuple[str, ...]  # of `dppo-megatron`
+    arguments: tuple[str, ...]  # arguments of `dppo-megatron`
     environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's own
 
 
@@ -68,7 +68,7 @@ def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[Pr
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        # Ranks that share a machine's cores must not each start a thread per core.
+        # The ranks share the machine's cores, so each gets its part of the threads.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))),
         **connection_environment(config),
     }

@@ -1,4 +1,4 @@
-"""`dppo-megatron train`: a run on this machine, shown live, from the first process to the exit code."""
+"""`dppo-megatron train`: runs and shows a run on this machine, from the first process to the exit code."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from dppo_megatron.observability.names import evaluated_sets
 from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.run_dir import RunDir
 
-from .driver import Completed, Failed, RunDriver, TrainerStopped
+from .driver import LAST_LINES, Completed, Failed, RunDriver, TrainerStopped
 from .launcher import RunPlan
 from .local_processes import LocalLauncher, ProcessPlan
 
 POLL_S = 0.05
-LAST_LINES = 25
 
 
 def finished(config: Config) -> bool:
@@ -37,7 +36,7 @@ def finished(config: Config) -> bool:
 
 
 class LocalRun:
-    """A run on this machine, which ends when a process fails that cannot be restarted.
+    """Runs a whole run on this machine, and ends it when a process fails that cannot be restarted.
 
     The other processes are ended, and the last lines of the failed one are shown. Bank and checkpoints stay for
     `--resume`.
@@ -46,10 +45,7 @@ class LocalRun:
     def __init__(
         self, config: Config, plan: RunPlan[ProcessPlan], lock: FileLock | None = None, *, resume_command: str = ""
     ):
-        """Prepare the run. `lock`: the lock of the run directory.
-
-        `resume_command`: shown to the user; default: `train --resume`.
-        """
+        """Prepare the run. lock: the run directory's. resume_command: shown in messages; default: `train --resume`."""
         self._config = config
         self._run = RunDir(config.run.dir)
         self._plan = plan
@@ -111,11 +107,11 @@ class LocalRun:
     def _report(self, line: str) -> None:
         """Show a line to the user and append it to a log."""
         self._view.note(line)
-        with contextlib.suppress(OSError):  # a full disk too must not hide the reason
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason
             append_line(self._run.log("train"), line)
 
     def _show_failure(self, child: Child) -> None:
-        self._report(f"{child.name} ended: {exit_reason(child.poll())}. Its last lines ({child.log}):")
+        self._report(f"{child.name} ended: {exit_reason(child.poll() or 0)}. Its last lines ({child.log}):")
         for line in last_lines(child.log, LAST_LINES):
             self._view.note(f"  {line}")
         self._view.note(f"the run stopped; {self._next()}")

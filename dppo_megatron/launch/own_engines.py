@@ -11,11 +11,15 @@ from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.run_dir import RunDir
 
-from .driver import GRACE_S
+from .driver import GRACE_S, LAST_LINES
 from .engine import EngineStartError
 from .local_processes import LocalLauncher, engine_plans
 
-LAST_LINES = 25
+
+def with_last_lines(what: str, process: Child) -> str:
+    """Return `what` with the end of the process's log."""
+    lines = last_lines(process.log, LAST_LINES)
+    return "\n  ".join((f"{what}. Its last lines ({process.log}):", *lines))
 
 
 @contextmanager
@@ -34,8 +38,8 @@ def running_engines(config: Config, *, trains: bool = True) -> Iterator[list[str
     def check() -> None:
         for server in servers:
             if (code := server.poll()) is not None:
-                why = f"{server.name} ended while starting: {exit_reason(code)}. Its last lines ({server.log}):"
-                raise EngineStartError("\n  ".join((why, *last_lines(server.log, LAST_LINES))))
+                why = f"{server.name} ended while starting: {exit_reason(code)}"
+                raise EngineStartError(with_last_lines(why, server))
 
     try:
         for plan in engine_plans(config, trains=trains):

@@ -1,4 +1,4 @@
-"""Environment of a trainer rank that must be set before its process starts, on any machine."""
+"""Computes the environment variables of a trainer rank that must be set before its process starts."""
 
 from __future__ import annotations
 

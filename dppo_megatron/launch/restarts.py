@@ -16,16 +16,16 @@ ORPHANS_S = 1.0  # time for the orphans of a dead server to end by themselves
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Delays between the end of a server and its next start, in seconds."""
+    """Defines the delays between the end of a server and its next start, in seconds."""
 
     limit: int  # restarts in a row
     first_s: float = 1.0
     longest_s: float = 60.0
-    healthy_s: float = 300.0  # a server that served this long ends for a new reason: the count starts again
+    healthy_s: float = 300.0  # after serving for this long, the count of restarts begins again
 
 
 class RestartedServer(Generic[PlanT, ProcessT]):
-    """Starts one server, and restarts it when it ends. `check` must be called often; it never blocks for long.
+    """Starts one server, and restarts it when it ends. Call `check` often; it never blocks for long.
 
     `withdraw` removes the registration of an ended server; `is_registered` is true once it serves.
     """
@@ -44,7 +44,7 @@ class RestartedServer(Generic[PlanT, ProcessT]):
         self._withdraw = withdraw
         self._is_registered = is_registered
         self._policy = policy
-        self._restarts = 0  # in a row
+        self._restarts = 0  # consecutive ones
         self._serving_since: float | None = None
         self._ever_served = False
         self._due: float | None = None  # time of its next start
@@ -61,7 +61,7 @@ class RestartedServer(Generic[PlanT, ProcessT]):
                 self._due, self.process = None, self._launcher.start(self._plan)
             return None
         code = self.process.poll()
-        # Checked for an ended server too: it may have served, and been killed, between two calls.
+        # An ended server is checked as well, because it may have registered and been killed between two calls.
         serves = self._serving_since is None and self._is_registered()
         if serves:
             self._serving_since, self._ever_served = now, True
@@ -76,7 +76,7 @@ class RestartedServer(Generic[PlanT, ProcessT]):
         served_s = 0.0 if self._serving_since is None else now - self._serving_since
         self._restarts = 1 if served_s >= self._policy.healthy_s else self._restarts + 1
         self._serving_since = None
-        if not self._ever_served:  # probably misconfigured, so a restart would not help
+        if not self._ever_served:  # it is probably misconfigured, so a restart would not help
             self.failed = True
             return None
         name, policy = self._plan.name, self._policy

@@ -10,23 +10,22 @@ from dppo_megatron.checks import check_run_dir, data, settings_problems
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import unusable_directory
 from dppo_megatron.checks.user_code import environment_problems, reward_problems
-from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
+from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths, with_settings
 from dppo_megatron.config.schema import ObjectiveConfig, ParallelConfig
 from dppo_megatron.config.task import EvalConfig
 from dppo_megatron.data.prompts import training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.run_dir import RunDir
 
-from .evaluate import with_settings
 from .launcher import RunPlan
 from .local_processes import ProcessPlan, engine_plans
 from .local_run import LocalRun
 
-ANY_AGE = 10**9  # of a policy: there is only one
+ANY_AGE = 10**9  # staleness limit without effect, because there is only one policy
 
 
 def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: Path | None, resume: bool) -> int:
-    """Sample `n` answers to each of the first `prompts` prompts of the order, and return the exit code of the run.
+    """Sample `n` answers to each of the first `prompts` prompts in training order; return the run's exit code.
 
     The default of `prompts` is every row of data.train. The run's directory is `out`, by default `run.dir`/samples.
     Engines, retries, rewards, resume and the bank are those of a training run. Raises `ConfigError`.
@@ -44,7 +43,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
             "directory of these weights (dppo-megatron convert) and remove model.weights"
         )
     if config.data.more and prompts is None:
-        problems.append("data.more: files that are mixed without end have no last row; give --prompts")
+        problems.append("data.more: mixed files repeat without end; set --prompts")
     if problems:
         raise ConfigError(source, problems)
     available = len(training_prompts(config, load_tokenizer(config.model.path), tools))
@@ -64,7 +63,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
 
 
 def sampling_only(config: Config, n: int, directory: Path) -> Config:
-    """Return `config` with the defaults for training and evaluation: one policy that is never replaced."""
+    """Return `config` with the default training and evaluation, so that one policy answers everything."""
     return with_settings(
         config,
         run={"dir": directory},

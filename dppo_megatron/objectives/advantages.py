@@ -30,7 +30,7 @@ class RewardMoments:
 
     @property
     def std(self) -> Tensor:
-        """Sample standard deviation (n - 1); 0 for fewer than two samples."""
+        """Return the sample standard deviation (n - 1), 0 for fewer than two samples."""
         spread = self.squares - self.total.square() / self.count.clamp(min=1)
         return (spread.clamp(min=0.0) / (self.count - 1).clamp(min=1)).sqrt()
 
@@ -48,10 +48,13 @@ def group_advantages(
     leave_one_out     reward - mean of the other samples (RLOO, arXiv 2402.14740) = n / (n - 1) group_mean.
     batch_mean        reward - mean of the batch; `rewards` must be the whole batch (FlashREINFORCE).
     batch_normalised  group_mean over its sample standard deviation across the batch (REINFORCE++-baseline,
-                      arXiv 2501.03262). `moments`: of the whole batch, if `rewards` is a part.
-    rewards fp32/fp64. valid: False where a sample failed; it gets 0 and counts in no statistic. If all
-    valid rewards of a group are equal, or there is only one, all get exactly 0, except with batch_mean. No epsilon
-    in a denominator. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
+                      arXiv 2501.03262). `moments` are those of the whole batch, if `rewards` is only a part of it.
+    rewards: fp32 or fp64. valid: False where a sample failed; it gets 0 and counts in no statistic. If all valid
+    rewards of a group are equal, or there is only one, all get exactly 0, except with batch_mean. No denominator has an
+    epsilon. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
+
+    Example: the rewards [[1, 0, 0, 1]] give group_mean [[0.5, -0.5, -0.5, 0.5]], and with a failed last sample
+    [[0.67, -0.33, -0.33, 0]].
     """
     if kind not in ADVANTAGE_KINDS:
         raise ObjectiveError(f"unknown advantage {kind!r}: {nearest(kind, ADVANTAGE_KINDS)}")
@@ -87,11 +90,11 @@ def turn_advantages(
     by `kind`, a kind over groups, with the returns of the trajectories that reached turn k. If no other trajectory
     reached turn k, the turn takes the advantage of its trajectory's first turn.
 
-    rewards: of the trajectories; the excess of a reward over the sum of its turns is earned in the last turn. So
+    rewards: one for each trajectory; the excess of a reward over the sum of its turns is earned in the last turn. So
     without a discount R_0 is the trajectory's reward, and A_0 the advantage of `group_advantages`.
-    turn_rewards, turns: of each turn, and the number of turns. A trajectory with 0 turns, because none had a reward,
-    has one advantage, that of the first turn, in all T. Returns that fp32 cannot distinguish are equal. Raises as
-    `group_advantages`, and for kinds over the batch.
+    turn_rewards, turns: the reward of each turn, and the number of turns. A trajectory with 0 turns, because none had a
+    reward, has one advantage, that of the first turn, in all T. Returns that fp32 cannot distinguish are equal. Raises
+    as `group_advantages` does, and for kinds over the batch.
 
     Example, with discount 1:
 
@@ -99,7 +102,7 @@ def turn_advantages(
         returns [[[1, 1], [0, 0]]], advantages [[[0.5, 0.5], [-0.5, -0.5]]]
     """
     if kind in ("batch_mean", "batch_normalised"):
-        raise ObjectiveError(f"advantage {kind!r} is over the batch, that of turns over groups; use another one")
+        raise ObjectiveError(f"advantage {kind!r} compares over the batch, turns compare in groups; use another one")
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     longest = turn_rewards.shape[2]
     whole = turns == 0
@@ -144,7 +147,7 @@ def _centred(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Ten
     if valid.shape != rewards.shape:
         raise ObjectiveError(f"valid has shape {tuple(valid.shape)}, rewards has {tuple(rewards.shape)}")
     values = torch.where(valid, rewards.double(), 0.0)
-    # Compared directly, not with a rounded mean: equal rewards of 0.1 must not leave 1e-17, which a std would amplify.
+    # A comparison with a rounded mean would leave 1e-17 for equal rewards of 0.1, and a std would amplify it.
     signal = _spread(values, valid) > 0
     mean = values.sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(valid & signal, values - mean, 0.0), valid, signal

@@ -26,6 +26,8 @@ def sequence_weights(kind: str, response_lengths: Int[Tensor, " B"], horizon: in
     seq_mean_token_sum       1 / sequences.
     response_lengths: loss-carrying tokens of each sequence; a sequence without any gets 0 and does not count.
     Raises ObjectiveError for an unknown kind, or seq_mean_token_sum_norm without a positive horizon.
+
+    Example: the lengths [2, 0, 4] give [1/6, 0, 1/6] with token_mean and [1/4, 0, 1/8] with seq_mean_token_mean.
     """
     if kind not in AGGREGATION_KINDS:
         raise ObjectiveError(f"unknown aggregation {kind!r}: {nearest(kind, AGGREGATION_KINDS)}")

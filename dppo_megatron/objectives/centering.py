@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from .settings import ObjectiveSettings
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_LEAST_TAIL = 1e-6  # least mass outside the list, for pi and mu (appendix A.3): fp32 log-probs give 1 - mu(H) no better
+_LEAST_TAIL = 1e-6  # least mass of pi and mu outside the list (appendix A.3), the precision of 1 - mu(H) in fp32
 _FARTHEST = 80.0  # nats by which pi may exceed mu in the list, so that mu r stays finite
 
 
@@ -49,14 +49,14 @@ def expected_score(
 
     c_v is the coefficient that the settings give token v if it was sampled with the same A. The tail's c is that of a
     token with the tail's ratio and mean mass (with all of its mass where topk.vocab_size is None): a region in
-    probabilities would take the whole tail for one token that moved far. Of a quadratic control only the ratio is
-    centred: its penalty has an intended mean.
+    probabilities would take the whole tail for one token that moved far. A quadratic control has only its ratio
+    centred, because its penalty has an intended mean.
     """
     keep = tokens.mask
     present = keep[:, None] & (topk.ids >= 0)
     dtype = tokens.detached_logprob.dtype
     policy = torch.where(present, topk.logprob.to(dtype), 0.0)
-    # In float64, because 1 - mu(H) is a small difference of numbers near 1.
+    # 1 - mu(H) is a small difference of numbers near 1, so it is computed in float64.
     ln_pi = policy.detach().double()
     ln_mu = torch.where(present, topk.rollout_logprob.detach().double(), 0.0)
     ln_mu = torch.maximum(ln_mu, ln_pi - _FARTHEST)
@@ -112,8 +112,3 @@ def _over_list(columns: Float[Tensor, "T K"]) -> Float[Tensor, " T"]:
     if columns.shape[1] == 0:
         return columns.sum(dim=1)
     return columns.cumsum(dim=1)[:, -1]
-
-
-def without_old(tokens: Tokens) -> Tokens:
-    """Return `tokens` for a mismatch mask that treats listed and sampled tokens equally, by pi and mu only."""
-    return replace(tokens, old_logprob=None)

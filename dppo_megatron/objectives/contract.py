@@ -1,4 +1,5 @@
 """Define the contract between a trainer and an objective: call, output, and needs, which name the inputs."""
+# mypy: strict-optional=True
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ class TopKLogprobs:
     target_ids           [T] int, the sampled token.
     vocab_size           size of the whole vocabulary, or [T] of the set each was drawn from, for the uniform
                          tail of the predictive direction and for score centering with a region in probabilities.
-    old_logprob          [T, K] as rollout_logprob, of the old policy (PPO's); for anchor 'old' only.
-    old_other_logprob    [T] as other_logprob, of the same policy; None = 1 minus the mass of its top K.
+    old_logprob          [T, K] like rollout_logprob, by the old policy (PPO's); only for anchor 'old'.
+    old_other_logprob    [T] like other_logprob, by the old policy; None = 1 minus the mass of its top K.
+
+    Example of one token with K = 2: ids [[3, 9]] and target_ids [7], so other_logprob is that of all but 3, 9 and 7.
     """
 
     ids: Int[Tensor, "T K"]
@@ -73,10 +76,12 @@ class ObjectiveProtocol(Protocol):
 
     name: str
     settings: ObjectiveSettings
+    # Columns of `types.COLUMNS` that the engine must return, each an argument with its name, as in the `TokenBatch`.
+    needs_columns: tuple[str, ...] = ()
 
     @property
     def needs_rollout(self) -> bool:
-        """Return whether the objective needs `rollout_logprob`: ln mu(a) by the rollout policy."""
+        """Return whether the objective needs `rollout_logprob`, ln mu(a) by the rollout policy."""
         s = self.settings
         corrects = s.mismatch != "none" or s.rejection != "none" or s.drops_outliers
         compares = s.response_region != "none" or s.rollout_kl != "none" or s.batch_statistic != "none"
@@ -94,7 +99,7 @@ class ObjectiveProtocol(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the objective needs `reference_logprob`: by the model from which training starts."""
+        """Return whether the objective needs `reference_logprob`, by the model from which training starts."""
         return self.settings.reference_kl != "none"
 
     @property
@@ -106,7 +111,8 @@ class ObjectiveProtocol(Protocol):
     def needs_topk_gradient(self) -> bool:
         """Return whether the objective needs `topk.logprob` with a gradient."""
         s = self.settings
-        return s.centering != "none" or (s.divergence == "topk_tv" and "quadratic" in s.control)
+        penalises = s.rollout_kl == "topk_squared" or (s.divergence == "topk_tv" and "quadratic" in s.control)
+        return penalises or s.centering != "none"
 
     @property
     def needs_entropy(self) -> bool:
@@ -129,9 +135,7 @@ class ObjectiveProtocol(Protocol):
 
     @property
     def needs_statistic(self) -> bool:
-        """Return whether the objective needs `with_statistic` before the first micro-batch: a number of the whole
-        batch, see `batch_statistic`.
-        """
+        """Return whether the objective first needs `with_statistic`, a number of the batch (`batch_statistic`)."""
         return self.settings.batch_statistic != "none"
 
     @property
@@ -174,17 +178,17 @@ class ObjectiveProtocol(Protocol):
         All [T]. logprob, rollout_logprob, old_logprob, reference_logprob: fp32/fp64 ln p of the sampled token,
         temperature applied. mask: bool or 0/1, tokens that carry loss; other values, nan included, add nothing to loss,
         gradient or metrics. sequence_ids: numbered from 0 and below T. positions: order within a sequence; None = the
-        order of the tokens. No collectives and no synchronisation with the host.
+        order of the tokens. `needs_columns` are further arguments. No collectives, no synchronisation with the host.
         """
         ...
 
 
-FLAGS = tuple(name for name in vars(ObjectiveProtocol) if name.startswith(("needs_", "moves_")))
+FLAGS = tuple(name for name, value in vars(ObjectiveProtocol).items() if isinstance(value, property))
 
 
 def missing_attributes(target: Any) -> list[str]:
     """Return the parts of the contract that `target` lacks; the two methods for `needs_statistic` are optional."""
     if isinstance(target, type):
         return ["an instance"]
-    wanted = ("name", "settings", "describe", *FLAGS, "__call__")
+    wanted = ("name", "settings", "describe", "needs_columns", *FLAGS, "__call__")
     return [attribute for attribute in wanted if not hasattr(target, attribute)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ADVANTAGE_FACTOR = (0.1, 10.0)  # MASPO: factors by which an advantage may narrow and widen the gate
 _RESPONSE_RATIO = (1e-8, math.exp(20))  # VESPO: range in which its kernel is evaluated
-_LEAST_RATIO = 1e-30  # below it r w approaches 0 with r, because w = (r w) / r would overflow
+_LEAST_RATIO = 1e-30  # a smaller r would make w = (r w) / r overflow, so r w approaches 0 with it
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Controlled:
     slope: Float[Tensor, " T"] | None = None
 
 
-# The arguments: the settings, the tokens' positions, r as used in the loss (with its bounds), and the top K.
+# The arguments are the settings, the tokens' positions, r as used in the loss (with its bounds), and the top K.
 Control = Callable[[ObjectiveSettings, Position, Tensor, Buckets | None], Controlled]
 
 
@@ -53,7 +53,7 @@ def dppo_mask(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) 
 
         M = 0  iff  D > delta  and  (A > 0 and r > 1,  or  A < 0 and r < 1),  else 1.
 
-    `at.beyond` is D > delta, `at.diverging` the condition in brackets; axes may put others in their place.
+    `at.beyond` is D > delta, `at.diverging` the condition in brackets; axes may replace both conditions.
     """
     outside = at.beyond & at.diverging
     return Controlled(-at.advantage * torch.where(outside, 0.0, r), (~outside).to(r.dtype), outside)
@@ -102,10 +102,10 @@ def mask_drpo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | 
 def topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets) -> Controlled:
     """Penalise the whole top K:  L = r A - |A| / (2 delta) sum over S and the rest of (pi - mu)^2.
 
-    Our own experiment, in no paper. DRPO's penalty |A| / (2 delta) mu(a) (r - 1)^2 is one sample, a from mu, of
-    |A| / (2 delta) sum (pi - mu)^2. Here the sum runs over S, the top K and a. All other mass counts as one token; its
-    gradient is minus that of the top-K masses, so the kernel needs no gradient for `other`. w = 1: the penalty has its
-    own gradient, through the top K.
+    This is our own experiment, not from a paper. DRPO's penalty |A| / (2 delta) mu(a) (r - 1)^2 is one sample, a from
+    mu, of |A| / (2 delta) sum (pi - mu)^2. Here the sum runs over S, the top K and a. All other mass counts as one
+    token; its gradient is minus that of the top-K masses, so the kernel needs no gradient for `other`. w = 1: the
+    penalty has its own gradient, through the top K.
     """
     scale = at.advantage.abs() / (2 * (s.penalty_delta or s.delta))
     policy = buckets.policy
@@ -195,9 +195,8 @@ GATES: Mapping[str, Callable[[ObjectiveSettings, Position, Tensor], tuple[Tensor
 }
 
 
-# Keys: the axes control and divergence.
-_TV_AND_KL = ("binary_tv", "binary_kl", "topk_tv", "topk_kl")
-CONTROLS: Mapping[tuple[str, str], Control] = {
+_TV_AND_KL = ("binary_tv", "binary_kl", "kl_either", "topk_tv", "topk_kl")
+CONTROLS: Mapping[tuple[str, str], Control] = {  # keys: values of the axes control and divergence
     **{("none", divergence): no_control for divergence in (*_TV_AND_KL, "ratio")},
     **{("gate", divergence): gate for divergence in (*_TV_AND_KL, "ratio")},
     **{("mask", divergence): dppo_mask for divergence in _TV_AND_KL},
@@ -228,7 +227,7 @@ def _penalised(s: ObjectiveSettings, at: Position, r: Tensor, delta: float, only
     """Apply the plain policy gradient with a penalty of the sampled token: |A| D / delta or, without |A|, D / delta.
 
     l2: mu (r - 1)^2 / 2. tv: |pi - mu|. kl: the binary KL(mu || pi). k3: r - 1 - ln r. The DRPO paper's ablation names
-    these; their scale is ours, the scale of its own penalty.
+    these, but not their scale; here it is that of DRPO's own penalty.
     """
     mu, pi = at.anchor.exp(), at.policy.exp()
     mu_rest, pi_rest = (-torch.expm1(p.clamp(max=-torch.finfo(p.dtype).eps)) for p in (at.anchor, at.policy))

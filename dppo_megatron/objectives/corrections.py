@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .inputs import Tokens
+from .inputs import Buckets, Tokens
 from .sequences import over_sequence
 from .settings import ObjectiveSettings
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+_LEAST_REST = 1e-8  # least mass of the tokens outside the top K, below which it carries no gradient
 _FARTHEST = 10.0  # largest nats between pi and mu for which the KL to mu grows with 1 / r
 
 
@@ -78,22 +79,39 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
     return value.detach() + coefficient * (tokens.logprob - tokens.detached_logprob)
 
 
-def rollout_kl(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
+def rollout_kl(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Float[Tensor, " T"]:
     """Return the KL to the rollout policy on every loss-carrying token, with its gradient; r = pi / mu of the token.
 
     squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of that). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380),
     1 / r within e^-10 and e^10 as in its authors' code; otherwise one token that pi has left outweighs the batch.
+    topk_squared: sum over S and the rest of mu (ln r)^2 (prime-rl's distributional IPO), S as in `Buckets`.
     """
+    if s.rollout_kl == "topk_squared":
+        return _expected_square(tokens, buckets)
     log_ratio = tokens.logprob - tokens.rollout_logprob
     if s.rollout_kl == "squared":
         return log_ratio.square()
     return torch.expm1((-log_ratio).clamp(-_FARTHEST, _FARTHEST)) + log_ratio
 
 
+def _expected_square(tokens: Tokens, buckets: Buckets) -> Float[Tensor, " T"]:
+    gap = torch.where(buckets.present, buckets.policy_logprob - buckets.anchor_logprob, 0.0)
+    inside = (buckets.anchor * gap.square()).sum(dim=1)
+    # pi's mass outside S has the value of its own statistic, and the gradient of 1 - sum(pi over S). mu's is a small
+    # difference of numbers near 1, so it is computed in float64.
+    mass = buckets.policy.sum(dim=1)
+    rest = (buckets.policy_other_logprob.exp() - (mass - mass.detach())).clamp(min=_LEAST_REST).log()
+    anchor = (buckets.anchor_logprob.double().exp() * buckets.present).sum(dim=1)
+    anchor_rest = (1 - anchor).clamp(min=0.0).to(rest.dtype)
+    outside = anchor_rest * (rest - anchor_rest.clamp(min=_LEAST_REST).log()).square()
+    return torch.where(tokens.mask, inside + outside, 0.0)
+
+
 def keep_finished(truncated: Bool[Tensor, " B"], response_lengths: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
     """Return the loss-carrying lengths with truncated responses set to 0 (overlong filtering, DAPO, arXiv 2503.14476).
 
-    Use the result for both the mask and the counts, so that the denominators exclude a filtered response too.
+    Use the result for both the mask and the counts, so that the denominators exclude a filtered response too. Example:
+    truncated [False, True] and lengths [3, 8] give [3, 0].
     """
     return torch.where(truncated, torch.zeros_like(response_lengths), response_lengths)
 

@@ -11,6 +11,7 @@ _DIVERGENCES = {
     "ratio": "|r - 1|, the ratio of the sampled token (PPO's region)",
     "binary_tv": "binary total variation |mu(a) - pi(a)| of the sampled token",
     "binary_kl": "binary KL(mu || pi) of the sampled token against all others",
+    "kl_either": "the larger of the binary KL(mu || pi) and KL(pi || mu) of the sampled token",
     "topk_tv": "total variation over the rollout's top K, the sampled token and the rest",
     "topk_kl": "KL(mu || pi) over the rollout's top K, the sampled token and the rest",
 }
@@ -27,7 +28,7 @@ _LEVELS = {
 _DIRECTIONS = {
     "sampled": "and it is moving away (A > 0 and r > 1, or A < 0 and r < 1)",
     "predictive": "and the update would raise D (A times the predicted change > 0, tail {s.tail})",
-    "symmetric": "whatever the sign of A",
+    "symmetric": "for either sign of A",
     "negative": "and A < 0 and r < 1",
 }
 _PENALISED = {
@@ -51,8 +52,8 @@ _RESPONSES = {
     "negative": "all tokens of a response with A < 0 are dropped",
 }
 _BATCH = (
-    "  batch: of the tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) those with the largest "
-    "|ln old / mu| are dropped until the mean of {square} over the batch is below {budget:g}{kept}"
+    "  batch: tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) are dropped, those with the largest "
+    "|ln old / mu| first, until the mean of {square} over the batch is below {budget:g}{kept}"
 )
 
 
@@ -74,7 +75,11 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
             f"{s.reference_kl_gradient} gradient"
         )
     if s.rollout_kl != "none":
-        term = {"squared": "(ln r)^2", "k3": "(ln r + 1 / r - 1)"}[s.rollout_kl]
+        term = {
+            "squared": "(ln r)^2",
+            "k3": "(ln r + 1 / r - 1)",
+            "topk_squared": "E_mu (ln r)^2, over the top K, the sampled token and the rest,",
+        }[s.rollout_kl]
         share = " (1 - effective share)" if s.batch_statistic == "effective_size" else ""
         yield f"  rollout policy: + {s.rollout_kl_coefficient:g}{share} {term} on every token, r = pi / mu"
     if s.entropy_coefficient:
@@ -185,11 +190,11 @@ def _region(s: ObjectiveSettings) -> Iterator[str]:
 
 def _positions(s: ObjectiveSettings) -> Iterator[str]:
     if s.position_weight is not None:
-        yield f"  position: D counts in full at the start of a response, times {s.position_weight:g} at its end"
+        yield f"  position: D has weight 1 at the start of a response and {s.position_weight:g} at its end"
     if s.prefix_budget is not None:
         most = (s.prefix_budget_ceiling or 2) * s.prefix_budget
         budget = f"{s.prefix_budget:g}, or up to {most:g} by the response's own D"
-        yield f"  prefix: the threshold shrinks where D before the token averages above {budget}"
+        yield f"  prefix: the threshold shrinks where the mean D before the token is above {budget}"
     if s.free_low is not None or s.free_high is not None:
         yield f"  free: tokens with r in [{1 - (s.free_low or 0):g}, {1 + (s.free_high or 0):g}]"
     if s.exempt_below is not None:
@@ -207,8 +212,8 @@ def _corrections(s: ObjectiveSettings) -> Iterator[str]:
     if s.batch_statistic == "second_moment":
         yield _BATCH.format(square="its square", budget=s.second_moment_budget, kept="")
     elif s.batch_statistic == "second_moment_clip":
-        square = "the square, those clipped at the bound included,"
-        kept = ", but none with old / mu within [0.7, 1.5]"
+        square = "the square, including those clipped at the bound,"
+        kept = "; tokens with old / mu within [0.7, 1.5] are kept"
         yield _BATCH.format(square=square, budget=s.second_moment_budget, kept=kept)
     low, high = _bound(s.mismatch_low, "0"), _bound(s.mismatch_high, "inf")
     if s.mismatch == "truncate":

@@ -46,6 +46,8 @@ def of_token(
         }[kind]()
     if kind in ("binary_tv", "binary_kl"):
         return (binary_tv if kind == "binary_tv" else binary_kl)(anchor, policy)
+    if kind == "kl_either":
+        return torch.maximum(binary_kl(anchor, policy), binary_kl(policy, anchor))
     return topk_tv(buckets) if kind == "topk_tv" else topk_kl(buckets)
 
 

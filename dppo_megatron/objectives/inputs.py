@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .contract import ObjectiveProtocol, TopKLogprobs
-from .settings import ObjectiveError
+from .settings import ObjectiveError, nearest
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -21,7 +21,7 @@ class Buckets:
 
     Absent columns, and copies of the sampled token among the top K, have `present` False and probability 0 under both
     policies. `*_other` is the mass of all other tokens; anchor_other is 0 where it is below the rounding of its own
-    sum.
+    sum. Example: the ids [[3, 7, -1]] and the sampled token 7 have present [[True, False, False, True]].
     """
 
     present: Bool[Tensor, "T K+1"]
@@ -53,7 +53,7 @@ class Tokens:
     rollout_logprob: Float[Tensor, " T"] | None = None
     old_logprob: Float[Tensor, " T"] | None = None
     reference_logprob: Float[Tensor, " T"] | None = None
-    entropy: Float[Tensor, " T"] | None = None  # with gradient when it has one
+    entropy: Float[Tensor, " T"] | None = None  # keeps its gradient, if it has one
     sequence_ids: Int[Tensor, " T"] | None = None
     positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = the order of the tokens
 
@@ -62,15 +62,15 @@ class Tokens:
         return torch.zeros_like(self.detached_logprob)
 
 
-def check_and_clean(objective: ObjectiveProtocol, *, logprob: Tensor, mask: Tensor, **given: Tensor | None) -> Tokens:
-    """Reject inputs that are missing, misshapen or too coarse; set neutral values outside the mask.
+def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tokens:
+    """Reject inputs that are missing, unknown, misshapen or too coarse; set neutral values outside the mask.
 
-    given: the other inputs of an objective's call by name, without `topk`.
+    given: the inputs of an objective's call by name, without `topk`.
     """
     name, supervised = objective.name, objective.settings.supervised
-    if logprob.ndim != 1:
-        raise ObjectiveError(f"{name}: logprob must be [T], got shape {tuple(logprob.shape)}")
     required = {
+        "logprob": True,
+        "mask": True,
         "advantage": not supervised,
         "rollout_logprob": objective.needs_rollout,
         "old_logprob": objective.needs_old,
@@ -78,9 +78,19 @@ def check_and_clean(objective: ObjectiveProtocol, *, logprob: Tensor, mask: Tens
         "reference_logprob": objective.needs_reference,
         "entropy": objective.needs_entropy,
     }
-    if missing := [key for key, needed in required.items() if needed and given.get(key) is None]:
-        raise ObjectiveError(f"{name} needs {', '.join(missing)}")
+    inputs = [key for key, needed in required.items() if needed]
+    if unknown := [key for key in given if key not in required and key != "positions"]:
+        meant = ", ".join(f"unknown input {key!r}: {nearest(key, inputs).rstrip('?')}" for key in unknown)
+        raise ObjectiveError(f"{name}: {meant}; needs, by name and each [T]: {', '.join(inputs)}")
     present = {key: value for key, value in given.items() if value is not None}
+    if missing := [key for key in inputs if key not in present]:
+        raise ObjectiveError(f"{name} needs {', '.join(missing)}; pass by name, each [T]: {', '.join(inputs)}")
+    for key, value in present.items():
+        if not isinstance(value, Tensor):
+            raise ObjectiveError(f"{name}: {key} is a {type(value).__name__}; pass a tensor [T]")
+    logprob, mask = present.pop("logprob"), present.pop("mask")
+    if logprob.ndim != 1:
+        raise ObjectiveError(f"{name}: logprob must be [T], got shape {tuple(logprob.shape)}")
     for key, value in {"mask": mask, **present}.items():
         if value.shape != logprob.shape:
             raise ObjectiveError(f"{name}: {key} has shape {tuple(value.shape)}, logprob has {tuple(logprob.shape)}")

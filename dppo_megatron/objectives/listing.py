@@ -9,8 +9,8 @@ from .settings import AXES, AXIS_ALIASES
 
 _LEGEND = """\
 mu: the policy of the rollout engine; pi: the policy in training. A threshold is a probability for tv, nats for kl,
-how far r may leave 1 for ratio. Any axis can be overridden under objective.settings; `dppo-megatron objectives NAME`
-says in words what one does and lists its settings."""
+the distance of r from 1 for ratio. Any axis can be overridden under objective.settings; `dppo-megatron objectives NAME`
+describes a preset in words and lists its settings."""
 
 
 def table() -> str:

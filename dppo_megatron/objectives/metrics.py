@@ -65,7 +65,7 @@ def min_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
 def quantiles_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
     """Return the histogram of a non-negative `value` over `where`, in fixed bins so that merging is exact."""
     decades = value.detach().double().clamp(min=1e-30).log10() - _LOWEST_DECADE
-    # nan_to_num: a nan has no bin; the count of non-finite tokens reports it.
+    # A nan has no bin of its own and goes to the lowest; the count of non-finite tokens reports it.
     bin_ = (decades * _BINS_PER_DECADE).nan_to_num(nan=-1.0).floor().clamp(-1, _BINS - 2).long() + 1
     counts = torch.zeros(_BINS, dtype=torch.float64, device=value.device)
     return _summing("quantiles", counts.index_add(0, bin_, where.double()))

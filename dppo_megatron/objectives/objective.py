@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .batch_statistic import beyond_budget, statistic_sums, statistic_value
-from .centering import expected_score, without_old
+from .centering import expected_score
 from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, missing_attributes
 from .corrections import mismatch_weight, reference_kl, rejected, rollout_kl
 from .describe import describe
@@ -24,7 +24,7 @@ from .token_metrics import TokenResults, token_metrics
 from .trust_region import logprob_of, outside_response_region
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float
+    from jaxtyping import Float
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Objective(ObjectiveProtocol):
 
     name: str
     settings: ObjectiveSettings
-    statistic: Tensor | None = None  # of the whole batch, see `with_statistic`
+    statistic: Tensor | None = None  # number of the whole batch, see `with_statistic`
 
     def statistic_sums(
         self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
@@ -47,14 +47,7 @@ class Objective(ObjectiveProtocol):
     def describe(self) -> str:
         return describe(self.name, self.settings)
 
-    def __call__(
-        self,
-        *,
-        logprob: Float[Tensor, " T"],
-        mask: Bool[Tensor, " T"],
-        topk: TopKLogprobs | None = None,
-        **given: Tensor | None,
-    ) -> ObjectiveOutput:
+    def __call__(self, *, topk: TopKLogprobs | None = None, **given: Tensor | None) -> ObjectiveOutput:
         """Return the loss of each sampled token; `ObjectiveProtocol.__call__` describes the inputs.
 
             loss = join(value, slope) + penalty + centering + KL + rollout KL - entropy
@@ -64,15 +57,16 @@ class Objective(ObjectiveProtocol):
         it. Example: of a response of three tokens, mu = [0.5, 0.5, 0.1], pi = [0.6, 0.5, 0.5]. With `mismatch_high` 2,
         mismatch drops the third token (ratio 5). With `rejection='any_token'`, `rejection_high` 2, rejection drops all
         three. With `response_region='max'`, binary TV above 0.3, the region drops all three.
-        Raises ObjectiveError for inputs that are missing, misshapen, or of 16-bit precision.
+        Raises ObjectiveError for inputs that are missing, unknown, misshapen, or of 16-bit precision.
         """
         s = self.settings
-        tokens = check_and_clean(self, logprob=logprob, mask=mask, **given)
+        tokens = check_and_clean(self, **given)
         buckets = self._buckets(tokens, topk)
         statistic = self._statistic(tokens)
         effective_size = statistic if s.batch_statistic == "effective_size" else None
         term = policy_term(s, tokens, buckets, effective_size)
-        compared = tokens if s.centering == "none" else without_old(tokens)
+        # Centering weighs listed tokens like sampled ones, so their mismatch is that of pi and mu.
+        compared = tokens if s.centering == "none" else replace(tokens, old_logprob=None)
         correction, by_mismatch = mismatch_weight(s, compared)
         by_rejection = rejected(s, compared)
         by_region = self._outside_region(tokens, buckets, statistic)
@@ -98,7 +92,7 @@ class Objective(ObjectiveProtocol):
             loss = loss + s.reference_kl_coefficient * kl
         if s.rollout_kl != "none":
             trust = 1 if effective_size is None else 1 - effective_size.to(loss.dtype)
-            loss = loss + s.rollout_kl_coefficient * trust * rollout_kl(s, tokens)
+            loss = loss + s.rollout_kl_coefficient * trust * rollout_kl(s, tokens, buckets)
         if self.needs_entropy:
             loss = loss - s.entropy_coefficient * tokens.entropy
 
@@ -150,7 +144,7 @@ class Objective(ObjectiveProtocol):
         if logprob_of(self.settings.anchor, tokens) is None:
             return None
         if not self.needs_topk and self.settings.anchor == "old" and topk.old_logprob is None:
-            return None  # only metrics would read it, and these describe the anchor
+            return None  # only metrics, which describe the anchor, would read the list
         if self.needs_topk_gradient and tokens.logprob.requires_grad and not topk.logprob.requires_grad:
             raise ObjectiveError(f"{self.name} needs a gradient through topk.logprob, which carries none")
         return make_buckets(self, tokens, topk)

@@ -40,7 +40,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             S(divergence="binary_tv", delta=0.15), "mask by the shift of the sampled token's probability", _DPPO
         ),
         "dppo_binary_kl": Preset(
-            S(divergence="binary_kl", delta=0.05), "mask by the KL of sampled token versus the rest", _DPPO
+            S(divergence="binary_kl", delta=0.05), "mask by the KL of the sampled token against all others", _DPPO
         ),
         "dppo_topk_tv": Preset(
             S(divergence="topk_tv", delta=0.15), "mask by total variation over the rollout's top K", _DPPO
@@ -48,12 +48,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "dppo_topk_kl": Preset(S(divergence="topk_kl", delta=0.05), "mask by KL over the rollout's top K", _DPPO),
         "dppo_predictive": Preset(
             S(divergence="topk_tv", direction="predictive", delta=0.15),
-            "mask where the update would raise the divergence further; ours gates on TV",
+            "mask where the update would raise the divergence further; the gate here is on TV",
             "predictive masks, arXiv 2607.10848",
         ),
         "ipo": Preset(
             S(divergence="binary_tv", direction="symmetric", delta=0.15),
-            "mask by the shift of the probability, whatever the sign of the advantage",
+            "mask by the shift of the probability, for either sign of the advantage",
             "symmetric variant of the DPPO mask",
         ),
         "drpo": Preset(
@@ -63,12 +63,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "drpo_tr": Preset(
             S(divergence="binary_tv", control="quadratic", delta=0.2),
-            "the same with a delta that is a trust region: weight 0 at a shift of 0.2, corrective beyond",
+            "DRPO with a delta that acts as a trust region: weight 0 at a shift of 0.2, corrective beyond it",
             _DRPO,
         ),
         "mask_drpo": Preset(
             S(divergence="binary_tv", control="mask_quadratic", delta=0.15, penalty_delta=12.5),
-            "the penalty of DRPO only outside DPPO's region",
+            "DRPO's penalty, only outside DPPO's region",
             _DRPO,
         ),
         "spo": Preset(_ratio(control="quadratic"), "quadratic penalty on the ratio", _SPO),
@@ -87,7 +87,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "dapo": Preset(
             _ratio(0.2, 0.28),
-            "clip-higher with a token-level mean; soft overlong penalty and dynamic sampling beside it",
+            "clip-higher with a token-level mean; the paper adds a soft overlong penalty and dynamic sampling",
             "DAPO, arXiv 2503.14476 eq. 8",
             *_STD_TOKENS,
         ),
@@ -107,7 +107,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "pg_is": Preset(S(control="none"), "importance-weighted policy gradient, no trust region", _DPPO),
         "pg_tis": Preset(
-            S(control="none", ratio_cap=3.0), "the same with the ratio truncated at 3 (the DPPO paper's 'CISPO')", _DPPO
+            S(control="none", ratio_cap=3.0), "pg_is with the ratio truncated at 3 (the DPPO paper's 'CISPO')", _DPPO
         ),
         "gspo": Preset(
             _ratio(3e-4, 4e-4, ratio_level="sequence"),
@@ -117,45 +117,63 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "dppo_predictive_kl": Preset(
             S(divergence="topk_kl", direction="predictive", delta=0.05),
-            "the same with the gate as published: the KL whose change is predicted, not TV",
+            "dppo_predictive with the published gate: the KL, the change of which is predicted, not TV",
             "predictive masks, arXiv 2607.10848",
         ),
         "dppo_negative_only": Preset(
             S(divergence="binary_tv", direction="negative", delta=0.5),
-            "the least mask that kept training stable: only A < 0, and only where mu - pi > 0.5",
+            "the smallest mask that kept training stable: only where A < 0 and mu - pi > 0.5",
             _DPPO,
         ),
         "dppo_relaxed": Preset(
             S(divergence="binary_tv", delta=0.15, exempt_below=0.1),
-            "DPPO without a region for tokens that the engine gave less than 0.1",
+            "DPPO without a region for tokens that had a probability below 0.1 in the engine",
             _DPPO,
         ),
         "ipo_cap": Preset(
             S(divergence="binary_tv", direction="symmetric", delta=0.3, ratio_cap=1e4, gradient_path="through"),
-            "prime-rl today: mask by the shift whatever the sign of A, ratio capped at 1e4",
+            "the loss of prime-rl: mask by the shift for either sign of A, ratio capped at 1e4",
             "prime-rl 0.8, loss type ipo",
+            aggregation="token_mean",
+        ),
+        "distributional_ipo": Preset(
+            S(
+                divergence="topk_tv",
+                direction="symmetric",
+                delta=0.3,
+                rollout_kl="topk_squared",
+                rollout_kl_coefficient=1e-3,
+            ),
+            "mask by total variation over the top K for either sign of A, and a penalty on (ln r)^2 over the top K",
+            "prime-rl, loss type distributional_ipo; our coefficient",
+            aggregation="token_mean",
+        ),
+        "kpop": Preset(
+            S(divergence="kl_either", direction="symmetric", delta=0.1),
+            "mask by the binary KL in both directions, for either sign of A",
+            "KPop (Ant Group, 2026), as in prime-rl's loss type kpop",
             aggregation="token_mean",
         ),
         "bandpo_tv": Preset(
             S(divergence="binary_tv", delta=0.05),
-            "clip to the band of a TV ball, 1 +- delta / mu: DPPO's mask by another road",
+            "clip to the band of a TV ball, 1 +- delta / mu, which equals DPPO's mask",
             "BandPO, arXiv 2603.04918",
             *_STD_SEQUENCES,
         ),
         "cppo": Preset(
             S(divergence="binary_tv", delta=0.2, position_weight=0.8, prefix_budget=0.02),
-            "DPPO with stricter early positions and a budget for what the prefix has drifted",
+            "DPPO that is stricter early in a response and has a budget for the drift of the prefix",
             "CPPO, arXiv 2606.10968 eq. 8-11",
         ),
         "score_centering": Preset(
             S(control="none", importance="none", centering="policy"),
-            "no ratio, no region: the score that the engine expects is subtracted from every token's",
+            "no ratio, no region: subtracts the score that the engine expects from the score of every token",
             _SC,
             aggregation="token_mean",
         ),
         "score_centering_tis": Preset(
             S(control="none", ratio_cap=2.0, centering="policy"),
-            "the same around a truncated ratio, better where rollouts are stale",
+            "score centering with a truncated ratio, better for stale rollouts",
             _SC,
             aggregation="token_mean",
         ),
@@ -168,23 +186,23 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 response_delta=0.2,
                 response_sign="harmful",
             ),
-            "GRPO's clip, and no token that diverges further in a response whose mean |r - 1| is above 0.2",
-            "VACO, arXiv 2603.01365; region and clip of open-instruct, its threshold ours",
+            "GRPO's clip; drops tokens that diverge further in responses with a mean |r - 1| above 0.2",
+            "VACO, arXiv 2603.01365; region and clip of open-instruct, our threshold",
             *_STD_TOKENS,
         ),
         "trm_max": Preset(
             S(control="none", response_region="max", response_divergence="k3", response_delta=0.05),
-            "drop responses with any token whose k3 is above 0.05",
-            f"{_TRM}, its threshold ours",
+            "drop responses in which any token has a k3 above 0.05",
+            f"{_TRM}; our threshold",
         ),
         "trm_mean": Preset(
             S(control="none", response_region="mean", response_divergence="k3", response_delta=0.001),
-            "drop responses whose mean k3 is above 0.001",
-            f"{_TRM}, its threshold ours",
+            "drop responses with a mean k3 above 0.001",
+            f"{_TRM}; our threshold",
         ),
         "opsm": Preset(
             _ratio(response_region="mean", response_divergence="k1", response_delta=0.5, response_sign="negative"),
-            "GRPO's clip, and no response with A < 0 whose mean ln(mu / pi) is above 0.5",
+            "GRPO's clip; drops responses with A < 0 and a mean ln(mu / pi) above 0.5",
             "off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556; threshold of TRL",
             *_STD_SEQUENCES,
         ),
@@ -196,15 +214,15 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 response_divergence="binary_kl",
                 response_delta=3e-3,
             ),
-            "detached ratio without a bound; drop responses whose mean binary KL is above 0.003",
+            "detached ratio without a bound; drops responses with a mean binary KL above 0.003",
             "FlashREINFORCE, its code of September 2026",
             advantage="batch_mean",
             aggregation="seq_mean_token_mean",
         ),
         "rollout_kl": Preset(
             S(control="none", importance="none", rollout_kl="squared", rollout_kl_coefficient=0.05),
-            "no ratio, no region: a penalty on (ln r)^2 of every token holds the policy near the engine's",
-            "DRO as in verl (half its beta); Kimi K2.5, arXiv 2602.02276; the coefficient ours",
+            "no ratio, no region: a penalty on (ln r)^2 of every token keeps the policy near the engine's",
+            "DRO as in verl (half its beta); Kimi K2.5, arXiv 2602.02276; our coefficient",
             aggregation="token_mean",
         ),
         "sapo": Preset(
@@ -238,13 +256,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 gate_width_max=10.0,
                 gate_mass_power=0.3,
             ),
-            "a Gaussian of the ratio where it diverges, wider for rare tokens and by the advantage",
+            "a Gaussian of the ratio where it diverges; rare tokens and the advantage widen it",
             "MASPO, arXiv 2602.17550, values of its code",
             *_STD_TOKENS,
         ),
         "aspo": Preset(
             S(control="gate", gate="inverse", epsilon_low=0.2, epsilon_high=0.2, dual_clip=3.0),
-            "the ratio turned over where A > 0, with a soft dual clip on both signs",
+            "the inverse of the ratio where A > 0, with a soft dual clip for both signs",
             "ASPO, arXiv 2510.06062",
             *_STD_TOKENS,
         ),
@@ -257,14 +275,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 ratio_floor_negative=0.0,
                 ratio_cap_negative=1.0,
             ),
-            "no ratio where A > 0; the response's, at most 1, where A < 0",
+            "no ratio where A > 0; the response's ratio, at most 1, where A < 0",
             "TOPR, arXiv 2503.14286",
             aggregation="seq_mean_token_sum",
         ),
         "dispo": Preset(
             S(control="none", ratio_floor=0.0, ratio_cap=5.0, ratio_floor_negative=0.5, ratio_cap_negative=2.0),
-            "CISPO with bounds of its own where A < 0",
-            "DISPO, arXiv 2602.00983; the four bounds ours",
+            "CISPO with separate bounds where A < 0",
+            "DISPO, arXiv 2602.00983; our four bounds",
             *_STD_TOKENS,
         ),
         "seq_tis": Preset(
@@ -275,7 +293,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "seq_mis": Preset(
             S(control="none", ratio_level="product", gradient_path="logprob", rejection="sequence", rejection_high=2.0),
-            "the ratio of the whole response, and none at all where it is above 2",
+            "the ratio of the whole response; drops responses with a ratio above 2",
             "sequence MIS, https://richardli.xyz/rl-collapse; threshold of verl",
             aggregation="seq_mean_token_sum",
         ),
@@ -287,13 +305,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "m2po": Preset(
             S(control="none", batch_statistic="second_moment", second_moment_budget=0.04),
-            "of the tokens that move away drop the largest |ln r| until the batch's mean of its square is below 0.04",
+            "drops the tokens that move away with the largest |ln r| until the batch mean of its square is below 0.04",
             "M2PO, arXiv 2510.01161",
             *_STD_TOKENS,
         ),
         "ess_adaptive": Preset(
             S(control="none", batch_statistic="effective_size", rollout_kl="k3", rollout_kl_coefficient=1.0),
-            "the effective share of the batch caps the ratio, and what it lacks of 1 weighs a KL to the engine",
+            "the batch's effective share of samples caps the ratio; 1 minus this share weights a KL to the engine",
             "P3O, arXiv 2605.12380",
             *_STD_TOKENS,
         ),

@@ -95,7 +95,7 @@ def _conflicts(s: Any) -> Iterator[str]:
     constant = s.position_weight is None and s.prefix_budget is None
     if s.masks and s.divergence.endswith("_tv") and constant and (s.delta or 0) >= 1:
         yield f"delta={s.delta} masks no token, because a total variation is at most 1: use a value below 1"
-    if "quadratic" in s.control and s.divergence in ("binary_kl", "topk_kl"):
+    if "quadratic" in s.control and s.divergence in ("binary_kl", "kl_either", "topk_kl"):
         yield (
             f"control={s.control!r} is a quadratic in the shift of a probability or a ratio: divergence must be "
             f"'ratio', 'binary_tv' or 'topk_tv', not {s.divergence!r}"
@@ -120,12 +120,14 @@ def _conflicts(s: Any) -> Iterator[str]:
     if s.rejection != "none" and s.rejection_low is None and s.rejection_high is None:
         yield f"rejection={s.rejection!r} needs rejection_low or rejection_high"
     if s.rejection == "any_token" and s.drops_outliers:
-        yield "rejection='any_token' is what outlier_low and outlier_high add to another rejection: set one of the two"
+        yield "rejection='any_token' and outlier_low, outlier_high reject for the same reason: set one of the two"
     if s.response_region != "none" and s.response_divergence in ("topk_tv", "topk_kl") and s.anchor == "old":
         yield (
             f"response_divergence={s.response_divergence!r} is measured from mu, whose top K anchor='old' replaces: "
             "use a response_divergence of the sampled token"
         )
+    if s.rollout_kl == "topk_squared" and s.has_region and s.anchor == "old":
+        yield "rollout_kl='topk_squared' is measured from mu, whose top K anchor='old' replaces: use 'squared'"
     compared = (s.importance, s.control, s.mismatch, s.rejection, s.response_region, s.rollout_kl, s.centering)
     if s.supervised and (set(compared) | {s.batch_statistic} != {"none"} or s.drops_outliers):
         yield (
@@ -147,10 +149,10 @@ def _centering_conflicts(s: Any) -> Iterator[str]:
     undecided = s.position_weight is not None or s.prefix_budget is not None or BRANCHES["second moment"][0](s)
     if undecided or (s.response_region != "none" and s.response_sign == "harmful"):
         yield (
-            f"{reason}: position_weight, prefix_budget, second_moment and response_sign='harmful' need the others too"
+            f"{reason}: position_weight, prefix_budget, second_moment and response_sign='harmful' read other tokens too"
         )
     if s.importance == "rollout" and not (s.truncates or s.control in ("mask", "gate") or s.mismatch == "mask"):
-        yield "centering='policy' has no effect: pi / mu, neither truncated nor masked, expects a score of zero already"
+        yield "centering='policy' has no effect: without a cap or a mask, pi / mu has an expected score of zero already"
 
 
 def negative_bounds(s: Any) -> tuple[float | None, float | None]:

@@ -16,7 +16,7 @@ from .inputs import Tokens
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-_UNIT = 2.0**-32  # of running sums: 1e6 tokens of up to 1,000 each fit, exact to 2e-10
+_UNIT = 2.0**-32  # unit of running sums: 1e6 tokens of up to 1,000 each fit, exact to 2e-10
 
 
 @torch.no_grad()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from dppo_megatron.errors import ExpectedError
+from dppo_megatron.errors import ExpectedError, did_you_mean
 
 from .rules import BRANCHES, combination_problems
 
@@ -39,7 +38,7 @@ NotNegative = Annotated[float | None, _Above(0, included=True)]
 AboveOne = Annotated[float | None, _Above(1)]
 AtLeastOne = Annotated[float | None, _Above(1, included=True)]
 Weight = Annotated[float, _Above(0, included=True)]
-TokenDivergence = Literal["k1", "k2", "k3", "ratio", "binary_tv", "binary_kl", "topk_tv", "topk_kl"]
+TokenDivergence = Literal["k1", "k2", "k3", "ratio", "binary_tv", "binary_kl", "kl_either", "topk_tv", "topk_kl"]
 
 
 def _axis(
@@ -63,20 +62,22 @@ class ObjectiveSettings:
     """
 
     # The trust region: the divergence, the control outside, the harmful side, and the anchor.
-    divergence: Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl", "ratio"] = _axis(
-        "what measures the distance of pi from its anchor; 'ratio' is PPO's |r - 1|", "binary_tv"
+    divergence: Literal["binary_tv", "binary_kl", "kl_either", "topk_tv", "topk_kl", "ratio"] = _axis(
+        "distance of pi from its anchor; 'ratio' is PPO's |r - 1|, 'kl_either' the larger KL of both directions",
+        "binary_tv",
     )
     control: Literal["mask", "quadratic", "mask_quadratic", "gate", "none"] = _axis(
-        "drop the gradient outside the region; a penalty everywhere, or only outside; a smooth weight; nothing", "mask"
+        "drop the gradient outside the region; penalise every token, or only outside; weight smoothly; do nothing",
+        "mask",
     )
     direction: Literal["sampled", "predictive", "symmetric", "negative"] = _axis(
-        "which tokens count as diverging: by A and r - 1; by A and the predicted change of D; all; as the first, "
-        "but only where A < 0",
+        "tokens count as diverging by A and r - 1; by A and the predicted change of D; always; by A and r - 1, only "
+        "where A < 0",
         "sampled",
         of="mask",
     )
     tail: Literal["aggregated", "uniform"] = _axis(
-        "predictive direction: the mass outside the top K as one token, or spread evenly over the tail",
+        "direction 'predictive': the mass outside the top K counts as one token, or is spread evenly over all others",
         "aggregated",
         of="predictive",
     )
@@ -87,67 +88,72 @@ class ObjectiveSettings:
         aliases={"recomputed": "old"},
     )
     delta: Positive = _axis("threshold of a TV or KL divergence (a probability shift or nats)", needed_by="mass region")
-    delta_low: Positive = _axis("threshold where r < 1, the token became rarer; None = delta", of="mass mask")
+    delta_low: Positive = _axis("threshold where r < 1, so the token became rarer; None = delta", of="mass mask")
     position_weight: Positive = _axis(
-        "D counts in full at the first token of a response and times this at its last; None = 1 (CPPO)", of="mass mask"
+        "weight of D at the last token of a response, linear from 1 at its first; None = 1 (CPPO)", of="mass mask"
     )
     prefix_budget: NotNegative = _axis(
-        "the threshold shrinks where D of the tokens before averages more than this; None = off (CPPO)", of="mass mask"
+        "the threshold shrinks where the mean D of the earlier tokens is above this; None = off (CPPO)", of="mass mask"
     )
     prefix_budget_ceiling: AtLeastOne = _axis(
-        "times prefix_budget: the most that it rises to with a response's own D; None = 2 (CPPO)", of="prefix budget"
+        "a response's own D raises prefix_budget by at most this factor; None = 2 (CPPO)", of="prefix budget"
     )
-    exempt_below: Positive = _axis("tokens with mu below this have no region; None = none have", of="mask")
+    exempt_below: Positive = _axis(
+        "tokens with mu below this have no region; None = every token has a region", of="mask"
+    )
     exempt_side: Literal["both", "low", "high"] = _axis(
-        "exempt_below: of r on both sides, of r < 1, of r > 1 only", "both", of="exemption"
+        "exempt_below applies to any r, only to r < 1, or only to r > 1", "both", of="exemption"
     )
-    free_low: Positive = _axis("divergence other than 'ratio': r from 1 - free_low on is never outside", of="mass mask")
-    free_high: Positive = _axis("the same up to 1 + free_high (the default of BandPO's code)", of="mass mask")
+    free_low: Positive = _axis(
+        "TV or KL divergence: tokens with r from 1 - free_low to 1 + free_high are never outside; None = 0",
+        of="mass mask",
+    )
+    free_high: Positive = _axis("upper end of that range (a default of BandPO's code); None = 0", of="mass mask")
     penalty_delta: Positive = _axis(
         "control 'mask_quadratic' on a TV divergence: scale of its penalty; None = delta", of="second scale"
     )
     epsilon_low: Positive = _axis(
-        "divergence 'ratio': the region reaches down to 1 - epsilon_low", needed_by="ratio bounds"
+        "divergence 'ratio': the lower bound of r is 1 - epsilon_low", needed_by="ratio bounds"
     )
     epsilon_high: Positive = _axis(
-        "divergence 'ratio': the region reaches up to 1 + epsilon_high", needed_by="ratio bounds"
+        "divergence 'ratio': the upper bound of r is 1 + epsilon_high", needed_by="ratio bounds"
     )
     dual_clip: AboveOne = _axis(
         "PPO: no gradient where A < 0 and r > dual_clip; gate 'inverse': its largest weight; None = off", of="dual clip"
     )
     penalty: Literal["l2", "tv", "kl", "k3"] = _axis(
-        "quadratic controls: what they penalise (the DRPO paper's ablation)", "l2", of="sampled penalty"
+        "quadratic controls: the penalised distance (the DRPO paper's ablation)", "l2", of="sampled penalty"
     )
     penalty_weight: Literal["advantage", "one"] = _axis(
-        "quadratic controls: the penalty times |A|, or as it is", "advantage", of="sampled penalty"
+        "quadratic controls: factor of the penalty, |A| or 1", "advantage", of="sampled penalty"
     )
     gate: Literal["sigmoid", "gaussian", "inverse", "gamma"] = _axis(
         "control 'gate': the smooth weight of SAPO, MASPO, ASPO or VESPO", "sigmoid", of="gate"
     )
-    gate_positive: Positive = _axis("where A > 0: sigmoid tau, gaussian beta, gamma lambda", needed_by="signed gate")
-    gate_negative: Positive = _axis("the same where A < 0", needed_by="signed gate")
-    gate_power_positive: Positive = _axis("gate 'gamma', where A > 0: its power k", needed_by="gamma gate")
-    gate_power_negative: Positive = _axis("the same where A < 0", needed_by="gamma gate")
+    gate_positive: Positive = _axis("sigmoid tau, gaussian beta or gamma lambda where A > 0", needed_by="signed gate")
+    gate_negative: Positive = _axis("sigmoid tau, gaussian beta or gamma lambda where A < 0", needed_by="signed gate")
+    gate_power_positive: Positive = _axis("gate 'gamma': its power k where A > 0", needed_by="gamma gate")
+    gate_power_negative: Positive = _axis("gate 'gamma': its power k where A < 0", needed_by="gamma gate")
     gate_width: Positive = _axis("gate 'gaussian': its width for a token of probability 1", needed_by="gaussian gate")
     gate_width_max: Positive = _axis(
-        "gate 'gaussian': the most that a rare token widens it to", needed_by="gaussian gate"
+        "gate 'gaussian': its largest width, for the rarest tokens", needed_by="gaussian gate"
     )
     gate_mass_power: Positive = _axis(
-        "gate 'gaussian': its width grows as mu to the minus this", needed_by="gaussian gate"
+        "gate 'gaussian': its width is proportional to mu to the power of minus this", needed_by="gaussian gate"
     )
 
     # A second region, for whole responses, with any control.
     response_region: Literal["none", "mean", "max"] = _axis(
-        "drop tokens of responses whose D, by mean or largest over their tokens, is too large", "none"
+        "drop tokens of responses in which the mean or the largest D of a token is too large", "none"
     )
     response_divergence: TokenDivergence = _axis(
         "response region: D of a token from mu; k1, k2, k3 = -ln r, (ln r)^2 / 2, r - 1 - ln r",
         "k1",
         of="response region",
     )
-    response_delta: Positive = _axis("response region: its threshold", needed_by="response region")
+    response_delta: Positive = _axis("response region: threshold of D", needed_by="response region")
     response_sign: Literal["any", "harmful", "negative"] = _axis(
-        "response region: drop all its tokens, those that diverge further, those of A < 0", "any", of="response region"
+        "response region: drop all tokens, those that diverge further, or those with A < 0", "any", of="response region"
     )
 
     # The importance ratio that multiplies the advantage.
@@ -155,17 +161,17 @@ class ObjectiveSettings:
         "r = pi / mu, pi / old policy, or 1", "rollout", aliases={"recomputed": "old"}
     )
     ratio_level: Literal["token", "sequence", "product", "prefix_minimum"] = _axis(
-        "r of the token; of the response, as geometric mean (GSPO) or product; r times the least r before (MinPRO)",
+        "r of the token; geometric mean (GSPO) or product over the response; r times the least earlier r (MinPRO)",
         "token",
         of="ratio",
     )
-    ratio_cap: Positive = _axis("r is truncated to at most this; None = no cap", of="ratio")
+    ratio_cap: Positive = _axis("r is capped at this; None = no cap", of="ratio")
     ratio_floor: NotNegative = _axis("r is raised to at least this; None = no floor", of="ratio")
     ratio_cap_negative: Positive = _axis("the cap where A < 0; None = ratio_cap", of="ratio")
     ratio_floor_negative: NotNegative = _axis("the floor where A < 0; None = ratio_floor", of="ratio")
     gradient_path: Literal["auto", "ratio", "logprob", "through"] = _axis(
-        "through r (a capped r has no gradient) or sg(r) ln pi (it has); auto = logprob iff capped; 'through': the"
-        " value of the first, the gradient of the second",
+        "'ratio': through r, without gradient where r is capped; 'logprob': sg(r) ln pi, which keeps it; 'through': the"
+        " value of 'ratio', the gradient of 'logprob'; 'auto': 'logprob' if r is capped, else 'ratio'",
         "auto",
         of="ratio",
     )
@@ -173,34 +179,34 @@ class ObjectiveSettings:
         "subtract the weighted score that mu expects, over the engine's list (score centering)", "none"
     )
     batch_statistic: Literal["none", "second_moment", "second_moment_clip", "effective_size"] = _axis(
-        "of the whole batch, old / mu: drop the largest |ln r| (M2PO), as the paper's algorithm or as its released"
-        " code; cap r and weigh the KL to mu (P3O)",
+        "by old / mu of the whole batch: drop the largest |ln r| (M2PO), as in the paper or as in its released code; or"
+        " cap r and weight the KL to mu (P3O)",
         "none",
     )
     second_moment_budget: Positive = _axis(
-        "M2PO: what the mean of (ln r)^2 must stay below, over the tokens that move away (A ln r > 0)",
+        "M2PO: upper bound of the mean of (ln r)^2 over the tokens that move away (A ln r > 0)",
         needed_by="second moment",
     )
     supervised: bool = _axis("plain negative log-likelihood: A = 1, no rollout policy", False)
 
     # Corrections of the mismatch between the engine and the trainer, off by default.
     mismatch: Literal["none", "truncate", "mask"] = _axis(
-        "trainer / engine truncated at mismatch_high (TIS), or tokens outside its bounds dropped", "none", of="ratio"
+        "cap the factor trainer / engine at mismatch_high (TIS), or drop tokens outside its bounds", "none", of="ratio"
     )
     mismatch_level: Literal["token", "sequence", "geometric"] = _axis(
-        "of the token, product or geometric mean", "token", of="mismatch"
+        "mismatch ratio of the token, or its product or geometric mean over the response", "token", of="mismatch"
     )
-    mismatch_low: NotNegative = _axis("lower bound of mismatch 'mask'; None = none", of="mismatch mask")
+    mismatch_low: NotNegative = _axis("lower bound of the ratio for mismatch 'mask'; None = none", of="mismatch mask")
     mismatch_high: Positive = _axis("upper bound of the mismatch ratio", needed_by="mismatch")
     rejection: Literal["none", "geometric", "sequence", "any_token"] = _axis(
-        "drop a response when this mismatch ratio (any_token: of any token) leaves the bounds", "none"
+        "drop a response if this mismatch ratio ('any_token': that of any token) is outside the bounds", "none"
     )
-    rejection_low: NotNegative = _axis("lower bound of rejection; None = none", of="rejection")
-    rejection_high: Positive = _axis("upper bound of rejection; None = none", of="rejection")
+    rejection_low: NotNegative = _axis("lower bound of rejection's ratio; None = none", of="rejection")
+    rejection_high: Positive = _axis("upper bound of rejection's ratio; None = none", of="rejection")
     outlier_low: NotNegative = _axis(
-        "with another rejection: drop a response with any token's mismatch ratio below this; None = none"
+        "in addition to another rejection: drop a response if any token's mismatch ratio is below this; None = none"
     )
-    outlier_high: Positive = _axis("the same above this; None = none")
+    outlier_high: Positive = _axis("drop a response if any token's mismatch ratio is above this; None = none")
 
     # Optional terms, off by default.
     reference_kl: Literal["none", "k1", "k2", "k3"] = _axis("estimator of KL(pi || reference)", "none")
@@ -208,8 +214,9 @@ class ObjectiveSettings:
     reference_kl_gradient: Literal["unbiased", "estimator"] = _axis(
         "the gradient of the KL itself, or of the estimator as written", "unbiased", of="reference"
     )
-    rollout_kl: Literal["none", "squared", "k3"] = _axis(
-        "KL to the rollout policy: (ln r)^2, or ln r + 1/r - 1, on every token", "none"
+    rollout_kl: Literal["none", "squared", "k3", "topk_squared"] = _axis(
+        "KL to the rollout policy on every token: (ln r)^2, ln r + 1/r - 1, or E_mu (ln r)^2 over its top K",
+        "none",
     )
     rollout_kl_coefficient: Weight = _axis("weight of the KL to the rollout policy", 0.0, needed_by="rollout")
     entropy_coefficient: Weight = _axis("weight of the entropy bonus", 0.0)
@@ -258,7 +265,7 @@ class ObjectiveSettings:
         """Return whether the method uses the rollout policy's top K."""
         region = self.divergence in ("topk_tv", "topk_kl") or self.direction == "predictive"
         responses = self.response_region != "none" and self.response_divergence in ("topk_tv", "topk_kl")
-        return region or responses or self.centering != "none"
+        return region or responses or self.centering != "none" or self.rollout_kl == "topk_squared"
 
 
 AXES = {field.name: field for field in dataclasses.fields(ObjectiveSettings)}
@@ -266,6 +273,21 @@ _HINTS = get_type_hints(ObjectiveSettings, include_extras=True)
 
 # Names accepted in addition to the axes, and the axes that each sets.
 AXIS_ALIASES = {"epsilon": ("epsilon_low", "epsilon_high")}
+
+_OTHER_NAMES = {
+    "delta (of a ratio, epsilon_low and epsilon_high)": "clip clip_coef clip_eps clip_epsilon clip_param clip_range "
+    "clip_ratio cliprange eps_clip epsilon",
+    "epsilon_low": "clip_low clip_ratio_low cliprange_low clip_range_low eps_low eps_clip_low ratio_clip_min",
+    "epsilon_high": "clip_high clip_ratio_high cliprange_high clip_range_high eps_high eps_clip_high ratio_clip_max",
+    "dual_clip": "clip_ratio_c eps_clip_c ratio_clip_c",
+    "ratio_cap": "is_cap tis_clip tis_imp_ratio_cap truncated_importance_sampling_ratio vllm_importance_sampling_cap",
+    "reference_kl": "kl_loss_type kl_estimator kl_penalty kl_type use_kl_loss",
+    "reference_kl_coefficient (with reference_kl)": "kl_coef kl_coeff kl_loss_coef init_kl_coef kl_beta beta "
+    "kl_weight reference_policy_kl_penalty",
+    "entropy_coefficient": "ent_coef entropy_coef entropy_coeff entropy_loss_coef entropy_weight",
+}
+# Names in TRL, verl, OpenRLHF, slime, NeMo-RL and others, and our axis for each.
+OTHER_NAMES = {name: ours for ours, names in _OTHER_NAMES.items() for name in names.split()}
 
 
 def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSettings:
@@ -290,14 +312,9 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
     return ObjectiveSettings(**merged)
 
 
-def nearest(name: str, known: Any) -> str:
-    """Return the known names that contain all words of this one, or close ones, as a question; else all names."""
-    close = [other for other in known if set(str(name).split("_")) <= set(other.split("_"))]
-    known = sorted(known)
-    close = close or difflib.get_close_matches(str(name), known, n=3, cutoff=0.65)
-    if close:
-        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "known: " + ", ".join(known)
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known names nearest to `name` as a question, or all names if none is near."""
+    return did_you_mean(name, known, f"known: {', '.join(sorted(known))}")
 
 
 def axis_problem(name: str, value: Any) -> str:
@@ -322,13 +339,15 @@ def canonical(name: str, value: Any) -> Any:
 
 
 def _unknown_axis(name: str) -> str:
-    close = nearest(name, [*AXES, *AXIS_ALIASES])
-    return f"unknown axis {name!r}: {close if close.endswith('?') else '`dppo-megatron objectives NAME` lists them'}"
+    if name in OTHER_NAMES:
+        return f"unknown axis {name!r}; did you mean {OTHER_NAMES[name]}?"
+    hint = did_you_mean(name, [*AXES, *AXIS_ALIASES], "`dppo-megatron objectives NAME` lists them")
+    return f"unknown axis {name!r}: {hint}"
 
 
 def _choice_problem(value: Any, choices: tuple[str, ...], aliases: Mapping[str, str]) -> str:
     accepted = [*choices, *(f"{alias} (= {name})" for alias, name in aliases.items())]
-    hint = nearest(value, [*choices, *aliases]) if isinstance(value, str) else ""
+    hint = did_you_mean(value, [*choices, *aliases]) if isinstance(value, str) else ""
     return f"is not one of {', '.join(accepted)}. {hint}".rstrip(". ")
 
 

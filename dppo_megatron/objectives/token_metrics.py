@@ -22,11 +22,11 @@ class TokenResults:
     loss: Tensor
     weight: Tensor
     ratio: Tensor | None  # r before cap and floor
-    used_ratio: Tensor | None  # after
+    used_ratio: Tensor | None  # r after cap and floor
     divergence: Tensor  # D
-    outside: Tensor  # masked, clipped or penalised by the control, or dropped with its response
-    beyond: Tensor  # D above its threshold, for any A and direction
-    dropped: Tensor  # because of mismatch or rejection
+    outside: Tensor  # True if the control masks, clips or penalises the token, or its response is dropped
+    beyond: Tensor  # True if D is above its threshold, for any A and direction
+    dropped: Tensor  # True if mismatch or rejection drops the token
     correction: Tensor  # factor of A r for mismatch
     centering: Centering | None
     reference_kl: Tensor | None
@@ -96,13 +96,12 @@ def token_metrics(
         if s.truncates:
             metrics["ratio/capped_share"] = mean_metric(found.used_ratio != found.ratio, signed)
     if tokens.rollout_logprob is not None:
-        log_ratio = tokens.detached_logprob - tokens.rollout_logprob
-        k3 = torch.expm1(log_ratio) - log_ratio
+        k3 = measure.of_token("k3", tokens.rollout_logprob, tokens.detached_logprob, None)
         metrics |= {"mismatch/kl": mean_metric(k3, mask), **by_sign("mismatch/kl", k3)}
         metrics |= _mismatch("mismatch", tokens.rollout_logprob, tokens.detached_logprob, mask)
         if tokens.old_logprob is not None:
-            log_ratio = tokens.old_logprob - tokens.rollout_logprob
-            metrics["mismatch_recomputed/k3"] = mean_metric(torch.expm1(log_ratio) - log_ratio, mask)
+            k3 = measure.of_token("k3", tokens.rollout_logprob, tokens.old_logprob, None)
+            metrics["mismatch_recomputed/k3"] = mean_metric(k3, mask)
             metrics |= _mismatch("mismatch_recomputed", tokens.rollout_logprob, tokens.old_logprob, mask)
     if logprob_of(s.anchor, tokens) is not None:
         metrics |= {

@@ -139,7 +139,7 @@ def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, r
         if s.prefix_budget is not None:
             threshold = torch.minimum(threshold, threshold + prefix_allowance(s, tokens, divergence, weight))
     beyond = weighted > threshold
-    if s.free_low is not None or s.free_high is not None:  # as in BandPO's code: outside PPO's interval, too
+    if s.free_low is not None or s.free_high is not None:  # BandPO's code also requires r outside PPO's interval
         beyond = beyond & ((ratio < 1 - (s.free_low or 0)) | (ratio > 1 + (s.free_high or 0)))
     return beyond
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -45,7 +46,7 @@ _REDRAW_S = 1.0  # the countdown moves even without new records
 
 
 class PlainView:
-    """Prints one flushed line after the other in the encoding of the stream."""
+    """Prints lines in the encoding of the stream, and flushes each."""
 
     def __init__(self, stream: TextIO, interval_s: float):
         self._stream = stream
@@ -99,7 +100,7 @@ class LiveView:
 
 
 class ProgressView:
-    """Shows the records that a trainer appends to metrics.jsonl. A context manager; `close` restores the terminal.
+    """Shows the records that a trainer appends to metrics.jsonl. `close` restores the terminal.
 
     A terminal gets a line with a bar and the time left, and one with the latest values. Other outputs (a Slurm log, CI)
     get a plain line per step, at most one every `plain_interval_s`, without control codes. An evaluation gets its own
@@ -124,8 +125,7 @@ class ProgressView:
     def poll(self, path: str | Path) -> bool:
         """Show the records appended to `path` since the last call, and return whether there were any.
 
-        An idle call costs less than 1 ms. Of the records present at the first call, or kept by a resumed run, only the
-        latest is shown.
+        An idle call costs less than 1 ms. At the first call, and after a resume, only the latest record is shown.
         """
         first = self._follower is None or self._follower.path != Path(path)
         if self._follower is None or first:
@@ -159,20 +159,14 @@ class ProgressView:
     def note(self, text: str) -> None:
         """Show a message of the launcher above the bar, without its control codes."""
         for line in map(plain_text, text.splitlines()):
-            self._draw(lambda view, line=line: view.line(line))
+            self._draw(methodcaller("line", line))
 
     def close(self) -> None:
         self._refresh()
-        self._draw(lambda view: view.close())
+        self._draw(methodcaller("close"))
         self._view = None
         if self._follower is not None:
             self._follower.close()
-
-    def __enter__(self) -> ProgressView:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _absorb(self, record: Record) -> None:
         if evaluated := _evaluation(record):

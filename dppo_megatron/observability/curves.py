@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,11 +15,12 @@ from .names import STEP_PARTS, accuracies
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.typing import RcKeyType
 
 # Okabe and Ito's palette, distinguishable by colour-blind readers and in print.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _GREY = "#666666"
-_STYLE = {
+_STYLE: dict[RcKeyType, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#BBBBBB",
@@ -43,7 +44,7 @@ _STYLE = {
 def draw_curves(runs: Sequence[History], path: Path) -> None:
     """Write the PNG. Colours distinguish quantities for one run, and runs for several."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure  # no pyplot: no display, no global state
+    from matplotlib.figure import Figure  # unlike pyplot, this needs no display and has no global state
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
@@ -73,7 +74,7 @@ def draw_curves(runs: Sequence[History], path: Path) -> None:
 def _title(run: History) -> str:
     method = run.setting("objective.name", str)
     title = f"{run.label}  ({method})" if method else run.label
-    return bounded(title, 120).replace("$", r"\$")  # not mathematics
+    return bounded(title, 120).replace("$", r"\$")  # otherwise $ begins a formula
 
 
 def _draw_reward(axes: Axes, runs: Sequence[History]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from dppo_megatron.config import ConfigError, read_tree
 from dppo_megatron.errors import ExpectedError
+from dppo_megatron.run_dir import run_below
 
 from .masked_tokens import MASKED_TOKENS_FILE
 from .names import is_step_record
@@ -67,7 +68,7 @@ class History:
     masked: tuple[dict[str, Any], ...] = ()  # the most masked tokens of each step
 
     def series(self, name: str) -> Series:
-        found = {step: row[name] for step, row in sorted(self.rows.items()) if row.get(name) is not None}
+        found = {step: value for step, row in sorted(self.rows.items()) if (value := row.get(name)) is not None}
         return Series(tuple(found), tuple(found.values()))
 
     @property
@@ -97,7 +98,8 @@ def load_history(run_dir: Path, label: str) -> History:
         if "time" in record:
             times.append(float(record["time"]))
     if not rows:
-        raise ReportError(f"{run_dir / METRICS_FILE} holds no metrics: name the directory of a run that trained")
+        meant = run_below(run_dir)
+        raise ReportError(f"{run_dir / METRICS_FILE} has no metrics: name the directory of a run that trained{meant}")
     masked = tuple(read_records(run_dir / MASKED_TOKENS_FILE))
     return History(label, read_settings(run_dir), rows, tuple(times), masked)
 
@@ -112,10 +114,13 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the directory names, each with as many parent directories as make the labels unique."""
+    """Return the directory names, each with as many parent directories as make the labels unique.
+
+    Example: sweep/a/run and sweep/b/run get the labels a/run and b/run.
+    """
     paths = [path.resolve().parts for path in run_dirs]
     for depth in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-depth:]) for parts in paths]
         if len(set(names)) == len(names):
             return names
-    return [f"{'/'.join(parts[-1:])} ({index})" for index, parts in enumerate(paths, 1)]
+    return [f"{parts[-1]} ({index})" for index, parts in enumerate(paths, 1)]

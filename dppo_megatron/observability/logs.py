@@ -19,17 +19,17 @@ from dppo_megatron.errors import bounded
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
 SERVER_START = "starting the server of node"  # an engine's log also contains the logs of earlier servers
 SERVER_STOP = "asks the server to end"  # later lines are not errors
-_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # of vLLM's processes
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # prefix of lines from vLLM's processes
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout|Diverged)\b|^\S+: error: ")
 _CONSEQUENCE = re.compile(
     r"root cause|^(EngineStart|EngineDead|BrokenPipe|ConnectionReset|Cancelled)Error|^ServiceTimeout"
 )
-_CACHE = re.compile(r"cache blocks|kv.?cache|gpu_memory_utilization", re.IGNORECASE)  # servers name their own options
+_CACHE = re.compile(r"cache blocks|kv.?cache|gpu_memory_utilization", re.IGNORECASE)  # the servers' option names
 _WARNING = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (\S+) WARNING (?!py\.warnings)\S+: (.*)$", re.MULTILINE)
 MOST_WARNINGS = 20  # limit for the launcher's output; the logs have all
 _BLOCK = 64 * 1024
 _MOST_READ = 64 * _BLOCK
-_TALKATIVE = ("httpx", "httpcore", "megatron")  # they log a line per request, a page per optimizer
+_TALKATIVE = ("httpx", "httpcore", "megatron")  # they log a line per request or a page per optimizer
 
 
 def setup_logging(
@@ -55,6 +55,7 @@ def setup_logging(
         path = Path(run_dir) / "logs" / f"{process_name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         file_handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
+        assert file_handler.stream is not None  # it is open already
         faulthandler.enable(file_handler.stream)
         handlers.append(file_handler)
     if path is None or not _is_stderr(path):
@@ -110,7 +111,7 @@ def root_cause(path: Path) -> str | None:
                 text = ""
             elif _EXCEPTION.match(line) and not _CONSEQUENCE.search(line):
                 text, at = line, number
-            elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # of several lines
+            elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # its further lines
                 text += f" {line.strip()}"
     here = " (here: engine.kv_cache_bytes, engine.max_model_len)" if _CACHE.search(text) else ""
     return f"{bounded(text, 1000)}{here} ({path}, line {at})" if text else None

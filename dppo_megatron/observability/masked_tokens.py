@@ -60,7 +60,10 @@ class _MaskedStep:
 
 
 def masked_rows(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return rank -> token, count and share in the run, summed over the ten recorded tokens of each step."""
+    """Return rank -> token, count and share in the run, summed over the ten recorded tokens of each step.
+
+    Example: {"1": "' the' 1,204 (12.0%)"}.
+    """
     counts: Counter[int] = Counter()
     texts: dict[int, str] = {}
     masked = 0

@@ -1,8 +1,10 @@
 """Lists the metrics of every run with unit and meaning.
 
 A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these metrics. An objective may add
-metrics, see `objectives`. With several rewards, `reward/NAME` is the mean of each. `reward/failed_REASON` counts
-samples without a reward, `environment/failed_REASON` trajectories with an environment that raised, timed out or died.
+metrics, see `objectives`. A step has a record of the orchestrator, about sampling, and one of the trainer; there is
+none about sampling for a step that an earlier attempt began to sample. With several rewards, `reward/NAME` is the mean
+of each. `reward/failed_REASON` counts samples without a reward, `environment/failed_REASON` trajectories with an
+environment that raised, timed out or died.
 
 Trained tokens carry loss in the step's updates. Without a KL or an entropy bonus these are the tokens of responses with
 an advantage; the others are not computed.
@@ -34,7 +36,7 @@ _ROWS = (
     ("train/updates", "count", "optimizer updates of this step, skipped ones included"),
     ("train/skipped_updates", "count", "updates of this step skipped for a non-finite gradient"),
     ("train/overflowed_updates", "count", "fp16: those of them that overflowed, for which the loss scale was halved"),
-    ("train/loss_scale", "1", "fp16: what the loss was multiplied by in the step's last update"),
+    ("train/loss_scale", "1", "fp16: factor of the loss in the step's last update"),
     ("train/sequences", "count", "responses trained on in this step"),
     ("train/tokens", "tokens", "tokens that carry loss in this step's updates"),
     ("train/nonfinite_tokens", "tokens", "those of them with a loss that is not finite"),
@@ -59,7 +61,7 @@ _ROWS = (
     ("bound/quadratic", "reward", "2 T (T - 1) D^2: T longest response, D largest |pi - mu| of a trained token"),
     ("bound/linear", "reward", "4 x the sum of TV over a response, mean over the trained responses"),
     ("acceptance/divergence", "method's", "divergence of the policy after the step, as it was accepted"),
-    ("acceptance/divergence_whole", "method's", "divergence after the step's updates, before anything was taken back"),
+    ("acceptance/divergence_whole", "method's", "divergence after the step's updates, before a reduction of the step"),
     ("acceptance/bound", "method's", "acceptance.bound"),
     ("acceptance/fraction", "share", "of the step that was kept; 1 = all of it, 0 = taken back"),
     ("acceptance/lr_scale", "share", "of the schedule's learning rate that the step's updates had"),
@@ -76,9 +78,9 @@ _ROWS = (
     ("moe/routing_replay_disagreement", "share", "replayed experts that the trainer would not have chosen"),
     ("probe/mean_abs_logprob_difference", "nats", "weight check after a publish: mean log-prob difference"),
     ("probe/max_abs_logprob_difference", "nats", "weight check after a publish: largest log-prob difference"),
-    ("publish/bytes", "bytes", "size of what was published: the weights, what changed of them, or the adapters"),
+    ("publish/bytes", "bytes", "published bytes: whole weights, changed weights or adapters"),
     ("publish/bytes_per_s", "bytes/s", "publish/bytes / seconds of exporting and loading them"),
-    ("publish/changed_share", "share", "elements with other bits than before, where they alone were published"),
+    ("publish/changed_share", "share", "elements with changed bits, if only those were published"),
     ("rollout/reward_mean", "reward", "mean over the samples of the batch"),
     ("rollout/reward_failed", "count", "samples whose verifier raised or timed out"),
     ("rollout/response_tokens_mean", "tokens", "tokens that the policy sampled, mean over the samples"),
@@ -91,7 +93,7 @@ _ROWS = (
     ("rollout/truncated_share", "share", "responses cut at rollout.max_response_tokens or environment.max_turn_tokens"),
     ("rollout/groups_without_signal", "count", "groups without any advantage: all rewards are equal"),
     ("rollout/overlong_filtered", "count", "truncated responses left out of the loss (objective.overlong_filter)"),
-    ("rollout/overlong_penalty_mean", "reward", "what reward.overlong_buffer adds, mean over the samples"),
+    ("rollout/overlong_penalty_mean", "reward", "reward that reward.overlong_buffer adds, mean over the samples"),
     ("rollout/kept_tokens_mean", "tokens", "left to draw from by top_p, top_k and min_p, mean over response tokens"),
     ("rollout/staleness_mean", "versions", "policy versions between sampling and training, mean over tokens"),
     ("rollout/staleness_max", "versions", "its largest value in the batch"),
@@ -120,7 +122,7 @@ _ROWS = (
     ("time/reference_s", "s", "part of the step: log-probs of the reference policy"),
     ("time/forward_backward_s", "s", "part of the step: forward and backward passes"),
     ("time/optimizer_s", "s", "part of the step: gradient reduction, clipping, update"),
-    ("time/acceptance_s", "s", "part of the step: measuring how far it went, and taking back what is too far"),
+    ("time/acceptance_s", "s", "part of the step: measuring its divergence, and reducing a step beyond the bound"),
     ("time/publish_s", "s", "part of the step: new weights to the engines"),
     ("time/checkpoint_s", "s", "part of the step: saving a checkpoint"),
     ("time/publish_export_s", "s", "part of publish: gathering and writing the weights"),
@@ -148,13 +150,19 @@ PUBLISH_PARTS = tuple(name for name, _, meaning in _ROWS if meaning.startswith("
 
 
 def evaluated_sets(record: Mapping[str, Any]) -> set[str]:
-    """Return the names of the evaluated sets in a record; `heldout` is the set of data.eval."""
+    """Return the names of the evaluated sets in a record; `heldout` is the set of data.eval.
+
+    Example: eval/accuracy and eval/math/avg@4 give {"heldout", "math"}.
+    """
     parts = [name.split("/") for name in record if name.startswith("eval/")]
     return {part[1] if len(part) > 2 else "heldout" for part in parts}
 
 
 def accuracies(names: Iterable[str]) -> dict[str, str]:
-    """Return the held-out accuracies among metric names, each with a short label; the greedy one comes first."""
+    """Return the held-out accuracies among metric names, each with a short label; the greedy one comes first.
+
+    Example: {"eval/accuracy": "accuracy", "eval/math/avg@4": "math avg@4"}.
+    """
     named = {name: f"{name.split('/')[1]} {name.split('/')[2]}" for name in sorted(names) if _AVERAGE.fullmatch(name)}
     return {"eval/accuracy": "accuracy", **named} if "eval/accuracy" in names else named
 

@@ -75,7 +75,7 @@ def time_rows(run: History) -> dict[str, str]:
     if not steps:
         return {}
 
-    def inside(name: str) -> float:  # the first publish, for example, is before the first step
+    def inside(name: str) -> float:  # the first publish, for example, precedes the first step
         return sum(value for step, value in zip(*run.series(name), strict=True) if step in counted)
 
     def shown(seconds: float) -> str:
@@ -124,7 +124,7 @@ def _anchor_and_region(run: History) -> tuple[str, str]:
         s = build_objective(name, **given).settings
         if s.supervised or not s.has_region:
             return NONE, "none"
-        if s.divergence == "ratio":
+        if s.divergence == "ratio" and s.epsilon_low is not None and s.epsilon_high is not None:
             threshold = f"ratio in [{1 - s.epsilon_low:g}, {1 + s.epsilon_high:g}]"
         else:
             threshold = f"{s.divergence.replace('_', ' ')}, delta {s.delta:g}"
@@ -225,7 +225,7 @@ _TABLES: tuple[tuple[str, str, Callable[[History], Mapping[str, str]]], ...] = (
 
 
 def _side_by_side(histories: Sequence[History], rows_of: Callable[[History], Mapping[str, str]]) -> Rows:
-    """Join the rows of all runs. A quantity that no run has is left out."""
+    """Join the rows of all runs, without quantities that no run has."""
     columns = [dict([bounded(text, _LONGEST_CELL) for text in row] for row in rows_of(h).items()) for h in histories]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     rows = {key: [column.get(key, NONE) for column in columns] for key in keys}

@@ -24,7 +24,7 @@ T = TypeVar("T")
 _MOST_BYTES = 4 << 30
 _MOST_STEPS = 10**9
 _LATEST = 1e11  # Unix seconds: year 5138
-_LARGEST = 1e38  # of a number in float32
+_LARGEST = 1e38  # limit of a number in float32
 
 
 class Batch(NamedTuple):
@@ -105,7 +105,8 @@ def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
     found = []
     for record in records:
         with contextlib.suppress(ValidationError):
-            found.append(adapter(kind).validate_python(record))
+            # typeshed's lru_cache accepts no type[T].
+            found.append(adapter(kind).validate_python(record))  # type: ignore[arg-type]
     return found
 
 
@@ -196,7 +197,7 @@ def _remove_after(path: Path, resume_step: int) -> None:
         if len(complete) < len(data):
             os.truncate(path, len(complete))
         return
-    # Replaced, not truncated: readers detect a new file even if it grows fast.
+    # The file is replaced, because readers detect a new file even if it grows fast.
     write_atomic(path, kept)
 
 
@@ -204,4 +205,4 @@ def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # not a record, so it is removed
+        return math.inf  # the line is not a record, so it is removed

@@ -67,10 +67,7 @@ def missing_packages(tracking: TrackingConfig) -> list[str]:
 
 
 class Trackers:
-    """Passes metrics to a required tracker, which raises its errors, and to optional ones, which an error removes.
-
-    A context manager, which closes all of them.
-    """
+    """Passes metrics to a required tracker, which raises its errors, and to optional ones, which an error removes."""
 
     def __init__(self, required: Tracker, optional: Sequence[Tracker] = ()):
         self._required = required
@@ -85,7 +82,7 @@ class Trackers:
             except Exception as error:
                 self._optional.remove(tracker)
                 name = type(tracker).__name__
-                logger.warning("%s stopped at step %d, training goes on: %s", name, step, error)
+                logger.warning("%s stopped at step %d, training continues: %s", name, step, error)
 
     def close(self) -> None:
         self._required.close()
@@ -95,12 +92,6 @@ class Trackers:
             except Exception as error:
                 logger.warning("%s did not close cleanly: %s", type(tracker).__name__, error)
         self._optional.clear()
-
-    def __enter__(self) -> Trackers:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class JsonlTracker(JsonlFile):
@@ -112,7 +103,7 @@ class JsonlTracker(JsonlFile):
 
 
 class TensorBoardTracker:
-    """Writes event files to `directory`; after a resume TensorBoard drops earlier events after `resume_step`."""
+    """Writes event files to `directory`. After a resume TensorBoard ignores old events of steps after `resume_step`."""
 
     def __init__(self, directory: Path, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
@@ -178,7 +169,7 @@ def open_wandb(config: Config, resume_step: int | None) -> WandbTracker | None:
             )
             tracker = WandbTracker(run)
         except Exception as error:
-            logger.warning("wandb %s failed, training goes on: %s", mode, " ".join(str(error).split()))
+            logger.warning("wandb %s failed, training continues: %s", mode, " ".join(str(error).split()))
             with contextlib.suppress(Exception):
                 wandb.teardown()  # otherwise the next attempt finds the id in use
             continue

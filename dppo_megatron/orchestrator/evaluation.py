@@ -37,7 +37,7 @@ class Evaluated:
     settings: EvalSet
     prompts: Sequence[Prompt]
     rewards: Any  # RewardPool
-    episodes: Episodes | None = None  # for answers in turns
+    episodes: Episodes | None = None  # plays answers in turns
 
 
 @dataclass(eq=False)
@@ -54,14 +54,14 @@ class Evaluator:
     _: KW_ONLY
     sets: Mapping[str, Evaluated]
     tokenizer: Any
-    stop_token_ids: Sequence[int]
-    output: Path  # of the records
+    stop_token_ids: tuple[int, ...]
+    output: Path  # file of the records
     answers: Path  # directory with one entry per set
 
     def __post_init__(self) -> None:
         records = read_metrics(self.output)
         self._begun = {(record["step"], name) for record in records for name in evaluated_sets(record)}
-        self._gate = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)  # for all evaluations together
+        self._gate = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)  # shared by all evaluations
 
     def due(self, version: int) -> bool:
         every = self.config.eval.every
@@ -69,10 +69,10 @@ class Evaluator:
         return bool(self._missing(version)) and (at_ends or (every > 0 and version % every == 0))
 
     def start(self, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, dict[str, float]]]:
-        """Start a task that returns the metrics of every set; a failed verifier counts as 0. Raises as
-        `Sampler.sample`.
+        """Start a task that returns the metrics of every set; a failed verifier counts as 0.
 
-        `policy`: JSON that distinguishes it from others of the same version. Afterwards `version` is no longer due.
+        Afterwards `version` is no longer due. `policy`: JSON that distinguishes it from others of the same version.
+        Raises as `Sampler.sample`.
         """
         missing = self._missing(version)
         self._begun |= {(version, name) for name in missing}
@@ -113,7 +113,7 @@ class Evaluator:
         try:
             await running
         finally:
-            running.cancel()  # if one failed, the others
+            running.cancel()  # if one failed, cancel the others
         seconds = time.monotonic() - started
         records = [answers.records[position] for position in sorted(answers.records)]
         oldest = min(sample["versions"][0] for record in records for sample in record["samples"])
@@ -183,6 +183,8 @@ class Evaluator:
 
     def _requests(self, name: str, version: int, prompt: Prompt) -> Callable[[int], GenerateRequest]:
         chosen, seed = self.sets[name].settings, self.config.run.seed
+        longest = chosen.max_response_tokens
+        assert longest is not None  # `Config.eval_sets` fills in the default
 
         def request(attempt: int) -> GenerateRequest:
             words = np.random.SeedSequence([seed, zlib.crc32(name.encode()), prompt.position, attempt])
@@ -194,7 +196,7 @@ class Evaluator:
                 n=chosen.n,
                 seeds=tuple(seeds) if chosen.temperature else (seed,),
                 temperature=chosen.temperature,
-                max_tokens=chosen.max_response_tokens,
+                max_tokens=longest,
                 stop_token_ids=self.stop_token_ids,
                 topk=0,
                 top_p=chosen.top_p,

@@ -55,15 +55,15 @@ def run_orchestrator(config: Config, prompts: int | None = None) -> None:
     engine_urls(config, run)
 
     async def main() -> None:
-        task = asyncio.current_task()
+        task = asyncio.create_task(_fill_bank(config, setting, prompts))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        await _fill_bank(config, setting, prompts)
+        await task
 
     try:
         asyncio.run(main())
     except asyncio.CancelledError:
-        log.info("stopped by a signal; the bank holds every finished group")
+        log.info("stopped by a signal; every finished group is in the bank")
 
 
 def allow_open_files(config: Config) -> None:
@@ -179,7 +179,7 @@ class _Setting:
         self.tokenizer = load_tokenizer(config.model.path, self.vocab_size)
         end = end_token_ids(config.model.path, self.tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys((*end, *config.rollout.stop_token_ids)))
-        self.tools: list[dict[str, Any]] = []  # of the environment, once `episodes` was called
+        self.tools: list[dict[str, Any]] = []  # the environment's, once `episodes` was called
         self._prompts: PromptSource | None = None
 
     def training_prompts(self) -> PromptSource:
@@ -224,13 +224,15 @@ class _Setting:
         config, run = self._config, RunDir(self._config.run.dir)
         sets = {}
         for name, chosen in config.eval_sets.items():
-            own = chosen.reward != config.reward or rewards is None
+            graders = rewards
+            if graders is None or chosen.reward != config.reward:
+                graders = pools.enter_context(RewardPool(chosen.reward or config.reward))
             sets[name] = Evaluated(
                 chosen,
                 PromptSource(
                     chosen.path, self.tokenizer, config.data_of(chosen), config.run.seed, tools=self.tools
                 ).once(),
-                pools.enter_context(RewardPool(chosen.reward)) if own else rewards,
+                graders,
                 episodes,
             )
         return Evaluator(

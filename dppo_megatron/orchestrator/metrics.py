@@ -22,7 +22,7 @@ class StepRecorder:
     groups_per_step: int
     take_metrics: Callable[[], Mapping[str, float]]  # metrics of the `Sampler` and the rewards
     _: KW_ONLY
-    alone: bool = False  # without a trainer, these are the records of the run's steps
+    alone: bool = False  # there is no trainer, so these are the records of the run's steps
 
     def __post_init__(self) -> None:
         self._rewards: defaultdict[int, list[float]] = defaultdict(list)

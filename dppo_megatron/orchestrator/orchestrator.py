@@ -25,11 +25,11 @@ from dppo_megatron.bank import BankTimeout, BankWriter
 from dppo_megatron.config import Config
 from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.environments.episodes import Episodes, training_request
+from dppo_megatron.environments.episodes import Episodes, training_requests
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.types import Prompt, RolloutGroup
+from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 from .dynamic_sampling import NO_SIGNAL, SignalFilter, describe_drop
@@ -41,7 +41,7 @@ from .waiting import WaitingGroups
 log = logging.getLogger(__name__)
 
 TOO_STALE = "too_stale"  # the reason in the bank
-MOST_WRITES = 4  # with more pending writes, no further group is begun
+MOST_WRITES = 4  # no group is begun while more writes are pending
 LONGEST_WRITE_S = 300.0
 LOOK_S = 0.02  # interval of checks for a newer policy, which permits further groups
 
@@ -78,16 +78,17 @@ class Orchestrator:
     evaluator: Evaluator | None
     recorder: StepRecorder
     stop_token_ids: Sequence[int]
-    episodes: Episodes | None = None  # for answers in turns
-    journals: Journals | None = None  # of the turns
+    episodes: Episodes | None = None  # plays answers in turns
+    journals: Journals | None = None  # has the finished turns
     prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = as many as a trainer needs
-    budget: ByteBudget | None = None  # of the engine clients
+    budget: ByteBudget | None = None  # shared with the engine clients
 
     def __post_init__(self) -> None:
         rollout, episodes = self.config.rollout, self.episodes
         self._waiting = WaitingGroups(self.budget or ByteBudget(), RunDir(self.config.run.dir).bank)
         played = str if episodes is None else lambda: episodes.environments.frequent_failure
         self._filter = SignalFilter(rollout, lambda: self.rewards.last_failure, played)
+        self._training_request = training_requests(self.config, self.stop_token_ids)
         self._evaluations: set[asyncio.Task] = set()  # running ones
         self._writes: deque[Future] = deque()  # pending writes, in order
         self._bound = StalenessBound(rollout.prompts_per_step, rollout.max_staleness)
@@ -103,7 +104,7 @@ class Orchestrator:
         wanted = self.prompts_in_all or self.config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
         running: dict[asyncio.Task, Running] = {}
-        finished: list[tuple[int, RolloutGroup]] = []  # with their last steps; they wait for slower ones
+        finished: list[tuple[int, RolloutGroup]] = []  # (last step, group): they wait for slower ones
         try:
             while (stored := self.bank.num_begun_groups) < wanted:
                 begun = stored + len(running) + len(finished)
@@ -144,22 +145,25 @@ class Orchestrator:
         done = self.bank.done_positions()
         return (position for position in itertools.count() if position not in done)
 
-    def _may_begin(self, group: int) -> bool:
+    def _version(self) -> int:
+        """Return the version of the published policy; -1 before the first."""
         policy = self.published.current
-        return policy is not None and policy.version >= self._bound.needed_version(group)
+        return -1 if policy is None else policy.version
+
+    def _may_begin(self, group: int) -> bool:
+        return self._version() >= self._bound.needed_version(group)
 
     def _oldest_version(self, prompt: Prompt, group: int) -> int:
         """Return the oldest policy version that group number `group` may contain.
 
         Turns of an earlier process count, if they are not too old for the group.
         """
-        current = self.published.current.version
-        oldest = None if self.journals is None else self.journals.oldest_version(prompt.position)
-        if oldest is None:
+        current, journals = self._version(), self.journals
+        if journals is None or (oldest := journals.oldest_version(prompt.position)) is None:
             return current
         if oldest < self._bound.needed_version(group):
             log.warning("prompt %d: its turns of policy %d are too old now; it begins again", prompt.position, oldest)
-            self.journals.remove(prompt.position)
+            journals.remove(prompt.position)
             return current
         return min(oldest, current)
 
@@ -180,13 +184,13 @@ class Orchestrator:
         self._writes.append(record)
         loop = asyncio.get_running_loop()
 
-        def release(_: Future) -> None:  # called in the writer's thread
+        def release(done: Future) -> None:  # called in the writer's thread
             with contextlib.suppress(RuntimeError):  # if the loop is closed
                 loop.call_soon_threadsafe(self._waiting.release, position)
+            if self.journals is not None and done.exception() is None:
+                self.journals.remove(position)
 
         record.add_done_callback(release)
-        if self.journals is not None:
-            record.add_done_callback(lambda done: done.exception() or self.journals.remove(position))
 
     def _take_written(self) -> None:
         """Raise the error of a finished write."""
@@ -220,7 +224,7 @@ class Orchestrator:
         if not too_late:
             return True
         beyond = self.config.rollout.beyond_bound
-        if beyond == "wait" or self.published.current.version < step:
+        if beyond == "wait" or self._version() < step:
             return False
         if beyond == "drop":
             for task in in_time[:too_late]:
@@ -254,12 +258,12 @@ class Orchestrator:
         rewards, failed = await self.rewards.score(prompt, texts)
         return RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature)
 
-    async def _sample(self, prompt: Prompt):
+    async def _sample(self, prompt: Prompt) -> Sequence[Rollout]:
         def request(attempt: int) -> GenerateRequest:
             words = np.random.SeedSequence([self.config.run.seed, prompt.position, attempt])
             seeds = [int(word) >> 1 for word in words.generate_state(self.config.rollout.group_size)]
             name = f"group-{prompt.position}-{attempt}"
-            return training_request(self.config, prompt, name, seeds, self.stop_token_ids)
+            return self._training_request(request_id=name, token_ids=prompt.token_ids, seeds=seeds)
 
         return await self.sampler.sample(request, f"prompt {prompt.position}")
 
@@ -276,8 +280,7 @@ class Orchestrator:
             waiting.cancel()
 
     async def _published_and_evaluated(self, version: int) -> None:
-        policy = self.published.current
-        for number in range(0 if policy is None else policy.version, version + 1):
+        for number in range(max(0, self._version()), version + 1):
             await self.published.wait_for(number)
             await self._evaluate_if_due()
 

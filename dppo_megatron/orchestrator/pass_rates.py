@@ -27,7 +27,7 @@ class PassRateError(ExpectedError, ValueError):
 
 @dataclass(slots=True)
 class Measured:
-    """Answers to one row of the prompt file."""
+    """Counts the answers to one row of the prompt file."""
 
     prompt: Prompt
     right: int = 0
@@ -113,5 +113,5 @@ def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
         found[entry.row].graded += int(graded.sum())
         found[entry.row].right += int((graded & (entry.rewards[each] >= np.float32(pass_reward - 1e-6))).sum())
     if not found:
-        raise PassRateError(f"{bank}: holds no group; name a bank that `sample` or a run filled")
+        raise PassRateError(f"{bank}: has no group; name a bank that `sample` or a run filled")
     return found

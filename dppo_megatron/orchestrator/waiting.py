@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -40,7 +40,8 @@ class WaitingGroups:
         """Return the samples of one group, in memory or in a file; `release` them afterwards."""
         size = sum(array.nbytes for rollout in rollouts for _, array in _arrays(rollout))
         fits = self._budget.charged + size <= self._budget.limit // 2
-        self._charge(position, size)
+        self._kept[position] = size
+        self._budget.charge(size)
         if fits or not size:
             return tuple(rollouts)
         try:
@@ -55,10 +56,6 @@ class WaitingGroups:
         """Release a group that is stored, dropped or given up."""
         self._budget.refund(self._kept.pop(position, 0))
 
-    def _charge(self, position: int, size: int) -> None:
-        self._kept[position] = size
-        self._budget.charge(size)
-
 
 def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
     """Return equal samples with arrays mapped from an unnamed file in `directory`; at least one must have a byte.
@@ -70,16 +67,14 @@ def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
         # Unlike a map of the standard library, it keeps no descriptor open: there may be thousands of groups.
         mapped = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=file.tell(), dtype=torch.uint8).numpy()
         mapped.flags.writeable = False
-    return tuple(
-        replace(
-            rollout,
-            **{
-                name: np.frombuffer(mapped, array.dtype, array.size, offset).reshape(array.shape)
-                for name, (offset, array) in of.items()
-            },
-        )
-        for rollout, of in zip(rollouts, places, strict=True)
-    )
+    aside = []
+    for rollout, of in zip(rollouts, places, strict=True):
+        arrays: dict[str, Any] = {
+            name: np.frombuffer(mapped, array.dtype, array.size, offset).reshape(array.shape)
+            for name, (offset, array) in of.items()
+        }
+        aside.append(replace(rollout, **arrays))
+    return tuple(aside)
 
 
 def _arrays(rollout: Rollout) -> Iterator[tuple[str, np.ndarray]]:
@@ -93,7 +88,7 @@ def _write(file: IO[bytes], array: np.ndarray) -> int:
     """Write an array and return its offset in the file."""
     offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
     file.seek(offset)
-    left = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     while left:
         left = left[file.write(left) :]
     return offset

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf import HFModelConfig, MLAConfig, MoEConfig
 from dppo_megatron.vocab_parallel.linear import column_blocks
 
 FP32 = 4
 INDEX = 8
-# Tokens of the busiest expert-parallel rank over the mean. An assumption, since routing decides it.
-EXPERT_IMBALANCE = 1.2
+EXPERT_IMBALANCE = 1.2  # assumed tokens of the busiest expert-parallel rank over the mean; routing decides it
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:
-    """Describes one micro-batch. tokens: of this context-parallel rank. cuda: fused kernels, else the CPU's."""
+    """Describes one micro-batch. tokens: those of this context-parallel rank. cuda: fused kernels, else the CPU's."""
 
     hf: HFModelConfig
     config: Config
@@ -66,7 +65,7 @@ class MicroBatchWork:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Holds the bytes of one layer: `saved` until its backward pass, `working` in addition while that pass runs.
+    """Counts the bytes of one layer: `saved` until its backward pass, `working` in addition while that pass runs.
 
     `core` is the part that selective recompute frees. It is small, because attention never stores its scores.
     """
@@ -82,22 +81,23 @@ class Layer:
 
 def layer(work: MicroBatchWork, moe: bool) -> Layer:
     """Return the bytes of one transformer layer without recompute."""
-    attention, core = (_latent if work.hf.mla else _grouped)(work)
-    norms = 2 * _norm(work)
-    if not moe:
-        mlp, working = _swiglu(work, work.hf.ffn_hidden_size // work.tensor, work.tokens)
-        saved = {"norms": norms, "attention": attention, "feed-forward": mlp}
+    hf = work.hf
+    attention, core = _grouped(work) if hf.mla is None else _latent(work, hf.mla)
+    saved = {"norms": 2 * _norm(work), "attention": attention}
+    if moe and hf.moe is not None:
+        experts, working = _experts(work, hf.moe)
+        saved |= experts
     else:
-        experts, working = _experts(work)
-        saved = {"norms": norms, "attention": attention, **experts}
-    q, kv = (n // work.tensor * work.hf.head_dim for n in (work.hf.num_heads, work.hf.num_kv_heads))
-    # Two backward passes of FlashAttention: rows that continue others, their gradients, a key gradient per query head.
+        saved["feed-forward"], working = _swiglu(work, hf.ffn_hidden_size // work.tensor, work.tokens)
+    q, kv = (n // work.tensor * hf.head_dim for n in (hf.num_heads, hf.num_kv_heads))
+    # FlashAttention runs two backward passes. They need the rows that continue others, the gradients of these rows, and
+    # a key gradient per query head.
     attending = bool(work.local) * work.e * work.tokens * (8 * q + 4 * kv * (1 + work.local))
     return Layer(saved, max(working, attending), core)
 
 
 def _norm(work: MicroBatchWork) -> int:
-    """Return the bytes of the saved input, and of the output that the next matrix product saves."""
+    """Return the bytes of the saved input plus those of the output, which the next matrix product saves."""
     elements = work.kept * work.hf.hidden_size
     saved = work.e if work.cuda else FP32  # our norm on the CPU saves the normalised rows in fp32
     return elements * (saved + work.e)
@@ -110,20 +110,19 @@ def _grouped(work: MicroBatchWork) -> tuple[int, int]:
     q, kv = t * heads * hf.head_dim, t * groups * hf.head_dim
     log_sums = FP32 * t * heads
     if work.cuda:
-        # The projection's output (values are a view of this tensor), rotated queries and keys, the output. In fp32 also
-        # padded queries and outputs, and a key and a value for each query head.
+        # It saves the projection's output (values are a view of this tensor), rotated queries and keys, and the output.
+        # fp32 adds padded queries and outputs, and a key and a value for each query head.
         core = log_sums + e * (2 * kv * work.local * (work.local > 1) + 4 * q * (e == FP32))
         return e * (q + 2 * kv) + e * (q + kv) + e * q + core, core
     norms = FP32 * (q + kv) if hf.qk_norm else 0
-    padded = e * (q + 2 * kv)  # side by side for SDPA; recomputed, its inputs and all of the projection are kept
+    padded = e * (q + 2 * kv)  # SDPA's inputs; if core attention is recomputed, the whole projection is kept too
     core = e * q + log_sums - e * (q + kv)
     return norms + padded + 2 * e * q + log_sums, core
 
 
-def _latent(work: MicroBatchWork) -> tuple[int, int]:
+def _latent(work: MicroBatchWork, mla: MLAConfig) -> tuple[int, int]:
     """Return the bytes of multi-head latent attention: (all, only core attention)."""
-    hf, mla, t, e = work.hf, work.hf.mla, work.tokens, work.e
-    heads = hf.num_heads // work.tensor
+    t, e, heads = work.tokens, work.e, work.hf.num_heads // work.tensor
     query = t * heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     value = t * heads * mla.v_head_dim
     up = t * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -139,15 +138,14 @@ def _latent(work: MicroBatchWork) -> tuple[int, int]:
 def _swiglu(work: MicroBatchWork, width: int, rows: int) -> tuple[int, int]:
     """Return (bytes saved after the first matrix product, bytes of the backward pass) of one feed-forward."""
     e, hidden = work.e, work.hf.hidden_size
-    copies = 3 if work.cuda else 5  # gate and up, and the product; unfused also silu(gate) and a copy of up
+    copies = 3 if work.cuda else 5  # gate, up and their product; unfused also silu(gate) and a copy of up
     weight_gradient = work.weight_gradient * 2 * width * hidden
     return e * rows * copies * width, e * rows * 3 * width + weight_gradient
 
 
-def _experts(work: MicroBatchWork) -> tuple[dict[str, int], int]:
+def _experts(work: MicroBatchWork, moe: MoEConfig) -> tuple[dict[str, int], int]:
     """Return (saved, bytes of the backward pass) of router, dispatch, routed and shared experts."""
-    hf, moe, e = work.hf, work.hf.moe, work.e
-    own = work.kept
+    hf, e, own = work.hf, work.e, work.kept
     received = own * moe.top_k * work.expert_tensor
     if work.config.parallel.expert > 1:
         received = int(received * EXPERT_IMBALANCE)
@@ -159,7 +157,7 @@ def _experts(work: MicroBatchWork) -> tuple[dict[str, int], int]:
         "experts": routed,
     }
     here = moe.num_experts // work.config.parallel.expert
-    if work.config.model.lora.r and here > 1:  # A and B of gate, up (apart in a product for both) and down projections
+    if work.config.model.lora.r and here > 1:  # A and B of the gate, up and down projections
         sizes = 3 * hf.hidden_size + 5 * moe.ffn_hidden_size // work.expert_tensor
         saved["stacked adapters"] = e * here * work.config.model.lora.r * sizes
     if moe.shared_ffn_hidden_size:
@@ -188,7 +186,7 @@ def head(work: MicroBatchWork, padded_vocab: int) -> dict[str, int]:
         "hidden gradient": (FP32 + e if fused else e) * hidden,
         "weight gradient": work.weight_gradient * columns * hf.hidden_size,
     }
-    if work.config.rollout.has_sampling_mask:  # for each token of the mask at most: id, row, place in a block, logit
+    if work.config.rollout.has_sampling_mask:  # id, row, place in a block and logit of each token in the mask
         out["sampling masks"] = 48 * rows * work.config.rollout.top_k
     if not fused and model.fp32_head and e < FP32:
         out["logits"] = FP32 * rows * columns

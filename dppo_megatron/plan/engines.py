@@ -16,12 +16,12 @@ from dppo_megatron.hf.peft import adapter_shapes
 from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES, expert_layer
 
-UNUSED = 0.1  # share of the memory that servers leave free by default, CUDA graphs, activations. An assumption.
+UNUSED = 0.1  # assumed share of the memory that servers leave free for CUDA graphs and activations
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes on one GPU of an engine, in the stage that serves the fewest sequences.
+    """Counts bytes on one GPU of an engine, in the stage that serves the fewest sequences.
 
     cache: memory for keys and values after the weights are loaded, or `engine.kv_cache_bytes`. It is negative if the
     weights do not fit.
@@ -31,7 +31,7 @@ class EngineMemory:
     cache: int
     per_sequence: int  # keys and values of a sequence of `engine.max_model_len`
     update: int  # needed in addition to weights and cache while an update loads, see `update_bytes`
-    room: int  # for an update: the whole memory without weights, cache and libraries
+    room: int  # available to an update: the memory without weights, cache and libraries
 
     @property
     def sequences(self) -> int:
@@ -53,7 +53,7 @@ def published_bytes(hf: HFModelConfig, config: Config) -> int:
 
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-# Tensors that every GPU of a stage stores whole: norms, routers, and the projections into the latent space.
+# Every GPU of a stage stores these tensors whole: norms, routers, and the projections into the latent space.
 _REPLICATED = re.compile(r"norm\.weight$|norm\.bias$|\.gate\.|\.(q_a_proj|kv_a_proj_with_mqa)\.")
 
 
@@ -75,7 +75,7 @@ def _published(hf: HFModelConfig, config: Config) -> dict[str, TensorInfo]:
     return fp8.quantized_info(tensors) if config.engine.serves_fp8 else tensors
 
 
-# Weights that vLLM and SGLang load as one module.
+# vLLM and SGLang load each of these groups of weights as one module.
 _FUSED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
@@ -110,7 +110,7 @@ def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> Engi
     if not config.engine_devices or not hardware.cuda:
         return None
     if hf.mla is not None:
-        width = hf.mla.kv_lora_rank + hf.mla.qk_rope_head_dim  # not sharded: every GPU has the full width
+        width = hf.mla.kv_lora_rank + hf.mla.qk_rope_head_dim  # every GPU has the whole latent space
     else:
         width = 2 * max(1, hf.num_kv_heads // engine.tensor_parallel) * hf.head_dim
     usable = int(hardware.memory_bytes * (1 - UNUSED)) - hardware.reserved_bytes

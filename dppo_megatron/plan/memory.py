@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
-from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
+from dppo_megatron.objectives import build_objective
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES
 
 from .activations import FP32, Layer, MicroBatchWork, head, layer, with_recompute
@@ -101,10 +101,10 @@ class _Rank:
         self.shard = -(-model.dense // model.dense_replicas) - (-model.expert // model.expert_replicas)
         self.state = self.shard if self.sharded else model.trained  # parameters with optimizer state on this rank
         offloads = work.config.optimizer.offload and work.cuda  # a CPU's memory is the host's
-        self.offloaded = self.optimizer() if offloads else []  # on the GPU only during an optimizer step
+        self.offloaded = self.optimizer() if offloads else []  # these are on the GPU only during an optimizer step
 
     def static(self) -> list[Item]:
-        model, e, load = self.model, self.work.e, self.load
+        model, e, load, objective = self.model, self.work.e, self.load, self.config.objective
         items = [
             Item("parameters", model.parameters * e + model.buffers * FP32, f"{model.parameters:,} x {e} bytes"),
             Item("gradients", model.trained * FP32, f"{model.trained:,} x 4 bytes (fp32)"),
@@ -113,7 +113,8 @@ class _Rank:
         ]
         if self.config.model.fp8 != "none":
             items.append(Item("FP8 weights", 2 * model.parameters, "one copy and its transpose, 1 byte each"))
-        if _needs_reference(self.config.objective) and not self.config.model.lora.r:
+        needs_reference = build_objective(objective.name, **objective.settings).needs_reference
+        if needs_reference and not self.config.model.lora.r:
             items.append(Item("reference policy", model.parameters * e, "a frozen copy of the start model"))
         batch = load.micro_batches * load.tokens * self._bytes_per_token()
         why = f"tokens of {load.micro_batches} micro-batches, all of an update; counters"
@@ -133,7 +134,7 @@ class _Rank:
         """Return the copies with which `acceptance` takes back a step; see `actor.StepLine`."""
         if self.config.acceptance.bound is None:
             return []
-        why = "fp32 parameters, for acceptance.bound; the end once it goes back"
+        why = "fp32 parameters, for acceptance.bound; the end only while a step is taken back"
         return [Item("start and end of a step", 2 * FP32 * self.state, why)]
 
     def _bytes_per_token(self) -> int:
@@ -171,7 +172,7 @@ class _Rank:
         above = head(work, padded_vocab) if self.model.has_head else {}
         if sum(above.values()) >= working:
             return [*items, *(Item(f"head: {name}", size, f"{work.tokens:,} rows") for name, size in above.items())]
-        return [*items, Item("backward of one layer", working, "gradients in flight, and what is recomputed")]
+        return [*items, Item("backward of one layer", working, "gradients in flight and recomputed activations")]
 
     def step(self) -> list[Item]:
         model = self.model
@@ -200,9 +201,9 @@ class _Rank:
         return items
 
     def exchange(self) -> list[Item]:
-        size, why = 0, "none: every rank holds all of it"
+        size, why = 0, "none: every rank stores the whole state"
         if self.sharded:
-            size, why = self._exchanged(), "parts of the optimizer's state, given and received"
+            size, why = self._exchanged(), "parts of the optimizer's state, sent and received"
         return [Item("exchange of optimizer state", size, why)]
 
     def saved(self) -> list[Item]:
@@ -217,9 +218,9 @@ class _Rank:
         merged = self.model.gated * DTYPES[self.config.model.dtype].bytes
         if on_host:
             merged += self.model.gated * self.shard // self.model.trained * 3 * FP32
-        item = Item("gate and up projections", merged, "put together from the two that are stored")
+        item = Item("gate and up projections", merged, "merged from the two stored projections")
         if self.sharded and (exchanged := self._exchanged()) > merged:
-            item = Item("exchange of optimizer state", exchanged, "larger than the projections put together")
+            item = Item("exchange of optimizer state", exchanged, "larger than the merged projections")
         return [item, *([self._host_copy()] if on_host else [])]
 
     def _exchanged(self) -> int:
@@ -248,11 +249,14 @@ def _why(work: MicroBatchWork, made: Layer, number: int, in_flight: int, kept: i
 
 
 def chunks_in_flight(config: Config, model: RankModel, micro_batches: int) -> list[int]:
-    """Return how many micro-batches each model chunk holds at the peak of the 1F1B or interleaved schedule."""
+    """Return how many micro-batches each model chunk stores at the peak of the 1F1B or interleaved schedule.
+
+    Example: the first of 2 stages with 2 chunks each stores [3, 2] of 4 micro-batches.
+    """
     p = config.parallel
     if p.virtual_pipeline is None:
         return [min(micro_batches, p.pipeline - model.stage)]
-    rounds = -(-micro_batches // p.pipeline) * p.pipeline  # whole rounds: fillers make them up
+    rounds = -(-micro_batches // p.pipeline) * p.pipeline  # filler micro-batches complete the last round
     ahead = 2 * (p.pipeline - model.stage - 1) + (p.virtual_pipeline - 1) * p.pipeline + 1
     total = min(ahead, rounds * p.virtual_pipeline)
     # Chunks take turns of `pipeline` micro-batches each.
@@ -260,12 +264,6 @@ def chunks_in_flight(config: Config, model: RankModel, micro_batches: int) -> li
     for index in range(total):
         counts[index // p.pipeline % p.virtual_pipeline] += 1
     return counts
-
-
-def _needs_reference(objective: ObjectiveConfig) -> bool:
-    from dppo_megatron.objectives import build_objective
-
-    return build_objective(objective.name, **objective.settings).needs_reference
 
 
 def _sum(items: tuple[Item, ...]) -> int:

@@ -33,12 +33,12 @@ class PaceSettings:
     """Describes speeds and sizes of a run. The trainer's seconds are those of one step, regardless of the lengths."""
 
     prompts_per_step: int
-    concurrent: int  # groups
+    concurrent: int  # groups sampled at once
     max_staleness: int
     steps: int
-    tokens_per_s: float  # of one response
-    bytes_per_token: float  # of a response, in a reply and in the bank
-    store_bytes_per_s: float  # that the orchestrator receives, scores and stores
+    tokens_per_s: float  # sampling speed of one response
+    bytes_per_token: float  # size of a response token in a reply and in the bank
+    store_bytes_per_s: float  # bytes that the orchestrator receives, scores and stores
     train_s: float
     read_s: float = 0.0
     publish_s: float = 0.0
@@ -48,7 +48,7 @@ class PaceSettings:
 class Pace:
     """Predicts seconds of one step and staleness, as means over the steps of a run and over several draws."""
 
-    wait_s: float  # for rollouts
+    wait_s: float  # waiting for rollouts
     read_s: float
     train_s: float
     publish_s: float
@@ -69,7 +69,7 @@ def read_lengths(path: Path, group_size: int) -> list[np.ndarray]:
         reader = BankReader(path / "bank" if (path / "bank").is_dir() else path)
         groups = [np.add.reduceat(e.sampled, e.first_of_trajectories) for e in reader.entries(0, reader.refresh())]
         if not groups:
-            raise LengthsError(f"--lengths {path}: no bank with groups in it; name a run, its bank or a text file")
+            raise LengthsError(f"--lengths {path}: no bank with groups; name a run, its bank or a text file")
         return groups
     try:
         lines = path.read_text().splitlines()
@@ -125,7 +125,7 @@ def pace_report(groups: list[np.ndarray], settings: PaceSettings) -> Iterator[st
     )
     mean_bytes = float(lengths.sum()) / len(groups) * settings.prompts_per_step * settings.bytes_per_token
     busy = mean_bytes / settings.store_bytes_per_s
-    yield f"of it the orchestrator takes {busy:.1f} s to receive, score and store {mean_bytes / 1e6:,.0f} MB"
+    yield f"the orchestrator needs {busy:.1f} s of it to receive, score and store {mean_bytes / 1e6:,.0f} MB"
     yield f"mean staleness {pace.staleness:.2f} policy versions (rollout.max_staleness = {settings.max_staleness})"
 
 
@@ -146,13 +146,15 @@ def predict(groups: Sequence[np.ndarray], settings: PaceSettings, seed: int = 0)
 def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
     """Return the seconds of a step in which the trainer waits, and the mean staleness of a token."""
     bound = StalenessBound(s.prompts_per_step, s.max_staleness)
-    now = busy_until = waited = lag = 0.0  # busy_until: of the orchestrator; lag: over all stored tokens
+    now = waited = 0.0
+    busy_until = 0.0  # the orchestrator
+    lag = 0.0  # versions, summed over all stored tokens
     waiting_since: float | None = 0.0  # the trainer
     stored = 0
     events: list[tuple[float, int, int]] = []  # time, kind, group
     published = [0.0]  # time of each version
-    begun: dict[int, float] = {}  # time, of the groups being sampled or scored
-    last_steps: dict[int, int] = {}  # of the same groups
+    begun: dict[int, float] = {}  # start time of each group that is being sampled or scored
+    last_steps: dict[int, int] = {}  # last allowed step of each such group
     finished: list[tuple[int, int, float]] = []  # last step, group, time at which it was begun
     while True:
         version = len(published) - 1

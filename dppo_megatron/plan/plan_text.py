@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dppo_megatron.common.hardware import CONTEXT_BYTES, GIB, MARGIN, NCCL_BYTES, peak_flops
 
 from .activations import EXPERT_IMBALANCE
-from .engines import UNUSED
+from .engines import UNUSED, EngineMemory
 from .planning import Advice, LayoutPlan
 from .ranks import RankModel
 
@@ -54,21 +54,21 @@ def _engine(plan: LayoutPlan) -> Iterator[str]:
         yield (
             f"a GPU of an engine: weights {_size(engine.weights)} of {_size(plan.cluster.hardware.memory_bytes)}, "
             f"keys and values {_size(max(0, engine.cache))}: {engine.sequences:,} sequences of "
-            f"{plan.config.engine.max_model_len:,} tokens at once (assumed: {UNUSED:.0%} stay free); an update holds "
-            f"{_size(engine.update)} beside them for a while"
+            f"{plan.config.engine.max_model_len:,} tokens at once (assumed: {UNUSED:.0%} stay free); an update needs "
+            f"{_size(engine.update)} more while it loads"
         )
     if plan.totals.published_bytes:
         size, transport = _size(plan.totals.published_bytes), plan.config.weight_sync.transport
         way = "sent to every engine" if transport == "broadcast" else "written to the disk and read by every engine"
         often = "every step"
         if (every := plan.config.weight_sync.full_every) > 1:
-            often = f"one of {every} steps, and what changed in the others"
+            often = f"one of {every} steps, only changed weights in the others"
         yield f"a publish: {size} in {often}, {way} (weight_sync.transport = {transport})"
 
 
 def _disk(plan: LayoutPlan) -> Iterator[str]:
     config, total = plan.config, plan.totals
-    # One more than is kept, while the newest is written.
+    # While the newest is written, there is one more than is kept.
     yield f"checkpoints {config.checkpoint.keep + 1} x {_size(total.checkpoint_bytes)}"
     if total.published_bytes:
         if config.engine.serves_fp8:
@@ -77,7 +77,7 @@ def _disk(plan: LayoutPlan) -> Iterator[str]:
             sync = config.weight_sync
             yield (
                 f"published versions {sync.keep_versions + 1} x {_size(total.published_bytes)}"
-                + (f" and what changed in up to {sync.full_every} others" if sync.full_every > 1 else "")
+                + (f" and the changed weights of up to {sync.full_every} others" if sync.full_every > 1 else "")
                 + (f" in {sync.directory}" if sync.directory is not None else "")
             )
         keep = config.checkpoint.keep_rollouts
@@ -132,10 +132,10 @@ def _stages(plan: LayoutPlan) -> Iterator[str]:
 def _verdict(plan: LayoutPlan, advice: Sequence[Advice]) -> Iterator[str]:
     worst = max(plan.cluster.need(memory) for _, memory in plan.stages)
     total = plan.cluster.hardware.memory_bytes
-    if plan.engine is not None and plan.engine.sequences and not plan.engine.updates:
-        yield _update_does_not_fit(plan)
-    elif not plan.engines_fit:
-        engine, config = plan.engine, plan.config.engine
+    engine, config = plan.engine, plan.config.engine
+    if engine is not None and engine.sequences and not engine.updates:
+        yield _update_does_not_fit(plan, engine)
+    elif engine is not None and not engine.sequences:
         quantize = "" if config.serves_fp8 else "engine.quantization = fp8_block, "
         yield (
             f"engines do not fit: weights take {_size(engine.weights)} of each of their GPUs and leave no room for one "
@@ -147,7 +147,7 @@ def _verdict(plan: LayoutPlan, advice: Sequence[Advice]) -> Iterator[str]:
         spare = f"{(total - worst) / GIB:.1f} GiB of {total / GIB:.1f} GiB to spare"
         yield f"fits: {spare}" if plan.fits else f"trainer ranks fit: {spare}"
         return
-    yield f"does not fit: {(worst - total) / GIB:.1f} GiB more than the {total / GIB:.1f} GiB there are"
+    yield f"does not fit: {(worst - total) / GIB:.1f} GiB more than the {total / GIB:.1f} GiB of a device"
     if not advice:
         yield "no single change of the layout helps: use more devices"
         return
@@ -156,21 +156,21 @@ def _verdict(plan: LayoutPlan, advice: Sequence[Advice]) -> Iterator[str]:
     yield from (f"        else: {other}   saves {_size(other.saves)}{_enough(other)}" for other in others)
 
 
-def _update_does_not_fit(plan: LayoutPlan) -> str:
-    engine, remedies = plan.engine, []
-    cache = plan.engine.cache - (engine.update - engine.room)
+def _update_does_not_fit(plan: LayoutPlan, engine: EngineMemory) -> str:
+    remedies = []
+    cache = engine.cache - (engine.update - engine.room)
     if cache >= engine.per_sequence:
         remedies.append(f"engine.kv_cache_bytes = {cache}")
     if plan.config.weight_sync.transport == "broadcast":
         remedies.append("weight_sync.transport = shared_storage (layers then wait in the host's memory)")
     return (
-        f"engines do not fit: while an update loads, they hold {_size(engine.update)} of it beside weights and cache, "
-        f"which leave {_size(max(0, engine.room))}; use {', '.join([*remedies, 'a larger engine.tensor_parallel'])}"
+        f"engines do not fit: an update needs {_size(engine.update)} while it loads, and weights and cache leave "
+        f"{_size(max(0, engine.room))}; use {', '.join([*remedies, 'a larger engine.tensor_parallel'])}"
     )
 
 
 def _enough(advice: Advice) -> str:
-    return ", then it fits" if advice.fits else ", not enough alone"
+    return ", then it fits" if advice.fits else ", but is not enough"
 
 
 def _size(count: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ from dppo_megatron.checks import engine, settings_problems
 from dppo_megatron.checks.devices import cluster_problems, devices_needed
 from dppo_megatron.checks.model import on_any_machine
 from dppo_megatron.common.hardware import Hardware
-from dppo_megatron.config import Config, ConfigError
-from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
+from dppo_megatron.config import Config, ConfigError, with_settings
+from dppo_megatron.hf import HFModelConfig, ModelError, padded_vocab_size, read_hf_config
 
 from .engines import EngineMemory, engine_memory
 from .memory import Load, Memory, estimate, largest_load
@@ -83,11 +83,7 @@ def make_plan(
 
     Raises ConfigError with every reason why the layout is impossible.
     """
-    hf, problems = _problems(config, cluster, rank)
-    if problems:
-        raise ConfigError(source, problems)
-    from dppo_megatron.hf import padded_vocab_size
-
+    hf = _checked(config, cluster, rank, source)
     load = largest_load(config)
     padded = padded_vocab_size(hf.vocab_size, config.parallel.tensor)
     ranks = builder.build(config, rank)
@@ -101,7 +97,8 @@ def make_plan(
     return LayoutPlan(config, hf, cluster, load, totals(hf, config, ranks), stages, busiest, engine, notes)
 
 
-def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFModelConfig | None, list[str]]:
+def _checked(config: Config, cluster: Cluster, rank: int | None, source: str) -> HFModelConfig:
+    """Return the model's config.json. Raises ConfigError with every reason why the layout is impossible."""
     from dppo_megatron.actor.model_config import model_problems
     from dppo_megatron.actor.precision import capability_problems
 
@@ -112,18 +109,21 @@ def _problems(config: Config, cluster: Cluster, rank: int | None) -> tuple[HFMod
     try:
         hf = read_hf_config(config.model.path)
     except ModelError as error:
-        return None, out + [f"model.path = {error.source}: {problem}" for problem in error.problems]
+        problems = [f"model.path = {error.source}: {problem}" for problem in error.problems]
+        raise ConfigError(source, out + problems) from None
     out += model_problems(hf, on_any_machine(config))
     if config.started_engines:
         out += engine.model_problems(config, hf)
-    return hf, list(dict.fromkeys(out))
+    if out:
+        raise ConfigError(source, list(dict.fromkeys(out)))
+    return hf
 
 
-def _notes(config: Config, cluster: Cluster) -> Sequence[str]:
+def _notes(config: Config, cluster: Cluster) -> Iterator[str]:
     p, per_node = config.parallel, cluster.gpus_per_node
     idle = cluster.devices - devices_needed(config)
     if idle:
-        yield f"{idle} of {cluster.devices} devices have nothing to do"
+        yield f"{idle} of {cluster.devices} devices are not used"
     for name, size in (("tensor", p.tensor), ("expert_tensor", p.expert_tensor or 1)):
         if size > per_node or per_node % size:
             yield f"parallel.{name} = {size}: its groups cross nodes of {per_node}; every layer waits for the network"
@@ -136,7 +136,7 @@ def _notes(config: Config, cluster: Cluster) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Describes a change to the config: bytes saved on the busiest rank, whether the plan then fits, and the price."""
+    """Describes a change to the config: bytes saved on the busiest rank, whether the plan then fits, and its cost."""
 
     change: Change
     saves: int
@@ -148,7 +148,7 @@ class Advice:
 
 
 def advise(plan: LayoutPlan, builder: RankBuilder) -> list[Advice]:
-    """Return the changes that save memory of trainer ranks, the recommended one first, the others cheapest first.
+    """Return the changes that save memory of trainer ranks: the recommended one, then the others by rising cost.
 
     Each change is tried on the plan. The recommended change is the cheapest one that makes the plan fit. If no change
     does, it is the one that saves most. Returns nothing if the ranks fit.
@@ -199,8 +199,7 @@ def _candidates(config: Config, hf: HFModelConfig, cluster: Cluster) -> Iterator
 def _with(config: Config, change: Change) -> Config:
     for dotted, value in change.items():
         section, name = dotted.split(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
+        config = with_settings(config, **{section: {name: value}})
     return config
 
 

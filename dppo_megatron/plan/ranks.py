@@ -12,10 +12,17 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from dppo_megatron.checks.model import on_any_machine
 from dppo_megatron.config import Config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dppo_megatron.actor.layout import Layout
+    from dppo_megatron.hf import HFModelConfig
+    from dppo_megatron.hf.megatron_model import ParallelRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ class RankBuilder:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_without_gpus)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None):
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def build(self, config: Config, rank: int | None = None) -> list[RankModel]:
@@ -107,7 +114,7 @@ def _build(config: Config, rank: int) -> RankModel:
         layout.close()
 
 
-def _describe(chunks: Sequence, hf, layout) -> RankModel:
+def _describe(chunks: Sequence[nn.Module], hf: HFModelConfig, layout: Layout) -> RankModel:
     import torch
     from megatron.core import parallel_state
 
@@ -142,7 +149,7 @@ def _gated(name: str) -> bool:
     return "linear_fc1.weight" in name or name.endswith("linear_fc1.lora.B")
 
 
-def _whole(chunks: Sequence, hf, layout, ranks) -> dict[str, int]:
+def _whole(chunks: Sequence[nn.Module], hf: HFModelConfig, layout: Layout, ranks: ParallelRanks) -> dict[str, int]:
     """Return the elements of every HF tensor of this stage, without the vocabulary's padding."""
     from dppo_megatron.hf import WeightMap
     from dppo_megatron.hf.megatron_model import infer_layout, named_weights

@@ -32,16 +32,16 @@ class Totals:
     The limits hold for responses of the maximal length.
     """
 
-    parameters: int  # of the model as Hugging Face stores it, without multi-token prediction layers
+    parameters: int  # all that Hugging Face stores, without multi-token prediction layers
     active: int  # used by one token
     sequences_per_update: int
     tokens_per_update: int
-    micro_batches_per_update: int  # of one rank
+    micro_batches_per_update: int  # on each rank
     flops_per_update: int  # model FLOPs of all ranks, as throughput/mfu counts them
     checkpoint_bytes: int
     published_bytes: int  # one policy version; 0 where nothing is published
     bank_bytes_per_step: int
-    bank_bytes: int  # of the whole run
+    bank_bytes: int  # size after the whole run
     kept_bank_bytes: int  # largest size with checkpoint.keep_rollouts; 0 if it is not set
     evaluations: int
     answer_bytes: Mapping[str, int]  # set -> bytes of the answers to one prompt in one evaluation
@@ -56,7 +56,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
     longest = prompt + r.max_response_tokens
     tokens = sequences * longest
     work = Work(tokens, tokens * (longest + 1) // 2, sequences * r.max_response_tokens)
-    # Trained weights in the model's dtype; the optimizer's fp32 parameters and two moments.
+    # A checkpoint has the trained weights in the model's dtype, and fp32 parameters and two moments of the optimizer.
     saved = parameters
     if config.model.lora.r:
         saved = sum(math.prod(shape) for shape in adapter_shapes(hf, config.model.lora).values())
@@ -72,9 +72,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
         published_bytes=published_bytes(hf, config) if config.samples else 0,
         **(bank_disk(hf, config) if config.samples else dict.fromkeys(_BANK, 0)),
         evaluations=_evaluations(config.eval.every, t.steps),
-        answer_bytes={
-            name: _answer_bytes(config.data.max_prompt_tokens, one) for name, one in config.eval_sets.items()
-        },
+        answer_bytes={name: _answer_bytes(prompt, one) for name, one in config.eval_sets.items()},
     )
 
 
@@ -93,7 +91,7 @@ def _parameters(hf: HFModelConfig, ranks: Sequence[RankModel]) -> int:
     expected = sum(math.prod(shape) for shape in WeightMap(hf).hf_tensors().values())
     built = sum(sum(rank.whole.values()) for rank in ranks)
     if built != expected:
-        raise ModelError(hf.source, [f"the ranks' models hold {built:,} parameters in all, the files {expected:,}"])
+        raise ModelError(hf.source, [f"the ranks' models have {built:,} parameters, the files {expected:,}"])
     return expected
 
 
@@ -113,7 +111,7 @@ def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
     prompt = config.data.max_prompt_tokens
     fields = {"prompt_tokens": prompt, "lengths": longest, "topk": r.topk_logprobs, "routing": routing}
     if r.has_sampling_mask:
-        fields["kept"] = [size * max(r.top_k, 1) for size in longest]  # at most
+        fields["kept"] = [size * max(r.top_k, 1) for size in longest]  # an upper limit
     table = Shapes.of_fields(fields).table()
     tensors = max(entry["data_offsets"][1] for entry in table.values())
     header = len(json.dumps(table, separators=(",", ":"))) + prompt * _TEXT_BYTES

@@ -28,7 +28,7 @@ class NodeFinding:
 
 @dataclass(slots=True)
 class Reported:
-    """The lines that one process has reported so far."""
+    """Collects the lines that one process has reported so far."""
 
     node: str
     stage: str = STARTING

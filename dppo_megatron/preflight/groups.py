@@ -1,4 +1,4 @@
-"""The process groups that are checked: those of a layout, without Megatron, and that of a broadcast."""
+"""Lists the process groups to check: the groups of a layout, without Megatron, and the group of a broadcast."""
 
 from __future__ import annotations
 

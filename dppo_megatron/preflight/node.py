@@ -1,4 +1,4 @@
-"""Checks of one process on its node: its GPU, its limits, and the run's files."""
+"""Checks the node of one process: its GPU, its limits, and the run's files."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dppo_megatron.config import Config
 from dppo_megatron.launch.rank_environment import nvidia_smi
 
 NVIDIA_SMI_S = 7.0
-VISIBLE_S, POLL_S = 4.0, 0.2  # for a network file system to show another node's file
+VISIBLE_S, POLL_S = 4.0, 0.2  # a network file system may show another node's file later
 WRITTEN_BYTES, SLOW_MB_PER_S, MOST_USED_MIB = 32 << 20, 50.0, 4096
-OLDEST_DRIVER = {"12": 525, "13": 580}  # by the CUDA version of torch
-TOKEN = ".preflight-"  # of files in the run directory
+OLDEST_DRIVER = {"12": 525, "13": 580}  # major CUDA version of torch -> driver
+TOKEN = ".preflight-"  # begins the names of files in the run directory
 
 
 @dataclass(slots=True)
 class Observed:
-    problems: list[str] = field(default_factory=list)  # of all nodes if every node has them, even a single one
-    faults: list[str] = field(default_factory=list)  # of this node: another one may help
+    problems: list[str] = field(default_factory=list)  # if all nodes have one, no node is at fault
+    faults: list[str] = field(default_factory=list)  # this node is at fault, so another one may help
     warnings: list[str] = field(default_factory=list)
     same: dict[str, str] = field(default_factory=dict)  # values that must be equal on all nodes
     gpu: str = ""  # UUID
 
 
 def gpu_rows(out: Observed) -> list[list[str]]:
-    """Return index, UUID, name, driver and used MiB of each GPU; empty after an error, which `out` gets."""
+    """Return index, UUID, name, driver and used MiB of each GPU. After an error, add it to `out` and return none."""
     try:
         return nvidia_smi("index,uuid,name,driver_version,memory.used", NVIDIA_SMI_S)
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def judge_gpu(out: Observed, rows: Sequence[Sequence[str]], local_rank: int, cud
     _, out.gpu, name, driver, used = row
     out.same |= {"driver": driver} | ({"GPU": name} if trains else {})
     if used.isdecimal() and int(used) > MOST_USED_MIB:
-        out.faults.append(f"GPU {out.gpu}: another process holds {used} MiB of it")
+        out.faults.append(f"GPU {out.gpu}: another process uses {used} MiB of it")
     oldest, major = OLDEST_DRIVER.get((cuda or "").partition(".")[0], 0), driver.partition(".")[0]
     if major.isdecimal() and int(major) < oldest:
         out.problems.append(f"driver {driver}: torch for CUDA {cuda} needs {oldest} or newer")

@@ -1,7 +1,7 @@
-"""One process in the position of a trainer rank, or on a serving node, which reports stages as lines of JSON.
+"""Runs the checks of one process, as a trainer rank or on a serving node, and reports stages as lines of JSON.
 
-The command that started all of them reads the lines (`watch`). A process that hangs or that sees no shared directory is
-found by its missing lines.
+The command that started all processes reads the lines (`watch`). Missing lines show a process that hangs or that sees
+no shared directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARK = "preflight "
 STARTING, STARTED = "starting", "importing torch"
 IMPORTED, LOOKED = "looking at GPUs, the model, the data and run.dir", "waiting for the store of rank 0"
 READY, DONE = "in the process groups", "done"
-COLUMNS = 1024  # numbers of each member in a collective
+COLUMNS = 1024  # each member sends this many numbers in a collective
 
 
 def silence_timeout_s(size: int) -> float:
@@ -37,7 +37,7 @@ def silence_timeout_s(size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """The position of one process: trainer rank `rank`, or number `rank` of the serving processes."""
+    """Describes the position of one process: trainer rank `rank`, or number `rank` of the serving processes."""
 
     rank: int
     gpu: int  # index among its node's visible GPUs
@@ -59,7 +59,7 @@ def run_place(config_file: Path, place: ProcessPlace, address: Callable[[Config]
 
     def report(**facts: Any) -> None:
         line = json.dumps({"task": place.name, "node": place.node, **facts})
-        sys.stdout.write(f"{MARK}{line}\n")  # in one write, because other processes write to the same log
+        sys.stdout.write(f"{MARK}{line}\n")  # one write, because other processes write to the same log
         sys.stdout.flush()
 
     report(stage=STARTED, clock=time.time())
@@ -90,7 +90,7 @@ def _check(config: Config, place: ProcessPlace, address: str, report: Callable[.
         look_at_files(out, config, port, f"{place.node}-{place.name}", trains=not place.serves)
     report(stage=LOOKED, **asdict(out))
     device = torch.device("cuda", place.gpu % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    start = timedelta(seconds=s.start_timeout_s)  # until rank 0 is there; `watch` ends the wait sooner
+    start = timedelta(seconds=s.start_timeout_s)  # limit for rank 0 to start; `watch` ends the wait sooner
     store = dist.TCPStore(host, int(port), is_master=place.name == KEEPER, wait_for_workers=False, timeout=start)
     report(stage=READY)
     failed, timeout_s = False, 0.75 * silence_timeout_s(int(size))
@@ -98,7 +98,7 @@ def _check(config: Config, place: ProcessPlace, address: str, report: Callable[.
         if place.name not in members or (failed and PAIRS not in group):  # both pairs of a node are tried
             continue
         if group == WEIGHTS and place.serves:
-            store.wait([WEIGHTS], start)  # until rank 0 has finished its other groups
+            store.wait([WEIGHTS], start)  # rank 0 first finishes its other groups
         elif group == WEIGHTS:
             store.set(WEIGHTS, "")
         report(joins=group)

@@ -25,13 +25,13 @@ from .task import DONE, MARK, STARTED, STARTING, silence_timeout_s
 
 POLL_S = 0.1
 AFTER_FAILURE_S = 3.0  # seconds of silence after a process has reported a failure
-# srun's messages about a task that a signal or its own error ended, and one that did not start.
+# srun writes these messages about a task that a signal or an error ended, or that did not start.
 _ENDED = re.compile(r"error: (?:(\S+): tasks? [\d,-]+: (.+)|Task launch for .* failed on node (\S+): (.+))")
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The conclusion of a preflight."""
+    """Contains the conclusion of a preflight."""
 
     nodes: dict[str, dict[str, str]]  # values of each node that are compared between nodes
     findings: list[NodeFinding]
@@ -111,7 +111,7 @@ def _watch(
         early = [task for task in alive if task.stage in (STARTING, STARTED)]
         if half_s is None and 2 * len(early) <= len(alive):
             half_s = now - began
-        # Torch may load from a slow disk, but then for all: the later half gets the same time again.
+        # A slow disk delays torch for all processes, so the later half gets as much time again.
         early_s = config.slurm.start_timeout_s if half_s is None else half_s + max(timeout, half_s)
         late = not early or now - began > early_s
         silence = AFTER_FAILURE_S if ended or any(task.failed for task in tasks.values()) else timeout

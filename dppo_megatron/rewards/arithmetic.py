@@ -10,21 +10,24 @@ from dppo_megatron.types import Prompt
 _INTEGER = re.compile(r"-?[0-9]+")
 
 
-def arithmetic(prompt: Prompt, response_text: str) -> float:
-    """Return 1.0 if the response, without surrounding space, is the integer of the answer column as written, else 0.0.
+class Arithmetic:
+    """Returns 1.0 if the response, without surrounding space, is the integer of the answer column as written, else 0.0.
 
     Raises `ValueError` when the answer column is not an integer.
     """
-    check_answer(prompt.answer)
-    return float(response_text.strip() == prompt.answer.strip())
+
+    trusted = True  # one string comparison: see interface.Reward
+    final_answer = staticmethod(str.strip)
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        self.check_answer(prompt.answer)
+        return float(response_text.strip() == prompt.answer.strip())
+
+    def check_answer(self, answer: str) -> None:
+        """Raise `ValueError` unless the answer is an integer."""
+        if not _INTEGER.fullmatch(answer.strip()):
+            remedy = "; set reward.name to gsm8k, which reads the number after ####" if "####" in answer else ""
+            raise ValueError(f"reward arithmetic: the answer {shown(answer.strip())} is not an integer{remedy}")
 
 
-def check_answer(answer: str) -> None:
-    """Raise `ValueError` unless the answer is an integer."""
-    if not _INTEGER.fullmatch(answer.strip()):
-        raise ValueError(f"the answer {shown(answer.strip())} is not an integer")
-
-
-arithmetic.check_answer = check_answer
-arithmetic.final_answer = str.strip
-arithmetic.trusted = True  # one string comparison: see interface.Reward
+arithmetic = Arithmetic()

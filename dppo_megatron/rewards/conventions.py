@@ -56,7 +56,7 @@ class _Foreign:
     def __init__(
         self,
         function: Callable[..., Any],
-        names: set[str] | None,  # of its parameters; None = any
+        names: set[str] | None,  # parameter names of the function; None = it takes any
         arguments: Callable[[Prompt, str], dict[str, Any]],
         value: Callable[[Any], Any],
     ):

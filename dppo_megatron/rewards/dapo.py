@@ -8,7 +8,7 @@ from dppo_megatron.types import Prompt
 
 _READ = 300  # last characters of a response that are searched
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-# Removed from an answer, in this order: Minerva (arXiv 2206.14858), appendix D.1.
+# These are removed from an answer, in this order: Minerva (arXiv 2206.14858), appendix D.1.
 _UNITS = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
     "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
@@ -27,8 +27,9 @@ _UNWRAPPED = tuple(re.compile(rf"(\\{name}\{{)({inside})(\}})") for name, inside
 class Dapo:
     """Returns 1.0 when the last `Answer:` line within the last 300 characters is the answer column, else `wrong`.
 
-    Both are normalised as in DAPO's own verifier: the part after the last `=`, without units, `$` and blanks. No
-    algebra: 1/2 is not 0.5. `wrong`: DAPO trains with -1; with the default 0 the mean reward is an accuracy.
+    Both are normalised as in DAPO's own verifier: the part after the last `=`, without units, `$` and blanks. They are
+    compared as text, so 1/2 is not 0.5. DAPO trains with `wrong` = -1; with the default 0 the mean reward is an
+    accuracy.
     """
 
     def __init__(self, wrong: float = 0.0):
@@ -44,11 +45,11 @@ class Dapo:
 
     def check_answer(self, answer: str) -> None:
         if not normal_form(answer):
-            raise ValueError("nothing is left of the answer once units and signs are left out")
+            raise ValueError("the answer is empty without its units and signs")
 
 
 def normal_form(answer: str) -> str:
-    """Return the normalised text, which is compared."""
+    """Return the normalised text of an answer: `x = 1,000 dollars` gives `1000`."""
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

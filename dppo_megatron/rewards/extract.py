@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 # A line break, \\, is one token, so that the brace after it is not escaped.
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\\\(?!boxed)|\\[{}]|[{}]")
-# The word, an optional adjective before it, a colon, and the rest of the line, possibly with Markdown in between.
+# Matches `Answer:` and `**Answer** is:`; Markdown may follow the word.
 _ANSWER_LINE = re.compile(r"(?i)(?<![a-z])answer[*_`]{0,3}(?: is)?[ \t]?[*_`]{0,3}[:：]")
 _MARKDOWN = " \t\r*_`"
 
 
 def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
     """Yield (place, content) of every \\boxed{...} that closes within `longest` characters, ordered by their ends."""
-    open_braces: list[tuple[int, int] | None] = []  # for a box: its start and the start of its content
+    open_braces: list[tuple[int, int] | None] = []  # a box has its start and the start of its content
     for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
         if token == "{":
@@ -29,14 +29,11 @@ def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
 
 def answer_line(text: str) -> tuple[int, str] | None:
     """Return (place, rest of the line) of the last `Answer:`; if the rest is empty, the next line."""
-    last = None
-    for match in _ANSWER_LINE.finditer(text):
-        last = match
-    if last is None:
+    found = list(_ANSWER_LINE.finditer(text))
+    if not found:
         return None
-    for line in text[last.end() :].lstrip(_MARKDOWN + "\n").split("\n", 1)[:1]:
-        return last.start(), line.strip(_MARKDOWN)
-    return None
+    line = text[found[-1].end() :].lstrip(_MARKDOWN + "\n").partition("\n")[0]
+    return found[-1].start(), line.strip(_MARKDOWN)
 
 
 def last_answer(text: str, longest: int) -> str | None:

@@ -16,32 +16,14 @@ _LONGEST = 256  # characters of an answer; a number is shorter
 _DEEPEST = 5  # levels of braces; each level multiplies the parser's time
 # Digits with all thousands separators or none: 5,5 is not a number.
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-# Rejected if an expression follows: 72/2 is not 72. Rejected as a heading: `#### 2. Solve`. Blanks match in one way
-# only, because several ways would take cubic time over many blanks.
+# A number is rejected if an expression follows (72/2 is not 72) or if it numbers a heading (`#### 2. Solve`). Blanks
+# match in only one way, because several ways would take cubic time over many blanks.
 _MARKED = re.compile(
     rf"####\s*(?P<number>(?:[-+]\s*)?(?:\\?\$\s*)?[-+]?{_DIGITS})"
     r"(?![.,]?[0-9]|[eE][0-9]|\s*[-+*/^=]\s*[0-9$(\\]|[.):][^\S\n]*[^\s*$])"
 )
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _THOUSANDS = re.compile(r"(?<![0-9.])(?<!(?<!\\),)[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0-9]{3})+(?![0-9])")
-
-
-def gsm8k(prompt: Prompt, response_text: str) -> float:
-    """Return 1.0 when the response's final number equals that of the answer column, else 0.0.
-
-    The final number is a number after `####`, or the content of `\\boxed{}`; of several, the last in the
-    text. A number anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides.
-    The answer column ends in `#### number`, as in GSM8K, or is only a number; raises `ValueError` otherwise.
-    """
-    gold = _gold(prompt.answer)
-    found = final_answer(response_text)
-    if found is None:
-        return 0.0
-    return float(_equal(gold, found))
-
-
-gsm8k.check_answer = lambda answer: _gold(answer)
-gsm8k.final_answer = lambda response_text: final_answer(response_text)
 
 
 def final_answer(text: str) -> str | None:
@@ -72,3 +54,22 @@ def _equal(gold: Decimal, found: str) -> bool:
     if _NUMBER.fullmatch(found):
         return Decimal(found) == gold
     return equal(str(gold), found)
+
+
+class Gsm8k:
+    """Returns 1.0 when the response's final number equals that of the answer column, else 0.0.
+
+    The final number is a number after `####`, or the content of `\\boxed{}`; of several, the last in the
+    text. A number anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides.
+    The answer column ends in `#### number`, as in GSM8K, or is only a number; raises `ValueError` otherwise.
+    """
+
+    final_answer = staticmethod(final_answer)
+    check_answer = staticmethod(_gold)
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        gold, found = _gold(prompt.answer), final_answer(response_text)
+        return 0.0 if found is None else float(_equal(gold, found))
+
+
+gsm8k = Gsm8k()

@@ -28,7 +28,7 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """Scores all responses to a prompt at once, in the calling process, where it may only wait: a remote judge.
+    """Scores all responses to a prompt at once. It runs in the calling process and may only wait, as a judge does.
 
     Returns a number, or None if it has none, for each response. If it raises, all responses fail.
     """

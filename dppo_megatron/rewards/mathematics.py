@@ -21,11 +21,11 @@ from .extract import boxes, depth, last_answer
 from .interface import Ungradable
 from .notation import latin, scientific, standard
 
-# It warns once that its timeouts are off: they are signals, which work only in a main thread. The pool has timeouts.
+# math-verify would warn that its timeouts are off: its signals work only in a main thread. The pool has timeouts.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 LONGEST = 512  # characters of an answer; the longest one in MATH has 159
-PLACES = 6  # decimals compared
+PLACES = 6  # decimal places that are compared
 DEEPEST = 10  # levels of braces; each level multiplies the parser's time
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}")
@@ -65,7 +65,7 @@ class Math:
     def check_answer(self, answer: str) -> None:
         parsed = _parsed(plain(answer))
         if not parsed or (isinstance(parsed[0], str) and not _word(plain(answer))):
-            raise ValueError(f"the answer {shown(answer)} is no number, expression or word that can be compared")
+            raise ValueError(f"the answer {shown(answer)} is not a number, expression or word that can be compared")
 
 
 def equal(gold: str, found: str) -> bool:
@@ -104,7 +104,7 @@ def _places(value: Any) -> int:
 def plain(answer: str) -> str:
     """Return an answer without its surroundings: dollar signs, a box, a final period, Markdown."""
     answer = latin(answer).replace("\\$", "").strip()
-    for _ in range(4):  # in any nesting order
+    for _ in range(4):  # the surroundings may be nested in any order
         before = answer
         answer = answer.removesuffix(".").strip() if not answer.endswith("..") else answer
         for start, end in _WRAPPERS:
@@ -145,7 +145,7 @@ def _letters(answer: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(answer: str) -> tuple[Any, ...]:
-    """Return math-verify's parse of an answer; nothing for an empty, too long or too deep one."""
+    """Return math-verify's parse of an answer; an empty tuple if the answer is empty, too long or too deep."""
     if not answer or len(answer) > LONGEST or depth(answer) > DEEPEST:
         return ()
     if _word(answer):

@@ -17,7 +17,7 @@ _THIN_GROUPS = re.compile(r"(?<=[0-9])[\u00a0\u2007-\u200a\u202f](?=[0-9]{3}(?![
 _RAISED = re.compile("([¼-¾⅐-⅞])|[²³¹⁰-⁹⁺⁻ⁿ]+")
 _ZEROS = {"thousand": 3, "million": 6, "billion": 9}
 _LETTER = r"(?<![A-Za-z])([A-Za-z])"
-_REWRITTEN = (  # in this order
+_REWRITTEN = (  # patterns, applied in this order
     (r"\\?(?<![A-Za-z])sqrt(?:\(([^()]*)\)|([0-9]{2,}))", r"\\sqrt{\1\2}"),
     (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
     (r"\*\*", "^"),

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
         return Failure("ungradable", describe(error))
     except BaseException as error:
         innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        unfit = isinstance(error, TypeError) and innermost.startswith(_PACKAGE)  # raised by the call or result
+        unfit = isinstance(error, TypeError) and innermost.startswith(_PACKAGE)  # the call or its result raised
         return Failure("raised", describe(error)[:300] + (UNFIT if unfit else place(error)))
 
 
@@ -89,10 +89,10 @@ def as_outcome(returned: Any) -> float | Failure:
     return value
 
 
-def problem_of(check: Callable[[str], None], answer: str) -> str | None:
+def problem_of(reward: Any, answer: str) -> str | None:
     """Return why a grader rejects a reference answer, or None."""
     try:
-        check(answer)
+        reward.check_answer(answer)
     except ValueError as error:
         return str(error)[:LONGEST_DETAIL].encode(errors="backslashreplace").decode()
     except BaseException as error:
@@ -109,7 +109,7 @@ def final_answer(reward: Any, text: str) -> str | None:
         return None
 
 
-async def _finish(awaitable):
+async def _finish(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
@@ -125,7 +125,7 @@ def place(error: BaseException) -> str:
     """Return ` (FILE, line N)` of the user's line that raised an error; empty if there is none."""
     with contextlib.suppress(BaseException):
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        if isinstance(error, SyntaxError):
+        if isinstance(error, SyntaxError) and error.filename and error.lineno:
             frames.append((error.filename, error.lineno))
         file, line = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS)][-1]
         return f" ({file}, line {line})"[:LONGEST_DETAIL]

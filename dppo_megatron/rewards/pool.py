@@ -22,9 +22,9 @@ from .workers import WorkerPool
 if TYPE_CHECKING:
     from dppo_megatron.config.schema import RewardConfig
 
-_ANSWERS = 64  # read by a worker in one request
+_ANSWERS = 64  # answers that a worker checks in one request
 _TEXTS = 32  # final answers in one reply of a worker
-_ANSWERS_S = 60.0  # limit for all of these; then one by one, each within reward.timeout_s
+_ANSWERS_S = 60.0  # limit for one request; after it, each answer is checked separately within reward.timeout_s
 
 
 class RewardPool:
@@ -91,7 +91,7 @@ class RewardPool:
     def check_answers(self, rows: Sequence[tuple[str, str]]) -> list[str | None]:
         """Return for each row (data source, answer) why no response to it could be scored, None if one can."""
         problems: dict[tuple[int, str], str | None] = {}
-        wanted: dict[int, dict[str, None]] = {}  # by term, each answer once
+        wanted: dict[int, dict[str, None]] = {}  # term -> its answers, each once
         for source, answer in rows:
             for term in self._applying(source):
                 if hasattr(self._rewards[term], "check_answer"):
@@ -112,11 +112,13 @@ class RewardPool:
         """
         firsts = {term: p for p in reversed(prompts) for term in self._applying(p.source)}
         asked = {
-            term: self._workers.submit(lambda w, i=term, p=p: w.score(p, p.answer, [i], self._config.timeout_s)[0])
+            term: self._workers.submit(RewardWorker.score, p, p.answer, [term], self._config.timeout_s)
             for term, p in firsts.items()
             if self._terms[term].name not in BUILTIN and not isinstance(self._rewards[term], GroupReward)
         }
-        return [(self._terms[i].name, found) for i, f in asked.items() if isinstance(found := f.result(), Failure)]
+        replies = ((self._terms[term].name, future.result()) for term, future in asked.items())
+        outcomes = [(name, reply if isinstance(reply, Failure) else reply[0]) for name, reply in replies]
+        return [(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failure)]
 
     def close(self) -> None:
         """Stop the workers at once, including running verifiers. Harmless when repeated."""
@@ -140,36 +142,38 @@ class RewardPool:
     def _trusted(self, term: int) -> bool:
         return bool(getattr(self._rewards[term], "trusted", False))
 
-    async def _outcomes(self, prompt: Prompt, texts: Sequence[str]) -> list[Mapping[int, Outcome]]:
+    async def _outcomes(self, prompt: Prompt, texts: Sequence[str]) -> list[dict[int, Outcome]]:
         """Return for each text the outcome of every applicable term."""
-        terms = self._applying(prompt.source)
-        remote = [term for term in terms if isinstance(self._rewards[term], GroupReward)]
-        inline = [term for term in terms if term not in remote and self._trusted(term)]
-        in_workers = [term for term in terms if term not in remote and term not in inline]
-        parts: list[dict[int, Outcome]] = [
-            {term: attempt(self._rewards[term], prompt, text) for term in inline} for text in texts
-        ]
-        waits = [self._by_remote(term, prompt, texts, parts) for term in remote]
+        parts: list[dict[int, Outcome]] = [{} for _ in texts]
+        waits, in_workers = [], []
+        for term in self._applying(prompt.source):
+            reward = self._rewards[term]
+            if isinstance(reward, GroupReward):
+                waits.append(self._by_remote(term, reward, prompt, texts, parts))
+            elif self._trusted(term):
+                for text, part in zip(texts, parts, strict=True):
+                    part[term] = attempt(reward, prompt, text)
+            else:
+                in_workers.append(term)
         if in_workers:
             waits += [self._by_worker(in_workers, prompt, text, parts[i]) for i, text in enumerate(texts)]
         await asyncio.gather(*waits)
         return parts
 
     async def _by_worker(self, terms: list[int], prompt: Prompt, text: str, parts: dict[int, Outcome]) -> None:
-        timeout_s = self._config.timeout_s
-        asked = self._workers.submit(lambda worker: worker.score(prompt, text, terms, timeout_s))
+        asked = self._workers.submit(RewardWorker.score, prompt, text, terms, self._config.timeout_s)
         outcomes = await asyncio.wrap_future(asked)
         if isinstance(outcomes, Failure):
             outcomes = [outcomes] * len(terms)
         parts |= zip(terms, outcomes, strict=True)
 
     async def _by_remote(
-        self, term: int, prompt: Prompt, texts: Sequence[str], parts: Sequence[dict[int, Outcome]]
+        self, term: int, reward: GroupReward, prompt: Prompt, texts: Sequence[str], parts: list[dict[int, Outcome]]
     ) -> None:
         timeout_s = self._config.timeout_s
         outcomes: list[Outcome]
         try:
-            rewards = await self._rewards[term].score_group(prompt, texts, timeout_s)
+            rewards = await reward.score_group(prompt, texts, timeout_s)
             outcomes = [None if reward is None else as_outcome(reward) for reward in rewards]
             if len(outcomes) != len(texts):
                 raise ValueError(f"it returned {len(outcomes)} values for {len(texts)} responses")
@@ -194,10 +198,9 @@ class RewardPool:
         return as_outcome(total)
 
     def _read(self, term: int, answers: list[str]) -> list[tuple[str, str | None]]:
-        """Return each answer with the term's problem with it. A worker reads many at once, or singly if that fails."""
+        """Return (answer, why the term rejects it or None). A worker checks many at once, or singly if that fails."""
         if self._trusted(term):
-            check = self._rewards[term].check_answer
-            return [(answer, problem_of(check, answer)) for answer in answers]
+            return [(answer, problem_of(self._rewards[term], answer)) for answer in answers]
         batches = [answers[i : i + _ANSWERS] for i in range(0, len(answers), _ANSWERS)]
         out: list[tuple[str, str | None]] = []
         together_s = min(_ANSWERS_S, _ANSWERS * self._config.timeout_s)
@@ -209,10 +212,10 @@ class RewardPool:
         return out
 
     async def _read_texts(self, term: int, texts: Sequence[str]) -> list[str | None]:
-        asked = self._workers.submit(lambda worker: worker.final_answers(term, texts, self._config.timeout_s))
+        asked = self._workers.submit(RewardWorker.final_answers, term, texts, self._config.timeout_s)
         found = await asyncio.wrap_future(asked)
         return [None] * len(texts) if isinstance(found, Failure) else found
 
     def _checked(self, term: int, batches: list[list[str]], timeout_s: float) -> list[list[str | None] | Failure]:
-        asked = [self._workers.submit(lambda worker, b=batch: worker.check(term, b, timeout_s)) for batch in batches]
+        asked = [self._workers.submit(RewardWorker.check, term, batch, timeout_s) for batch in batches]
         return [future.result() for future in asked]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common import working_directory
-from dppo_megatron.errors import ExpectedError
+from dppo_megatron.errors import ExpectedError, did_you_mean
 
 from .conventions import RewardError, adapt
 from .interface import GroupReward, Reward
@@ -52,8 +51,7 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
     `RewardError`.
     """
     if name not in BUILTIN and ":" not in name:
-        near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILTIN)}."
+        hint = did_you_mean(name, BUILTIN, f"built in are {', '.join(BUILTIN)}.")
         raise RewardError(f"reward.name = {name}: unknown; {hint} For your own, write package.module:function")
     path = BUILTIN.get(name, name)
     reward = load_attribute("reward.name", path, RewardError, shown_as=name)
@@ -68,9 +66,10 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
             raise RewardError(f"reward.settings of {name}: {error}; remove it") from None
         except ValueError:
             pass  # code without a signature
-        function, reward = reward, functools.partial(reward, **settings)
-        if hasattr(function, "check_answer"):
-            reward.check_answer = function.check_answer
+        bound: Any = functools.partial(reward, **settings)
+        if hasattr(reward, "check_answer"):
+            bound.check_answer = reward.check_answer
+        reward = bound
     if isinstance(reward, GroupReward):
         return reward
     if not callable(reward):
@@ -87,15 +86,15 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
     named = f"{setting} = {shown_as or path}"
     working_directory.put_on_path()
     what = f"{named}: cannot import {module_name}"
-    where = f"Add its directory to PYTHONPATH, start in the directory that holds it, or correct {setting}"
+    where = f"Add its directory to PYTHONPATH, start in the directory that contains it, or correct {setting}"
     if module_name.endswith(".py"):
         where = f"Drop .py, as in an import: {module_name[:-3].replace('/', '.')}:{attribute}"
     module = _foreign(what, lambda: importlib.import_module(module_name), where, error, _LINE)
     what = f"{named}: cannot look up {attribute!r}"
     found = _foreign(what, lambda: getattr(module, attribute, _ABSENT), where, error, _LINE)
     if found is _ABSENT:
-        near = difflib.get_close_matches(attribute, dir(module), n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}?" if near else "check the spelling"
+        public = (name for name in dir(module) if not name.startswith("_"))
+        hint = did_you_mean(attribute, public, "check the spelling")
         raise error(f"{named}: module {module_name} has no {attribute!r}; {hint}")
     return found
 
@@ -113,6 +112,6 @@ def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[Expec
         at = place(error)
         if isinstance(error, ModuleNotFoundError) and not at:
             package = (error.name or "").partition(".")[0]
-            if f"import {package}" not in what:  # imported by a module of this package
+            if f"import {package}" not in what:  # a module of this package imports it
                 remedy = f"pip install {package.replace('_', '-')}"
         raise raised(f"{what}: {describe(error)}{at}. {(at and of_line) or remedy}") from cause

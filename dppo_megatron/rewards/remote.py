@@ -47,7 +47,7 @@ class RemoteReward:
             raise ValueError(f"token_env = {token_env!r}: the environment has no such variable")
         if token_env is not None and not (os.environ[token_env].isascii() and os.environ[token_env].isprintable()):
             # aiohttp would name the header in its error, and the log would contain it.
-            raise ValueError(f"token_env = {token_env!r}: holds more than a line of ASCII")
+            raise ValueError(f"token_env = {token_env!r}: must be one line of ASCII")
         self._url, self._batch, self._token_env, self._columns = url, batch, token_env, tuple(columns)
         self._budget = RetryBudget(attempts=attempts, first_pause_s=0.2, longest_pause_s=5.0, jitter=True)
 

@@ -12,15 +12,16 @@ from .outcome import Failure, Outcome
 
 log = logging.getLogger(__name__)
 
-_LOGGED_PER_REASON = 5  # then each time their number doubles
+_LOGGED_PER_REASON = 5  # failures logged; later ones are logged each time their number doubles
 
 
 class Tally:
+    """Counts the outcomes of samples. `names` are the names of the terms."""
+
     def __init__(self, names: Sequence[str]):
-        """Start with no outcomes. names: of the terms."""
         self._names = tuple(names)
         self._scored = 0
-        self._failures: Counter[str] = Counter()  # by reason
+        self._failures: Counter[str] = Counter()  # reason -> number
         self.last_failure = ""
         self._clear()
 

@@ -38,13 +38,13 @@ class Regex(ExactMatch):
         try:
             self._pattern = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
         except (re.error, TypeError) as error:
-            raise ValueError(f"pattern is no regular expression: {error}") from error
+            raise ValueError(f"pattern is not a regular expression: {error}") from error
 
     def final_answer(self, response_text: str) -> str | None:
-        last = None
-        for match in self._pattern.finditer(response_text):
-            last = match
-        return None if last is None else self._plain(last[1] or "" if self._pattern.groups else last[0])
+        found = list(self._pattern.finditer(response_text))
+        if not found:
+            return None
+        return self._plain(found[-1][1] or "" if self._pattern.groups else found[-1][0])
 
 
 class MultipleChoice:

@@ -17,18 +17,24 @@ from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, final_
 from .registry import RewardError, load_reward
 
 Terms = Sequence[tuple[str, Mapping[str, Any]]]  # name and settings of each reward
-_Part = float | None | Annotated[list[str], Field(min_length=2, max_length=2)]  # a `Failure`: reason and detail
+_Part = (
+    float | None | Annotated[list[str], Field(min_length=2, max_length=2)]
+)  # a reward, none, or [reason, detail] of a `Failure`
 
 
 class RewardWorker(Worker):
+    """Sends requests to a process that runs the rewards `terms`."""
+
     def __init__(self, terms: Terms):
         super().__init__(__name__, {"terms": tuple(terms)}, "verifier")
 
     def score(self, prompt: Prompt, text: str, terms: Sequence[int], timeout_s: float) -> list[Outcome]:
         """Return the outcome of each given term for one response, all within `timeout_s`. Raises as `ask`."""
-        parts = self.ask(("score", prompt, text, tuple(terms)), timeout_s, "for the reward", list[_Part])
+        parts = self.ask(
+            ("score", prompt, text, tuple(terms)), timeout_s, "(reward.timeout_s) for the reward", list[_Part]
+        )
         if len(parts) != len(terms):
-            raise WorkerError("its process sent a reply that is none")
+            raise WorkerError("its process sent an invalid reply")
         return [Failure(part[0], part[1][:LONGEST_DETAIL]) if isinstance(part, list) else part for part in parts]
 
     def check(self, term: int, answers: Sequence[str], timeout_s: float) -> list[str | None]:
@@ -64,7 +70,7 @@ def _answer(rewards: Sequence[Any], problem: str | None, home: int, request: byt
         return [Failure("raised", describe(error))]
     if kind == "check":
         term, answers = arguments
-        return [problem or problem_of(rewards[term].check_answer, answer) for answer in answers]
+        return [problem or problem_of(rewards[term], answer) for answer in answers]
     if kind == "final":
         term, texts = arguments
         return [None if problem else final_answer(rewards[term], text) for text in texts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dppo_megatron.common.worker import Worker, WorkerError, WorkerTimeout
 
@@ -37,20 +37,22 @@ def import_problem(config: RewardConfig) -> str | None:
 
 
 class WorkerPool(Generic[AnyWorker]):
-    """Runs at most `count` processes, each with foreign code imported, started on the first request."""
+    """Runs at most `count` processes, each with foreign code imported, started on the first request.
+
+    `start` starts one. `what` names the foreign code in messages.
+    """
 
     def __init__(self, start: Callable[[], AnyWorker], count: int, what: str):
-        """Store how to start a worker. what: the foreign code, in messages."""
         self._start_one = start
         self._what = what
-        self._threads = ThreadPoolExecutor(count, what)  # each waits for one worker
+        self._threads = ThreadPoolExecutor(count, what)  # each thread waits for one worker
         self._all: set[AnyWorker] = set()
         self._idle: list[AnyWorker] = []
         self._closed = False
 
-    def submit(self, ask: Callable[[AnyWorker], Result]) -> Future[Result | Failure]:
-        """Call `ask` with a worker; the result is its value, or the reason why there is none."""
-        return self._threads.submit(self._ask, ask)
+    def submit(self, ask: Callable[..., Result], *arguments: Any) -> Future[Result | Failure]:
+        """Call `ask` with a worker and the arguments; the result is its value, or the reason why there is none."""
+        return self._threads.submit(self._ask, lambda worker: ask(worker, *arguments))
 
     def in_thread(self, call: Callable[[], Result]) -> Future[Result]:
         """Wait for one worker in a thread; there are as many threads as workers."""
@@ -94,22 +96,19 @@ class WorkerPool(Generic[AnyWorker]):
             return Failure("timeout", str(error))
         except WorkerError as error:
             return Failure("died", str(error))
-        # For example, some columns cannot be pickled; this runs foreign code too.
-        except BaseException as error:
+        except BaseException as error:  # pickling also runs foreign code, and some columns cannot be pickled
             return Failure("raised", describe(error))
 
     def _keep(self, worker: AnyWorker, ask: Callable[[AnyWorker], Result]) -> Result:
         """Send a request, and keep the worker for the next one unless it is unusable."""
+        usable = True
         try:
-            result = ask(worker)
+            return ask(worker)
         except WorkerError:
-            self._end(worker)
+            usable = False
             raise
-        except BaseException:
-            self._idle.append(worker)
-            raise
-        self._idle.append(worker)
-        return result
+        finally:
+            self.give_back(worker, usable=usable)
 
     def _idle_worker(self) -> AnyWorker | None:
         while True:

@@ -1,4 +1,4 @@
-"""The allocation of this job: its id, number of restarts, and the nodes of each component."""
+"""Reads the allocation of this job: its id, number of restarts, and the nodes of each component."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Allocation:
         """Return the allocation in the batch script's environment. Raises `SlurmError` outside a job."""
         if "SLURM_JOB_ID" not in environment:
             raise SlurmError(
-                "SLURM_JOB_ID is not set: this command is the batch script's; submit it with `dppo-megatron slurm "
+                "SLURM_JOB_ID is not set: only a batch script runs this command; submit one with `dppo-megatron slurm "
                 "CONFIG` or `sbatch slurm/train.sbatch CONFIG`"
             )
         size = int(environment.get("SLURM_HET_SIZE", "1"))

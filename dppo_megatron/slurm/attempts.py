@@ -1,4 +1,4 @@
-"""restarts.jsonl: the start, the end and the restart decision of each attempt of a run's jobs."""
+"""Records each attempt of a run's jobs in restarts.jsonl: its start, its end and the restart decision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AttemptEvent:
     restart: int  # Slurm's count of this job's restarts
     event: Event
     cause: str  # why the attempt began or ended
-    step: int | None  # of the newest checkpoint; None before the first
+    step: int | None  # step of the newest checkpoint; None before the first
     nodes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()  # nodes that the job's later attempts avoid
 

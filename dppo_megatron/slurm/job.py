@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from dppo_megatron.checks import check_job
@@ -31,9 +32,9 @@ from .submit import refuse_second_job
 
 POLL_S = 0.1
 LOCK_S = 120.0  # NFS frees the lock of a dead node after its lease, 90 s
-EXCLUDE_S = 20.0  # to exclude nodes from a requeued job
-SIGNAL_S = 5.0  # for Slurm's signal to arrive, if Slurm may be ending the job
-REFUSED = 2  # exit code of a `ConfigError`
+EXCLUDE_S = 20.0  # time to exclude nodes from a requeued job
+SIGNAL_S = 5.0  # time for Slurm's signal to arrive, if Slurm may be ending the job
+REJECTED = 2  # exit code of a `ConfigError`
 REQUEUE, STOP = signal.SIGUSR1, signal.SIGUSR2
 CANCELLED = (signal.SIGTERM, signal.SIGINT)
 
@@ -57,7 +58,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     with run.take(LOCK_S):
         save_resolved(config, run.config)
         if config_file.absolute() == run.config:
-            note.unlink(missing_ok=True)  # from another cluster's job
+            note.unlink(missing_ok=True)  # a job of another cluster may have left it
         else:
             _write_note(note, str(run.config))
         return Job(config, allocation, resume=resume).run()
@@ -74,7 +75,7 @@ def _write_note(note: Path, text: str) -> None:
 
 
 class Job:
-    """One attempt of the run's job, from the first step to the exit code."""
+    """Runs one attempt of the job, from the first step to the exit code."""
 
     def __init__(self, config: Config, allocation: Allocation, *, resume: bool):
         self._config = config
@@ -85,7 +86,7 @@ class Job:
         self._errors = NewErrors(self._run.logs)
         self._launcher = StepLauncher(config, self._run.config, allocation)
         self._driver = RunDriver(config, self._launcher, print_line)
-        self._signal: int | None = None
+        self._signal = 0  # number of the last signal; 0 before the first
 
     def run(self) -> int:
         for number in (REQUEUE, STOP, *CANCELLED):
@@ -98,9 +99,9 @@ class Job:
         try:
             if first and (code := self._check_config()):
                 return code
-            if self._config.slurm.preflight and self._signal is None and (code := self._preflight()):
+            if self._config.slurm.preflight and not self._signal and (code := self._preflight()):
                 return code
-            if self._signal is None:
+            if not self._signal:
                 self._driver.start(job_plan(self._config, self._allocation, resume=self._resume))
             return self._watch()
         finally:
@@ -109,11 +110,11 @@ class Job:
     def _check_config(self) -> int:
         """Check the config on a node, before many GPUs wait for a model to load; return 0 if it is valid."""
         step = self._launcher.start(check_plan(self._config, self._allocation))
-        while (code := step.poll()) is None and self._signal is None:
+        while (code := step.poll()) is None and not self._signal:
             time.sleep(POLL_S)
         step.kill()
-        if code == REFUSED:
-            self._record("failed", "the config was refused")
+        if code == REJECTED:
+            self._record("failed", "the config was rejected")
             return code
         return self._failed(step) if code else 0
 
@@ -124,8 +125,8 @@ class Job:
         """
         here = self._allocation.groups[0][0]
         try:
-            found = preflight_of_job(self._config, self._allocation, self._launcher, lambda: self._signal is not None)
-        except ExpectedError as error:  # this node has no address
+            found = preflight_of_job(self._config, self._allocation, self._launcher, lambda: bool(self._signal))
+        except ExpectedError as error:  # this node has no address that other nodes can reach
             return self._requeue(f"preflight: {here}: {error}", 1, without=(here,))
         if found is None:
             return 0
@@ -135,7 +136,7 @@ class Job:
         cause = bounded(f"preflight: {'; '.join(map(str, found.errors))}")
         if any(finding.everywhere for finding in found.errors):
             self._record("failed", cause)
-            print_line("no other nodes would help, so the job is not requeued; then submit again with --resume")
+            print_line("other nodes would not help, so the job is not requeued; correct this and submit with --resume")
             return 1
         return self._requeue(cause, 1, without=found.bad_nodes)
 
@@ -143,7 +144,7 @@ class Job:
         while True:
             if self._signal in CANCELLED:
                 return self._cancelled()
-            if self._signal is not None and not self._driver.trained:
+            if self._signal and not self._driver.trained:
                 return self._stop_early()
             match self._driver.check():
                 case None:
@@ -169,10 +170,7 @@ class Job:
         return 0
 
     def _stop_early(self) -> int:
-        """Checkpoint while the engines serve, then requeue or end.
-
-        Called when the time limit is near, or a user sent a signal.
-        """
+        """Save a checkpoint while the engines serve, because of the time limit or a user's signal. Requeue or end."""
         name = signal.Signals(self._signal).name
         timeout_s = 0.6 * self._config.slurm.signal_lead_s  # the rest is for ending the steps
         print_line(f"{name}: requesting a checkpoint from the trainer")
@@ -257,7 +255,7 @@ class Job:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             for job in self._allocation.components:
-                queue.retry_until_answered(lambda job=job: queue.exclude(job, nodes), EXCLUDE_S)
+                queue.retry_until_answered(partial(queue.exclude, job, nodes), EXCLUDE_S)
             print_line(f"excluded: {', '.join(nodes)}; with too few other nodes the job waits in the queue")
         except queue.SlurmError as error:
             print_line(f"{', '.join(nodes)} could not be excluded: {error}")

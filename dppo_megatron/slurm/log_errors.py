@@ -9,7 +9,7 @@ from pathlib import Path
 from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, plain_text
 
 SEARCHED_BYTES = 64 * 1024
-# The last line of a traceback, our own and the servers' log levels, and the system's messages about killed processes.
+# Matches the last line of a traceback, our and the servers' log levels, and messages about killed processes.
 _ERROR = re.compile(
     r"^[\w.]*(Error|Exception|Timeout|Diverged|Frozen)\b|\b(ERROR|CRITICAL)\b|\bKilled\b|Segmentation fault"
 )

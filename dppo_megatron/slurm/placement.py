@@ -13,10 +13,10 @@ from .allocation import Allocation
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one srun, with its tasks spread evenly over `nodes`."""
+    """Describes one srun, with its tasks spread evenly over `nodes`."""
 
     name: str  # trainer, orchestrator, engine-0, ...
-    arguments: tuple[str, ...]  # of `dppo-megatron slurm-task`, before the config
+    arguments: tuple[str, ...]  # arguments of `dppo-megatron slurm-task` before the config
     nodes: tuple[str, ...]
     group: int  # component of a heterogeneous job
     tasks: int = 1
@@ -29,10 +29,11 @@ class StepPlan:
 
 
 def job_plan(config: Config, allocation: Allocation, *, resume: bool) -> RunPlan[StepPlan]:
-    """Return the plans of every step of a run."""
+    """Return the plans of every step of a run. The orchestrator has one task without GPUs on the job's first node."""
+    first_node = allocation.groups[0][:1]
     return RunPlan(
         engines=engine_plans(config, allocation),
-        orchestrator=orchestrator_plan(allocation) if config.samples else None,
+        orchestrator=StepPlan("orchestrator", ("orchestrator",), first_node, group=0) if config.samples else None,
         trainers=[trainer_plan(config, allocation, resume=resume)],
     )
 
@@ -72,11 +73,6 @@ def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[
         step = replace(plans[0], arguments=arguments, nodes=tuple(serving), tasks=len(serving))
         plans.append(replace(step, group=engines[0].group, gpus_per_node=engines[0].gpus_per_node))
     return plans
-
-
-def orchestrator_plan(allocation: Allocation) -> StepPlan:
-    """Return a step with one task without GPUs on the node of the batch script."""
-    return StepPlan("orchestrator", ("orchestrator",), nodes=allocation.groups[0][:1], group=0)
 
 
 def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:

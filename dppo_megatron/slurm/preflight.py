@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dppo_megatron.checks import slurm
-from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths
+from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths, with_settings
 from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.launch.local_processes import LocalLauncher, ProcessPlan
 from dppo_megatron.preflight.watch import Preflight, run_preflight
@@ -25,8 +25,7 @@ def preflight_now(config: Config) -> Preflight | None:
     config, in_job = with_absolute_paths(config), "SLURM_JOB_ID" in os.environ
     if not in_job:
         one = {"trainer_nodes": 1, "engine_nodes": 0, "heterogeneous": False}
-        engine, one_node = config.engine.model_copy(update={"nodes": 1}), config.slurm.model_copy(update=one)
-        config = config.model_copy(update={"engine": engine, "slurm": one_node})
+        config = with_settings(config, engine={"nodes": 1}, slurm=one)
     run = RunDir(config.run.dir)
     file = run.root / "preflight.yaml"
     run.make()

@@ -13,7 +13,7 @@ from dppo_megatron.errors import ExpectedError
 
 COMMAND_TIMEOUT_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-# Final answers of slurmctld. After any other (it is restarting, busy, unreachable) a retry may succeed.
+# These answers of slurmctld are final. After any other (it is restarting, busy, unreachable) a retry may succeed.
 _REFUSAL = re.compile(
     r"invalid (job|user|partition|account)|permission denied|disabled|not supported|only batch jobs|already complet"
     r"|pending execution",
@@ -22,16 +22,16 @@ _REFUSAL = re.compile(
 
 
 class SlurmError(ExpectedError, RuntimeError):
-    """Slurm is absent, did not answer, or refused."""
+    """Raised when Slurm is absent, did not answer, or refused."""
 
 
 class SlurmRefused(SlurmError):
-    """Slurm refused the command, or is not installed. A retry would not help."""
+    """Raised when Slurm refused the command, or is not installed. A retry would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """One line of squeue; a heterogeneous job has one for each component."""
+    """Contains one line of squeue; a heterogeneous job has one for each component."""
 
     id: str  # 12, 12+1 for a component, 12_3 for a task of an array
     name: str
@@ -59,12 +59,8 @@ def jobs(job_ids: list[str]) -> list[QueuedJob]:
         if "Invalid job id" in str(error):  # squeue's answer if it has none of them any more
             return []
         raise
-    return list(map(_queued, lines))
-
-
-def _queued(line: str) -> QueuedJob:
-    job, _, others = line.partition("|")
-    return QueuedJob(job.strip(), *(part.strip() for part in others.rsplit("|", 4)))  # a name may contain any character
+    parted = (line.partition("|") for line in lines)  # the name, which comes next, may contain any character
+    return [QueuedJob(job.strip(), *map(str.strip, others.rsplit("|", 4))) for job, _, others in parted]
 
 
 def requeue(job_id: str) -> None:

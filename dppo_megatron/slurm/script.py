@@ -29,17 +29,17 @@ _TEMPLATES = jinja2.Environment(
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """The nodes of a job, or of one component of a heterogeneous job."""
+    """Describes the nodes of a job, or of one component of a heterogeneous job."""
 
     name: str
     nodes: int
-    nodes_setting: str  # the setting of the number; empty if it is fixed
+    nodes_setting: str  # name of the setting with the number; empty if it is fixed
     gpus_per_node: str  # 8 or h100:8; empty without GPUs
     gpus_setting: str
     time: str
     account: str | None = None
     partition: str | None = None
-    partition_placeholder: str = "PARTITION"  # in the scripts of the repository
+    partition_placeholder: str = "PARTITION"  # used in the scripts of the repository
     exclusive: bool = True
     sbatch_args: tuple[str, ...] = ()
 
@@ -52,7 +52,7 @@ def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
     run = RunDir(config.run.dir)
     if not str(directory).isprintable() or "\\" in str(run.logs.absolute()):  # Slurm would keep %j unchanged
         place = f"run.dir = {run.root}, working directory = {directory}"
-        raise ConfigError("batch script", [f"{place}: holds a line break or backslash; choose another"])
+        raise ConfigError("batch script", [f"{place}: contains a line break or backslash; choose another"])
     arguments = ["-m", "dppo_megatron", "slurm-job", str(run.config), *(["--resume"] if resume else [])]
     return _render(
         "train.sbatch.j2",

@@ -1,13 +1,13 @@
-"""`dppo-megatron status`: the state of a run from its directory, the queue and the engines that answer."""
+"""`dppo-megatron status`: reads the state of a run from its directory, the queue and the engines that answer."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +23,7 @@ from dppo_megatron.fleet.registry import Service, engine_services
 from dppo_megatron.observability.logs import duration, last_lines
 from dppo_megatron.observability.names import accuracies, is_step_record
 from dppo_megatron.observability.tail import read_metrics
-from dppo_megatron.run_dir import RunDir
+from dppo_megatron.run_dir import RunDir, run_below
 from dppo_megatron.weights.published import PublishedPolicy
 
 from . import queue
@@ -45,7 +45,7 @@ SHOWN = {
 
 
 class NotARun(ExpectedError, ValueError):
-    """The directory has no run."""
+    """Raised when the directory has no run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class EngineStatus:
 class LastError:
     log: str
     line: str
-    age_s: float  # since the last write to the log
+    age_s: float  # time since the last write to the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Status:
     run: str
     step: int
     steps: int | None
-    metrics: dict[str, float]  # of the last training step
-    accuracy: float | None  # of the last evaluation
+    metrics: dict[str, float]  # metrics of the last training step
+    accuracy: float | None  # result of the last evaluation
     updated_s: float | None  # age of the last record
     checkpoint: int | None
     policy_version: int | None  # published
@@ -81,15 +81,14 @@ class Status:
     last_event: str
     errors: list[LastError]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def read_status(directory: Path) -> Status:
     """Read the run's files and query each engine and squeue once, without changes. Raises `NotARun`."""
     run = RunDir(directory)
-    if not run.config.is_file():
-        raise NotARun(f"{directory}: no {run.config.name} in it; name the run.dir of a run that was started")
+    if (meant := run_below(directory)) or not run.config.is_file():
+        raise NotARun(
+            f"{directory}: no run with a {run.config.name}; name the run.dir of a run that was started{meant}"
+        )
     config = _config(run)
     records = read_metrics(run.metrics)
     trained = [record for record in records if is_step_record(record)]
@@ -120,7 +119,7 @@ def read_status(directory: Path) -> Status:
 
 
 def _config(run: RunDir) -> Config | None:
-    """Return the config, or None if another version of this program wrote it. The other parts can still be shown."""
+    """Return the config, or None if another version of this program wrote it. The other parts are still shown."""
     try:
         return load_config(run.config)
     except ConfigError:
@@ -172,11 +171,11 @@ def show(status: Status, console: Console | None = None) -> None:
             (j.id, j.name, j.state, j.reason if j.reason != "None" else "", j.nodes, j.time_left) for j in status.jobs
         ]))  # fmt: skip
     if status.engines:
-        rows = [(e.name, e.host, e.url, e.health) for e in status.engines]
-        console.print(_table("engines", ["name", "host", "url", "health"], rows))
+        engines = [(e.name, e.host, e.url, e.health) for e in status.engines]
+        console.print(_table("engines", ["name", "host", "url", "health"], engines))
     if status.errors:
-        rows = [(e.log, duration(e.age_s), e.line) for e in status.errors]
-        console.print(_table("last error of each log", ["log", "written ago", "line"], rows))
+        errors = [(e.log, duration(e.age_s), e.line) for e in status.errors]
+        console.print(_table("last error of each log", ["log", "written ago", "line"], errors))
 
 
 def _head(status: Status) -> Table:
@@ -201,7 +200,7 @@ def _head(status: Status) -> Table:
     return _table(status.run, None, rows)
 
 
-def _table(title: str, columns: list[str] | None, rows: list[tuple[str, ...]]) -> Table:
+def _table(title: str, columns: list[str] | None, rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(title=Text(title), title_justify="left", show_header=columns is not None)
     for column in columns or ("", ""):
         table.add_column(column, overflow="fold")

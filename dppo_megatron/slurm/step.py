@@ -1,4 +1,4 @@
-"""Job steps: the srun command line of each, and how they start and end."""
+"""Builds the srun command line of each job step, and starts and ends the steps."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dppo_megatron.run_dir import RunDir
 from .allocation import Allocation
 from .placement import StepPlan, check_plan, job_plan, preflight_plans
 
-# Options of the batch script that srun would read from the environment as its own.
+# srun would read these options of the batch script from the environment as its own.
 BATCH_OPTIONS = (
     "SLURM_CPUS_PER", "SLURM_DISTRIBUTION", "SLURM_EXACT", "SLURM_EXPORT_ENV", "SLURM_GPUS", "SLURM_GPU_", "SLURM_HINT",
     "SLURM_MEM_PER", "SLURM_NTASKS_PER", "SLURM_THREADS_PER_CORE", "SLURM_TRES",
 )  # fmt: skip
-KILL_S = 10.0  # for Slurm to kill the tasks of a step
+KILL_S = 10.0  # time for Slurm to kill the tasks of a step
 
 
 class JobStep:
-    """One running srun.
+    """Represents one running srun.
 
-    Its own messages go to the job's output, and its tasks' output to the run's logs; with `output` both go there.
+    srun's messages go to the job's output, and its tasks' output to the run's logs; with `output` both go there.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path, output: BinaryIO | None = None):
         self.name = name
-        self.log = log  # of its task, if the task has one
+        self.log = log  # log of its task, if the task has one
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

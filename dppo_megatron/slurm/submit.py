@@ -17,7 +17,7 @@ from .script import batch_script
 
 
 class StillQueued(ExpectedError, RuntimeError):
-    """Another job of this run waits or runs."""
+    """Raised when another job of this run waits or runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +49,25 @@ def check_config(config: Config, source: str, *, place: Place) -> list[str]:
     """
     notes = preflight(config, source, place=place)
     if config.slurm.gpu is not None and (place != "unstaged" or (config.model.path / "config.json").exists()):
-        notes.append(check_memory(config, source))
+        notes.append(check_memory(config, config.slurm.gpu, source))
     elif config.slurm.gpus_per_node and config.slurm.gpu is None:
-        notes.append(
-            "slurm.gpu is not set: whether the GPUs' memory suffices was not checked; set it to their kind, as h100-80"
-        )
+        notes.append("slurm.gpu is not set: the GPUs' memory was not checked; set it to their kind, e.g. h100-80")
     return notes
 
 
-def check_memory(config: Config, source: str) -> str:
-    """Return the plan of the run on GPUs of kind `slurm.gpu`, as text.
+def check_memory(config: Config, gpu: str, source: str) -> str:
+    """Return the plan of the run on GPUs of the kind `gpu`, as text.
 
     Raises `ConfigError` with the necessary changes if the run does not fit.
     """
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
 
     s = config.slurm
-    cluster = Cluster(s.trainer_nodes + s.engine_nodes, s.gpus_per_node, hardware(s.gpu, "slurm.gpu"))
+    cluster = Cluster(s.trainer_nodes + s.engine_nodes, s.gpus_per_node, hardware(gpu, "slurm.gpu"))
     with RankBuilder() as builder:
         plan = make_plan(config, cluster, builder, source=source)
         if not plan.fits:
-            raise ConfigError(source, [f"slurm.gpu = {s.gpu}: does not fit\n{report(plan, advise(plan, builder))}"])
+            raise ConfigError(source, [f"slurm.gpu = {gpu}: does not fit\n{report(plan, advise(plan, builder))}"])
         return report(plan, [])
 
 
@@ -100,7 +98,7 @@ def refuse_second_job(run: RunDir, own: str | None = None) -> None:
     if waiting := [job for job in queue.jobs(others) if job.state != "COMPLETING"]:
         raise StillQueued(
             f"run.dir = {run.root}: job {waiting[0].id} of this run is {waiting[0].state}; `scancel {waiting[0].id}` "
-            "ends it, another run.dir begins another run"
+            "ends it; for a different run choose another run.dir"
         )
 
 

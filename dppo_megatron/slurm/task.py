@@ -1,4 +1,4 @@
-"""`dppo-megatron slurm-task`: one task of a job step. Translates Slurm's environment for the program."""
+"""`dppo-megatron slurm-task`: runs one task of a job step, and translates Slurm's environment for the program."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MasterAddress:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The position of this process in its job step."""
+    """Describes the position of this process in its job step."""
 
     rank: int
     size: int
@@ -67,7 +67,7 @@ class Task:
             )
         except KeyError as missing:
             raise ExpectedError(
-                f"{missing.args[0]} is not set: only srun, from the job's driver, starts this"
+                f"{missing.args[0]} is not set: only the job's driver may start this command, by srun"
             ) from None
 
 
@@ -82,7 +82,11 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     config = load_config(config_file)
     if role == "check":
-        return _check(config, str(config_file))
+        from .submit import check_config
+
+        for note in check_config(config, str(config_file), place="node"):
+            print(note)
+        return 0
     task, run, address = Task.of_this_process(), RunDir(config.run.dir), node_address(config)
     binds = config.slurm.bind == "auto"
     environment = interface_environment(config) | kernel_cache_environment()
@@ -105,14 +109,6 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
         name, arguments = role, [role]
     child = Child(name, dppo_command(*arguments, str(config_file)), run.log(name), environment)
     return _wait_and_report(child, task)
-
-
-def _check(config: Config, source: str) -> int:
-    from .submit import check_config
-
-    for note in check_config(config, source, place="node"):
-        print(note)
-    return 0
 
 
 def run_preflight_task(config_file: Path, meeting: str, first_gpu: int, *, serves: bool) -> int:
@@ -175,7 +171,7 @@ def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound:
 
 
 def engine_environment(config: Config, index: int, first_gpu: int, address: str) -> dict[str, str]:
-    """Return the variables of the engine's GPUs, out of its step's, and of the address of its processes."""
+    """Return the variables that select the engine's GPUs among its step's, and its processes' address."""
     environment = {"VLLM_HOST_IP": address}
     named = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible := named or visible_devices():
@@ -231,8 +227,8 @@ def engine_host(config: Config, address: str) -> str:
 
 def interface_environment(config: Config) -> dict[str, str]:
     """Return the network interface variables of NCCL and gloo; variables that are already set are kept."""
-    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if config.slurm.interface else ()
-    return {name: config.slurm.interface for name in names if name not in os.environ}
+    interface, names = config.slurm.interface, ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    return {name: interface for name in names if name not in os.environ} if interface else {}
 
 
 def kernel_cache_environment() -> dict[str, str]:

@@ -14,12 +14,13 @@ from pydantic import Field, ValidationError
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.config import Config, ConfigError, read_tree
+from dppo_megatron.config.load import plain_words
 from dppo_megatron.config.section import CountFromZero, FilePath, Section
 from dppo_megatron.objectives.settings import nearest
 from dppo_megatron.observability.names import METRICS
 
 Settings = dict[str, Any]  # dotted name of a setting -> its value
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # also the name of a directory
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # a directory has this name
 
 
 class StudyFile(Section):
@@ -47,7 +48,7 @@ class Cell:
     condition: str
     seed: int
     config: Config
-    hash: str  # of all settings except defaults and run.dir
+    hash: str  # hash of all settings except defaults and run.dir
 
     @property
     def name(self) -> str:
@@ -72,7 +73,9 @@ def read_study(path: Path, directory: Path) -> Study:
     except ValidationError as error:
         for e in error.errors():
             name, unknown = ".".join(map(str, e["loc"])) or "the file", e["type"] == "extra_forbidden"
-            problems.append(f"{name}: {f'unknown; {nearest(name, StudyFile.model_fields)}' if unknown else e['msg']}")
+            problems.append(
+                f"{name}: {f'unknown; {nearest(name, StudyFile.model_fields)}' if unknown else plain_words(e)}"
+            )
     if problems:
         raise ConfigError(str(path), problems)
     cells = tuple(_cells(file, directory))

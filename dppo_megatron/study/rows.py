@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from dppo_megatron.common.files import output, write_json
+from dppo_megatron.common.files import output, parse_as, write_json
+from dppo_megatron.objectives.settings import nearest
 from dppo_megatron.observability.history import History, ReportError, load_history
 
 from .grid import Cell, StudyFile
@@ -45,8 +45,9 @@ def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float)
         history = History(cell.name, {}, {}, ())
     metric = history.series(file.metric)
     if failed is None and not metric:
-        names = ", ".join(sorted(history.names))
-        raise ReportError(f"metric = {file.metric}: {cell.name} did not record it; name one of {names}")
+        raise ReportError(
+            f"metric = {file.metric}: {cell.name} did not record it; {nearest(file.metric, history.names)}"
+        )
     values = metric.values or (None,)
     return StudyRow(
         method=cell.method,
@@ -74,12 +75,8 @@ def _recovered(values: Sequence[float], share: float) -> bool:
 
 
 def read_rows(directory: Path) -> list[StudyRow]:
-    """Read all rows, sorted by name."""
-    found = []
-    for path in sorted((directory / ROWS).glob("*.json")):
-        tree = json.loads(path.read_text())
-        found.append(StudyRow(**{**tree, "curve": tuple(map(tuple, tree["curve"]))}))
-    return found
+    """Read all rows, sorted by name. Raises `DamagedFile` naming a file that is not a row."""
+    return [parse_as(StudyRow, path.read_bytes(), path) for path in sorted((directory / ROWS).glob("*.json"))]
 
 
 def add_row(directory: Path, row: StudyRow) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dppo_megatron.common.files import output
 from dppo_megatron.common.process import Child, exit_reason
-from dppo_megatron.config import Config, save_resolved
+from dppo_megatron.config import save_resolved, with_settings
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.driver import GRACE_S
@@ -25,7 +25,7 @@ from .grid import Cell, Study
 from .rows import add_row, make_row, read_rows
 
 POLL_S = 0.2
-# Sections that engines do not depend on. Runs that differ in another section have their own engines.
+# Engines do not depend on these sections. Runs that differ in another section have their own engines.
 NOT_THE_ENGINES = ("run", "objective", "optimizer", "train", "acceptance", "checkpoint", "eval", "tracking", "reward")
 
 
@@ -43,8 +43,8 @@ def missing(study: Study, directory: Path) -> list[Cell]:
             todo.append(cell)
         elif row.config != cell.hash:
             raise StudyError(
-                f"{directory}: the row of {cell.name} is of other settings ({row.config}, the study file gives "
-                f"{cell.hash}); give the changed study another directory"
+                f"{directory}: the row of {cell.name} has other settings ({row.config}, the study file gives "
+                f"{cell.hash}); use another directory for the changed study"
             )
     return todo
 
@@ -84,12 +84,9 @@ def _by_engine(study: Study, cells: Sequence[Cell]) -> list[list[Cell]]:
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         alone = not study.file.share_engine or not cell.config.samples or cell.config.engine.urls
-        groups.setdefault(cell.name if alone else _engine_key(cell.config), []).append(cell)
+        shared = cell.config.model_dump_json(exclude=set(NOT_THE_ENGINES))
+        groups.setdefault(cell.name if alone else shared, []).append(cell)
     return list(groups.values())
-
-
-def _engine_key(config: Config) -> str:
-    return json.dumps({k: v for k, v in config.model_dump(mode="json").items() if k not in NOT_THE_ENGINES})
 
 
 @contextmanager
@@ -103,12 +100,8 @@ def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], 
     places = (directory, config.weight_sync.directory)
     roots = os.pathsep.join(str(place.absolute()) for place in places if place is not None)
     shutil.rmtree(run.root, ignore_errors=True)
-    config = config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"dir": run.root.absolute()}),
-            "engine": config.engine.model_copy(update={"env": {**config.engine.env, ROOTS_VARIABLE: roots}}),
-        }
-    )
+    env = {**config.engine.env, ROOTS_VARIABLE: roots}
+    config = with_settings(config, run={"dir": run.root.absolute()}, engine={"env": env})
     with running_engines(config) as urls:
         say(f"{len(cells)} runs share {len(urls)} engine{'s' if len(urls) > 1 else ''}")
         yield [f"engine.urls={json.dumps(urls)}", f"engine.secret_file={config.engine.secret_file or run.secret}"]

@@ -80,7 +80,7 @@ def _mean(values: Sequence[float | None], form: str) -> str:
 
 def _draw(file: StudyFile, rows: Sequence[StudyRow], path: Path) -> None:
     """Draw a panel for each condition, or for each of many methods, with the first method in grey."""
-    from matplotlib.figure import Figure  # no pyplot: no display, no global state
+    from matplotlib.figure import Figure  # unlike pyplot, this needs no display and has no global state
 
     reference, *others = file.methods
     apart = len(file.methods) > METHODS_IN_A_PANEL

@@ -1,8 +1,8 @@
-"""Computes means with bootstrap intervals over seeds, and differences of methods paired by seed."""
+"""Computes means with intervals over seeds, differences of methods paired by seed, and p-values of several claims."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,3 +42,32 @@ def difference(rows: Sequence[StudyRow], method: str, reference: str, condition:
     """Estimate the difference of two methods over the seeds that both have."""
     ours, theirs = finals(rows, method, condition), finals(rows, reference, condition)
     return estimate([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+
+
+def student_p(values: Sequence[float], margin: float | None = None) -> float:
+    """Return the two-sided p-value of Student's t for a mean of 0. Needs two or more values.
+
+    margin: return instead the p-value for equality, the larger one of the two one-sided tests that the mean is outside
+    +- margin (TOST). Example: [0.1, 0.2, 0.3] has t = 3.46 with 2 degrees of freedom, p = 0.074.
+    """
+    from mpmath import betainc  # SymPy needs it, so it is installed wherever torch is
+
+    degrees, middle = len(values) - 1, abs(float(np.mean(values)))
+    error = float(np.std(values, ddof=1)) / len(values) ** 0.5 or np.finfo(float).tiny
+    t = (middle if margin is None else margin - middle) / error
+    both = float(betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
+    if margin is None:
+        return both
+    return both / 2 if t > 0 else 1 - both / 2
+
+
+def holm(ps: Mapping[int, float], tests: int) -> dict[int, float]:
+    """Adjust p-values for `tests` tests. A test without a p-value counts as 1.
+
+    Example: {0: 0.04, 1: 0.01} of 3 tests gives {0: 0.08, 1: 0.03}.
+    """
+    largest, adjusted = 0.0, {}
+    for rank, (test, p) in enumerate(sorted(ps.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, p * (tests - rank)))
+        adjusted[test] = largest
+    return adjusted

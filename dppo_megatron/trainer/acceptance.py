@@ -27,7 +27,7 @@ from .batches import StepBatch
 
 log = logging.getLogger(__name__)
 
-_GROWTH = 2**0.5  # of the learning rate's scale, after a step that stayed well within the bound
+_GROWTH = 2**0.5  # factor of the learning rate's scale after a step that stayed well within the bound
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], flo
     A step within the bound is not changed. The start is kept regardless of its divergence: it was accepted before, with
     fresher rollouts or an engine that computes as the trainer does.
     """
+    assert settings.bound is not None  # else no step is measured
     whole = divergence = measure()
     fraction, rejected = 1.0, 0
     while fraction > 0 and not divergence <= settings.bound:
@@ -69,7 +70,7 @@ def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted)
     the bound, should have been smaller than the smallest fraction that was tried. If the start itself is beyond the
     bound, the scale does not change.
     """
-    if settings.learning_rate == "keep":
+    if settings.learning_rate == "keep" or settings.bound is None:
         return scale
     if accepted.fraction == 1:
         return min(1.0, scale * _GROWTH) if accepted.whole <= settings.bound / 2 else scale
@@ -106,8 +107,8 @@ class Acceptance:
 
         batch: the data of the step's updates, old log-probs included.
         """
-        line = self._line
-        if line is None or not batch.updates:
+        line, bound = self._line, self._settings.bound
+        if line is None or bound is None or not batch.updates:
             return {}
         started = time.perf_counter() - self._begin_s
         part = self._part(batch, step)
@@ -121,7 +122,7 @@ class Acceptance:
                 step,
                 self._settings.statistic,
                 accepted.whole,
-                self._settings.bound,
+                bound,
                 f"{accepted.fraction:g}" if accepted.fraction else "nothing",
                 accepted.divergence,
                 self._actor.lr_scale,
@@ -129,7 +130,7 @@ class Acceptance:
         return {
             "acceptance/divergence": accepted.divergence,
             "acceptance/divergence_whole": accepted.whole,
-            "acceptance/bound": self._settings.bound,
+            "acceptance/bound": bound,
             "acceptance/fraction": accepted.fraction,
             "acceptance/lr_scale": lr_scale,
             "acceptance/rejected": float(accepted.rejected),
@@ -171,6 +172,7 @@ class Acceptance:
         measured = self._settings.divergence
         if measured != "objective":
             of = binary_tv if measured == "binary_tv" else binary_kl
+            assert tokens.rollout_logprob is not None  # this run trains on rollouts
             return of(tokens.rollout_logprob, scores.logprob)
         return apply_objective(
             self._objective,

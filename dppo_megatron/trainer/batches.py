@@ -22,7 +22,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import ObjectiveProtocol, sequence_weights
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.types import PARTS, POLICY, Rollout, TokenBatch
+from dppo_megatron.types import PARTS, POLICY, Prompt, Rollout, TokenBatch, column_named
 
 from .step_samples import StepSamples
 
@@ -104,7 +104,7 @@ class BankBatches:
         self._reader = reader
         self._objective = objective
         self._rank, self._size = rank, size
-        self._buffer = ReadBuffer()  # of one micro-batch, which is copied entirely when it is packed
+        self._buffer = ReadBuffer()  # has one micro-batch, which is copied entirely when it is packed
         self._rollout_metrics = RunDir(config.run.dir).rollout_metrics
         self._experts = read_hf_config(config.model.path).moe if config.rollout.routing_replay else None
 
@@ -173,6 +173,9 @@ class BankBatches:
             setting = f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}"
             found, remedy = ("with", "as it was") if entry.has_sampling_mask else ("without", "to 1, -1 and 0")
             yield setting, f"was sampled {found} truncation", f"set them {remedy}"
+        if missing := {*self._objective.needs_columns} - entry.shapes.columns.keys():
+            found, remedy = f"has no {', '.join(sorted(missing))}", "use one that was filled with this objective"
+            yield f"objective.name = {self._config.objective.name}", found, remedy
         if self._experts is not None:
             layers, top_k = wanted = sum(self._experts.layers), self._experts.top_k
             if entry.routing != wanted:
@@ -187,13 +190,14 @@ class BankBatches:
     ) -> dict[int, TokenSequence]:
         """Return the given samples of one group; advantages [n, T] and weights [n] of all its trajectories."""
         group = self._reader.read(entry, samples, self._parts, self._buffer)
-        replays = self._experts is not None and "routes" in self._parts
-        if replays:
-            largest = max(int(r.routed_experts.max(initial=0)) for r in group.rollouts)
-            if largest >= self._experts.num_experts:
+        experts = self._experts if "routes" in self._parts else None
+        if experts is not None:
+            routes = [r.routed_experts for r in group.rollouts if r.routed_experts is not None]
+            largest = max(int(of.max(initial=0)) for of in routes)
+            if largest >= experts.num_experts:
                 raise BankMismatch(
                     f"rollout.routing_replay = true: prompt {entry.position} in the bank names expert {largest}, the "
-                    f"model has {self._experts.num_experts}; set it to false, or use a bank that this model filled"
+                    f"model has {experts.num_experts}; set it to false, or use a bank that this model filled"
                 )
         return {
             i: TokenSequence.of_rollout(
@@ -202,7 +206,7 @@ class BankBatches:
                 advantage=_of_tokens(advantages[trajectory], entry, trajectory, rollout),
                 loss_weight=float(weights[trajectory]),
                 temperature=group.temperature,
-                replay_routing=replays,
+                replay_routing=experts is not None,
             )
             for i, trajectory, rollout in zip(samples, entry.trajectories[samples], group.rollouts, strict=True)
         }
@@ -223,7 +227,8 @@ class BankBatches:
         lengths = prompts + [entries[g].response_lengths[i] for g, i in computed]
         prefixes = Prefixes(computed[:, 0], prompts) if self._share_prefixes else None
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens, prefixes)
-        topk = self._config.rollout.topk_logprobs if "topk" in self._parts else 0
+        found = entries[computed[0, 0]].shapes.columns
+        like = {name: shape for name, (_, shape) in found.items() if column_named(name).part in self._parts}
         micro_batches = []
         # One after the other: a micro-batch is read and packed, then the next one reuses the memory.
         planned = [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]
@@ -231,7 +236,7 @@ class BankBatches:
             self._buffer.reuse()
             by_group = _by_group(chosen)
             read = {g: self._sequences(entries[g], of, advantages[g], weights[g]) for g, of in by_group.items()}
-            micro_batches.append(pack([read[g][i] for g, i in chosen], topk=topk, share_prefixes=self._share_prefixes))
+            micro_batches.append(pack([read[g][i] for g, i in chosen], like=like, share_prefixes=self._share_prefixes))
         stored = self._stored(entries, computed, plan[self._rank])
         rows = sum(computed_rows(batch, lengths, prefixes) for of_rank in plan for batch in of_rank)
         pairs = computed_pairs(plan, lengths, prefixes)
@@ -325,7 +330,7 @@ class SupervisedBatches:
         parts = np.split(np.arange(count), self._config.train.updates_per_step)
         return StepBatch([self._update([prompts[i] for i in part]) for part in parts], {})
 
-    def _update(self, prompts) -> UpdateBatch:
+    def _update(self, prompts: Sequence[Prompt]) -> UpdateBatch:
         eos = self._tokenizer.eos_token_id
         answers = [
             np.array([*self._tokenizer.encode(p.answer, add_special_tokens=False), eos], np.int32) for p in prompts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.common.retry import look_again_s
@@ -36,7 +37,7 @@ class Control:
         self._stall_timeout_s = stall_timeout_s
         self._progress, self._since = "", 0.0  # rank 0: the last progress of the rollouts, and its time
         self._stop = False
-        self._handlers: dict[int, object] = {}
+        self._handlers: dict[int, Any] = {}  # the previous handlers of the signals
         self._ranks = Ranks(timeout_s=stall_timeout_s + 120)
 
     def __enter__(self) -> Control:

@@ -1,4 +1,4 @@
-"""Run the steps of training, on one page."""
+"""Run the steps of training."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def train(
             metrics = StepMetrics(throughput)
             with metrics.timed("wait"):
                 while not control.wait_until_ready(source, step, publisher):
+                    assert publisher is not None  # its engines lag
                     publisher.publish(step)  # again, to a restarted engine
             if publisher is not None:
                 publisher.onload_actor()

@@ -23,7 +23,7 @@ from dppo_megatron.weight_sync import build_publisher, weight_check_tokens
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
 from .acceptance import Acceptance
-from .batches import BankBatches, SupervisedBatches, parts_of
+from .batches import BankBatches, BatchSource, SupervisedBatches, parts_of
 from .checkpoints import Checkpoints
 from .control import Control
 from .loop import train
@@ -76,6 +76,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         return training_prompts(config, tokenizer())
 
     rank, size = layout.data_parallel_rank, layout.data_parallel_size
+    source: BatchSource
     if config.objective.supervised:
         source = SupervisedBatches(config, prompts(), tokenizer(), rank, size)
     else:
@@ -95,7 +96,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
         if not colocated:
             engines = _connect(config, run, layout, control)
         publisher = build_publisher(config, actor, engines, tokens)
-    with RankZeroRecorder(config, layout.rank, first_step, lambda token: tokenizer().decode([token])) as recorder:
+    with RankZeroRecorder(config, layout.rank, first_step, lambda token: str(tokenizer().decode([token]))) as recorder:
         recorder.log_missing(first_step, checkpoints.metrics)
         with control, checkpoints:
             done = train(
@@ -113,7 +114,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 first_step=first_step or 0,
             )
         if done == config.train.steps:
-            if colocated:  # the engines evaluate while the actor is offloaded
+            if colocated and publisher is not None:  # the engines evaluate while the actor is offloaded
                 recorder.wait_for_last_evaluation()
                 publisher.onload_actor()
             save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dppo_megatron.actor import Actor, Layout, Reference, Scores
 from dppo_megatron.objectives import ObjectiveProtocol
@@ -50,16 +52,20 @@ def with_batch_statistic(objective: ObjectiveProtocol, batch: StepBatch, layout:
     """
     if not objective.needs_statistic or not batch.updates:
         return objective
-    sums = sum(
-        objective.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask)
-        for update in batch.updates
-        for tokens in update.micro_batches
-    ).to(layout.device)
+    micro_batches = [tokens for update in batch.updates for tokens in update.micro_batches]
+    sums = reduce(torch.add, (_statistic_sums(objective, tokens) for tokens in micro_batches)).to(layout.device)
     if layout.data_group.size() > 1:
         dist.all_reduce(sums, group=layout.data_group)
     if layout.world_size > 1:
         dist.broadcast(sums, src=0)
     return objective.with_statistic(sums.cpu())  # a running sum on the CPU has a fixed order
+
+
+def _statistic_sums(objective: ObjectiveProtocol, tokens: TokenBatch) -> Tensor:
+    old, rollout, advantage = tokens.old_logprob, tokens.rollout_logprob, tokens.advantage
+    if old is None or rollout is None or advantage is None:
+        raise ValueError("the objective's statistic needs old log-probs, rollout log-probs and advantages")
+    return objective.statistic_sums(old, rollout, advantage, tokens.mask)
 
 
 def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[Scores]], columns: dict[str, str]) -> StepBatch:

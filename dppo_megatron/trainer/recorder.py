@@ -13,7 +13,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
 from dppo_megatron.observability.names import evaluated_sets, is_step_record
 from dppo_megatron.observability.tail import JsonlFollower, metrics_of, read_metrics
-from dppo_megatron.observability.trackers import build_trackers
+from dppo_megatron.observability.trackers import Trackers, build_trackers
 from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,14 @@ class RankZeroRecorder:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._trackers is None:
             return
-        self._forward()
+        self._forward(self._trackers)
         self._trackers.log(step, metrics)
 
     def log_missing(self, step: int | None, metrics: Mapping[str, Any]) -> None:
         """Log `metrics` of a checkpoint if its step has no record: the run was killed between the two."""
-        if self._trackers is None or any(r["step"] == step and is_step_record(r) for r in self._kept):
+        if self._trackers is None or step is None:
+            return
+        if any(r["step"] == step and is_step_record(r) for r in self._kept):
             return
         for record in metrics_of([{**metrics, "step": step}]):
             if is_step_record(record):
@@ -69,20 +71,20 @@ class RankZeroRecorder:
                 last, since = now, time.monotonic()
             if time.monotonic() - since > self._config.run.stall_timeout_s:
                 log.warning(
-                    "the last evaluation did not go on for %.0f s (run.stall_timeout_s), %s; see the orchestrator's "
+                    "the last evaluation made no progress for %.0f s (run.stall_timeout_s), %s; see the orchestrator's "
                     "log", self._config.run.stall_timeout_s, last,
                 )  # fmt: skip
                 return
-            self._forward()
+            self._forward(self._trackers)
             time.sleep(POLL_S)
 
-    def _forward(self) -> None:
+    def _forward(self, trackers: Trackers) -> None:
         for record in self._follower.poll().records:
             step = record.pop("step")
             evaluated = {(step, name) for name in evaluated_sets(record)}
             new = not evaluated <= self._evaluated if evaluated else step > self._first_step
             if new:  # an earlier attempt logged the others
-                self._trackers.log(step, record)
+                trackers.log(step, record)
             self._evaluated |= evaluated
 
     def __enter__(self) -> RankZeroRecorder:

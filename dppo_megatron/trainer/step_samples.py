@@ -104,7 +104,7 @@ def _advantages(entries: Sequence[BankEntry], rewards: np.ndarray, valid: np.nda
     of_trajectories = torch.from_numpy(rewards), torch.from_numpy(valid)
     if chosen.credit == "trajectory":
         return group_advantages(*of_trajectories, kind=chosen.advantage).numpy()[:, :, None]
-    given = [e.turn_rewards or [[]] * rewards.shape[1] for e in entries]
+    given: list[Sequence[Sequence[float] | np.ndarray]] = [e.turn_rewards or [[]] * rewards.shape[1] for e in entries]
     turns = np.array([[len(of) for of in group] for group in given])
     padded = np.zeros((*rewards.shape, max(turns.max(), 1)), np.float32)
     padded[np.arange(padded.shape[2]) < turns[:, :, None]] = np.concatenate([of for group in given for of in group])

@@ -21,8 +21,8 @@ from .source import Source
 ANSWER_BYTES = 16 << 20  # limit for the files of all evaluations, beyond which every n-th prompt is shown
 _MOST_BYTES = 4 << 30
 
-# Fields of a row. `set`: 0 for training, else the number of the evaluation's set. `source`: number of the group, or of
-# the file of answers. `item`: number of the prompt in that file. `step` counts from 1; for an evaluation it is the
+# Fields: `set`: 0 for training, else the number of the evaluation's set. `source`: number of the group, or
+# of the file of answers. `item`: number of the prompt in that file. `step` counts from 1; for an evaluation it is the
 # policy's version. `prompt`: place in the prompt order. `row`: line of the prompt file, for an evaluation the place.
 ROW = np.dtype(
     [(name, np.uint8) for name in ("set", "truncated", "failed")]
@@ -49,7 +49,8 @@ class AnswerRows:
 
 
 def training_rows(source: Source, config: Config | None) -> TrainingRows:
-    blocks, entries = [], []
+    blocks: list[np.ndarray] = []
+    entries: list[BankEntry] = []
     for step, of_step in source.groups_of_steps():
         for entry, advantages in zip(of_step, _advantages(of_step, config), strict=True):
             rows = np.zeros(entry.num_samples, ROW)
@@ -59,7 +60,7 @@ def training_rows(source: Source, config: Config | None) -> TrainingRows:
             rows["advantage"], rows["tokens"] = advantages, entry.sampled
             rows["truncated"], rows["failed"] = entry.truncated, entry.reward_failed
             rows["version"] = entry.min_version
-            # The batch of step s is trained by the weights of version s - 1, or newer ones.
+            # Step s trains weights of version s - 1, or newer ones, on its batch.
             rows["staleness"] = step - 1 - entry.min_version if source.is_run else np.nan
             blocks.append(rows)
             entries.append(entry)
@@ -108,12 +109,12 @@ class _AnsweredPrompt:
 
 
 def answer_rows(source: Source) -> AnswerRows:
-    """Read the files `answers/SET/vNNNNNN.jsonl` of a run; lines that are no answers are left out."""
+    """Read the files `answers/SET/vNNNNNN.jsonl` of a run, without lines that are not answers."""
     paths = sorted(RunDir(source.root).answers.glob("*/v*.jsonl")) if source.is_run else []
     paths = [path for path in paths if path.stem[1:].isdecimal()]
     stride = -(-sum(path.stat().st_size for path in paths) // ANSWER_BYTES) or 1
     if stride > 1:
-        source.notes.append(f"Of the answers of evaluations every {stride}th prompt is shown.")
+        source.notes.append(f"The page shows every {stride}th prompt of the evaluations.")
     found = AnswerRows(np.zeros(0, ROW), sorted({path.parent.name for path in paths}))
     blocks = []
     for path in paths:
@@ -124,7 +125,7 @@ def answer_rows(source: Source) -> AnswerRows:
             continue
         records = records_as(_AnsweredPrompt, parse_lines(b"\n".join(lines[::stride])))
         if missing := len(lines[::stride]) - len(records):
-            source.notes.append(f"{path}: {missing} lines are no answers")
+            source.notes.append(f"{path}: {missing} lines are not answers")
         samples = [(item, i, r.position, s) for item, r in enumerate(records) for i, s in enumerate(r.samples)]
         rows = np.zeros(len(samples), ROW)
         rows["set"], rows["source"] = found.sets.index(path.parent.name) + 1, len(found.files)

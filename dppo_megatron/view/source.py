@@ -15,7 +15,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.observability.history import History, ReportError, load_history, read_settings
 from dppo_megatron.run_dir import RunDir
 
-MOST_ROLLOUTS = 100_000  # for a larger bank, evenly spaced steps are shown
+MOST_ROLLOUTS = 100_000  # of a larger bank, the page shows evenly spaced steps
 
 
 class ViewError(ExpectedError, ValueError):

@@ -16,10 +16,9 @@ from dppo_megatron.types import POLICY, RolloutGroup
 from .source import Source
 from .trained import VALUES, TrainedTokens
 
-# Limits for the groups of the page: bytes before compression, and samples.
-TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000
+TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000  # limits for the groups of the page: bytes before compression, samples
 _SEED = 0
-_LARGEST_ID = 1 << 22  # of a token that has a text
+_LARGEST_ID = 1 << 22  # upper limit of token ids with a text
 _USER = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user<\|end_header_id\|>")
 EXCERPT = 160  # characters of a prompt or response in the table
 RETIRED = "kept only as a row: checkpoint.keep_rollouts retired the tokens"
@@ -49,9 +48,8 @@ def chosen_groups(source: Source, entries: Sequence[BankEntry], trained: Trained
     source.missing |= {number: RETIRED for number, entry in enumerate(entries) if entry.segment in retired}
     if source.missing:
         source.notes.append(f"{len(source.missing):,} groups are {RETIRED}.")
-    order = [n for n in np.random.default_rng(_SEED).permutation(len(entries)).tolist() if n not in source.missing]
-    stored = trained.positions
-    order = np.array(sorted(order, key=lambda number: entries[number].position not in stored), int)
+    drawn = [n for n in np.random.default_rng(_SEED).permutation(len(entries)).tolist() if n not in source.missing]
+    order = np.array(sorted(drawn, key=lambda number: entries[number].position not in trained.positions), int)
     within = (np.cumsum(sizes[order], axis=0) <= (TOKEN_BYTES, TOKEN_SAMPLES)).all(axis=1)
     if within.all():
         return sorted(order.tolist())

@@ -41,7 +41,7 @@ class TrainedTokens:
         for path, part in self._places.get((position, sample), ()):
             index, values = self._read(path)
             own = index[part]
-            if len(own) == part.stop - part.start and own.min() >= 0 and own.max() < size:  # else from another sample
+            if len(own) == part.stop - part.start and own.min() >= 0 and own.max() < size:  # else of another sample
                 found[:, own] = values[:, part]
         return found
 
@@ -51,7 +51,7 @@ class TrainedTokens:
             positions, samples, counts, masked = map(file.get_tensor, names)
         ends = np.cumsum(counts)
         if len(counts) and (counts.min() < 1 or ends[-1] != len(masked)):
-            raise ValueError(f"{len(masked)} values, its counts say {ends[-1]}")
+            raise ValueError(f"{len(masked)} values, but its counts add up to {ends[-1]}")
         for position, sample, end, count in zip(positions, samples, ends, counts, strict=True):
             key, part = (int(position), int(sample)), slice(int(end - count), int(end))
             self._places.setdefault(key, []).append((path, part))

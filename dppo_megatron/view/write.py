@@ -102,7 +102,7 @@ def _table(
     if trained.positions:
         keys = training.rows[["prompt", "sample"]].tolist()
         masked[: len(keys)] = [trained.masked_share(*key) for key in keys]
-    return {**{name: np.ascontiguousarray(rows[name]) for name in ROW.names}, "detail": detail, "masked": masked}
+    return {**{name: np.ascontiguousarray(rows[name]) for name in ROW.names or ()}, "detail": detail, "masked": masked}
 
 
 def _curves(history: History) -> dict[str, np.ndarray]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from .compiled import CompiledOrEager
 from .merge import FLOOR, Coefficients, join_sums
 
-# Elements at once. Eager: 512 KB of fp32 scratch stays in a CPU core's cache, and a GPU runs faster with fewer, larger
-# launches. Compiled: both sweeps of a CPU kernel find their rows in cache, and a GPU takes the whole block.
+# Elements processed at once. Eager: 512 KB of fp32 scratch stays in a CPU core's cache, and a GPU runs faster with
+# fewer, larger launches. Compiled: both sweeps of a CPU kernel find their rows in cache. A GPU takes the whole block.
 _EAGER_CPU = 1 << 17
 _EAGER_GPU = 1 << 24
 _COMPILED_CPU = 1 << 20
@@ -78,7 +78,8 @@ def _sums_eager(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool
         if not entropy:
             torch.sum(d.exp_(), dim=1, out=out[rows, 1])
             continue
-        e = d.exp()  # before the clamp: on a CPU the exponential of FLOOR takes four times as long as that of -inf
+        # The clamp comes later: on a CPU the exponential of FLOOR takes four times as long as that of -inf.
+        e = d.exp()
         torch.sum(e, dim=1, out=out[rows, 1])
         torch.sum(e.mul_(d.clamp_min_(FLOOR)), dim=1, out=out[rows, 2])
 
@@ -182,7 +183,7 @@ def block_gradient(block: Tensor, scale: float | Tensor, coefficients: Coefficie
                 return
         for number, rows in enumerate(_compiled_pieces(block)):
             if kernel(block[rows], *(argument[rows] for argument in by_row), returns=False) is None:
-                if number:  # some logits are gradients already, which eager code would read as logits
+                if number:  # eager code would read the gradients that replace some logits as logits
                     raise RuntimeError("a compiled pass over the logits failed after its first rows")
                 break
         else:

@@ -45,16 +45,10 @@ def check_sampling_masks(
     if sampling_mask_ids is None and sampling_mask_counts is None:
         return
     if sampling_mask_ids is None or sampling_mask_counts is None:
-        raise ValueError("sampling_mask_ids and sampling_mask_counts belong together: both, or neither")
+        raise ValueError("sampling_mask_ids and sampling_mask_counts belong together: pass both, or neither")
     check_ids("sampling_mask_counts", sampling_mask_counts, 1, "[T]", tokens, device)
-    check_ids(
-        "sampling_mask_ids",
-        sampling_mask_ids,
-        1,
-        "[N]",
-        len(sampling_mask_ids) if sampling_mask_ids.dim() else 0,
-        device,
-    )
+    entries = len(sampling_mask_ids) if sampling_mask_ids.dim() else 0
+    check_ids("sampling_mask_ids", sampling_mask_ids, 1, "[N]", entries, device)
 
 
 def check_options(entropy: str, backend: str) -> None:
@@ -88,7 +82,7 @@ def inverse_temperature(
 def id_extremes(
     target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, masks: SamplingMasks | None = None
 ) -> Tensor:
-    """Return the numbers that `check_id_values` needs, in fp64 on the device. No synchronisation."""
+    """Return the extremes of ids, scale and masks that `check_id_values` needs, in fp64, without a synchronization."""
     extremes: list[Tensor] = []
     for ids in (target_ids, topk_ids, None if masks is None else masks.ids):
         if ids is not None and ids.numel():

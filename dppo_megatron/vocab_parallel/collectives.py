@@ -18,11 +18,6 @@ def all_gather(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> None:
     gather(out, value, group=group)
 
 
-def _reduce_scatter(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> None:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, value, group=group)
-
-
 def _ordered_reduce_scatter(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's rows of the ranks' value [W rows, ...], summed in rank order.
 
@@ -73,7 +68,8 @@ class _GatherSequence(torch.autograd.Function):
             return _ordered_reduce_scatter(gradient.contiguous(), ctx.group), None, None
         world = dist.get_world_size(ctx.group)
         out = gradient.new_empty((gradient.shape[0] // world, *gradient.shape[1:]))
-        _reduce_scatter(out, gradient.contiguous(), ctx.group)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(out, gradient.contiguous(), group=ctx.group)
         return out, None, None
 
 

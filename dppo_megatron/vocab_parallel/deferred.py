@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_id_values, id_extremes
+from .checks import check_id_values
 from .sampling_mask import SamplingMasks
 from .shard import HEADER, Shard, total_columns
 
@@ -16,7 +16,7 @@ from .shard import HEADER, Shard, total_columns
 class Verification:
     """Checks one call: its ids, its temperatures, and that the ranks of its group agree.
 
-    numbers: fp64, on the device: `id_extremes`, then the gathered headers of all ranks.
+    numbers: fp64, on the device: `id_extremes`, then, if there are several ranks, their gathered headers.
     """
 
     target_ids: Tensor
@@ -25,22 +25,6 @@ class Verification:
     shard: Shard
     masks: SamplingMasks | None
     numbers: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        target_ids: Tensor,
-        topk_ids: Tensor | None,
-        scale: float | Tensor,
-        shard: Shard,
-        masks: SamplingMasks | None,
-        headers: Tensor | None,
-    ) -> Verification:
-        """Prepare the checks of one call. headers: [world, HEADER], None for a single shard. No synchronisation."""
-        numbers = id_extremes(target_ids, topk_ids, scale, masks)
-        if headers is not None:
-            numbers = torch.cat((numbers, headers.double().flatten()))
-        return cls(target_ids, topk_ids, scale, shard, masks, numbers)
 
     def raise_if_failed(self, numbers: list[float]) -> None:
         """Raise ValueError with names and sizes. numbers: the class's numbers, on the host."""

@@ -137,7 +137,7 @@ def column_blocks(valid: int, at_most: int | None = None) -> list[slice]:
     """Divide the columns [0, valid) of a shard into blocks of about the same width; at_most: block_columns.
 
     Blocks that are not narrow begin at multiples of 64: a GPU's matrix product needs aligned rows, which equal parts
-    of an odd vocabulary (50257, 32064) do not have.
+    of an odd vocabulary (50257, 32064) do not have. Example: 100 columns, at most 40 at once, are divided at 33 and 66.
     """
     at_most = at_most or max(1024, -(-valid // 16))
     count = -(-valid // at_most)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .topk import Slots, find_slots
 
-# exp(FLOOR) is 0 even in float64, and 0 times FLOOR is 0: stands for -inf where that would give NaN.
+# It replaces -inf where -inf would give NaN: exp(FLOOR) is 0 even in float64, and 0 times FLOOR is 0.
 FLOOR = -1.0e4
 
 
@@ -186,7 +186,7 @@ def coefficients(
         at_slots = at_slots - h.unsqueeze(1) * pi * (lp.clamp_min(FLOOR) + entropy.unsqueeze(1))
         b = -h * pi_other
         a = a + b * (merged.other_logprob.clamp_min(FLOOR) + entropy)
-    # The elementwise pass works relative to other_max, not to ln pi_other: fold the difference in here.
+    # The elementwise pass works relative to other_max, not to ln pi_other, so the difference is added here.
     safe_sum = merged.other_sum.masked_fill(merged.other_sum == 0, 1.0)
     dead = skip | (merged.other_sum == 0)
     if b is not None:

@@ -67,9 +67,7 @@ class Request:
         return cls(
             target_ids,
             topk_ids,
-            None
-            if sampling_mask_ids is None or sampling_mask_counts is None
-            else SamplingMasks.of(sampling_mask_ids, sampling_mask_counts),
+            None if sampling_mask_ids is None else SamplingMasks.of(sampling_mask_ids, sampling_mask_counts),
             shard,
             checks.inverse_temperature(temperature, tokens, like.device, dtype),
             entropy,
@@ -100,10 +98,14 @@ class Request:
         )
 
     def _verify(self, headers: Tensor | None) -> None:
+        """Check the call now or, with a DeferredChecks, later. headers: [world, HEADER], None for a single shard."""
         if self.check is False:
             return
+        numbers = checks.id_extremes(self.target_ids, self.topk_ids, self.scale, self.masks)
+        if headers is not None:
+            numbers = torch.cat((numbers, headers.double().flatten()))
         deferred = DeferredChecks() if self.check is True else self.check
-        deferred.add(Verification.of(self.target_ids, self.topk_ids, self.scale, self.shard, self.masks, headers))
+        deferred.add(Verification(self.target_ids, self.topk_ids, self.scale, self.shard, self.masks, numbers))
         if self.check is True:
             deferred.raise_if_failed()
 

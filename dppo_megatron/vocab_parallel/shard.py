@@ -99,7 +99,7 @@ def _checksum(ids: Tensor) -> Tensor:
 def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
     """Write into `row` the numbers by which the other ranks detect that the group disagrees."""
     row[3] = torch.stack([_checksum(each) for each in ids]).sum().bitwise_and_(0xFFFFFF)
-    # Filled number by number: assigning to row[i] and a tensor made on the host would wait for the device.
+    # Each number is filled in on its own: an assignment to row[i], or a tensor made on the host, waits for the device.
     for place, number in enumerate((shard.first, shard.columns, -1 if shard.vocab_size is None else shard.vocab_size)):
         row[place].fill_(number)
 

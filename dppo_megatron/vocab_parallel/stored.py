@@ -39,7 +39,7 @@ def token_statistics(
 ) -> TokenStatistics:
     """Return log-probs of the target, of top-K ids and of all other tokens, and the entropy, from sharded logits.
 
-    Sharding: logits are split over `group` by columns; rank r holds [r V_local, (r + 1) V_local), or
+    Sharding: logits are split over `group` by columns; rank r has [r V_local, (r + 1) V_local), or
     [vocab_start, vocab_start + V_local) where vocab_start is given (on every rank; shards may then differ in
     size). All other arguments are replicated, and so are the results, bit for bit.
     Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group), with `tiles` T rows for each
@@ -130,7 +130,7 @@ class _Stored(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, request: Request, inplace: bool) -> tuple[Tensor | None, ...]:
         shard = request.shard
         ctx.inplace = inplace and _writable(logits)
-        # .data: the bits are restored before the call returns, so autograd's version counter must not change.
+        # `.data` does not change autograd's version counter: the bits are restored before the call returns.
         z = logits.data if _writable(logits) else logits.clone()
         copied = request.masks is not None and not ctx.inplace
         if request.masks is not None:  # hidden logits are not restored: the counter changes, or they are a copy
@@ -165,7 +165,7 @@ class _Stored(torch.autograd.Function):
         if coefficients is None:
             return None, None, None
         (logits,) = ctx.saved_tensors
-        # detach, not .data: the version counter changes, so a second use of the consumed logits raises an error.
+        # `detach` changes the version counter, unlike `.data`, so a second use of the consumed logits raises an error.
         gradient = logits.detach() if ctx.inplace else logits.detach().clone()
         for columns in shard.valid_tiles():
             if columns.start < columns.stop:

@@ -36,7 +36,8 @@ def _without(z, place, offset, tile: tl.constexpr):
         pending = tl.reshape(offset, (offset.shape[0],))
         pending = tl.where((pending >= 0) & (pending < tile), pending, tile)
         column = tl.min(pending, axis=0)
-        while column < tile:  # once for each id in the tile: to compare all with every column costs 5 times the rest
+        # The loop runs once for each id in the tile. Comparing all ids with every column costs 5 times the rest.
+        while column < tile:
             z = tl.where(place == column, float("-inf"), z)
             pending = tl.where(pending == column, tile, pending)
             column = tl.min(pending, axis=0)
@@ -84,9 +85,9 @@ def forward_kernel(
     entropy: tl.constexpr,
     acc: tl.constexpr,
 ):
-    # One program for each row, even for few rows: a split would merge sums in an order that depends on T. An SM runs 8
-    # programs of 8 warps, so about a thousand rows fill a GPU. Fewer rows take about as long as one row: 38 loads in
-    # sequence for 152,064 columns, tens of microseconds, less than the launches around it.
+    # Each row has one program, even if there are few rows: a split would merge sums in an order that depends on T. An
+    # SM runs 8 programs of 8 warps, so about a thousand rows fill a GPU. Fewer rows take about as long as one row: 38
+    # loads in sequence for 152,064 columns, tens of microseconds, less than the launches around it.
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride
     summary = out + row * out_stride
@@ -106,7 +107,7 @@ def forward_kernel(
     offset = tl.where(is_local, local, -1).to(tl.int32)
     offset = tl.reshape(offset, (together, n_padded // together))
     where = line + place * column_stride
-    # Whole tiles without a mask: masked by an odd width, loads would not be vectorised.
+    # Whole tiles are loaded without a mask, because a mask of odd width prevents vectorised loads.
     for _ in range(full):
         z = tl.load(where).to(acc)
         m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
@@ -116,7 +117,7 @@ def forward_kernel(
         z = tl.load(where, mask=place < columns - full * tile, other=float("-inf")).to(acc)
         m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
 
-    # After the loop: before it, ptxas takes 50 instead of 38 instructions for an owned id (sm100, 21 ids, entropy).
+    # Loaded before the loop, an owned id would take ptxas 50 instead of 38 instructions (sm100, 21 ids, entropy).
     score = tl.load(line + local * column_stride, mask=is_local, other=0.0)
     tl.store(summary + slot, score.to(acc), mask=slot < n)
     top = tl.max(m, axis=0)

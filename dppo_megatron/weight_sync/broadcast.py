@@ -1,4 +1,4 @@
-"""Transport by broadcast: each source rank sends its weights directly to the workers of all engines.
+"""Publish by broadcast: each source rank sends its weights directly to the workers of all engines.
 
 vLLM has a transfer over NCCL (https://github.com/vllm-project/vllm/tree/main/vllm/distributed/weight_transfer). It is
 not used, because an engine that dies within a bucket must not end the trainer or block the other engines
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from urllib.parse import urlsplit
 
 import torch
@@ -27,6 +27,7 @@ from dppo_megatron.hf.export import overflowing
 from dppo_megatron.hf.turns import Turns
 from dppo_megatron.weights.broadcast_plan import (
     BUCKET_BYTES,
+    Backend,
     Bucket,
     TensorSpec,
     WeightGroupPlan,
@@ -65,14 +66,14 @@ class Broadcast(Transport):
         self._on_update = config.rollout.on_update
         # See `WeightRendezvous.channel`.
         self._first_byte = actor.layout.device if kind_of(config).own_receiver else None
-        self._backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
+        self._backend: Backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
         self._bucket_bytes = config.weight_sync.bucket_bytes or BUCKET_BYTES[self._backend]
         self._streams: tuple[tuple[Bucket, ...], ...] = ()  # buckets of each source rank
         self._sender: int | None = None  # this rank's index among the source ranks
-        self._plan: WeightGroupPlan | None = None
-        self._formed = False  # `_plan` has its group, and this rank failed in none of its steps
+        self._plan: WeightGroupPlan  # plan of the last group
+        self._formed = False  # whether that group exists, and this rank failed in none of its steps
         self._members: Sequence[str] = ()
-        self._rendezvous: WeightRendezvous | None = None
+        self._rendezvous: WeightRendezvous | None = None  # on rank 0, which hosts the store
         self._caller: WeightRendezvous | None = None  # rank 0's second connection, for aborting
         self._channel: SenderGroup | None = None
         self._step = 0
@@ -85,8 +86,8 @@ class Broadcast(Transport):
         """
         if self._stored.dtype == torch.float16:
             own = overflowing(self._actor.model_chunks, self._actor.hf, self._stored.dtype)
-            everyone = self._ranks.gather(own, "the weights to be looked at")
-            if problems := sorted({problem for of_rank in everyone for problem in of_rank}):
+            found = self._ranks.gather(own, "the weights to be checked")
+            if problems := sorted({problem for of_rank in found for problem in of_rank}):
                 raise ModelError(f"policy version {version}", problems)
         if not self._streams:
             specs = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
@@ -110,46 +111,36 @@ class Broadcast(Transport):
         return await engine.receive_weights(self._plan.name, self._step_name, version, self._on_update)
 
     def send(self) -> str | None:
-        stream = None
-        if self._sender is not None:
-            stream = _BucketStream(
-                self._channel, self._streams[self._sender], self._actor.layout.device, self._rendezvous, self._step_name
-            )
-        problem = None
         self.sent = {}
-        for name, tensor in self._export():  # always to the end, because other ranks wait in its gathers
-            if stream is None or problem is not None:
-                continue
-            try:
+        exported, channel = self._export(), self._channel
+        if self._sender is None or channel is None:
+            deque(exported, maxlen=0)  # source ranks wait in its gathers
+            return None
+        stream = _BucketStream(channel, self._streams[self._sender], self._actor.layout.device, self._step_name)
+        try:
+            for name, tensor in exported:
                 stream.add(name, tensor)
                 if self._fingerprints:
                     add(self.sent, name, tensor)
-            except WeightGroupError as error:
-                problem = self._give_up(error)
-        try:
-            if stream is not None and problem is None:
-                stream.finish()
+            stream.finish()
         except WeightGroupError as error:
-            problem = self._give_up(error)
-        return problem
-
-    def _give_up(self, error: WeightGroupError) -> str:
-        """End this rank's part of the step and abort it for all ranks: gloo does not end a running bucket elsewhere.
-
-        The store stays open until the next group, so that waiting peers read the abort there.
-        """
-        problem = f"trainer rank {self._ranks.rank}: {error}"
-        self._rendezvous.abort(self._step_name, problem)
-        self._channel.close()
-        self._formed = False
-        return problem
+            # Abort the step for all ranks, because gloo does not end a running bucket elsewhere. The store stays open
+            # until the next group, so that waiting peers read the abort there.
+            problem = f"trainer rank {self._ranks.rank}: {error}"
+            channel.rendezvous.abort(self._step_name, problem)
+            channel.close()
+            self._formed = False
+            deque(exported, maxlen=0)  # to the end, because other ranks wait in its gathers
+            return problem
+        return None
 
     @property
     def _step_name(self) -> str:
         return f"update-{self._step}"
 
     def abort(self, reason: str) -> None:
-        self._caller.abort(self._step_name, reason)
+        if self._caller is not None:
+            self._caller.abort(self._step_name, reason)
 
     def close(self) -> None:
         """End this rank's part of the group; peers that wait for it fail at once."""
@@ -160,7 +151,7 @@ class Broadcast(Transport):
 
     def _join(self, engines: Mapping[str, EngineInfo]) -> None:
         workers = sum(info.workers for info in engines.values())
-        hosts = [urlsplit(url).hostname for url in engines]
+        hosts = [_host(url) for url in engines]
         first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # rank 0, at the address that the other ranks use
         name = self._ranks.from_rank_zero(lambda: f"weights-{uuid.uuid4().hex[:12]}", "the weight group's name")
 
@@ -175,18 +166,24 @@ class Broadcast(Transport):
         self._plan = WeightGroupPlan(*connection, self._streams, nccl=nccl, nccl_cumem=cumem)
         self._members = tuple(engines)
         replies = None
-        if self._ranks.rank == 0:
+        if self._engines is not None:  # rank 0
             # A connection that waits for the store is blocked until the answer, so aborts need a second connection.
-            self._caller = WeightRendezvous.connect("127.0.0.1", port, name, workers, self._timeout_s)
-            replies = self._engines.start(LiveEngines.on, engines, partial(self._invite, engines))
+            caller = self._caller = WeightRendezvous.connect("127.0.0.1", port, name, workers, self._timeout_s)
+
+            async def invite(engine: Engine) -> None:
+                try:
+                    await engine.join_weight_group(self._plan_for(engine.url, engines))
+                except Exception as error:
+                    caller.abort("join", str(error))
+                    raise
+
+            replies = self._engines.start(LiveEngines.on, engines, invite)
         problem = None
         if self._sender is not None:
             try:
-                self._rendezvous = self._rendezvous or WeightRendezvous.connect(
-                    first, port, name, workers, self._timeout_s
-                )
-                self._rendezvous.wait("join")
-                self._channel = self._rendezvous.channel(
+                rendezvous = self._rendezvous or WeightRendezvous.connect(first, port, name, workers, self._timeout_s)
+                rendezvous.wait("join")
+                self._channel = rendezvous.channel(
                     self._plan.group(self._sender), 0, self._backend, local_address(hosts[0]), self._first_byte
                 )
             except WeightGroupError as error:
@@ -200,13 +197,6 @@ class Broadcast(Transport):
             raise WeightSyncError("the weight group did not form:\n  " + "\n  ".join(problems))
         self._formed = True
 
-    async def _invite(self, engines: Mapping[str, EngineInfo], engine: Engine) -> None:
-        try:
-            await engine.join_weight_group(self._plan_for(engine.url, engines))
-        except Exception as error:
-            self._caller.abort("join", str(error))
-            raise
-
     def _plan_for(self, url: str, engines: Mapping[str, EngineInfo]) -> WeightGroupPlan:
         """Return the plan for one engine, with its first worker and this machine's address as it reaches it."""
         before = 0
@@ -214,7 +204,7 @@ class Broadcast(Transport):
             if member == url:
                 break
             before += info.workers
-        return self._plan.for_engine(local_address(urlsplit(url).hostname), before)
+        return self._plan.for_engine(local_address(_host(url)), before)
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         stored = self._stored
@@ -228,6 +218,10 @@ class Broadcast(Transport):
         )
 
 
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or ""
+
+
 class _BucketStream:
     """Packs tensors into the planned buckets; one bucket is sent while the next one fills."""
 
@@ -236,16 +230,14 @@ class _BucketStream:
         channel: SenderGroup,
         buckets: tuple[Bucket, ...],
         device: torch.device,
-        rendezvous: WeightRendezvous,
         step: str,
     ):
         self._channel = channel
         self._buckets = buckets
-        self._rendezvous = rendezvous
         self._step = step
         size = max(map(bucket_bytes, buckets))
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
-        self._tickets: list[int] = []  # of the sent buckets, in order
+        self._tickets: list[int] = []  # tickets of the sent buckets, in order
         self._flat = self._buffers[0]
         self._open: list[tuple[str, Tensor]] = []  # empty places of the current bucket, last first
 
@@ -261,10 +253,11 @@ class _BucketStream:
         place.copy_(tensor)
         if not self._open:
             if not self._tickets:
-                self._rendezvous.wait(self._step)
+                self._channel.rendezvous.wait(self._step)
             self._tickets.append(self._channel.broadcast(self._flat))
 
     def finish(self) -> None:
+        """Wait until all buckets are sent. Raises `WeightGroupError`, also if a planned tensor is missing."""
         if self._open or len(self._tickets) != len(self._buckets):
             raise WeightGroupError(f"exported {len(self._tickets)} of {len(self._buckets)} planned buckets")
         for number in range(max(0, len(self._tickets) - 2), len(self._tickets)):

@@ -1,4 +1,4 @@
-"""Builds the publisher of a run, and the tokens of its weight check."""
+"""Build the publisher of a run, and the tokens of its weight check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .broadcast import Broadcast
 from .engine_thread import EngineThread
 from .publisher import Publisher
 from .shared_storage import SharedStorage
-from .transport import StoredAs
+from .transport import StoredAs, Transport
 
 CHECK_TOKENS = 64
 
@@ -27,16 +27,19 @@ def build_publisher(
     `check_tokens`: see `weight_check_tokens`.
     """
     engine = config.engine
-    stored = StoredAs(DTYPES[engine.dtype].torch, None if engine.quantization == "none" else engine.quantization)
+    dtype = DTYPES[engine.dtype].torch
+    stored = StoredAs(dtype, None if engine.quantization == "none" else engine.quantization)
     # The other ranks wait while rank 0 waits for an engine to return, to end its update, or to score.
     timeout_s = config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s + config.request_timeout_s
     ranks = Ranks(timeout_s)
+    transport: Transport
     if config.weight_sync.transport == "broadcast":
         transport = Broadcast(config, actor, engines, ranks, stored)
     else:
         transport = SharedStorage(config, actor, ranks, stored)
-    check_tokens = ranks.from_rank_zero(lambda: check_tokens, "the tokens of the weight check")
-    return Publisher(config, actor, engines, ranks, transport, check_tokens)
+    tokens = ranks.from_rank_zero(lambda: check_tokens, "the tokens of the weight check")
+    assert tokens is not None  # rank 0 has them
+    return Publisher(config, actor, engines, ranks, transport, tokens)
 
 
 def weight_check_tokens(prompts: PromptSource, max_model_len: int) -> np.ndarray:

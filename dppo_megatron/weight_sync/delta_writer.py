@@ -1,4 +1,4 @@
-"""Writes a version of the weights as a delta of the version in another directory."""
+"""Write a version of the weights as a delta of the version in another directory."""
 
 from __future__ import annotations
 

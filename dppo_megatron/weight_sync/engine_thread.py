@@ -1,4 +1,4 @@
-"""Asynchronous engine clients for a synchronous caller: one event loop in its own thread."""
+"""Run asynchronous engine clients for a synchronous caller, in one event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineThread:
             return make()
 
         self._engines = asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
-        atexit.register(self.close)  # also if an error ends the trainer
+        atexit.register(self.close)  # for an error that ends the trainer
 
     @classmethod
     def of_run(cls, config: Config) -> EngineThread:
@@ -42,10 +42,13 @@ class EngineThread:
         return cls(partial(LiveEngines, config))
 
     def start(
-        self, call: Callable[Concatenate[LiveEngines, Arguments], Coroutine[Any, Any, Result]], *arguments: Any
+        self,
+        call: Callable[Concatenate[LiveEngines, Arguments], Coroutine[Any, Any, Result]],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
     ) -> Future[Result]:
         """Start `call(engines, *arguments)`, a method of `LiveEngines`. Return a future of its result or its error."""
-        return asyncio.run_coroutine_threadsafe(call(self._engines, *arguments), self._loop)
+        return asyncio.run_coroutine_threadsafe(call(self._engines, *arguments, **named), self._loop)
 
     def put_to_sleep(self) -> None:
         """Make every reachable engine free its GPU memory. Raises `WeightSyncError` naming the engines that failed."""

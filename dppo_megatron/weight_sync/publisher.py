@@ -1,4 +1,4 @@
-"""Publishes a policy version to the engines. It counts once an engine and the trainer score the same tokens alike."""
+"""Publish a policy version to the engines. It counts once an engine and the trainer score the same tokens alike."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 SHOWN = 8  # groups of weights named in an error
-ATTEMPTS = 3  # with the same engines
+ATTEMPTS = 3  # limit with the same engines
 Replies = Mapping[str, Confirmation | EngineError]  # by the engine's URL
 
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """Cost (in seconds) and result of one publish. The same on every rank."""
+    """Describes the cost (in seconds) and the result of one publish. Equal on every rank."""
 
     version: int
     nbytes: int  # sent bytes
     export_s: float  # until the engines begin to load
-    load_s: float  # of the slowest engine
+    load_s: float  # time of the slowest engine
     pause_s: float  # longest time in which an engine did not sample while it loaded
-    check_s: float  # for scoring the tokens of the weight check
-    difference: ScoreDifference  # of the confirmed engine that differs most
+    check_s: float  # time for scoring the tokens of the weight check
+    difference: ScoreDifference  # that of the confirmed engine that differs most
     unconfirmed: int = 0  # engines that were left out
     changed_share: float | None = None  # share of all elements, if only the changed ones were sent
 
@@ -65,7 +65,7 @@ class PublishResult:
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The publish, or None if no engine confirmed it, and the reason of each failure by the engine's URL."""
+    """Contains the publish, None if no engine confirmed it, and the reason of each failure by the engine's URL."""
 
     published: PublishResult | None = None
     failures: dict[str, str] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class Publisher:
         """
         if self._colocated:
             try:
-                self._ranks.from_rank_zero(lambda: self._engines.put_to_sleep(), "the engines to sleep")
+                self._ranks.from_rank_zero(lambda: self._rank_zero().put_to_sleep(), "the engines to sleep")
             finally:
                 offloaded, self._offloaded = self._offloaded, None
                 if offloaded is not None:
@@ -183,8 +183,12 @@ class Publisher:
             log.debug("offloaded %.2f GB for the engines", freed / 1e9)
         self._ranks.gather(None, "the actor to be offloaded")  # an engine may be on the GPUs of several ranks
 
+    def _rank_zero(self) -> EngineThread:
+        assert self._engines is not None, "only rank 0 calls the engines"
+        return self._engines
+
     def _answering(self) -> tuple[dict[str, EngineInfo], dict[str, str]]:
-        engines, silent = self._engines.start(LiveEngines.answering).result()
+        engines, silent = self._rank_zero().start(LiveEngines.answering).result()
         return engines, {name: str(error) for name, error in silent.items()}
 
     def _attempt(
@@ -231,7 +235,7 @@ class Publisher:
         replies: Replies,
         expected: np.ndarray,
         sent: Mapping[str, int],
-        problems: Mapping[str, str],
+        problems: dict[str, str],
         *,
         export_s: float,
         wall_s: float,
@@ -295,7 +299,7 @@ class Publisher:
         if (groups := untold(reply.held)) and reply.url not in self._partly_covered:
             self._partly_covered.add(reply.url)
             why = "its loader makes other weights of these, so fingerprints do not cover them (docs/engines.md)"
-            log.warning("engine %s cannot tell its weights of %s: %s", reply.url, _some(groups), why)
+            log.warning("engine %s gives no fingerprint of %s: %s", reply.url, _some(groups), why)
 
     def _record(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
         """Write the published-policy file, which makes `version` the one to serve."""
@@ -322,8 +326,8 @@ class Publisher:
 
 def _other_weights(groups: Sequence[str]) -> str:
     return (
-        f"holds other weights than the trainer sent: {_some(groups)}. Its version says otherwise; do not train on its "
-        "rollouts (weight_sync.fingerprint; docs/failures.md lists the coverage)"
+        f"has other weights than the trainer sent: {_some(groups)}. Its version does not show this; do not train on "
+        "its rollouts (weight_sync.fingerprint; docs/failures.md lists the coverage)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Transport by directories that trainer and engines share, with a model, a delta or an adapter each."""
+"""Publish through directories that trainer and engines share, each with a model, a delta or an adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dppo_megatron.hf import export_weights, save_hf
 from dppo_megatron.hf.peft import save_peft
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import DamagedDelta, chain
-from dppo_megatron.weights.fingerprint import Fingerprint, add
+from dppo_megatron.weights.fingerprint import add
 from dppo_megatron.weights.place import lead
 
 from .delta_writer import DeltaTooLarge, write_delta
@@ -43,10 +43,10 @@ class SharedStorage(Transport):
         self._actor = actor
         self._stored = stored
         self._kept = self._take_over() if ranks.rank == 0 else []
-        self._prepared: Path | None = None
+        self._prepared: Path | None = None  # directory of the version that was prepared last
         self._deltas_left = 0  # deltas until the next whole version
         self._too_large = False  # a delta was too large; no other is tried before the next whole version
-        self._frozen: Fingerprint | None = None  # of this rank's weights without adapters
+        self._frozen: dict[str, int] | None = None  # fingerprint of this rank's weights without adapters
 
     def _take_over(self) -> list[int]:
         """Return the versions that earlier attempts of the run left, oldest first; remove unfinished ones."""
@@ -56,24 +56,25 @@ class SharedStorage(Transport):
         return sorted(int(found.name[1:]) for found in self._run.weights.glob("v*") if found.name[1:].isdecimal())
 
     def prepare(self, version: int) -> None:
-        base, self._prepared = self._prepared, self.directory(version)
+        base, directory = self._prepared, self.directory(version)
+        self._prepared = directory
         if self._config.weight_sync.lora == "adapter":
-            self._save_adapters()
-        elif not self._deltas_left or base == self._prepared:
+            self._save_adapters(directory)
+        elif base is None or not self._deltas_left or base == directory:
             self._deltas_left, self._too_large = self._config.weight_sync.full_every - 1, False
-            self._save_whole()
-        elif not self._save_delta(base):
-            self._save_whole()
-        self._measure()
+            self._save_whole(directory)
+        elif not self._save_delta(directory, base):
+            self._save_whole(directory)
+        self._measure(directory)
 
     def prepare_again(self, version: int) -> None:
         if self.changed_share is not None:
             if self._ranks.rank == 0:
                 log.warning("policy %d: no engine loaded the delta; the whole model is published", version)
-            self._save_whole()
-            self._measure()
+            self._save_whole(self.directory(version))
+            self._measure(self.directory(version))
 
-    def _save_delta(self, base: Path) -> bool:
+    def _save_delta(self, directory: Path, base: Path) -> bool:
         """Write a delta; return False if the version must be written as a whole."""
         self._deltas_left -= 1
         if self._too_large:
@@ -81,7 +82,7 @@ class SharedStorage(Transport):
         try:
             self.sent = {}
             self.changed_share = write_delta(
-                self._actor.model_chunks, self._actor.hf, self._prepared, base, self._stored, self._observe()
+                self._actor.model_chunks, self._actor.hf, directory, base, self._stored, self._observe()
             )
         except DeltaTooLarge as error:
             self._too_large = True
@@ -94,11 +95,11 @@ class SharedStorage(Transport):
             log.warning("the whole model is published instead of a delta: %s", reason)
         return False
 
-    def _save_whole(self) -> None:
+    def _save_whole(self, directory: Path) -> None:
         self.sent, self.changed_share = {}, None
         save_hf(
             self._actor.model_chunks,
-            self._prepared,
+            directory,
             template_dir=self._config.model.path,
             dtype=self._stored.dtype,
             quantization=self._stored.quantization,
@@ -107,13 +108,13 @@ class SharedStorage(Transport):
             durable=False,  # a resumed run publishes again
         )
 
-    def _measure(self) -> None:
-        self.nbytes = sum(file.stat().st_size for file in self._prepared.glob("*.safetensors"))
+    def _measure(self, directory: Path) -> None:
+        self.nbytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
     def _observe(self) -> Callable[[str, Tensor], None] | None:
         return partial(add, self.sent) if self._config.weight_sync.fingerprint else None
 
-    def _save_adapters(self) -> None:
+    def _save_adapters(self, directory: Path) -> None:
         """Write the adapters. An engine applies them to its start weights, which must equal the trainer's."""
         chunks, model = self._actor.model_chunks, self._config.model
         self.sent = {}
@@ -127,7 +128,7 @@ class SharedStorage(Transport):
             self.sent.update(self._frozen)
         save_peft(
             chunks,
-            self._prepared,
+            directory,
             self._actor.hf,
             model.lora,
             model.path.absolute(),
@@ -138,9 +139,9 @@ class SharedStorage(Transport):
         )
 
     async def receive(self, engine: Engine, version: int) -> float:
-        return await engine.load_weights(self._prepared, version, self._config.rollout.on_update)
+        return await engine.load_weights(self.directory(version), version, self._config.rollout.on_update)
 
-    def directory(self, version: int) -> Path | None:
+    def directory(self, version: int) -> Path:
         return self._run.weights_of(version).resolve()
 
     def after_confirmation(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""The interface of the two transports that send a policy from the trainer ranks to the engines."""
+"""Define the interface of the two transports that send a policy from the trainer ranks to the engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf.export import Quantization
-from dppo_megatron.weights.fingerprint import Fingerprint
 
 
 class WeightSyncError(ExpectedError, RuntimeError):
@@ -21,7 +20,7 @@ class WeightSyncError(ExpectedError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """The dtype and quantisation in which weights are exported, for every transport."""
+    """Describes the dtype and quantisation in which every transport exports weights."""
 
     dtype: torch.dtype
     quantization: Quantization | None = None
@@ -39,7 +38,7 @@ class Transport(ABC):
     changed_share: float | None = None  # share of changed elements, if a delta is sent
 
     def __init__(self) -> None:
-        self.sent: Fingerprint = {}  # of the version's weights that this rank sent, once sent
+        self.sent: dict[str, int] = {}  # fingerprint of the version's weights that this rank sent, once sent
 
     @abstractmethod
     def prepare(self, version: int) -> None:
@@ -63,7 +62,7 @@ class Transport(ABC):
         return None
 
     def abort(self, reason: str) -> None:  # noqa: B027
-        """End the transfer for all. Called on rank 0, in the engines' thread, when one of them failed."""
+        """End the transfer for all sides. Called on rank 0, in the engines' thread, when an engine failed."""
 
     def directory(self, version: int) -> Path | None:
         """Return the directory that a starting engine loads; None if the policy must be sent again."""

@@ -1,1 +1,1 @@
-"""Policy weights on disk and in transfer: the code that trainer and engines share."""
+"""Handle policy weights on disk and in transfer, with code that trainer and engines share."""

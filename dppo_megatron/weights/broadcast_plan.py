@@ -1,4 +1,4 @@
-"""The plan of a broadcast: tensors, their buckets, the trainer rank that sends them, and the order.
+"""Plan a broadcast: the tensors, their buckets, the trainer rank that sends them, and the order.
 
 A sender is a trainer rank that sends weights. Example: 2 senders, 2 engines of 2 workers, 2 layers with experts:
 
@@ -31,7 +31,7 @@ _EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
 
 
 class TensorSpec(NamedTuple):
-    """Name, dtype and shape of one tensor, named as in Hugging Face."""
+    """Describes one tensor, named as in Hugging Face."""
 
     name: str
     dtype: str  # in torch's spelling: "bfloat16"
@@ -51,17 +51,17 @@ Bucket = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class WeightGroupPlan:
-    """The data that a worker needs to join the weight groups of all senders.
+    """Contains the data that a worker needs to join the weight groups of all senders.
 
     `streams[s]` has the buckets that sender `s` sends in every update; workers take the buckets in `order`.
     """
 
     name: str  # unique to this group
-    host: str  # of the store, as the engine reaches it
+    host: str  # address of the store, as the engine reaches it
     port: int
     backend: Backend
-    timeout_s: float  # of every single step
-    workers: int  # of all engines
+    timeout_s: float  # limit of every single step
+    workers: int  # number in all engines
     streams: tuple[tuple[Bucket, ...], ...]
     first_worker: int = 0  # index of the engine's first worker among all workers
     nccl: str = ""  # the trainer's version of NCCL; "" with gloo

@@ -1,4 +1,4 @@
-"""A version of the weights as the changes since the version before it, on storage that trainer and engines share.
+"""Store a version of the weights as its changes since the version before, on storage of trainer and engines.
 
 The directory of such a version, a delta, has no model. `delta.json` names the base, a directory next to it with a model
 or another delta. The safetensors files have three entries for each tensor with a changed bit:
@@ -47,7 +47,7 @@ class DamagedDelta(RuntimeError):
 
 
 class Change(NamedTuple):
-    """The change of one tensor: elements `positions` [N] int64 (ascending) of the flat tensor become `new` [N].
+    """Describes a change of one tensor: elements `positions` [N] int64 (ascending) of the flat tensor become `new` [N].
 
     positions: None if the whole tensor is sent; then `new` is the whole tensor.
     """
@@ -72,7 +72,7 @@ def change(old: torch.Tensor, new: torch.Tensor) -> Change | None:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"{tuple(new.shape)} {new.dtype} cannot change {tuple(old.shape)} {old.dtype}")
     before, after = _words(old), _words(new)
-    differ = before != after  # by words of 8 bytes; only different words are compared by elements
+    differ = before != after  # words of 8 bytes; only different words are compared by elements
     words = int(differ.count_nonzero())
     if not words:
         return None
@@ -144,7 +144,7 @@ def write_base(directory: Path, base: str) -> None:
 
 
 class Version:
-    """The tensors of a version, from a directory with a model or a delta.
+    """Provides the tensors of a version, from a directory with a model or a delta.
 
     The constructor reads only headers. It and the methods raise `DamagedDelta` for files that cannot be read and for
     checksums that differ from the delta's.
@@ -220,7 +220,7 @@ class Version:
 
 
 class PrefetchedVersion:
-    """A `Version` that a thread reads while the engine samples, so that the engine pauses only to load it.
+    """Reads a `Version` in a thread while the engine samples, so that the engine pauses only to load it.
 
     A server's workers start to read and continue their work. The server polls them until all have read, then pauses
     them to load. Damage is therefore found before sampling stops. Tensors that deltas change are kept in the host's
@@ -277,7 +277,7 @@ class PrefetchedVersion:
 
 
 class _Files:
-    """The safetensors files of one directory."""
+    """Opens the safetensors files of one directory."""
 
     def __init__(self, directory: Path):
         self.directory = directory

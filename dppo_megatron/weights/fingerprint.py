@@ -1,4 +1,4 @@
-"""Fingerprints of weights: one number for each layer, expert and tensor outside the layers, as Hugging Face names them.
+"""Compute fingerprints of weights: a number for each layer, expert and tensor outside the layers, in HF's names.
 
 A fingerprint is a sum over all elements, modulo 2**64. Each element adds a mix of its bits and its column, times a
 factor of its row and a factor of its projection (q_proj, gate_proj ...). Rows and columns are those of the whole tensor

@@ -1,8 +1,8 @@
-"""Names, shapes and FP8 tensors of a model, from safetensors headers or a broadcast plan, without tensor data."""
+"""Read names, shapes and FP8 tensors of a model from safetensors headers or a broadcast plan, without tensor data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,12 +55,13 @@ class Manifest:
         try:
             if is_delta(directory):
                 directory = Version(directory).model
-            ties_head, is_ignored = _model(directory)
+            model = read_hf_config(directory)
+            is_ignored = WeightMap(model).is_ignored
             files = tuple(sorted(directory.glob("*.safetensors")))
         except (OSError, ModelError, DamagedDelta) as error:
             raise UnreadableWeights(f"{source}: not readable ({error})") from error
         if not files:
-            raise UnreadableWeights(f"{directory}: holds no .safetensors file")
+            raise UnreadableWeights(f"{directory}: has no .safetensors file")
         shapes: dict[str, tuple[int, ...]] = {}
         fp8 = set()
         for file in files:
@@ -79,7 +80,7 @@ class Manifest:
                             fp8.add(name)
             except (OSError, SafetensorError) as error:
                 raise UnreadableWeights(f"{file}: not a readable safetensors file ({error})") from error
-        if ties_head:
+        if model.tied_embeddings:
             shapes.pop("lm_head.weight", None)  # a tied head may be stored or omitted
         return cls(source, shapes, frozenset(fp8))
 
@@ -106,12 +107,6 @@ class Manifest:
             raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")
 
 
-def _model(directory: Path) -> tuple[bool, Callable[[str], bool]]:
-    """Return whether the model ties its head to its embedding, and a test for tensors that it does not need."""
-    model = read_hf_config(directory)
-    return model.tied_embeddings, WeightMap(model).is_ignored
-
-
-def _some(names) -> str:
+def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:SHOWN]) + (", ..." if len(ordered) > SHOWN else "")

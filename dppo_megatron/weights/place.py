@@ -1,4 +1,4 @@
-"""The directory of a run's versions: RUN/weights, or `weight_sync.directory`, to which RUN/weights then links.
+"""Choose the directory of a run's versions: RUN/weights, or `weight_sync.directory`, to which RUN/weights then links.
 
 Readers therefore need only the run directory. The other directory may be on shared memory such as /dev/shm. It is made
 with mode 0700, never through a link of another user, and belongs to one run.
@@ -35,7 +35,7 @@ def problem(run: RunDir, directory: Path) -> str | None:
     if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
         return f"{setting}: any user may replace files in {parent} (it is not sticky); choose another one"
     if directory.parent.resolve() / directory.name == run.weights.parent.resolve() / run.weights.name:
-        return f"{setting}: that is where versions are without it; remove the setting"
+        return f"{setting}: this is the default place of the versions; remove the setting"
     if not os.path.lexists(directory):
         if os.access(parent, os.W_OK | os.X_OK):
             return None
@@ -44,13 +44,16 @@ def problem(run: RunDir, directory: Path) -> str | None:
     if not stat.S_ISDIR(about.st_mode):
         return f"{setting}: is a link or a file, not a directory; remove it, or choose another one"
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        return f"{setting}: others may read or write it; it must be yours, of mode 0700; choose one that does not exist"
+        return (
+            f"{setting}: other users may read or write it; it must be yours, with mode 0700; choose one that does not "
+            "exist"
+        )
     owner = _owner(directory)
     if owner is None and any(directory.iterdir()):
-        return f"{setting}: holds files that no run wrote; choose an empty one, or one that does not exist"
+        return f"{setting}: has files that no run wrote; choose an empty one, or one that does not exist"
     if owner not in (None, _name(run)):
         return (
-            f"{setting}: is that of the run {owner}; choose another one for each run, or remove it if that run is over"
+            f"{setting}: belongs to the run {owner}; choose another one for each run, or remove it if that run is over"
         )
     return None
 
@@ -65,7 +68,7 @@ def lead(run: RunDir, directory: Path | None) -> None:
     if directory is None:
         clear(run)
         if run.weights.is_symlink() and not run.weights.exists():
-            raise ExpectedError(f"{run.weights}: leads to {there}, which is not there; remove the link")
+            raise ExpectedError(f"{run.weights}: links to {there}, which does not exist; remove the link")
         run.weights.mkdir(parents=True, exist_ok=True)
         return
     directory = directory.absolute()
@@ -113,7 +116,7 @@ def clear(run: RunDir) -> None:
 def _remove_versions(directory: Path) -> None:
     """Remove all versions. Raises `ExpectedError` if the directory has other files."""
     if foreign := [path.name for path in directory.iterdir() if not _OURS.fullmatch(path.name)]:
-        raise ExpectedError(f"{directory}: holds {foreign[0]}, which is no published version; move it away")
+        raise ExpectedError(f"{directory}: has {foreign[0]}, which is no published version; move it away")
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

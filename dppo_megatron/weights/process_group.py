@@ -1,4 +1,4 @@
-"""The process groups that broadcast weights from trainer ranks to engine workers, and the rendezvous of both sides.
+"""Form the process groups that broadcast weights from trainer ranks to engine workers, and let both sides meet.
 
 Both sides use this module; it depends only on torch. One group exists for each sender. Rank 0 is the sender; the
 workers of all engines follow, engine by engine. The weights go over gloo or NCCL, all other messages over one TCP store
@@ -34,7 +34,7 @@ class WeightGroupError(RuntimeError):
 
 
 class WeightRendezvous:
-    """The store at which senders and workers meet and agree on every step before they transfer weights.
+    """Connects to the store at which senders and workers agree on every step before they transfer weights.
 
     A step begins when all workers have reported that they are ready. One `abort` aborts it for all. Peers that still
     wait for the step never start a collective, and peers within a collective abandon it.
@@ -83,7 +83,7 @@ class WeightRendezvous:
         """Abort `step`; later reasons are ignored. Do nothing if the store is gone, because then no peer waits."""
         with suppress(Exception):
             first = self._store.compare_set(f"{step}/off", "", reason)
-            self._store.set(f"{step}/begin", first)
+            self._store.set(f"{step}/begin", first.decode())
 
     def check(self, step: str) -> None:
         """Raise `WeightGroupError` if `step` was aborted, also after it began."""
@@ -111,7 +111,7 @@ class WeightRendezvous:
         `address` is this process's own. With a `device` the group's first byte is broadcast here, because NCCL connects
         no sooner. An SGLang server does not expect that byte. Raises `WeightGroupError`.
         """
-        # The same prefixes as torch.distributed gives the keys of a named group: SGLang joins through torch.
+        # SGLang joins through torch.distributed, which gives the keys of a named group these prefixes.
         store = dist.PrefixStore(name, self._server)
         store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", dist.PrefixStore(f"{name}/", store))
         try:
@@ -125,7 +125,7 @@ class WeightRendezvous:
 
 
 class SenderGroup:
-    """The process group of one sender and all workers.
+    """Transfers weights in the process group of one sender and all workers.
 
     Gloo's connections stay open as long as the group or one of its operations is referenced. Only this object has such
     references, so `close` closes the connections and peers that wait for this process fail at once. A running broadcast
@@ -134,7 +134,7 @@ class SenderGroup:
 
     def __init__(self, group: Any, rendezvous: WeightRendezvous, timeout_s: float):
         self._group = group
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
         self._works: dict[int, Any] = {}
         self._started = 0
         self._timeout = timedelta(seconds=timeout_s)
@@ -162,7 +162,7 @@ class SenderGroup:
             while not work.is_completed() and time.monotonic() < started + self._timeout.total_seconds():
                 time.sleep(POLL_S)
                 if time.monotonic() > checked + ABORT_POLL_S:
-                    self._rendezvous.check(step)
+                    self.rendezvous.check(step)
                     checked = time.monotonic()
             work.wait(timedelta(milliseconds=1))  # raises unless the broadcast has completed
         except WeightGroupError:
@@ -236,7 +236,7 @@ def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address
     """Create a backend that is independent of the process's default group."""
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # torch's stub lacks it
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timeout
         return dist.ProcessGroupGloo(store, rank, size, options)

@@ -1,4 +1,4 @@
-"""The policy that the engines serve. The trainer writes it after they confirmed it; the orchestrator follows it."""
+"""Record the policy that the engines serve. The trainer writes it once they confirmed it; the orchestrator reads it."""
 
 from __future__ import annotations
 

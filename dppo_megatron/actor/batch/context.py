@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dppo_megatron.vocab_parallel.collectives import gather_sequence
+
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
@@ -41,32 +43,12 @@ def gathered_places(cu_seqlens: Int[Tensor, " B+1"], size: int) -> Int[Tensor, "
     return places
 
 
-def gather_rows(x: Float[Tensor, "T ..."], group: dist.ProcessGroup) -> Float[Tensor, "size*T ..."]:
-    """Concatenate the rows of all ranks, equally many from each. The gradient of a row is summed over the ranks."""
-    return _GatherRows.apply(x, group)
-
-
 def gather_unequal_rows(x: Float[Tensor, "n ..."], counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Call `gather_rows` with counts[r] rows on rank r, padded to the largest count for the exchange."""
+    """Concatenate the rows of all ranks, counts[r] from rank r. The gradient of a row is summed over the ranks.
+
+    The exchange pads to the largest count.
+    """
     longest = max(counts)
     missing = x.new_zeros(longest - x.shape[0], *x.shape[1:])
-    parts = gather_rows(torch.cat((x, missing)), group).split(longest)
+    parts = gather_sequence(torch.cat((x, missing)), group).split(longest)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-
-class _GatherRows(torch.autograd.Function):
-    """Runs one all-gather forward and one reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        size = ctx.group.size()
-        own = grad.new_empty(grad.shape[0] // size, *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None

@@ -62,8 +62,8 @@ class MicroBatch:
     packed: PackedSequences  # one of its rows may be read for several loss rows
     loss: TokenBatch
     loss_rows: Int[Tensor, " n"]  # the row of each loss row in the batch as given
-    context_rows: tuple[Int[Tensor, " m"], ...]  # of every context-parallel rank; a rank may have none
-    sequence_ids: Int[Tensor, " n_all"]  # of the loss rows of all context-parallel ranks, numbered without gaps
+    context_rows: tuple[Int[Tensor, " m"], ...]  # the loss rows of every context-parallel rank; a rank may have none
+    sequence_ids: Int[Tensor, " n_all"]  # the sequence of each of all ranks' loss rows, numbered without gaps
     given: TokenBatch  # the batch as given, on the CPU
     whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless requested
     batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
@@ -76,11 +76,11 @@ class Packer:
     """Turns token batches into micro-batches for one model.
 
     frequencies: inverse rope frequencies if our own attention rotates, else None.
-    own_attention: whether our own attention needs a plan; flash: for FlashAttention.
+    own_attention: whether our own attention needs a plan. flash: whether that plan is for FlashAttention.
     multiple: T is padded to a multiple of this number (sequence parallelism splits T evenly, FP8 needs whole tiles).
     round_size: a pass takes a multiple of this number of micro-batches (the interleaved pipeline schedule requires it).
     equal_group: ranks that need equally many rows of each micro-batch, else None.
-    held_layers: routing replay: this rank's layers with experts, counted among all layers with experts; else None.
+    held_layers: for routing replay, this rank's layers with experts, counted among all layers with experts; else None.
     vocab_size: token ids must be smaller. None = they are not checked.
     """
 
@@ -181,7 +181,7 @@ class Packer:
     def _bounds(self, cu_seqlens: Tensor) -> Tensor:
         """Return the bounds of the sequences, padded for context parallelism, and of the padding after them."""
         if int(cu_seqlens[-1]) == 0:
-            raise ValueError("a micro-batch must hold at least one token")
+            raise ValueError("a micro-batch must have at least one token")
         unit = 2 * self.context_size if self.context_size > 1 else 1
         lengths = cu_seqlens.long().diff()
         if bool((lengths <= 0).any()):
@@ -207,7 +207,7 @@ class Packer:
         if shared is None:
             origin, position_ids = _padded_rows(batch.cu_seqlens.cpu().long(), bounds, batch.position_ids)
             carries = (origin >= 0) & batch.mask[origin]
-            context_rows = (origin[carries],)
+            context_rows: tuple[Tensor, ...] = (origin[carries],)
         else:
             origin = F.pad(shared.origin, (0, end - len(shared.origin)), value=-1)
             position_ids = torch.where(origin >= 0, batch.position_ids[origin], 0)
@@ -298,7 +298,8 @@ def _sequence_ids(batch: TokenBatch, context_rows: Sequence[Tensor]) -> Tensor:
 def sequence(token_ids: np.ndarray, routed_experts: np.ndarray | None = None) -> TokenBatch:
     """Return tokens [S] as a micro-batch that scores every token after the first, at temperature 1.
 
-    routed_experts: [at least S - 1, L, k], replayed; the router chooses for the last token.
+    routed_experts: [at least S - 1, L, k], replayed; the router chooses for the last token. Example: the tokens
+    [5, 7, 2] have the targets [7, 2, 0] and the mask [True, True, False].
     """
     tokens = torch.as_tensor(np.asarray(token_ids), dtype=torch.long)
     size = len(tokens)
@@ -344,7 +345,7 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
         elif column is not None and column.rows == "listed":
             all_counts = batch.tensors[column.counts]
             ends, counts = all_counts.cumsum(0).index_select(0, rows), all_counts.index_select(0, rows)
-            # For each entry: how many entries of rows not picked precede its row.
+            # Each entry moves forward by the number of entries before its row that are not picked.
             skipped = (ends - counts.cumsum(0)).repeat_interleave(counts)
             picked[name] = value[torch.arange(len(skipped), device=skipped.device) + skipped]
         else:

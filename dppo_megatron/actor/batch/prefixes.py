@@ -48,7 +48,7 @@ def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"
     shared = shared_prefix.long()
     continues = shared > 0
     begins = torch.arange(len(shared))
-    begins = torch.where(continues, 0, begins).cummax(0).values  # the first sequence of the run of each one
+    begins = torch.where(continues, 0, begins).cummax(0).values  # the first sequence with the prompt of each one
     after = F.pad(shared[1:], (0, 1))
     prefix = torch.where(continues, shared, after)
     if bool(continues[:1].any()) or bool((prefix != prefix[begins]).any()) or bool((prefix > lengths).any()):
@@ -64,7 +64,7 @@ def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"
     column = torch.arange(int(cu_seqlens[-1])) - starts.repeat_interleave(lengths)
     in_prefix = column < prefix.repeat_interleave(lengths)
     to_prefix, to_own = first[2 * begins], first[1::2] - prefix
-    row = column + torch.where(in_prefix, *(x.repeat_interleave(lengths) for x in (to_prefix, to_own)))
+    row = column + torch.where(in_prefix, to_prefix.repeat_interleave(lengths), to_own.repeat_interleave(lengths))
 
     none = torch.zeros(len(shared), 2, dtype=torch.long)
     prefixes = torch.stack((none, torch.stack((to_prefix, prefix), dim=1)), dim=1).flatten(0, 1)

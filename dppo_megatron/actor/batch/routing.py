@@ -8,7 +8,7 @@ recompute activations, carries its experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf.megatron_model import unwrap
 from dppo_megatron.objectives import Metric
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class ReplayedExperts:
 
     def __init__(self, experts: Int[Tensor, "L R k"]):
         self.experts = experts
-        # Set, not added to, so that a layer that runs again for its activations counts once.
+        # A layer sets its numbers and adds nothing, so that one that runs again for its activations counts once.
         self.differing: list[Tensor | int] = [0] * len(experts)
         self.replayed: list[Tensor | int] = [0] * len(experts)
 
@@ -50,8 +51,10 @@ class RoutingReplay:
     def __init__(self, hf: HFModelConfig, chunks: Sequence[nn.Module]):
         sparse = [i for i in range(hf.num_layers) if hf.is_moe_layer(i)]
         self._routers: list[_LayerReplay] = []
-        held = []
-        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)):
+        held: list[int] = []
+        for layer in (layer for chunk in map(unwrap, chunks) for layer in chunk.decoder.layers):
+            if not isinstance(layer.mlp, MoELayer):
+                continue
             replay = _LayerReplay(len(held))
             layer.mlp.router.router_replay = replay
             layer.register_forward_pre_hook(replay.take, with_kwargs=True)
@@ -86,16 +89,23 @@ class _LayerReplay(RouterReplay):
     """Gives Megatron's router its top-k. Does not register itself in Megatron's list of all routers."""
 
     def __init__(self, index: int):
-        self.index = index  # among this rank's layers with experts
+        self.index = index  # counts this rank's layers with experts
         self.batch: ReplayedExperts | None = None
         self.recorded: list[Tensor] | None = None
 
     def take(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Store the experts of the micro-batch that the layer is called with. Forward pre-hook of the layer."""
+        """Store the experts of the micro-batch that the layer is called with; a forward pre-hook of the layer."""
         packed = kwargs.get("packed_seq_params")
         self.batch = None if packed is None else packed.replay
 
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Any = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return (scores [R, k], experts [R, k]). The router selects by `scores` [R, E]."""
         own_scores, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         used_scores, used = own_scores, own

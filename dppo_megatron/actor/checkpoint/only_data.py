@@ -29,11 +29,11 @@ from .directory import CheckpointError
 
 COMMON = "common.pt"
 RECIPES = "transformer_engine.common.recipe"  # the only names in TransformerEngine's state besides numbers
-_NUMPY = np.random.get_state()[1]
-_ARRAY = _NUMPY.__reduce__()[0]  # how numpy pickles an array
-_GENERATORS = [
-    *((_ARRAY, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
-    *(np.ndarray, np.dtype, type(_NUMPY.dtype)),
+_STATE = np.zeros(1, np.uint32)  # an array like the state of numpy's generator
+_RECONSTRUCT = _STATE.__reduce__()[0]  # the function that numpy's pickles of arrays name
+_GENERATORS: list[Any] = [
+    *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *(np.ndarray, np.dtype, type(_STATE.dtype)),
 ]
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # the name that torch and `_DryUnpickler` reject
 

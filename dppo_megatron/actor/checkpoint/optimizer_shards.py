@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
-EXCHANGE_BYTES = 96 << 20  # on the device, given and received each
-STATE_BYTES = len(_STATES) * 4  # of an element
+EXCHANGE_BYTES = 96 << 20  # memory on the device for the sent bytes, and as much for the received ones
+STATE_BYTES = len(_STATES) * 4  # size of the states of one element of a parameter
 
-States = dict[str, Tensor]  # _STATES of one parameter, in its shape, fp32 on the host
+States = dict[str, Tensor]  # the _STATES of one parameter, in its shape, fp32 on the host
 
 
 def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class _Bucket:
 
     local: int
     device: torch.device
-    weights: list[nn.Parameter]  # in order
-    begins: list[int]
+    weights: list[nn.Parameter]  # sorted by their place
+    begins: list[int]  # first element of each
 
     def pieces(self, holder: int, first: int, end: int) -> Iterator[tuple[nn.Parameter, slice, int]]:
         """Yield parameters in elements `first` to `end` of `holder`'s part, the slice, and where its piece begins."""
@@ -181,7 +181,7 @@ def _places(flat: Tensor, sides: list[list[Tensor]]) -> Iterator[tuple[Tensor, T
 
 def _shard(weight_shard: Any, name: str, tensor: Tensor) -> Any:
     """Return `weight_shard` with `tensor` in place of the weight, saved by this data-parallel rank."""
-    changes = {
+    changes: dict[str, Any] = {
         "key": f"optimizer.state.{name}.{weight_shard.key}",
         "data": tensor,
         "replica_id": (*weight_shard.replica_id[:-1], 0),

@@ -58,12 +58,11 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
         steps = {p: inner.state[p].pop("step") for p in inner.state if "step" in inner.state[p]}
         if isinstance(part, DistributedOptimizer):
             optimizer_shards.load_states(part, tensors)
+        elif isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            steps = dict.fromkeys(inner.state, 0) | steps  # the plain optimizers leave some out
         for parameter, step in steps.items():
             # One shared tensor would be advanced once per parameter.
             inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
-        if isinstance(part, DistributedOptimizer):
-            continue
-        _add_missing_steps(inner)
 
 
 def _set_rates(part: MegatronOptimizer, state: dict[str, Any]) -> None:
@@ -85,7 +84,7 @@ def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> 
     if not all(isinstance(part, DistributedOptimizer) for part in parts):
         if numbered != (0 in loaded):
             raise CheckpointError(
-                "parallel.distributed_optimizer = false: such a state loads only where as many ranks hold experts as "
+                "parallel.distributed_optimizer = false: such a state loads only where as many ranks have experts as "
                 "when it was saved; use the expert and pipeline sizes it was saved with"
             )
         return [loaded[index] for index in range(len(parts))] if numbered else [loaded]
@@ -112,13 +111,6 @@ def _group_key(group: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
 
 
-def _add_missing_steps(inner: torch.optim.Optimizer) -> None:
-    """Add a step of 0, which the plain optimizers leave out."""
-    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-        for state in inner.state.values():
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
-
-
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the non-empty optimizers of dense and of expert parameters.
 
@@ -131,7 +123,7 @@ def _holds_parameters(part: MegatronOptimizer) -> bool:
     if part.optimizer is None:
         return False
     if isinstance(part, DistributedOptimizer):
-        return bool(part.buffers)  # not only of this rank's share: all ranks that share a buffer must agree
+        return bool(part.buffers)  # other ranks' shares count too: all ranks that share a buffer must agree
     return any(group["params"] for group in part.optimizer.param_groups)
 
 
@@ -140,7 +132,7 @@ def materialise_state(optimizer: MegatronOptimizer) -> None:
     for part in _parts(optimizer):
         inner = part.optimizer
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            part.init_state_fn(inner, part.config)  # the fused implementations: Megatron knows their state
+            part.init_state_fn(inner, part.config)  # Megatron knows the state of the fused implementations
             continue
         for group in inner.param_groups:
             for parameter in group["params"]:

@@ -98,7 +98,7 @@ def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any],
 
     def finish_write() -> None:
         if layout.rank == 0:
-            for path in [*partial.glob("*.pt"), *partial.glob("*.json"), partial / RNG]:  # Megatron's common.pt
+            for path in [*partial.glob("*.pt"), *partial.glob("*.json"), partial / RNG]:  # *.pt: Megatron's common.pt
                 sync(path)
             complete(partial, final, run, keep)
 
@@ -132,7 +132,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
         start = actor.config.model.start
         load_into(actor.model_chunks, start, actor.hf)
         if run.get(_FROZEN) != frozen_sum(actor.model_chunks, actor.hf):
-            raise CheckpointError(f"{path} has adapters of other weights than {start} holds now; put those back")
+            raise CheckpointError(f"{path} has adapters of other weights than {start} has now; restore those weights")
     materialise_state(actor.optimizer)
     digest = Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
     try:
@@ -142,7 +142,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}; {REMEDY}") from error
     check_extra_states(loaded, path)
     for index, chunk in enumerate(actor.model_chunks):
-        # pop: frees the tensors that Megatron assembled.
+        # `pop` frees the tensors that Megatron assembled.
         chunk.load_state_dict(loaded.pop(_model_key(index)), strict=not lora)
     load_optimizer_state(actor.optimizer, loaded["optimizer"])
     _set_rates(actor, path, run["run"])

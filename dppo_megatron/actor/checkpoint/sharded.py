@@ -81,12 +81,12 @@ def _digest(state: dict[str, Any]) -> bytes:
 
 @dataclass
 class _SaveRecord:
-    """Stores the plans and results of a save: of this rank, and on rank 0 of all ranks."""
+    """Stores the plans and results of a save. The last two fields are empty except on rank 0."""
 
     plan: SavePlan  # made by this rank
     agreed: SavePlan  # returned by the coordinator
     results: list[WriteResult]
-    metadata: Metadata | None
+    metadata: Metadata
     results_of_all: list[list[WriteResult]]
 
 
@@ -109,31 +109,32 @@ class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):
         )
         state = torch_dist.mcore_to_pyt_state_dict(shards, False)
         planner, writer = _Planner(self.files), _Writer(checkpoint_dir, self.files)
+        known = self._known
 
         def as_before() -> bool:
             planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
-            return planner.create_local_plan() == (self._known and self._known.plan)
+            return planner.create_local_plan() == (known and known.plan)
 
-        if all(ranks.on_every_rank(as_before, "the plan of a checkpoint")):
-            self._write_as_before(planner, writer, ranks)
+        if all(ranks.on_every_rank(as_before, "the plan of a checkpoint")) and known is not None:
+            _write_as_before(known, planner, writer, ranks)
             return
         plan = planner.plan
         torch.distributed.checkpoint.save(state, storage_writer=writer, planner=planner)
         self._known = _SaveRecord(plan, writer.plan, writer.results, writer.metadata, writer.results_of_all)
 
-    def _write_as_before(self, planner: _Planner, writer: _Writer, ranks: Ranks) -> None:
-        known = self._known
-        what = "the checkpoint's shards to be written"
 
-        def write() -> bool:
-            before, known.results = known.results, writer.write(planner.finish_plan(known.agreed), planner).value()
-            return known.results == before
+def _write_as_before(known: _SaveRecord, planner: _Planner, writer: _Writer, ranks: Ranks) -> None:
+    what = "the checkpoint's shards to be written"
 
-        if not all(ranks.on_every_rank(write, what)):  # objects among the shards changed in size
-            everyones = [None] * ranks.size if ranks.rank == 0 else None
-            torch.distributed.gather_object(known.results, everyones)
-            known.results_of_all = everyones or []
-        ranks.from_rank_zero(lambda: writer.finish(known.metadata, known.results_of_all), what)
+    def write() -> bool:
+        before, known.results = known.results, writer.write(planner.finish_plan(known.agreed), planner).value()
+        return known.results == before
+
+    if not all(ranks.on_every_rank(write, what)):  # objects among the shards changed in size
+        everyones: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
+        torch.distributed.gather_object(known.results, everyones)
+        known.results_of_all = everyones or []
+    ranks.from_rank_zero(lambda: writer.finish(known.metadata, known.results_of_all), what)
 
 
 class _Planner(torch_dist.MCoreSavePlanner):
@@ -154,12 +155,13 @@ class _Writer(torch.distributed.checkpoint.FileSystemWriter):
     Ranks that have written wait for the others in the store, not in a collective with the time-out of training.
     """
 
+    plan: SavePlan
+    results: list[WriteResult]
+
     def __init__(self, directory: Path, files: Files):
         super().__init__(directory, sync_files=False)
         self.fs = files
-        self.plan: SavePlan | None = None
-        self.results: list[WriteResult] = []
-        self.metadata: Metadata | None = None
+        self.metadata = Metadata({})
         self.results_of_all: list[list[WriteResult]] = []
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -185,5 +187,6 @@ def _torch_failures_as_errors() -> Iterator[None]:
         yield
     except torch.distributed.checkpoint.CheckpointException as failed:
         texts = ((str(error), f"rank {rank}: {type(error).__name__}: ") for rank, (error, _) in failed.failures.items())
-        reasons = (text if text.startswith("rank ") else of + text for text, of in texts)  # gathered from all ranks
+        # A text that was gathered from all ranks names its rank already.
+        reasons = (text if text.startswith("rank ") else of + text for text, of in texts)
         raise OSError("; ".join(dict.fromkeys(reasons))) from failed

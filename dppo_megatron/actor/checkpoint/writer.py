@@ -67,8 +67,7 @@ class _MemoryFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         held = self._held.pop(np.frombuffer(view, np.uint8).ctypes.data, None)
-        same = held is not None and held.nbytes == view.nbytes
-        self._pieces.append(bytes_of(held) if same else bytes(view))
+        self._pieces.append(bytes_of(held) if held is not None and held.nbytes == view.nbytes else bytes(view))
         self._size += view.nbytes
         return view.nbytes
 
@@ -91,8 +90,8 @@ class HostFiles(Files):
 
     def __init__(self) -> None:
         self._files: dict[Path, _MemoryFile] = {}
-        self._adopted: set[int] = set()  # the beginnings of storages
-        self._held: dict[int, Tensor] = {}  # until they are written, by address
+        self._adopted: set[int] = set()  # addresses of storages
+        self._held: dict[int, Tensor] = {}  # maps an address to its tensor, until that is written
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         self._adopted.update(tensor.untyped_storage().data_ptr() for tensor in tensors)

@@ -8,20 +8,23 @@ computes only a part use a mask instead of causality. On GPUs in 16 bits `actor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dppo_megatron.actor.batch.context import gather_rows
 from dppo_megatron.actor.flash import FlashAttention, FlashPlan
+from dppo_megatron.vocab_parallel.collectives import gather_sequence
 
 from .operators import rotate
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
+
+    from dppo_megatron.actor.batch.packing import PackedSequences
 
 
 class PackedAttention(MegatronModule):
@@ -31,11 +34,12 @@ class PackedAttention(MegatronModule):
     per pass, and one reduce-scatter of their gradients.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type=None, attention_type="self", **kwargs):
+    def __init__(
+        self, config: TransformerConfig, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+    ):
         super().__init__(config=config)
-        self.scale = kwargs.get("softmax_scale")
-        groups = kwargs.get("pg_collection")
-        self.context_group = groups.cp if config.context_parallel_size > 1 else None
+        self.scale = softmax_scale
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -44,25 +48,25 @@ class PackedAttention(MegatronModule):
         value: Float[Tensor, "T g v"],
         attention_mask: None = None,
         *,
-        packed_seq_params,
-        **kwargs,
+        packed_seq_params: PackedSequences,
+        **_: Any,
     ) -> Float[Tensor, "T hv"]:
-        """Attend with h query heads to g shared key and value heads. `packed_seq_params` is a `PackedSequences`."""
-        packed = packed_seq_params
-        if packed.rope is not None:
-            query, key = (rotate(x, *packed.rope) for x in (query, key))
-        plan, width, flash = packed.plan, value.shape[-1], isinstance(packed.plan, FlashPlan)
-        if flash and width < query.shape[-1]:  # latent attention; the kernel needs one size for all
+        """Attend with h query heads to g shared key and value heads."""
+        rope, plan, width = packed_seq_params.rope, packed_seq_params.plan, value.shape[-1]
+        if rope is not None:
+            query, key = (rotate(x, *rope) for x in (query, key))
+        if isinstance(plan, FlashPlan) and width < query.shape[-1]:  # latent attention; the kernel needs one size
             value = F.pad(value, (0, query.shape[-1] - width))
         keys, values = key, value
         if self.context_group is not None:
-            both = gather_rows(torch.cat((key, value), dim=-1), self.context_group)
+            both = gather_sequence(torch.cat((key, value), dim=-1), self.context_group)
             keys, values = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        if flash:
-            out = FlashAttention.apply(query, key, value, keys, values, plan, self.scale)
-            return out[..., :width].flatten(1)
+        if isinstance(plan, FlashPlan):
+            whole = FlashAttention.apply(query, key, value, keys, values, plan, self.scale)
+            return whole[..., :width].flatten(1)
+        assert plan is not None  # the packer plans wherever TransformerEngine does not attend
         query = _Pad.apply(query, plan.pad_rows, plan.packed_rows, None)
-        key_places = (plan.pad_rows, plan.packed_rows, None)
+        key_places: tuple[Tensor, Tensor, Tensor | None] = (plan.pad_rows, plan.packed_rows, None)
         if plan.keys is not None:
             key_places = (plan.keys.pad_rows, plan.keys.places, plan.keys.rows)
         key, value = (_Pad.apply(x, *key_places) for x in (keys, values))
@@ -72,7 +76,7 @@ class PackedAttention(MegatronModule):
             q = query[rows].view(n, queries, *query.shape[1:]).transpose(1, 2)
             k, v = (x[key_rows].view(n, length, *x.shape[1:]).transpose(1, 2) for x in (key, value))
             seen = None
-            if queries < length:
+            if plan.keys is not None and queries < length:
                 positions = plan.keys.positions[rows].view(n, 1, queries, 1)
                 seen = positions >= torch.arange(length, device=positions.device)
             out.append(self.attend(q, k, v, seen).transpose(1, 2).reshape(n * queries, -1))
@@ -88,7 +92,7 @@ class PackedAttention(MegatronModule):
         seen: Bool[Tensor, "n 1 Q L"] | None,
     ) -> Float[Tensor, "n h Q v"]:
         """Attend to the keys `seen` by each query; None = the keys up to its own position."""
-        if query.is_cuda:  # with grouped heads in fp32, or a mask, torch only has a kernel that stores all scores
+        if query.is_cuda:  # torch's only kernel for grouped heads in fp32, or for a mask, stores all scores
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
@@ -103,13 +107,13 @@ class _Pad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, pad_rows, places, rows):
+    def forward(ctx: Any, x: Tensor, pad_rows: Tensor, places: Tensor, rows: Tensor | None) -> Tensor:
         ctx.save_for_backward(places, rows)
         ctx.rows = x.shape[0]
         return x.index_select(0, pad_rows)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         places, rows = ctx.saved_tensors
         grad = grad.index_select(0, places)
         if rows is not None:
@@ -121,12 +125,12 @@ class _Unpad(torch.autograd.Function):
     """Remove the padding, [N, ...] to [T, ...]."""
 
     @staticmethod
-    def forward(ctx, x, packed_rows):
+    def forward(ctx: Any, x: Tensor, packed_rows: Tensor) -> Tensor:
         ctx.save_for_backward(packed_rows)
         ctx.places = x.shape[0]
         return x.index_select(0, packed_rows)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (packed_rows,) = ctx.saved_tensors
         return grad.new_zeros(ctx.places, *grad.shape[1:]).index_copy_(0, packed_rows, grad), None

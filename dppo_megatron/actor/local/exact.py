@@ -25,7 +25,7 @@ class ExactAttention(PackedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
         if seen is not None:
-            raise ValueError("engine.exact: not with context parallelism")
+            raise ValueError("engine.exact = true: it excludes context parallelism; set parallel.context to 1")
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         return _Attention.apply(query, key, value, scale)
 
@@ -36,14 +36,15 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
         first = torch.zeros(len(query), dtype=torch.long)
-        return attention(*(x.transpose(1, 2) for x in (query, key, value)), first, scale).transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return attention(query, key, value, first, scale).transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
         with torch.enable_grad():
-            out = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=ctx.scale, enable_gqa=True)
-        return (*torch.autograd.grad(out, inputs, grad), None)
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=ctx.scale, enable_gqa=True)
+        return (*torch.autograd.grad(out, (query, key, value), grad), None)
 
 
 def multiply_exactly(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class RMSNorm(torch.nn.RMSNorm):
     """Supports sequence parallelism, unlike Megatron's torch norm: the weight is marked for the gradient reduction."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:  # one fused kernel there, a dozen passes on the CPU
@@ -33,13 +33,13 @@ class _RMSNorm(torch.autograd.Function):
     """Computes y = w x / rms(x) in fp32. With n = x / rms(x): dx = (w g - n mean(w g n)) / rms(x), dw = sum(g n)."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, normed, scale = rms_norm(x, weight, eps)
         ctx.save_for_backward(normed, scale, weight)
         return out
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         normed, scale, weight = ctx.saved_tensors
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         inner = grad.float() * weight
@@ -59,10 +59,11 @@ class _Rotate(torch.autograd.Function):
     """Saves only the tables, because the gradient of a rotation is the rotation back."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return rotated(x, cos, sin)
 
     @staticmethod
-    def backward(ctx, grad):
-        return rotated(grad, *ctx.saved_tensors, -1), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotated(grad, cos, sin, -1), None, None

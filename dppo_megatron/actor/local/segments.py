@@ -109,11 +109,11 @@ def plan_segments(
 class _Padded:
     """Describes segments in order, each group padded to its longest: N places."""
 
-    longest: list[int]  # of each group
+    longest: list[int]  # rows of the longest segment of each group
     rows: Int[Tensor, " N"]  # packed row; a segment repeats its last row as padding
-    columns: Int[Tensor, " N"]  # within its segment, at most its last
+    columns: Int[Tensor, " N"]  # number of that row within its segment
     segments: Int[Tensor, " N"]
-    real: Bool[Tensor, " N"]  # not padding
+    real: Bool[Tensor, " N"]  # False at padding
 
     def places(self) -> Int[Tensor, " T"]:
         """Return the place of each row; every row must have one."""

@@ -1,4 +1,4 @@
-"""ASGI middleware that checks the run's secret, the size of each request, and the paths of weights to load."""
+"""Check the run's secret, the size of each request, and the paths of weights to load, as ASGI middleware."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMap
 from typing import Any
 
 SECRET_VARIABLE = "DPPO_SECRET"
-"""Environment variable of the server: what requests must bring as `Authorization: Bearer ...`."""
+"""Environment variable of the server: the secret that requests must send as `Authorization: Bearer ...`."""
 ROOTS_VARIABLE = "DPPO_WEIGHTS_ROOT"
 """Environment variable of the server: directories, separated by colons, that weights may be loaded from."""
-MAX_BODY_BYTES = 64 * 2**20  # three times our largest request, a weight plan with every tensor of a big mixture
+MAX_BODY_BYTES = 64 * 2**20  # three times our largest request: the weight plan of a large mixture of experts
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -26,7 +26,7 @@ class RefusedPath(ValueError):
 
 
 class Guard:
-    """Pass requests that carry the secret. Protects every route of the application except GET of `open_paths`.
+    """Passes only requests with the secret. Protects every route of the application except GET of `open_paths`.
 
     Requests without the secret get 401 before their body is read; requests larger than `MAX_BODY_BYTES` get 413.
     Without a secret every request is rejected. `paths` maps a route to the JSON field with the directory to load from.
@@ -49,34 +49,28 @@ class Guard:
         self._roots = tuple(roots)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._is_open(scope):
+        http = scope["type"] == "http"
+        if scope["type"] == "lifespan" or (http and scope["method"] == "GET" and scope["path"] in self._open_paths):
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
-        if not self._knows(headers.get(b"authorization", b"")):
-            return await _refuse(scope, send, 401, self._who_may())
-        if scope["type"] != "http":
+        if not self._expected:
+            reason = f"this server was started without {SECRET_VARIABLE}, so it rejects every request"
+            return await _refuse(scope, send, 401, reason)
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            reason = "not authorized: send the run's secret as Authorization: Bearer ..."
+            return await _refuse(scope, send, 401, reason)
+        if not http:
             return await self._app(scope, receive, send)
         declared = headers.get(b"content-length", b"")
         too_large = declared.isdigit() and int(declared) > MAX_BODY_BYTES
         body = b"" if too_large else await _body(receive)
         if body is None:
-            return None  # the client hung up
+            return None  # the client has disconnected
         if too_large or len(body) > MAX_BODY_BYTES:
-            return await _refuse(scope, send, 413, f"a request may hold at most {MAX_BODY_BYTES} bytes")
+            return await _refuse(scope, send, 413, f"a request may have at most {MAX_BODY_BYTES} bytes")
         if problem := self._path_problem(scope["path"], body):
             return await _refuse(scope, send, 400, problem)
         return await self._app(scope, _replay(body, receive), send)
-
-    def _is_open(self, scope: Message) -> bool:
-        return scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in self._open_paths
-
-    def _knows(self, given: bytes) -> bool:
-        return bool(self._expected) and hmac.compare_digest(given, self._expected)
-
-    def _who_may(self) -> str:
-        if not self._expected:
-            return f"this server was started without {SECRET_VARIABLE}, so it rejects every request"
-        return "not authorized: send the run's secret as Authorization: Bearer ..."
 
     def _path_problem(self, route: str, body: bytes) -> str | None:
         field = self._paths.get(route.rstrip("/"))
@@ -121,8 +115,9 @@ def check_files(directory: str) -> None:
         _, folders, files = next(os.walk(directory), ("", [], []))
         for entry in (directory, *(os.path.join(directory, name) for name in folders + files)):
             if os.path.islink(entry) or not (os.path.isfile(entry) or os.path.isdir(entry)):
-                raise RefusedPath(f"{entry}: is a link or a special file; put what it should be in its place")
-        with contextlib.suppress(Exception), open(os.path.join(directory, "delta.json")) as file:  # left to its reader
+                raise RefusedPath(f"{entry}: is a link or a special file; replace it with a regular file or directory")
+        # The reader of the delta reports a damaged file.
+        with contextlib.suppress(Exception), open(os.path.join(directory, "delta.json")) as file:
             directory = os.path.join(os.path.dirname(directory), os.path.basename(json.load(file)["base"]))
 
 

@@ -1,4 +1,4 @@
-"""Runs a stock SGLang server behind our guard, with the arguments of `python -m sglang.launch_server`.
+"""Run a stock SGLang server behind our guard, with the arguments of `python -m sglang.launch_server`.
 
 Start it with `python .../sglang_server.py ARGUMENTS`. SGLang's own key is a command-line argument, which the server
 logs and reports. It also leaves /health, /ready and /metrics open. Here every route needs the secret of the
@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from typing import Any
 
-from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # in this folder
+from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # the file in this folder
 
 OTHER_DOORS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--encoder-only", "--use-ray")
-"""Arguments of servers that answer elsewhere than through this process's application."""
-ITS_FILE = "--config"  # the file of further arguments
+"""Arguments with which a server also answers requests that do not pass this process's application."""
+ITS_FILE = "--config"  # names a file of further arguments
 SLEEPS = "--enable-memory-saver"
 
 
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> None:
         if any(len(flag) > 2 and name.startswith(flag) for name in OTHER_DOORS):
             sys.exit(f"{flag}: opens a port that the run's secret does not guard; remove it (engine.extra_args)")
         if flag == ITS_FILE:
-            sys.exit(f"{flag}: its arguments are not looked at; write them into engine.extra_args")
+            sys.exit(f"{flag}: the arguments in its file are not checked; write them into engine.extra_args")
     if os.environ.get("SGLANG_RUST_SERVER", "0").lower() not in ("", "0", "false", "no"):
         sys.exit("SGLANG_RUST_SERVER: opens a port that the run's secret does not guard; unset it (engine.env)")
 
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> None:
 
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # before the modules that the plug-ins change are imported
+    load_plugins()  # must precede the import of the modules that the plug-ins change
     import requests
     from sglang.srt.entrypoints import http_server
 
@@ -47,9 +48,9 @@ def main(arguments: list[str]) -> None:
         paths={"/update_weights_from_disk": "model_path", "/load_lora_adapter": "lora_path"},
         roots=(*roots_of_environment(), start),
     )
-    # The server warms itself up through its own routes.
-    own = requests.Session()
-    own.trust_env = False  # else a proxy of the environment would receive the secret, and ~/.netrc would replace it
+    # The server warms up by requests to its own routes, which need the secret too.
+    own: Any = requests.Session()
+    own.trust_env = False  # a proxy of the environment would receive the secret, and ~/.netrc would replace it
     own.headers["Authorization"] = f"Bearer {secret}"
     own.exceptions = requests.exceptions
     http_server.requests = own

@@ -1,1 +1,1 @@
-"""SGLang: a client of its HTTP server, the command line that starts it, and replacements for CPU kernels (`cpu`)."""
+"""Serve with SGLang: a client of its server, the command that starts it, and replacements for CPU kernels (`cpu`)."""

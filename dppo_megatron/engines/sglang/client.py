@@ -1,4 +1,4 @@
-"""The client of an SGLang server."""
+"""Call an SGLang server as an `Engine`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,7 +35,7 @@ from dppo_megatron.types import Rollout
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
-from .plugin.dppo_sglang_plugin import FINGERPRINT, START_TRACE, TAKE_TRACE, UNTOLD
+from .plugin.dppo_sglang_plugin import FINGERPRINT, MISSING, START_TRACE, TAKE_TRACE
 from .weights import UPDATING, SglangWeights, ask_plugin
 from .wire import (
     ASLEEP,
@@ -50,7 +51,7 @@ from .wire import (
 
 
 class SglangEngine(HttpEngine):
-    """HTTP client of one server.
+    """Calls one server over HTTP.
 
     The server has no upper limit of K, exits when a token id is outside its vocabulary, and loads any weights it is
     given. So the client checks requests and weight directories before it sends them, against `config` and the files of
@@ -66,8 +67,6 @@ class SglangEngine(HttpEngine):
         self._running: dict[str, GenerateRequest] = {}  # request id -> request as sent to the server
         self._last_info: EngineInfo | None = None  # result of the last `info`
         self._update: tuple[str, float] | None = None  # label of the running update, and when it was first seen
-        self._model: HFModelConfig | None = None
-        self._end_tokens: frozenset[int] = frozenset()
         self._tracing = asyncio.Lock()
         sync = config.weight_sync
         self._adapters = config.model.lora if sync.lora == "adapter" else None
@@ -81,7 +80,7 @@ class SglangEngine(HttpEngine):
         self._admit(what, request, limits)
         await self._check_not(what, ASLEEP, EMPTY)
         longest = limits.max_model_len - len(request.token_ids)
-        # A new id for every attempt: the server may still be ending a request of the same id with a closed connection.
+        # Every attempt has a new id, because the server may still be ending a request with a closed connection.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
         body = encode_group(sent, min(request.max_tokens, longest))
         with ReplySlot(self._budget) as slot:
@@ -110,7 +109,7 @@ class SglangEngine(HttpEngine):
     def _decode_samples(
         self, reply: bytes | bytearray, request: GenerateRequest, sent: GenerateRequest, limits: EngineInfo
     ) -> GroupSamples:
-        samples = decode_group(reply, sent, self._model)
+        samples = decode_group(reply, sent, self._model[0])
         samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
         return samples
 
@@ -140,8 +139,8 @@ class SglangEngine(HttpEngine):
             try:
                 logprobs = await self.score(token_ids)
             finally:
-                told = await ask_plugin(self._calls, what, TAKE_TRACE, self._generate_timeout_s)
-        return self._joined(what, lambda: [decode_trace(worker) for worker in told]), logprobs
+                reports = await ask_plugin(self._calls, what, TAKE_TRACE, self._generate_timeout_s)
+        return self._joined(what, lambda: [decode_trace(worker) for worker in reports]), logprobs
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
         await self._check_not(f"loading policy {version} from {path}", ASLEEP)
@@ -156,9 +155,9 @@ class SglangEngine(HttpEngine):
     async def weights_fingerprint(self) -> Fingerprint:
         what = "fingerprints of its weights"
         await self._check_not(what, ASLEEP, EMPTY)
-        told = await ask_plugin(self._calls, what, FINGERPRINT, self._update_timeout_s)
+        reports = await ask_plugin(self._calls, what, FINGERPRINT, self._update_timeout_s)
         workers = [
-            {group: None if value == UNTOLD else value.split() for group, value in rank.items()} for rank in told
+            {group: None if value == MISSING else value.split() for group, value in rank.items()} for rank in reports
         ]
         return self._fingerprint(workers)
 
@@ -170,7 +169,7 @@ class SglangEngine(HttpEngine):
 
     async def info(self) -> EngineInfo:
         what = "its description"
-        await self._read_model()
+        model, _ = await asyncio.to_thread(lambda: self._model)
         served = await self._calls.json(what, "/model_info")
         updating_s = self._updating_s(served)
         if updating_s is not None and self._last_info is not None:
@@ -189,7 +188,7 @@ class SglangEngine(HttpEngine):
                 running=sum(sent.n for sent in self._running.values()),
                 routed_experts=bool(server["enable_return_routed_experts"]),
                 sampling_mask="sampling_mask_max_tokens" in server,
-                problems=tuple(_unfit_settings(server, self._model, self._seeded, self._adapters is not None)),
+                problems=tuple(_unfit_settings(server, model, self._seeded, self._adapters is not None)),
                 workers=server["tp_size"],
                 weight_group=self._weights.group,
                 updating_s=updating_s,
@@ -249,13 +248,14 @@ class SglangEngine(HttpEngine):
         for temperature in (1.0, 2.0):
             request = GenerateRequest(f"temperature-{uuid4().hex}", prompt, 1, (0,), temperature, 1, topk=2)
             (rollout,) = await self.generate(request)
-            distance.append(float(rollout.rollout_topk_logprob[0, 0] - rollout.rollout_topk_logprob[0, 1]))
+            first, second = rollout.columns["rollout_topk_logprob"][0]
+            distance.append(float(first - second))
         return "raw_logprobs" if distance[1] > 0.75 * distance[0] else "processed_logprobs"
 
     def _admit(self, what: str, request: GenerateRequest, limits: EngineInfo) -> None:
-        """Raise `EngineRefused` for a request that would end the server or give samples of another request."""
+        """Raise `EngineRefused` for a request that would end the server or return samples of another request."""
         cap = min(limits.max_logprobs, limits.vocab_size)
-        extra = self._end_tokens - set(request.stop_token_ids)
+        extra = self._model[1] - set(request.stop_token_ids)
         problems = [
             (request.request_id in self._running, "a request of that id is already running"),
             (
@@ -273,7 +273,7 @@ class SglangEngine(HttpEngine):
             ),
             (
                 bool(request.min_p) and self._seeded,
-                "SGLang draws with seeds or with min_p, and ends where it is asked for both; set engine.seeded to "
+                "SGLang draws with seeds or with min_p, and exits if a request has both; set engine.seeded to "
                 "false, or rollout.min_p to 0",
             ),
             (
@@ -297,20 +297,15 @@ class SglangEngine(HttpEngine):
         if self._sleeps:  # other engines never sleep, so the request would be useless
             await self._weights.check_not(what, *labels)
 
-    async def _read_model(self) -> None:
-        if self._model is None:
-            self._model, self._end_tokens = await asyncio.to_thread(_read_model, self._model_path)
+    @cached_property
+    def _model(self) -> tuple[HFModelConfig, frozenset[int]]:
+        """Return the run's model, and the end tokens of both its config files, at which SGLang ends a response."""
+        from dppo_megatron.data.tokenizer import read_json
 
-
-def _read_model(path: Path) -> tuple[HFModelConfig, frozenset[int]]:
-    """Return the run's model and the end tokens of both its config files, at which SGLang ends a response."""
-    from dppo_megatron.data.tokenizer import read_json
-
-    model = read_hf_config(path)
-    ends = set(model.eos_token_ids)
-    more = read_json(path / "generation_config.json").get("eos_token_id")
-    ends.update(more if isinstance(more, list) else [] if more is None else [more])
-    return model, frozenset(ends)
+        model = read_hf_config(self._model_path)
+        more = read_json(self._model_path / "generation_config.json").get("eos_token_id")
+        ends = more if isinstance(more, list) else [] if more is None else [more]
+        return model, frozenset({*model.eos_token_ids, *ends})
 
 
 def _vocab_size(served: Path, own: Path) -> int:
@@ -328,20 +323,20 @@ def _unfit_settings(server: dict[str, Any], model: HFModelConfig, seeded: bool, 
     problems = []
     if adapters and not server["enable_lora"]:
         problems.append(
-            "it takes no adapter (weight_sync.lora = adapter); start it with --enable-lora, --max-lora-rank and "
+            "it loads no adapter (weight_sync.lora = adapter); start it with --enable-lora, --max-lora-rank and "
             "--lora-target-modules"
         )
     if server["enable_lora"] and not adapters:
-        problems.append("it takes nothing but adapters; start it without --enable-lora, or set weight_sync.lora")
+        problems.append("it loads only adapters; start it without --enable-lora, or set weight_sync.lora")
     if model.family == "qwen3_moe" and model.tied_embeddings:
         problems.append(
-            "SGLang leaves the head of a Qwen3-MoE with tied embeddings unset; store lm_head.weight and set "
+            "SGLang does not initialize the head of a Qwen3-MoE with tied embeddings; store lm_head.weight and set "
             "tie_word_embeddings to false in the model's config.json"
         )
     if model.family == "qwen3_moe" and not all(map(model.is_moe_layer, range(model.num_layers))):
         problems.append(
-            "SGLang gives every layer of a Qwen3-MoE experts, and leaves those unset that the model has none of "
-            "(mlp_only_layers, decoder_sparse_step); use engine.kind = vllm"
+            "SGLang creates experts in every layer of a Qwen3-MoE, and does not initialize those of the model's dense "
+            "layers (mlp_only_layers, decoder_sparse_step); use engine.kind = vllm"
         )
     if seeded and not server["enable_deterministic_inference"]:
         problems.append(

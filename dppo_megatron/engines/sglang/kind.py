@@ -1,4 +1,4 @@
-"""SGLang as a kind of engine: unsupported settings, the command line of its servers, and the memory of an update.
+"""Describe SGLang as a kind of engine: unsupported settings, its servers' command line, and the memory of an update.
 
 This module starts no process, and imports torch only inside functions that need it.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
 
 CUMEM = "NCCL_CUMEM_ENABLE"
-MEMORY_SAVER = "torch_memory_saver"  # a package for CUDA; without it SGLang frees no memory when it sleeps
+MEMORY_SAVER = "torch_memory_saver"  # package for CUDA, without which SGLang frees no memory when it sleeps
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang reserves and prompt and response cannot use
-# dppo_megatron.engines.guard.sglang_server; SGLang's own environment may not have it under that name.
+# SGLang's own environment may have no module dppo_megatron.engines.guard.sglang_server, so it is started by its path.
 GUARDED_SERVER = Path(__file__).parents[1] / "guard" / "sglang_server.py"
 PLUGIN = Path(__file__).parent / "plugin"  # contains the metadata by which SGLang finds the plug-in
 CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
@@ -141,20 +141,14 @@ class Sglang(EngineKind):
             argv.append("--enable-deterministic-inference")  # without it samples ignore their seeds
         if config.rollout.routing_replay:
             argv.append("--enable-return-routed-experts")
-        if config.rollout.top_k > 0:  # ties may leave more tokens; SGLang aborts a request with still more
+        if config.rollout.top_k > 0:  # ties may leave more than top_k tokens; SGLang aborts a request above this limit
             argv += ["--sampling-mask-max-tokens", str(max(4096, 2 * config.rollout.top_k))]
         cpu = (device or device_here()) == "cpu"
         if config.weight_sync.lora == "adapter":
             lora = config.model.lora
             argv += [
-                *(
-                    "--enable-lora",
-                    "--max-loras-per-batch",
-                    "1",
-                    "--max-lora-rank",
-                    str(lora.r),
-                    "--lora-strict-loading",
-                ),
+                *("--enable-lora", "--max-loras-per-batch", "1"),
+                *("--max-lora-rank", str(lora.r), "--lora-strict-loading"),
                 *("--lora-target-modules", *sorted({target.rpartition(".")[2] for target in lora.targets})),
                 *(("--lora-backend", "torch_native") if cpu else ()),
             ]

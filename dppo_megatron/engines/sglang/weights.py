@@ -1,4 +1,4 @@
-"""Weight updates of an SGLang server by directory or broadcast, with running requests kept, awaited or aborted."""
+"""Update the weights of an SGLang server by directory or broadcast; running requests are kept, awaited or aborted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .wire import ASLEEP, EMPTY, reported_version
 
 READ_POLL_S = 0.01
 IDLE_POLL_S = 0.05
-CLEAN_UP_TIMEOUT_S = 5.0  # after a failure; the server may not answer any more
+CLEAN_UP_TIMEOUT_S = 5.0  # for requests after a failure, because the server may not answer any more
 INCONSISTENT = "inconsistent"  # label of weights that mix the old and the new version
 NO_PLUGIN = (
     "its PYTHONPATH lacks the folder engines/sglang/plugin of dppo_megatron, with which `dppo-megatron engine` starts "
@@ -38,7 +38,7 @@ UPDATING = "updating-"  # prefix of the label during an update; the update's nam
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Group:
-    """The trainer's weight group that the server joined through this client."""
+    """Describes the trainer's weight group that the server joined through this client."""
 
     plan: WeightGroupPlan
     rendezvous: WeightRendezvous
@@ -83,32 +83,34 @@ class SglangWeights:
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
             await asyncio.to_thread(self._check_weights, what, path)
-            if self._adapters is not None or is_delta(
-                path
-            ):  # without the plug-in SGLang would load the delta's file as weights
+            # Without the plug-in SGLang would load a delta's file as weights.
+            if self._adapters is not None or is_delta(path):
                 workers = len(await ask_plugin(self._calls, what, NCCL))
                 if self._adapters is None:
                     await self._read_ahead(what, path, self._read_ahead_bytes // workers, deadline)
             if mode == "wait":
                 await self._wait_until_idle(what, deadline)
-            async with self._paused(what, mode, deadline) as since:
-                await self._swap(what, path, version, deadline)
+            async with self._paused(what, mode, deadline) as since, self._updating(what, deadline):
+                body = {"model_path": str(path), "weight_version": str(int(version)), "flush_cache": True}
+                await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
             return time.monotonic() - since
 
     async def _read_ahead(self, what: str, path: Path, most_bytes: int, deadline: float) -> None:
         """Make the schedulers read `path` while they sample. Raises `EngineError` if one of them fails."""
         action, pause_s = f"{READ_AHEAD} {most_bytes} {path}", READ_POLL_S
         while True:
-            told = await ask_plugin(self._calls, what, action, _left(deadline))
-            states = {worker.get(STATE, "garbled reply") for worker in told}
+            reports = await ask_plugin(self._calls, what, action, _left(deadline))
+            states = {worker.get(STATE, "garbled reply") for worker in reports}
             if problems := states - {READING, READ}:
-                raise EngineError(f"engine {self.url}: {what}: {'; '.join(sorted(problems))}; the old weights go on")
+                raise EngineError(
+                    f"engine {self.url}: {what}: {'; '.join(sorted(problems))}; the old weights stay in use"
+                )
             if action == HAS_READ and states == {READ}:
                 return
             if time.monotonic() > deadline:
                 raise EngineTimeout(
                     f"engine {self.url}: {what}: not read within {self._update_timeout_s:g} s (weight_sync.timeout_s); "
-                    "the old weights go on"
+                    "the old weights stay in use"
                 )
             action = HAS_READ
             await asyncio.sleep(pause_s)
@@ -142,15 +144,10 @@ class SglangWeights:
                 await self._occupy(what, "/resume_memory_occupation", f"{EMPTY}{reported_version(label)}", deadline)
 
     async def _occupy(self, what: str, route: str, label: str, deadline: float) -> None:
-        try:
-            await self._mark_updating(what, deadline)
+        """Free or allocate the memory through `route`, then set `label`."""
+        async with self._updating(what, deadline):
             await self._calls.call(what, route, _left(deadline), body={})
             await self._label(what, label)
-        except BaseException as error:
-            await self._mark_inconsistent(what)
-            if isinstance(error, EngineRefused):  # SGLang reports every failure so, and a refusal ends the run
-                raise EngineError(str(error)) from None
-            raise
 
     async def check_not(self, what: str, *labels: str) -> None:
         """Raise `EngineError` if the label of the weights begins with one of `labels`, `ASLEEP` or `EMPTY`."""
@@ -160,16 +157,22 @@ class SglangWeights:
             )
 
     async def join(self, plan: WeightGroupPlan, workers: int) -> None:
+        """Join the trainer's group, and leave the one before it.
+
+        Raises `EngineRefused` if the group has other tensors, another NCCL version or another NCCL_CUMEM_ENABLE.
+        """
         what = f"joining weight group {plan.name}"
         async with self._updates:
             self._check_manifest(what, lambda: Manifest.of(plan.name, plan.tensors()))
             if plan.nccl:
-                await self._check_nccl(what, plan)
+                report, *_ = await ask_plugin(self._calls, "its version of NCCL", NCCL)
+                if problem := nccl_problem(plan.nccl, plan.nccl_cumem, report.get(NCCL, ""), report.get(CUMEM, "")):
+                    raise EngineRefused(f"engine {self.url}: {what}: {problem}")
             await self._leave_group()
             address = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
                 rendezvous = await asyncio.to_thread(WeightRendezvous.connect, *address)
-                rendezvous.ready("join", workers)  # on behalf of the server, which takes no part in the rendezvous
+                rendezvous.ready("join", workers)  # for the server, which takes no part in the rendezvous
             except WeightGroupError as error:
                 raise EngineError(f"engine {self.url}: {what}: {error}") from None
             self._group = _Group(plan, rendezvous, workers)
@@ -179,12 +182,6 @@ class SglangWeights:
             except BaseException:
                 await self._leave_group()
                 raise
-
-    async def _check_nccl(self, what: str, plan: WeightGroupPlan) -> None:
-        """Raise `EngineRefused` if the server's NCCL version or NCCL_CUMEM_ENABLE differs from the trainer's."""
-        told = await ask_plugin(self._calls, "its version of NCCL", NCCL)
-        if problem := nccl_problem(plan.nccl, plan.nccl_cumem, told[0].get(NCCL, ""), told[0].get(CUMEM, "")):
-            raise EngineRefused(f"engine {self.url}: {what}: {problem}")
 
     async def _init_group(self, what: str, plan: WeightGroupPlan, sender: int) -> None:
         body = {
@@ -207,18 +204,15 @@ class SglangWeights:
                 await self._wait_until_idle(what, deadline)
             async with self._paused(what, mode, deadline) as since:
                 try:
-                    await self._receive(what, self._group, step, version, deadline)
-                except BaseException as error:  # also on cancellation: kept requests must not continue unmarked
-                    await self._mark_inconsistent(what)
+                    async with self._updating(what, deadline):
+                        await self._receive(what, self._group, step, version, deadline)
+                except BaseException:
                     await self._leave_group()
-                    if isinstance(error, EngineRefused):
-                        raise EngineError(f"{error}; the weights may be incomplete") from error
                     raise
             return time.monotonic() - since
 
     async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
         plan = group.plan
-        await self._mark_updating(what, deadline)
         await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
         try:
             group.rendezvous.ready(step, group.workers)
@@ -240,21 +234,32 @@ class SglangWeights:
 
     async def _leave_group(self) -> None:
         group, self._group = self._group, None
-        for sender in range(len(group.plan.streams) if group else 0):
+        if group is None:
+            return
+        for sender in range(len(group.plan.streams)):
             with contextlib.suppress(EngineError):
                 body = {"group_name": group.plan.group(sender)}
                 await self._calls.call(
                     "leaving a weight group", "/destroy_weights_update_group", CLEAN_UP_TIMEOUT_S, body=body
                 )
 
-    async def _mark_inconsistent(self, what: str) -> None:
-        """Set a label under which every token is rejected until an update succeeds. Loaded tensors stay loaded."""
-        with contextlib.suppress(EngineError):
-            await self._label(what, INCONSISTENT, CLEAN_UP_TIMEOUT_S)
+    @contextlib.asynccontextmanager
+    async def _updating(self, what: str, deadline: float) -> AsyncIterator[None]:
+        """Set the label of a running update, which the HTTP process reports while the scheduler is busy.
 
-    async def _mark_updating(self, what: str, deadline: float) -> None:
-        """Set the label of a running update, which the HTTP process reports while the scheduler is busy."""
-        await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
+        If the context fails or is cancelled, set a label under which every token is rejected until an update succeeds.
+        Loaded tensors stay loaded. SGLang reports every failure as a refusal, which would end the run, so a refusal
+        becomes another `EngineError`.
+        """
+        try:
+            await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
+            yield
+        except BaseException as error:
+            with contextlib.suppress(EngineError):
+                await self._label(what, INCONSISTENT, CLEAN_UP_TIMEOUT_S)
+            if isinstance(error, EngineRefused):
+                raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
+            raise
 
     async def _present_label(self, what: str) -> str:
         try:
@@ -299,7 +304,7 @@ class SglangWeights:
             await asyncio.sleep(IDLE_POLL_S)
         raise EngineTimeout(
             f"engine {self.url}: {what}: running requests did not end within {self._update_timeout_s:g} s "
-            "(weight_sync.timeout_s); the old weights go on"
+            "(weight_sync.timeout_s); the old weights stay in use"
         )
 
     @contextlib.asynccontextmanager
@@ -314,17 +319,6 @@ class SglangWeights:
         finally:
             await self._calls.call(what, "/continue_generation", body={})
 
-    async def _swap(self, what: str, path: Path, version: int, deadline: float) -> None:
-        body = {"model_path": str(path), "weight_version": str(int(version)), "flush_cache": True}
-        try:
-            await self._mark_updating(what, deadline)
-            await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
-        except BaseException as error:
-            await self._mark_inconsistent(what)
-            if isinstance(error, EngineRefused):
-                raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
-            raise
-
 
 async def ask_plugin(
     calls: EngineCalls, what: str, action: str, timeout_s: float = CONTROL_TIMEOUT_S
@@ -333,16 +327,16 @@ async def ask_plugin(
     try:
         body = {"action": action, "selector": "target"}
         reply = await calls.json(what, "/weights_checker", timeout_s, body=body)
-        told = [{group: str(value) for group, value in rank["checksums"].items()} for rank in reply["ranks"]]
+        reports = [{group: str(value) for group, value in rank["checksums"].items()} for rank in reply["ranks"]]
     except EngineRefused as error:
         if "Unsupported action" in str(error):
             raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
         raise EngineError(str(error)) from None  # SGLang reports every failure this way, also a lack of memory
     except (KeyError, TypeError, AttributeError) as error:
         raise EngineError(f"engine {calls.url}: {what}: garbled reply: {error}") from None
-    if not told:
+    if not reports:
         raise EngineError(f"engine {calls.url}: {what}: garbled reply: no worker reports")
-    return told
+    return reports
 
 
 def _left(deadline: float) -> float:

@@ -1,4 +1,4 @@
-"""Encodes requests to SGLang's `/generate` and decodes its replies, as one group of samples.
+"""Encode requests to SGLang's `/generate` and decode its replies, as one group of samples.
 
 Token ids, log-probs of sampled tokens and sampling masks arrive as JSON. The top K and routed experts arrive as base64
 of their arrays.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.engines.samples import GroupSamples, absent_experts
+from dppo_megatron.engines.samples import GroupSamples, absent_experts, parse_version
 from dppo_megatron.engines.trace import Trace
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.types import Rollout
@@ -22,7 +22,7 @@ from dppo_megatron.types import Rollout
 # Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its batch. This is the
 # lowest temperature it accepts: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
 GREEDY_TEMPERATURE = 2e-6
-# Prefixes of the labels of weights that sleep discarded: still asleep, and awake again. The version before follows.
+# Prefixes of the label of weights that sleep discarded, while asleep and awake again. The last version follows them.
 ASLEEP, EMPTY = "asleep-", "empty-"
 
 
@@ -75,7 +75,7 @@ def encode_score(token_ids: list[int]) -> dict[str, Any]:
     }
 
 
-def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -> GroupSamples:
+def decode_group(reply: bytes | bytearray, request: GenerateRequest, model: HFModelConfig) -> GroupSamples:
     """Return the samples of a reply to `encode_group`, in order. Raises ValueError for any other reply."""
     outputs = _load(reply)
     if not isinstance(outputs, list) or len(outputs) != request.n:
@@ -88,7 +88,7 @@ def decode_group(reply: bytes, request: GenerateRequest, model: HFModelConfig) -
     return GroupSamples.of(samples)
 
 
-def decode_score(reply: bytes, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, int]:
+def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, int]:
     """Return fp32 [S - 1] log-probs of tokens 1.. and the version that scored them. Raises ValueError."""
     output = _load(reply)
     # SGLang scores the last token of the vocabulary correctly but reports its id as 0.
@@ -100,11 +100,6 @@ def decode_score(reply: bytes, token_ids: list[int], vocab_size: int) -> tuple[n
         return _floats([entry[0] for entry in entries[1:]]), parse_version(output["meta_info"]["weight_version"])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"the reply lacks or garbles {error}") from error
-
-
-def parse_version(label: str) -> int:
-    """Return the policy version in SGLang's text label of the weights, or -1 if the label is not a number."""
-    return int(label) if label.isdecimal() else -1
 
 
 def reported_version(label: str) -> int:
@@ -182,15 +177,16 @@ def _topk(meta: dict[str, Any], length: int, k: int) -> dict[str, np.ndarray]:
 
 def _experts(meta: dict[str, Any], length: int, prompt_tokens: int, model: HFModelConfig) -> np.ndarray:
     """Return the routed experts without the dense layers. SGLang numbers all layers."""
-    dtype = np.uint8 if model.moe.num_experts <= 256 else np.uint16
+    if (moe := model.moe) is None:
+        raise ValueError("the model has no experts")
     layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
     if not length:
-        return absent_experts(prompt_tokens, len(layers), model.moe.top_k)
-    shape = (prompt_tokens + length - 1, model.num_layers, model.moe.top_k)
+        return absent_experts(prompt_tokens, len(layers), moe.top_k)
+    shape = (prompt_tokens + length - 1, model.num_layers, moe.top_k)
     experts = _array(meta["routed_experts"], "<i4").reshape(shape)[:, layers]
-    if experts.min() < 0 or experts.max() >= model.moe.num_experts:
-        raise ValueError(f"routed experts outside [0, {model.moe.num_experts})")
-    return experts.astype(dtype)
+    if experts.min() < 0 or experts.max() >= moe.num_experts:
+        raise ValueError(f"routed experts outside [0, {moe.num_experts})")
+    return experts.astype(np.uint8 if moe.num_experts <= 256 else np.uint16)
 
 
 def _versions(spans: list[dict[str, Any]] | None, length: int) -> np.ndarray:
@@ -210,20 +206,20 @@ def _floats(values: list[float | None]) -> np.ndarray:
     return np.array(values, dtype=np.float32)
 
 
-def _load(reply: bytes) -> Any:
+def _load(reply: bytes | bytearray) -> Any:
     try:
         return json.loads(reply)
     except ValueError as error:
         raise ValueError(f"not JSON ({error}): {reply[:200]!r}") from error
 
 
-def decode_trace(told: dict[str, str]) -> Trace:
+def decode_trace(report: dict[str, str]) -> Trace:
     """Return the values that one worker recorded, as the plug-in reports them.
 
     Raises ValueError or torch's errors for any other report.
     """
     trace: Trace = {}
-    for name, text in told.items():
+    for name, text in report.items():
         layer, operator = name.split("/")
         dtype, shape, bits = text.split(" ")
         flat = torch.frombuffer(bytearray(base64.b64decode(bits, validate=True)), dtype=getattr(torch, dtype))

@@ -1,1 +1,1 @@
-"""vLLM: a client of its HTTP server, the command line that starts it, and the extension that it loads."""
+"""Serve with vLLM: a client of its HTTP server, the command that starts it, and the extension that it loads."""

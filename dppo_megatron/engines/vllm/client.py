@@ -1,4 +1,4 @@
-"""The client of a vLLM server with our extension."""
+"""Call a vLLM server with our extension as an `Engine`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .extension.wire import decode_reply, decode_samples, decode_trace, encode_r
 
 
 class VllmEngine(HttpEngine):
-    """HTTP client of one server.
+    """Calls one server over HTTP.
 
     The client is bound to the instance of the server that it first samples from. It rejects samples of a restarted
     server.
@@ -41,8 +41,8 @@ class VllmEngine(HttpEngine):
     def __init__(self, config: Config, url: str, budget: ByteBudget | None = None):
         super().__init__(config, url, budget, "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?")
         self._read_ahead_bytes = config.weight_sync.read_ahead_bytes
-        # Appended to request ids. The server accepts each id once, and may still be ending the requests of an earlier
-        # client, such as the orchestrator's before its restart.
+        # The server accepts each id once, and may still be ending the requests of an earlier client, such as the
+        # orchestrator's before its restart. So this client appends a suffix to its ids.
         self._suffix = f"~{uuid4().hex[:8]}"
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
@@ -135,7 +135,7 @@ class VllmEngine(HttpEngine):
         try:
             return EngineInfo(**{**reply, "problems": tuple(reply["problems"])})
         except (KeyError, TypeError) as error:
-            raise EngineIncompatible(f"engine {self.url}: its description is not ours: {error}") from error
+            raise EngineIncompatible(f"engine {self.url}: its description has other fields: {error}") from error
 
     async def version(self) -> int:
         return (await self.info()).version
@@ -147,7 +147,7 @@ class VllmEngine(HttpEngine):
         body = {"request_id": request_id + self._suffix}
         await self._calls.call(f"abort of {request_id}", "/dppo/abort", CONTROL_TIMEOUT_S, body=body)
 
-    def _decode(self, what: str, reply: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _decode(self, what: str, reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         try:
             return decode_reply(reply)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""vLLM as a kind of engine: unsupported settings, the command line of its servers, and the memory of an update.
+"""Describe vLLM as a kind of engine: unsupported settings, its servers' command line, and the memory of an update.
 
 This module starts no process, and imports torch only inside functions that need it.
 """
@@ -48,8 +48,8 @@ class Vllm(EngineKind):
         return ["engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false"]
 
     def stage_layers(self, layers: int, stages: int) -> list[int]:
-        # As in vllm/distributed/utils.py, get_pp_indices: the remainder goes to the last stages except the very last,
-        # which has the head.
+        # vllm/distributed/utils.py, get_pp_indices, gives the remainder to the last stages except the very last, which
+        # has the head.
         each, left = divmod(layers, stages)
         return [each + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
 
@@ -70,7 +70,7 @@ class Vllm(EngineKind):
         from dppo_megatron.hf import read_hf_config
 
         engine = config.engine
-        # Not `vllm serve`: it requires a distribution named vllm, and the CPU build has another name.
+        # `vllm serve` requires a distribution named vllm, and the CPU build has another name.
         headless = node is not None and node.rank > 0
         serving = "vllm.entrypoints.launchers.api_server.entry"
         entry = "dppo_megatron.engines.vllm.extension.headless" if headless else serving
@@ -143,12 +143,11 @@ class Vllm(EngineKind):
             variables |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         if (device or device_here()) == "cpu":
             variables |= {
-                # On the CPU this keeps the only worker in the engine process: one process less, and one hop less per
-                # step.
+                # On the CPU this keeps the only worker in the engine process, which saves a process and a hop per step.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 **cpu_threads(config),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # Eager mode still compiles some small functions, which takes 2 s before the first publish.
+                # Eager mode still compiles some small functions, which would take 2 s before the first publish.
                 "TORCHDYNAMO_DISABLE": "1",
             }
         return variables | config.engine.env

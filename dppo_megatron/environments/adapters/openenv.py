@@ -10,7 +10,7 @@ from dppo_megatron.types import Prompt
 
 from . import seed_of
 
-_clients: dict[str, Any] = {}  # by URL, for the consecutive trajectories of this process
+_clients: dict[str, Any] = {}  # URL -> client of the consecutive trajectories of this process
 
 
 class OpenEnv:
@@ -50,7 +50,7 @@ class OpenEnv:
         except Exception as error:
             if "VALIDATION_ERROR" in str(error):  # the server rejects such an action
                 return f"error: {error}", 0.0, False
-            self._forget()  # else a late reply would be taken as the reply to a later action
+            self._forget()  # a late reply would be taken as the reply to a later action
             raise
         return self._said(result.observation), result.reward, bool(result.done)
 

@@ -35,9 +35,10 @@ class FactoryEnvironment:
             self.reward = self._env.get_reward
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        random.seed(seed_of(prompt, seed))  # TRL passes no seed; gives the trajectories of a group one start
+        # TRL passes no seed, so this gives the trajectories of a group one start.
+        random.seed(seed_of(prompt, seed))
         np.random.seed(seed_of(prompt, seed) % 2**32)
         opening = self._env.reset(**prompt.columns)
         if not isinstance(opening, str | None):
-            raise EnvironmentFailed("raised", f"reset returned {type(opening).__name__}; the policy reads text alone")
+            raise EnvironmentFailed("raised", f"reset returned {type(opening).__name__}; the policy reads only text")
         return opening

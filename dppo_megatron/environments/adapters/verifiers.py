@@ -12,7 +12,9 @@ from typing import Any
 from dppo_megatron.environments.interface import EnvironmentFailed
 
 
-async def play(url: str, api_key: str, task: dict[str, Any], *, env: dict[str, Any], path: str | None = None):
+async def play(
+    url: str, api_key: str, task: dict[str, Any], *, env: dict[str, Any], path: str | None = None
+) -> float | None:
     """Play task number `idx` (a column of the row); return verifiers' reward, None if it has none.
 
     env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}. Seats without their own settings

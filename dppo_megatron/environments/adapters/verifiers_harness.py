@@ -2,6 +2,7 @@
 
 import json
 from contextlib import AsyncExitStack
+from typing import Any
 
 from openai import APIStatusError, AsyncOpenAI
 from verifiers.v1.dialects.chat import message_to_wire
@@ -17,9 +18,11 @@ class Chat(Harness[HarnessConfig]):
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+    ) -> ProgramResult:
         system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         openai = AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None, max_retries=0)
@@ -29,9 +32,9 @@ class Chat(Harness[HarnessConfig]):
                 try:
                     reply = await openai.chat.completions.create(model=ctx.model, messages=messages, tools=tools)
                 except APIStatusError as error:
-                    limit = is_context_overflow(error) or "environment.max_turns" in str(error)  # run limit: truncated
+                    limit = is_context_overflow(error) or "environment.max_turns" in str(error)  # run limit
                     return ProgramResult(0 if limit else 1, "", str(error))
-                message = reply.choices[0].message
+                message: Any = reply.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 for call in message.tool_calls or ():
                     asked = call.function.name, json.loads(call.function.arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dppo_megatron.hf.hf_config import HFModelConfig
+from dppo_megatron.hf.hf_config import HFModelConfig, MoEConfig
 from dppo_megatron.hf.operations import QKV, GateUp, Operation, Replicated, Sharded, Vocabulary
 from dppo_megatron.hf.rules import HFTensor, MegatronLayout, Rule
 
@@ -17,7 +17,7 @@ def decoder_rules(
         *ends(config, layout),
         *(attention or grouped_query_attention(config)),
         *dense_mlp(config, dense),
-        *(routed_experts(config, sparse) if config.moe else ()),
+        *(routed_experts(config, config.moe, sparse) if config.moe else ()),
     )
 
 
@@ -89,12 +89,12 @@ def swiglu(
     )
 
 
-def routed_experts(config: HFModelConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
+def routed_experts(config: HFModelConfig, moe: MoEConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
     """Return the rules of pre-MLP norm, router and experts.
 
     Experts are one module each (local spec) or one numbered weight each (grouped).
     """
-    moe, hidden = config.moe, config.hidden_size
+    hidden = config.hidden_size
     router = (("mlp.gate.weight", (moe.num_experts, hidden)),)
     linear = _expert_names("linear_fc1"), _expert_names("linear_fc2")
     return (

@@ -75,23 +75,25 @@ class DeepseekV3Config(RawConfig):
 
 
 def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
+    moe, mla = config.moe, config.mla
+    assert moe is not None  # DeepseekV3Config always returns both
+    assert mla is not None
     sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
-    bias = (("mlp.gate.e_score_correction_bias", (config.moe.num_experts,)),)
+    bias = (("mlp.gate.e_score_correction_bias", (moe.num_experts,)),)
     out = [
-        *decoder_rules(config, layout, latent_attention(config, layout)),
+        *decoder_rules(config, layout, latent_attention(config, mla, layout)),
         # Readers expect fp32: bf16 would change the selection of experts.
         layer_rule(sparse, ("mlp.router.expert_bias",), bias, Replicated(), keep_dtype=True),
     ]
-    if shared := config.moe.shared_ffn_hidden_size:
+    if shared := moe.shared_ffn_hidden_size:
         fc1, fc2 = ((f"mlp.shared_experts.linear_{fc}.weight",) for fc in ("fc1", "fc2"))
         out += swiglu(config, sparse, fc1, fc2, "mlp.shared_experts", shared)
     return tuple(out)
 
 
-def latent_attention(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
+def latent_attention(config: HFModelConfig, mla: MLAConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
     """Return the rules of multi-head latent attention. Heads are contiguous on both sides, so no rule reorders rows."""
-    layers, mla = all_layers(config), config.mla
-    hidden, heads = config.hidden_size, config.num_heads
+    layers, hidden, heads = all_layers(config), config.hidden_size, config.num_heads
     by_head = Sharded(0)
     down = Sharded(0) if layout.shard_mla_down else Replicated()
     head_out = mla.qk_nope_head_dim + mla.v_head_dim

@@ -20,7 +20,7 @@ class Family:
     architecture: str  # the only name in config.json's `architectures`
     qkv_bias: bool = False
     qk_norm: bool = False  # a norm of each head's queries and keys
-    head_dim: int | None = None  # if config.json has none; None = hidden size / heads
-    rope_types: tuple[str, ...] = ("default",)  # of `raw_config.ROPE_TYPES`
+    head_dim: int | None = None  # default where config.json has none; None = hidden size / heads
+    rope_types: tuple[str, ...] = ("default",)  # supported names of `raw_config.ROPE_TYPES`
     raw: type[RawConfig] = RawConfig  # the keys of its config.json
     rules: Callable[[HFModelConfig, MegatronLayout], tuple[Rule, ...]] = decoder_rules

@@ -1,4 +1,4 @@
-"""The hash function of SGLang's seeded sampling. Its native CPU kernel has no published build.
+"""Implement the hash function of SGLang's seeded sampling. Its native CPU kernel has no published build.
 
 SGLang draws the token at position p of a request with seed s from Gumbel noise made of murmur3(s, p, token). Its CPU
 path asks `torch.ops.sgl_kernel.murmur_hash32_cpu` for the hashes; this module defines that operator in plain torch.

@@ -1,4 +1,4 @@
-"""Lets SGLang run on a machine without CUDA, where its native packages have no build.
+"""Let SGLang run on a machine without CUDA, where its native packages have no build.
 
 Python reads this file at start because the server's PYTHONPATH names this directory (see `engines/sglang/kind.py`).
 
@@ -11,87 +11,87 @@ Python reads this file at start because the server's PYTHONPATH names this direc
   backend in plain torch) pin their batch tables. The pinning is skipped.
 """
 
-import importlib.abc
-import importlib.machinery
+from __future__ import annotations
+
 import sys
-import types
+from collections.abc import Callable
 from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
 
 ABSENT = ("sgl_kernel", "torchvision")
 
 
 class Absent:
-    """A stub for any attribute of an absent package: its attributes are stubs too, and a call raises."""
+    """Replaces any attribute of an absent package: its attributes are stubs too, and a call raises."""
 
-    def __init__(self, name):
+    def __init__(self, name: str):
         self.__name__ = name
 
-    def __getattr__(self, attribute):
+    def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         return Absent(f"{self.__name__}.{attribute}")
 
-    def __call__(self, *_args, **_kwargs):
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError(f"{self.__name__}: not available in SGLang's CPU environment")
 
 
-class AbsentModule(types.ModuleType):
-    __path__ = ()
+class AbsentModule(ModuleType):
     __version__ = "0.0.0+absent"
-
-    def __getattr__(self, attribute):
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return Absent(f"{self.__name__}.{attribute}")
+    __getattr__ = Absent.__getattr__
 
 
-class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
+class AbsentPackages(MetaPathFinder, Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] in ABSENT:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+            return ModuleSpec(name, self, is_package=True)
         return None
 
-    def create_module(self, spec):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         return AbsentModule(spec.name)
 
-    def exec_module(self, module):
+    def exec_module(self, module: Any) -> None:
         if module.__name__ == "sgl_kernel":
             import seeded_sampling
 
             module.library = seeded_sampling.register()
 
 
-def admit_torch_attention(module):
+def admit_torch_attention(module: Any) -> None:
     module.add_deterministic_attention_backend_choices(["torch_native"])
 
 
-def replace_no_kernels(module):
+def replace_no_kernels(module: Any) -> None:
     module.enable_batch_invariant_mode = lambda *_args, **_kwargs: None
 
 
-def skip_pinning(module):
+def skip_pinning(module: Any) -> None:
     module._cuda_host_register = lambda *_args, **_kwargs: None
 
 
 class TorchWithoutPinning:
-    """A replacement for torch that ignores `pin_memory` in its factory functions."""
+    """Replaces torch, and ignores `pin_memory` in its factory functions."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         import torch
 
         found = getattr(torch, name)
         return partial(_unpinned, found) if name in ("tensor", "zeros") else found
 
 
-def _unpinned(factory, *arguments, pin_memory=False, **options):
+def _unpinned(factory: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
     return factory(*arguments, **options)
 
 
-def skip_pinning_of_adapters(module):
+def skip_pinning_of_adapters(module: Any) -> None:
     module.torch = TorchWithoutPinning()
-    import torch
+    from torch import Tensor
 
-    torch.Tensor.pin_memory = lambda tensor, *_args: tensor
+    tensor: Any = Tensor
+    tensor.pin_memory = lambda tensor, *_args: tensor
 
 
 ADJUSTED = {
@@ -103,16 +103,16 @@ ADJUSTED = {
 }
 
 
-class AdjustedModules(importlib.abc.MetaPathFinder):
-    """Import hook that loads a module and then adjusts it."""
+class AdjustedModules(MetaPathFinder):
+    """Loads the modules of `ADJUSTED` and then adjusts them."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in ADJUSTED:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec: Any = PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
 
-        def execute_and_adjust(module):
+        def execute_and_adjust(module: ModuleType) -> None:
             execute(module)
             ADJUSTED[name](module)
 

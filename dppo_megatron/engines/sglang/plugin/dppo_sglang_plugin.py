@@ -1,4 +1,4 @@
-"""Our plug-in of an SGLang server, which reports fingerprints of the weights and serves adapters and deltas.
+"""Hook an SGLang server so that it reports fingerprints of the weights and serves adapters and deltas.
 
 SGLang finds the metadata next to this file because the server's PYTHONPATH names the folder (see
 `engines/sglang/kind.py`). Its environment has no installed dppo_megatron.
@@ -14,21 +14,26 @@ SGLang finds the metadata next to this file because the server's PYTHONPATH name
 - With `engine.exact` it computes as the trainer does (`exact_server.py`).
 """
 
+from __future__ import annotations
+
 import base64
 import importlib.util
 import os
 import sys
-import weakref
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 FINGERPRINT = "dppo_fingerprint"
-UNTOLD = "untold"  # reported instead of the two numbers of a group without a fingerprint
+MISSING = "missing"  # reported instead of the two numbers for a group without a fingerprint
 NCCL = "dppo_nccl"
 CUMEM = "NCCL_CUMEM_ENABLE"  # SGLang sets it before it starts its workers
 START_TRACE = "dppo_start_trace"  # followed by the token ids
 TAKE_TRACE = "dppo_take_trace"
-EXACT = "DPPO_EXACT"  # in the environment of a server with engine.exact
+EXACT = "DPPO_EXACT"  # environment variable of a server with engine.exact
 READ_AHEAD = "dppo_read_ahead"  # followed by the upper limit of buffered bytes, and the directory
 HAS_READ = "dppo_has_read"
 STATE = "state"  # key of the reply: one of the two values below, or the error of reading it
@@ -39,13 +44,14 @@ GUARD = Path(__file__).parents[2] / "guard" / "asgi.py"
 ADAPTER_CONFIG = "adapter_config.json"
 POLICY = "policy"  # the only adapter that SGLang has
 
-_recorders = []  # at most one
-_aheads = weakref.WeakKeyDictionary()  # model -> the version that is prefetched for it
-_taken = []  # the prefetched version that is being loaded
-_managers = weakref.WeakKeyDictionary()  # model -> SGLang's manager of the adapter that it serves
+Original = Callable[..., Any]  # the function that a hook wraps
+_recorders: list[Any] = []  # at most one recorder
+_prefetched: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model -> the version that is prefetched for it
+_loading: list[Any] = []  # the prefetched version that is being loaded
+_managers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model -> SGLang's manager of the adapter that it serves
 
 
-def register():
+def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -53,7 +59,8 @@ def register():
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
     memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     store = _loaded(WEIGHTS.parent / "common" / "local_store.py").LocalStore
-    importlib.import_module("torch.distributed.rendezvous").TCPStore = store  # for the schedulers, on one node
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    rendezvous.TCPStore = store  # the schedulers, on one node, meet through it
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
     HookRegistry.register(f"{loader}._get_weights_iterator", weights_iterator, HookType.AROUND)
@@ -66,10 +73,10 @@ def register():
         exact.register(exact.operators())
 
 
-def handle(original, checker, action, *arguments, role, **options):
+def handle(original: Original, checker: Any, action: str, *arguments: Any, role: Any, **options: Any) -> Any:
     if action == FINGERPRINT:
         shares = weights_fingerprint(checker._get_model())
-        reported = {group: UNTOLD if share is None else "{} {}".format(*share) for group, share in shares.items()}
+        reported = {group: MISSING if share is None else "{} {}".format(*share) for group, share in shares.items()}
     elif action == NCCL:
         reported = {NCCL: nccl_version(), CUMEM: os.environ.get(CUMEM, "")}
     elif action.startswith(START_TRACE):
@@ -90,14 +97,15 @@ def handle(original, checker, action, *arguments, role, **options):
     }
 
 
-def nccl_version():
+def nccl_version() -> str:
     import torch
 
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
 
 
-def weights_fingerprint(model):
-    fingerprint, shares, seen = _ours("fingerprint"), {}, set()
+def weights_fingerprint(model: Any) -> dict[str, tuple[int, int] | None]:
+    fingerprint, seen = _ours("fingerprint"), set[int]()
+    shares: dict[str, tuple[int, int] | None] = {}
     for name, module in model.named_modules():
         if name.endswith(".fused_qkv_a_proj_with_mqa"):  # this layer does not report the sizes of its parts
             module.output_partition_sizes = [(r := model.config.q_lora_rank), module.output_size - r]
@@ -117,29 +125,31 @@ def weights_fingerprint(model):
     return shares
 
 
-def read_ahead(model, most_bytes, directory):
+def read_ahead(model: Any, most_bytes: str, directory: str) -> str:
     """Start reading the version that /update_weights_from_disk will load."""
     guard = _loaded(GUARD)
-    before = _aheads.pop(model, None)
-    if before is not None:
-        before.drop()
+    previous = _prefetched.pop(model, None)
+    if previous is not None:
+        previous.drop()
     try:
         guard.inside_roots(directory, guard.roots_of_environment())
-        _aheads[model] = _ours("delta").PrefetchedVersion(_ours("delta").Version(Path(directory)), int(most_bytes))
+        _prefetched[model] = _ours("delta").PrefetchedVersion(_ours("delta").Version(Path(directory)), int(most_bytes))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return READING
 
 
-def has_read(model):
-    ahead = _aheads.get(model)
+def has_read(model: Any) -> str:
+    prefetched = _prefetched.get(model)
     try:
-        return READ if ahead is None or ahead.finished() else READING
+        return READ if prefetched is None or prefetched.finished() else READING
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def update_from_disk(original, updater, model_path, load_format, **options):
+def update_from_disk(
+    original: Original, updater: Any, model_path: str, load_format: str, **options: Any
+) -> tuple[bool, str]:
     manager = updater.get_model_runner().lora_manager
     is_adapter = (Path(model_path) / ADAPTER_CONFIG).is_file()
     if manager is None and not is_adapter:
@@ -155,20 +165,22 @@ def update_from_disk(original, updater, model_path, load_format, **options):
     return True, "Succeeded to load the adapter."
 
 
-def update_whole(original, updater, model_path, load_format, **options):
-    ahead = _aheads.pop(updater.get_model(), None)
-    _taken[:] = [ahead] if ahead is not None and ahead.version.is_in(Path(model_path)) else []
+def update_whole(
+    original: Original, updater: Any, model_path: str, load_format: str, **options: Any
+) -> tuple[bool, str]:
+    prefetched = _prefetched.pop(updater.get_model(), None)
+    _loading[:] = [prefetched] if prefetched is not None and prefetched.version.is_in(Path(model_path)) else []
     try:
         return original(updater, model_path, load_format, **options)
     except _ours("delta").DamagedDelta as error:  # an exception would end the server
         return False, str(error)
     finally:
-        _taken.clear()
+        _loading.clear()
 
 
-def weights_iterator(original, loader, source, **options):
-    if _taken:
-        return ((source.prefix + name, tensor) for name, tensor in _taken[0].tensors())
+def weights_iterator(original: Original, loader: Any, source: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+    if _loading:
+        return ((source.prefix + name, tensor) for name, tensor in _loading[0].tensors())
     delta = _ours("delta")
     directory = Path(source.model_or_path)
     if not delta.is_delta(directory):
@@ -176,7 +188,7 @@ def weights_iterator(original, loader, source, **options):
     return ((source.prefix + name, tensor) for name, tensor in delta.Version(directory).tensors())
 
 
-def load_adapter(manager, directory):
+def load_adapter(manager: Any, directory: str) -> None:
     """Replace the adapter that the kernels read."""
     from sglang.srt.lora.lora_registry import LoRARef
 
@@ -189,33 +201,33 @@ def load_adapter(manager, directory):
     manager.fetch_new_loras({POLICY})
 
 
-def fetch(original, manager, new_loras, running_loras=()):
+def fetch(original: Original, manager: Any, new_loras: Iterable[Any], running_loras: Iterable[Any] = ()) -> Any:
     return original(manager, *(set(_answered_by(manager, names)) for names in (new_loras, running_loras)))
 
 
-def prepare(original, manager, forward_batch):
+def prepare(original: Original, manager: Any, forward_batch: Any) -> Any:
     forward_batch.lora_ids = _answered_by(manager, forward_batch.lora_ids)
     return original(manager, forward_batch)
 
 
-def _answered_by(manager, names):
+def _answered_by(manager: Any, names: Iterable[str | None]) -> list[str | None]:
     """Return the adapter ids; requests without an adapter get the policy's, once it is loaded."""
     return [POLICY if name is None and POLICY in manager.loras else name for name in names]
 
 
-def release(original, manager, request):
+def release(original: Original, manager: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
     return ReleaseMemoryOccupationReqOutput() if manager.offload_tags else original(manager, request)
 
 
-def resume(original, manager, request):
+def resume(original: Original, manager: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
     return original(manager, request) if manager.offload_tags else ResumeMemoryOccupationReqOutput()
 
 
-def _text(value):
+def _text(value: Any) -> str:
     """Return dtype, shape and bits in base64 as text, for example "float32 2x3 AACAPw..."."""
     import torch
 
@@ -223,16 +235,16 @@ def _text(value):
     return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape))} {bits}"
 
 
-def _ours(name):
+def _ours(name: str) -> ModuleType:
     """Return a module of the folder `weights` that imports no other module of ours."""
     return _loaded(WEIGHTS / f"{name}.py")
 
 
-def _loaded(file):
+def _loaded(file: Path) -> ModuleType:
     """Return our module in `file`. It is loaded once, so that its exceptions have one class."""
     name = f"dppo_{file.stem}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
+        spec: Any = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

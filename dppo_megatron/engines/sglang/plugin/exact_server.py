@@ -1,24 +1,29 @@
-"""Implements `engine.exact` in a stock SGLang server on a CPU: products, attention and log-probs by `engines.exact`.
+"""Implement `engine.exact` in a stock SGLang server on a CPU: products, attention and log-probs by `engines.exact`.
 
 This module is loaded, and SGLang is hooked, only if the server's environment requests it. SGLang's own environment has
 no dppo_megatron, so `operators` makes a package of the folders. It imports only modules that depend only on torch.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 PACKAGE = Path(__file__).parents[3]
 
 
-def operators():
+def operators() -> Any:
     """Return the operators that the server's environment requests."""
     if PACKAGE.name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(PACKAGE.name, PACKAGE / "__init__.py")
+        spec: Any = importlib.util.spec_from_file_location(PACKAGE.name, PACKAGE / "__init__.py")
         sys.modules[PACKAGE.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[PACKAGE.name])
     from dppo_megatron.engines.exact import from_environment
@@ -26,13 +31,13 @@ def operators():
     return from_environment()
 
 
-def register(ours):
+def register(ours: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     hooks = {
-        f"{backend}._run_sdpa_forward_extend": extend,
-        f"{backend}._run_sdpa_forward_decode": decode,
+        f"{backend}._run_sdpa_forward_extend": partial(attended, True),
+        f"{backend}._run_sdpa_forward_decode": partial(attended, False),
         "sglang.srt.layers.sampler.Sampler.forward": partial(sample, ours),
         "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward": partial(score, ours),
     }
@@ -41,7 +46,7 @@ def register(ours):
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def load_model(ours, hooked, original, loader, **options):
+def load_model(ours: Any, hooked: Iterable[str], original: Callable[..., Any], loader: Any, **options: Any) -> Any:
     for target in hooked:  # SGLang ignores a hook that it cannot apply
         if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
             raise RuntimeError(f"engine.exact: {target} was not hooked")
@@ -59,93 +64,65 @@ def load_model(ours, hooked, original, loader, **options):
 class Product:
     """Replaces a layer's quantization method, to multiply as the trainer does."""
 
-    def __init__(self, method, ours):
+    def __init__(self, method: Any, ours: Any):
         self._method, self.apply = method, ours.linear
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._method, name)
 
 
-def extend(
-    original,
-    backend,
-    query,
-    output,
-    keys,
-    values,
-    req_to_token,
-    req_pool_indices,
-    seq_lens,
-    extend_prefix_lens,
-    extend_seq_lens,
-    *_,
-    scaling=None,
-    **__,
-):
-    return attended(query, output, keys, values, req_to_token[req_pool_indices], seq_lens, extend_seq_lens, scaling)
-
-
-def decode(
-    original, backend, query, output, keys, values, req_to_token, req_pool_indices, seq_lens, *_, scaling=None, **__
-):
-    ones = torch.ones_like(seq_lens)
-    return attended(query, output, keys, values, req_to_token[req_pool_indices], seq_lens, ones, scaling)
-
-
-def attended(query, output, keys, values, places, lengths, counts, scale):
+def attended(extends: bool, original: Any, backend: Any, *passed: Tensor, scaling: float, **options: Any) -> Tensor:
     """Write the attention output of all requests to `output` and return it.
 
-    places [n, ...]: the cache slot of each position of a request.
+    extends: requests have several new tokens, otherwise one each.
     """
     from dppo_megatron.engines.exact import attend
 
-    def cached(requests, length):
+    query, output, keys, values, slots, requests, lengths, *more = passed
+    counts = more[1] if extends else torch.ones_like(lengths)
+    places = slots[requests]  # [n, ...]: the cache slot of each position of a request
+
+    def cached(requests: Tensor, length: int) -> tuple[Tensor, Tensor]:
         found = places[requests, :length].long()
         return keys[found], values[found]
 
-    output[:] = attend(query, cached, lengths.long(), counts.long(), scale)
+    output[:] = attend(query, cached, lengths.long(), counts.long(), scaling)
     return output
 
 
-def sample(ours, original, sampler, logits_output, sampling_info, return_logprob, top_logprobs_nums, *rest, **options):
+def sample(ours: Any, original: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
     """Let the sampler draw as before, and compute the reported log-probs from the logits before temperature."""
-    logits = logits_output.next_token_logits.float().clone() if return_logprob else None
-    drawn = original(sampler, logits_output, sampling_info, return_logprob, top_logprobs_nums, *rest, **options)
+    _, output, sampling_info, return_logprob, numbers, *_ = arguments
+    logits = output.next_token_logits.float().clone() if return_logprob else None
+    drawn = original(*arguments, **options)
     if logits is None:
         return drawn
     temperature = sampling_info.temperatures.flatten()
-    values, found = logits_output.next_token_top_logprobs_val, logits_output.next_token_top_logprobs_idx
-    for number in set(top_logprobs_nums):
-        rows = [row for row, own in enumerate(top_logprobs_nums) if own == number]
+    values, found = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
+    for number in set(numbers):
+        rows = [row for row, own in enumerate(numbers) if own == number]
         ids = drawn[rows].long()[:, None]
         if number:
             ids = torch.cat((ids, torch.stack([torch.as_tensor(found[row]) for row in rows]).long()), dim=1)
         logprobs = ours.logprobs(logits[rows], ids, temperature[rows])
-        logits_output.next_token_logprobs[rows] = logprobs[:, 0]
+        output.next_token_logprobs[rows] = logprobs[:, 0]
         for row, of_row in zip(rows, logprobs[:, 1:], strict=True):
             if number:
                 values[row] = of_row
     return drawn
 
 
-def score(ours, original, processor, *arguments, get_logits_fn, logits_metadata, input_logprob_indices, **options):
+def score(ours: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Replace the log-probs of a prompt's tokens by the trainer's, at temperature 1."""
-    seen = []
+    compute, indices = options["get_logits_fn"], options["input_logprob_indices"]
+    seen: list[Tensor] = []
 
-    def logits_of(*given, **how):
-        seen.append(get_logits_fn(*given, **how))
+    def logits_of(*given: Any, **how: Any) -> Tensor:
+        seen.append(compute(*given, **how))
         return seen[-1]
 
-    result, sampled = original(
-        processor,
-        *arguments,
-        get_logits_fn=logits_of,
-        logits_metadata=logits_metadata,
-        input_logprob_indices=input_logprob_indices,
-        **options,
-    )
-    if len(input_logprob_indices):
-        logits = torch.cat(seen)[input_logprob_indices]
-        ids = logits_metadata.extend_input_logprob_token_ids_gpu.long()[:, None]
-        result.token_logprobs = ours.logprobs(logits, ids)[:, 0]
+    result, sampled = original(*arguments, **{**options, "get_logits_fn": logits_of})
+    if len(indices):
+        ids = options["logits_metadata"].extend_input_logprob_token_ids_gpu.long()[:, None]
+        result.token_logprobs = ours.logprobs(torch.cat(seen)[indices], ids)[:, 0]
     return result, sampled

@@ -1,4 +1,4 @@
-"""Serves a policy published as an adapter, by vLLM's own LoRA on top of the weights that the server started with.
+"""Serve a policy published as an adapter, by vLLM's own LoRA on top of the weights that the server started with.
 
 Its fingerprint is computed from the tensors that vLLM's kernels multiply with, and is added to the layers' fingerprints
 (`weights.fingerprint`).

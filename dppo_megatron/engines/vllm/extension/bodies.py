@@ -1,26 +1,26 @@
-"""The bodies of requests to our routes. Any other body is rejected with one line that names the field."""
+"""Define the bodies of requests to our routes. Any other body is rejected with one line that names the field."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.engines.protocol import GenerateRequest, UpdateMode
-from dppo_megatron.weights.broadcast_plan import Backend, TensorSpec, WeightGroupPlan
+from dppo_megatron.weights.broadcast_plan import Backend, WeightGroupPlan
 
-SHOWN = 3  # wrong fields shown in an error
-TEXT = 4096  # most characters of a name or a path
+SHOWN = 3  # number of wrong fields in an error
+TEXT = 4096  # limit of characters of a name or a path
 
 Int32 = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1, max_length=TEXT)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-DType = Literal[tuple(dtype.long for dtype in DTYPES.values())]
+DType = Annotated[str, Field(pattern="|".join(f"^{dtype.long}$" for dtype in DTYPES.values()))]
 
 
 class Body(BaseModel):
-    """A JSON object with exactly these fields."""
+    """Requires a JSON object with exactly these fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -39,6 +39,7 @@ class GenerateBody(Body):
     top_k: Annotated[int, Field(lt=2**31)] = 0
     min_p: float = 0.0
     sampling_mask: bool = False
+    flags: tuple[Text, ...] = ()
 
     def request(self) -> GenerateRequest:
         """Return the request. Raises ValueError for values that `GenerateRequest` rejects."""
@@ -82,11 +83,7 @@ class PlanBody(Body):
     nccl_cumem: Annotated[str, Field(max_length=TEXT)] = ""
 
     def plan(self) -> WeightGroupPlan:
-        streams = tuple(
-            tuple(tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in bucket) for bucket in stream)
-            for stream in self.streams
-        )
-        return WeightGroupPlan(**{**dict(self), "streams": streams})
+        return WeightGroupPlan.from_json(dict(self))
 
 
 BodyT = TypeVar("BodyT", bound=Body)

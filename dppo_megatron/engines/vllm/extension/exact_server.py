@@ -1,4 +1,4 @@
-"""Implements `engine.exact` in a vLLM worker on a CPU: products, attention and log-probs by `engines.exact`.
+"""Implement `engine.exact` in a vLLM worker on a CPU: products, attention and log-probs by `engines.exact`.
 
 It is imported only if the server's environment requests it; otherwise vLLM is unchanged.
 """
@@ -25,15 +25,15 @@ def install(operators: Operators) -> None:
     """Replace vLLM's operators. Call it before the model is loaded."""
     process = base_loader.process_weights_after_loading
 
-    def replaced(model: torch.nn.Module, *arguments: Any) -> None:
+    def replaced(model: torch.nn.Module, model_config: Any, target_device: Any) -> None:
         operators.install(model)
-        process(model, *arguments)
+        process(model, model_config, target_device)
 
     base_loader.process_weights_after_loading = replaced
     utils.dispatch_cpu_unquantized_gemm = partial(_keep_weight, operators)
-    CPUAttentionBackendImpl.forward = _attention
-    CPUAttentionBackendImpl.do_kv_cache_update = _cache
-    _replace_logprobs(operators)
+    attention: Any = CPUAttentionBackendImpl
+    attention.forward, attention.do_kv_cache_update = _attention, _cache
+    _replace_logprobs(operators, Sampler)
 
 
 def _keep_weight(operators: Operators, layer: Any, remove_weight: bool) -> None:
@@ -62,7 +62,7 @@ def _attention(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    if attn_metadata is None:  # vLLM warms up
+    if attn_metadata is None:  # a warm-up of vLLM
         return output
     size, table = kv_cache.shape[2], attn_metadata.block_table.long()
     counts = attn_metadata.query_start_loc.diff().long()
@@ -79,9 +79,9 @@ def _attention(
     return output
 
 
-def _replace_logprobs(operators: Operators) -> None:
+def _replace_logprobs(operators: Operators, sampler: Any) -> None:
     """Compute reported log-probs with `operators`, from the logits before temperature. The sampler draws as before."""
-    forward, gather = Sampler.forward, Sampler.gather_logprobs
+    forward, gather = sampler.forward, sampler.gather_logprobs
 
     def sampled(self: Any, logits: Tensor, sampling_metadata: Any, *arguments: Any, **options: Any) -> Any:
         temperature = sampling_metadata.temperature
@@ -103,6 +103,5 @@ def _replace_logprobs(operators: Operators) -> None:
         logprobs = operators.logprobs(logits, found.logprob_token_ids, temperature)
         return found._replace(logprobs=logprobs)
 
-    Sampler.forward = sampled
-    Sampler.gather_logprobs = gathered
-    Sampler.compute_logprobs = staticmethod(lambda logits: logits.float())
+    sampler.forward, sampler.gather_logprobs = sampled, gathered
+    sampler.compute_logprobs = staticmethod(lambda logits: logits.float())

@@ -1,4 +1,4 @@
-"""Records the experts that each token was routed to in the worker, and collects them in the API process.
+"""Record the experts that each token was routed to in the worker, and collect them in the API process.
 
 On GPUs vLLM records them itself (`--enable-return-routed-experts`, which needs a model runner that CPUs lack); there
 only `moe_layers` is used.
@@ -6,8 +6,9 @@ only `moe_layers` is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +30,13 @@ def moe_layers(model: torch.nn.Module) -> list[tuple[int, MoERunner]]:
 
 
 class ExpertRecorder:
-    """Worker side: records the routing of every step of `runner`, vLLM's V1 model runner, per request and position.
+    """Records, in a worker, the routing of every step of `runner`, vLLM's V1 model runner, per request and position.
 
     If a preempted request computes a position again, the first record is kept: its next token was sampled under that
     routing.
     """
 
-    def __init__(self, runner, num_experts: int):
+    def __init__(self, runner: Any, num_experts: int):
         self._runner = runner
         self._dtype = np.uint8 if num_experts <= 256 else np.uint16
         self._step: list[torch.Tensor] = []  # [tokens, k] of each layer in the running step
@@ -51,9 +52,9 @@ class ExpertRecorder:
         parts = self._records.pop(request_id, None)
         return None if parts is None else np.concatenate(parts)
 
-    def _execute(self, execute, scheduler_output, *args, **kwargs):
+    def _execute(self, execute: Callable[..., Any], scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
         self._step.clear()
-        result = execute(scheduler_output, *args, **kwargs)
+        result = execute(scheduler_output, *arguments, **options)
         scheduled = scheduler_output.num_scheduled_tokens
         if any(name_of(request_id).endswith(RECORDED) for request_id in scheduled):
             self._record(scheduled)
@@ -79,30 +80,22 @@ class ExpertRecorder:
 
 
 class ExpertsReader:
-    """API side: returns the experts of finished samples, from vLLM's own outputs or from the workers' recorders."""
+    """Returns, in the API process, the experts of finished samples from vLLM's outputs or the workers' recorders."""
 
     def __init__(self, engine: EngineClient, config: VllmConfig):
         self._engine = engine
-        self._native = config.aux_output_config.enabled
-        self.available = self._native or (
+        # vLLM itself stores the experts of every cached block under the block's hash, and drops both when the cache is
+        # reset, as after every update (vllm/distributed/aux_output_connector). Our recorder lacks cached positions.
+        self.native = config.aux_output_config.enabled
+        self.available = self.native or (
             config.model_config.is_moe and config.device_config.device_type == "cpu" and not config.use_v2_model_runner
         )
         self._layers: list[int] = []
         self._k = config.model_config.get_num_experts_per_tok() if self.available else 0
 
-    @property
-    def of_cached_positions(self) -> bool:
-        """Return whether positions from the prefix cache have their experts too.
-
-        vLLM itself stores the experts of every cached block under the block's hash. It drops both when the cache is
-        reset, as after every update (vllm/distributed/aux_output_connector). Our recorder records only computed
-        positions.
-        """
-        return self._native
-
     async def start(self) -> None:
         """Start recording. Call it before the first request, if `available`."""
-        method = "dppo_moe_layers" if self._native else "dppo_record_experts"
+        method = "dppo_moe_layers" if self.native else "dppo_record_experts"
         self._layers = (await self._engine.collective_rpc(method))[0]
 
     async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> np.ndarray:
@@ -111,7 +104,7 @@ class ExpertsReader:
         The last token of a sample has no row. Example: prompts of 3 tokens with responses of 2 and 4 tokens give 4 + 6
         rows.
         """
-        if self._native:
+        if self.native:
             parts = [None if s.routed_experts is None else s.routed_experts[:, self._layers] for s in samples]
         else:
             parts = await self._take(names)
@@ -125,7 +118,7 @@ class ExpertsReader:
 
     async def forget(self, names: Sequence[str]) -> None:
         """Drop the records of samples that will not be read."""
-        if not self._native:
+        if not self.native:
             await self._take(names)
 
     async def _take(self, names: Sequence[str]) -> list[np.ndarray | None]:

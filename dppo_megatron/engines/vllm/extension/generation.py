@@ -1,10 +1,11 @@
-"""Samples and scores through vLLM's engine client, with results as flat arrays instead of dicts."""
+"""Sample and score through vLLM's engine client, with results as flat arrays instead of dicts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -15,7 +16,7 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dppo_megatron.engines.protocol import GenerateRequest
-from dppo_megatron.engines.samples import GroupSamples
+from dppo_megatron.engines.samples import GroupSamples, parse_version
 
 from .experts import RECORDED, ExpertsReader
 from .sampling_masks import RECORDED as MASKS
@@ -75,13 +76,14 @@ async def score(
     )
     output = await _final(engine, token_ids, params, request_id, adapter)
     flat = output.prompt_logprobs
+    assert isinstance(flat, FlatLogprobs)  # because of flat_logprobs=True
     # Position 0 has no entry; the entry of every other position begins with the prompt's token.
     first = np.asarray(flat.start_indices[1:])
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)[first]
     return logprobs, int(_versions([output.outputs[0].weight_versions or ()], np.ones(1, np.int32))[0])
 
 
-def _greedy(masks: MaskReader) -> dict[str, float]:
+def _greedy(masks: MaskReader) -> dict[str, Any]:
     """Return the sampling parameters of greedy decoding: temperature 0, or top-k 1 where vLLM returns sampling masks.
 
     vLLM rejects temperature 0 there.
@@ -90,7 +92,7 @@ def _greedy(masks: MaskReader) -> dict[str, float]:
 
 
 def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, masks: MaskReader) -> SamplingParams:
-    drawn = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p}
+    drawn = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     return SamplingParams(
         **(drawn if request.temperature else _greedy(masks)),
         max_tokens=request.max_tokens,
@@ -103,9 +105,9 @@ def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, masks: 
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # the parameters are used for this one sample only
-        # Positions with cached keys and values are not routed again; recording routes therefore disables the prefix
+        # Positions with cached keys and values are not routed again, so our recording of routes disables the prefix
         # cache.
-        skip_reading_prefix_cache=(request.routed_experts and not experts.of_cached_positions) or None,
+        skip_reading_prefix_cache=(request.routed_experts and not experts.native) or None,
     )
 
 
@@ -140,7 +142,8 @@ async def _final(
 def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.ndarray]) -> GroupSamples:
     """Return the samples as flat arrays. `recorded`: the columns that are not in vLLM's outputs."""
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
-    ids, logprobs = _columns([sample.logprobs for sample in samples], lengths.tolist(), k)
+    reported = [sample.logprobs for sample in samples if isinstance(sample.logprobs, FlatLogprobs)]
+    ids, logprobs = _columns(reported, lengths.tolist(), k)
     # Column 0 of each position is the sampled token. The K most likely follow, with id -1 if they cannot be drawn.
     ids[np.isneginf(logprobs)] = -1
     versions = _versions([sample.weight_versions or () for sample in samples], lengths)
@@ -178,8 +181,3 @@ def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray)
         for span in of_sample:
             versions[start + span.start : min(start + span.end, end)] = parse_version(span.version)
     return versions
-
-
-def parse_version(label: str) -> int:
-    """Return the policy version in vLLM's text label of the weights, or -1 if the label is not a number."""
-    return int(label) if label.isdecimal() else -1

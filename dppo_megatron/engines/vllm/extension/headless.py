@@ -1,4 +1,4 @@
-"""Runs a node of a vLLM engine other than its first: workers without an HTTP server, as `vllm serve --headless` does.
+"""Run a node of a vLLM engine other than its first: workers without an HTTP server, as `vllm serve --headless` does.
 
 `vllm serve` itself requires a distribution named vllm, and the CPU build has another name.
 """

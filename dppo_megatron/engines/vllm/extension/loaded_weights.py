@@ -1,4 +1,4 @@
-"""Computes fingerprints of the weights that a worker's model loaded, although vLLM changes them after loading.
+"""Compute fingerprints of the weights that a worker's model loaded, although vLLM changes them after loading.
 
 CPU kernels store a packed copy that cannot be read and drop the weight; GPU kernels may shuffle, pad or quantize it. So
 each layer's weights are summed twice when vLLM processes it: as loaded, and as they remain. A fingerprint uses the sum
@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from dppo_megatron.weights.fingerprint import WorkerSums, add_shares, module_sha
 
 
 class LoadedWeights:
-    """The loaded weights of one model. Call `follow` before every update, because processing installs new kernels."""
+    """Sums the loaded weights of one model. Call `follow` before every update; processing installs new kernels."""
 
     _of_models: ClassVar[WeakKeyDictionary[torch.nn.Module, LoadedWeights]] = WeakKeyDictionary()
 
@@ -41,13 +42,14 @@ class LoadedWeights:
         self.fingerprint_s = self.pack_s = 0.0  # seconds for layers that were processed since `follow`
 
     def follow(self) -> None:
+        """Sum the weights of each layer before and after vLLM processes them."""
         self.fingerprint_s = self.pack_s = 0.0
         for name, module in self._model.named_modules():
             self._names[module] = name
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             process = getattr(method, "process_weights_after_loading", None)
-            if process is not None and not isinstance(process, _Followed):
-                method.process_weights_after_loading = _Followed(self, process)
+            if process is not None and not isinstance(process, partial):
+                method.process_weights_after_loading = partial(self.processed, process=process)
 
     def processed(self, module: torch.nn.Module, process: Any) -> Any:
         name, began = self._names[module], time.perf_counter()
@@ -91,16 +93,6 @@ class LoadedWeights:
                 now = {"lm_head": next(iter(now.values()), (0, 0))} if tied else {}
             add_shares(shares, now)
         return shares
-
-
-class _Followed:
-    """Replaces `process_weights_after_loading` of one layer's method, to sum the weights before and after it."""
-
-    def __init__(self, weights: LoadedWeights, process: Any):
-        self._weights, self._process = weights, process
-
-    def __call__(self, layer: torch.nn.Module) -> Any:
-        return self._weights.processed(layer, self._process)
 
 
 def _is(module: torch.nn.Module, name: str) -> bool:

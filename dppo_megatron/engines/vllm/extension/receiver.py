@@ -1,4 +1,4 @@
-"""The worker side of weight broadcasts: joins the group of every sender and yields the buckets of each update."""
+"""Receive weight broadcasts in a worker: join the group of every sender and yield the buckets of each update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.weights.process_group import SenderGroup, WeightGroupError, W
 
 
 class WeightReceiver:
-    """Receives broadcasts as worker number `worker` of its engine. Created once for a group; any error closes it.
+    """Receives broadcasts as worker number `worker` of its engine, for one group. Any error closes it.
 
     All methods raise `WeightGroupError` that names the failed step.
     """

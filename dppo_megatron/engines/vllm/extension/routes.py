@@ -1,10 +1,10 @@
-"""HTTP routes under /dppo of a stock vLLM server: sample a group, score, swap weights, report the server's state.
+"""Add HTTP routes under /dppo to a stock vLLM server: sample a group, score, swap weights, report the state.
 
 This is an endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. It also puts `Guard` before every
 route of the server: all but /health need the secret of DPPO_SECRET. Replies with arrays are safetensors (see `wire`);
 all others are JSON. Errors are `{"error": text}` with a status:
 
-- 400: refused, nothing changed
+- 400: the request was rejected, and nothing changed
 - 401: without the secret
 - 409: the served weights are incomplete
 - 413: too large
@@ -20,7 +20,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -33,11 +33,12 @@ from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClient
 
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard, inside_roots, roots_of_environment
 from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.samples import parse_version
 from dppo_megatron.weights.manifest import BadWeights
 
 from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, ScoreBody, parse
 from .experts import ExpertsReader
-from .generation import child_ids, parse_version, sample_group, score
+from .generation import child_ids, sample_group, score
 from .sampling_masks import MaskReader
 from .weights import WeightsInconsistent, WeightUpdater
 from .wire import MEDIA_TYPE, encode_reply, encode_samples, encode_trace
@@ -55,19 +56,20 @@ class ClientGone(Exception):
 
 
 class DppoRoutes:
-    """The plugin that vLLM creates once per API process."""
+    """Adds the routes; vLLM creates one instance per API process."""
 
     name = "dppo_megatron"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
         self._running: dict[str, GenerateRequest] = {}
-        self._engine: EngineClient | None = None
-        self._updater: WeightUpdater | None = None
         self._tracing = asyncio.Lock()
         self._instance = uuid4().hex  # identifies this server process; a restart changes it
-        self._experts: ExpertsReader | None = None
-        self._masks: MaskReader | None = None
+        # `init_state` sets these before the first request.
+        self._engine: EngineClient
+        self._updater: WeightUpdater
+        self._experts: ExpertsReader
+        self._masks: MaskReader
 
     def attach_router(self, app: FastAPI) -> None:
         for path, handler, method in (
@@ -87,7 +89,7 @@ class DppoRoutes:
         # vLLM's own key guards only /v1.
         app.add_middleware(Guard, secret=os.environ.get(SECRET_VARIABLE, ""), open_paths=("/health",))
 
-    async def init_state(self, engine_client: EngineClient | None, state, args) -> None:
+    async def init_state(self, engine_client: EngineClient | None, state: Any, args: Any) -> None:
         if engine_client is None:
             return
         self._engine = engine_client
@@ -106,7 +108,7 @@ class DppoRoutes:
     async def _info(self, request: Request) -> Response:
         config, parallel = self._engine.model_config, self._engine.vllm_config.parallel_config
         updating_s, version = self._updater.updating_s, self._updater.version
-        if updating_s is None:  # otherwise the engine core does not answer; here a frozen core fails the check
+        if updating_s is None:  # during an update the engine core does not answer; a frozen core fails here
             version = parse_version(await _unless_gone(request, self._engine.get_weight_version()))
         return JSONResponse(
             {
@@ -246,7 +248,7 @@ def _unfit_settings(config: VllmConfig) -> list[str]:
     if config.parallel_config.data_parallel_size > 1:
         problems.append(
             "vLLM reports only the answer of the first of its data-parallel replicas, so a weight update that failed "
-            "in another would go unseen; start one server for each replica instead of --data-parallel-size"
+            "in another would not be noticed; start one server for each replica instead of --data-parallel-size"
         )
     if config.model_config.runner_type != "generate":
         problems.append(f"it runs the model as {config.model_config.runner_type}; start it with --runner generate")
@@ -266,7 +268,7 @@ def _reporting_errors(handler: Callable[[Request], Awaitable[Response]]) -> Call
         except (RetryableRequestError, GracefulHTTPError) as error:  # from 0.33 on, a pause rejects requests
             return _error(503, error)
         except TimeoutError:
-            return _error(504, TimeoutError("running requests did not end in time; the old weights go on"))
+            return _error(504, TimeoutError("running requests did not end in time; the old weights stay in use"))
         except Exception as error:
             log.exception("%s failed", request.url.path)
             return _error(500, error)

@@ -1,4 +1,4 @@
-"""Records the sampling mask of each position in the worker, and collects the masks in the API process.
+"""Record the sampling mask of each position in the worker, and collect the masks in the API process.
 
 A mask has the tokens that top-p, top-k and min-p left. On GPUs vLLM returns them itself (`--return-sampling-mask`,
 which needs a model runner that CPUs lack). Either way they are the finite entries of the distribution that vLLM drew
@@ -7,8 +7,9 @@ from (vLLM 0.32: temperature, then min-p, top-k, top-p). They are never computed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +26,13 @@ Masks = tuple[np.ndarray, np.ndarray]  # ids end to end, and the count of each p
 
 
 class MaskRecorder:
-    """Worker side: records the sampling mask of each draw of `runner`, vLLM's V1 model runner.
+    """Records, in a worker, the sampling mask of each draw of `runner`, vLLM's V1 model runner.
 
     A record belongs to a request and a position. If a preempted request draws a position again, the last record is
     kept, because the engine uses the last draw too.
     """
 
-    def __init__(self, runner):
+    def __init__(self, runner: Any):
         self._runner = runner
         self._records: dict[str, dict[int, np.ndarray]] = {}  # request id -> position in the sequence -> ids
         runner.sampler.sample = partial(self._sample, runner.sampler.sample)
@@ -44,11 +45,10 @@ class MaskRecorder:
         record = self._records.pop(request_id, {})
         if any(position not in record for position in range(first, first + tokens)):
             return None
-        found = [record[position] for position in range(first, first + tokens)]
-        return np.concatenate([np.empty(0, np.int32), *found]), np.array([len(ids) for ids in found], np.int32)
+        return _flat([record[position] for position in range(first, first + tokens)])
 
-    def _sample(self, sample, logits, *args, **kwargs):
-        sampled, logprobs = sample(logits, *args, **kwargs)
+    def _sample(self, sample: Callable[..., Any], logits: Any, *arguments: Any, **options: Any) -> Any:
+        sampled, logprobs = sample(logits, *arguments, **options)
         batch = self._runner.input_batch
         # A position's number is the length of the sequence before it.
         positions = self._runner.optimistic_seq_lens_cpu[: batch.num_reqs].tolist()
@@ -60,7 +60,7 @@ class MaskRecorder:
 
 
 class MaskReader:
-    """API side: returns the sampling masks of finished samples, from vLLM's own outputs or the workers' recorders."""
+    """Returns, in the API process, the sampling masks of finished samples from vLLM's outputs or the recorders."""
 
     def __init__(self, engine: EngineClient, config: VllmConfig):
         self._engine = engine
@@ -78,13 +78,15 @@ class MaskReader:
     async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> Masks:
         """Return the masks of all samples end to end. Raises RuntimeError if those of a sample are incomplete."""
         if self.native:
-            parts = [_flat(sample) for sample in samples]
+            parts = [_native(sample) for sample in samples]
         else:
             parts = await self._take(names, prompt_tokens, [len(sample.token_ids) for sample in samples])
-        for name, part in zip(names, parts, strict=True):
-            if part is None:
-                raise RuntimeError(f"request {name}: the tokens that some of its positions were drawn from are unknown")
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate([counts for _, counts in parts])
+        complete = [part for part in parts if part is not None]
+        if len(complete) < len(parts):
+            raise RuntimeError(
+                f"request {names[parts.index(None)]}: the sampling mask of some of its positions is missing"
+            )
+        return np.concatenate([ids for ids, _ in complete]), np.concatenate([counts for _, counts in complete])
 
     async def forget(self, names: Sequence[str]) -> None:
         """Drop the records of samples that will not be read."""
@@ -94,12 +96,15 @@ class MaskReader:
     async def _take(self, names: Sequence[str], prompt_tokens: int, lengths: Sequence[int]) -> list[Masks | None]:
         arguments = (list(names), prompt_tokens, list(lengths))
         taken = (await self._engine.collective_rpc("dppo_take_masks", args=arguments))[0]
-        return [None if t is None else tuple(np.frombuffer(part, np.int32) for part in t) for t in taken]
+        return [None if t is None else (np.frombuffer(t[0], np.int32), np.frombuffer(t[1], np.int32)) for t in taken]
 
 
-def _flat(sample: CompletionOutput) -> Masks | None:
-    sets = [] if sample.sampling_mask is None else sample.sampling_mask.token_ids
-    if len(sets) < len(sample.token_ids):
+def _native(sample: CompletionOutput) -> Masks | None:
+    masks = [] if sample.sampling_mask is None else sample.sampling_mask.token_ids
+    if len(masks) < len(sample.token_ids):
         return None
-    sets = [np.asarray(ids, np.int32) for ids in sets[: len(sample.token_ids)]]
-    return np.concatenate([np.empty(0, np.int32), *sets]), np.array([len(ids) for ids in sets], np.int32)
+    return _flat([np.asarray(ids, np.int32) for ids in masks[: len(sample.token_ids)]])
+
+
+def _flat(masks: list[np.ndarray]) -> Masks:
+    return np.concatenate([np.empty(0, np.int32), *masks]), np.array([len(ids) for ids in masks], np.int32)

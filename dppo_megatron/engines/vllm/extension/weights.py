@@ -1,4 +1,4 @@
-"""API-process side of a weight update: check the weights, pause, swap, tag, reset the prefix cache, resume."""
+"""Update weights from the API process: check them, pause, swap, tag, reset the prefix cache, resume."""
 
 from __future__ import annotations
 
@@ -35,30 +35,20 @@ class WeightUpdater:
 
     def __init__(self, engine: EngineClient, model: Path, version: int = -1, *, adapters: bool = False):
         self._engine = engine
-        self._adapters = adapters  # the server loads only adapters
+        self._adapters = adapters  # whether the server loads only adapters
         self._model = model
         self._served: Manifest | None = None
         self._lock = asyncio.Lock()
-        self._began: float | None = None  # when the current owner acquired the lock
-        self._version = version
+        self._began: float | None = None  # time at which the current owner acquired the lock
         self._inconsistent: str | None = None
-        self._group = ""
-        self._adapter: LoRARequest | None = None
-
-    @property
-    def adapter(self) -> LoRARequest | None:
-        """Return the adapter that requests must name; None if the policy has none."""
-        return self._adapter
+        self.version = version  # version that the engine serves, or served before the running update
+        self.group = ""  # name of the weight group that the workers receive broadcasts of; empty = none
+        self.adapter: LoRARequest | None = None  # adapter that requests must name; None if the policy has none
 
     def check_consistent(self) -> None:
         """Raise WeightsInconsistent after a failed update."""
         if self._inconsistent:
             raise WeightsInconsistent(f"the weights are incomplete, load them again: {self._inconsistent}")
-
-    @property
-    def version(self) -> int:
-        """Return the version that the engine serves, or served before the running update."""
-        return self._version
 
     @property
     def updating_s(self) -> float | None:
@@ -77,11 +67,6 @@ class WeightUpdater:
             finally:
                 self._began = None
 
-    @property
-    def group(self) -> str:
-        """Return the name of the weight group that the workers receive broadcasts of; empty = none."""
-        return self._group
-
     async def join(self, plan: WeightGroupPlan) -> None:
         """Make the workers members of the trainer's weight group, and of no earlier one.
 
@@ -94,25 +79,25 @@ class WeightUpdater:
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
             if problem := nccl_problem(plan.nccl, plan.nccl_cumem, *nccl_settings()):
                 raise BadWeights(f"weight group {plan.name}: {problem}")
-            self._group = ""
+            self.group = ""
             await self._on_workers("dppo_join_weight_group", plan.to_json())
-            self._group = plan.name
+            self.group = plan.name
 
     async def receive(self, group: str, step: str, version: int, mode: UpdateMode, wait_s: float) -> float:
         """Serve the weights that the trainer broadcasts in `step` of `group` as policy `version`; see `load`."""
         async with self._exclusive():
-            if group != self._group:
-                raise BadWeights(f"weight group {group}: the workers are in {self._group or 'none'}; join it first")
+            if group != self.group:
+                raise BadWeights(f"weight group {group}: the workers are in {self.group or 'none'}; join it first")
             try:
                 return await self._update(f"group {group}", {"step": step}, version, mode, wait_s)
             except WeightsInconsistent:
-                self._group = ""  # its connections are closed
+                self.group = ""  # its connections are closed
                 raise
 
     async def sleep(self) -> None:
         """Wait for running requests and discard weights and cache. After `wake` weights must be loaded."""
         async with self._exclusive():
-            self._inconsistent = "the engine was put to sleep, which discards them"
+            self._inconsistent = "the engine was put to sleep, which discards its weights"
             await self._engine.sleep(level=2, mode="wait")
 
     async def wake(self) -> None:
@@ -188,22 +173,22 @@ class WeightUpdater:
             try:
                 self._served = Manifest.read(self._model)
             except BadWeights as error:
-                raise BadWeights(f"cannot read what the served model looks like: {error}") from error
+                raise BadWeights(f"cannot read the tensors of the served model: {error}") from error
         manifest.check_replaces(self._served)
 
     async def _swap(self, info: dict[str, Any] | LoRARequest, version: int, mode: UpdateMode) -> None:
         if isinstance(info, LoRARequest):
             await self._on_workers("dppo_load_adapter", info.lora_path)
-            self._adapter = info
+            self.adapter = info
         else:
             await self._on_workers("dppo_update_weights", info)
-            self._adapter = None
+            self.adapter = None
         await self._engine.update_weight_version(str(version))
-        self._version = version
+        self.version = version
         # Kept requests have cached keys and values of the old weights. They are preempted and prefilled again, so each
         # further token is drawn from exactly the policy it is tagged with.
         if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
-            raise RuntimeError("the prefix cache still holds keys and values of the old weights")
+            raise RuntimeError("the prefix cache still has keys and values of the old weights")
 
     async def _on_workers(self, method: str, *arguments: Any) -> None:
         """Call `method` on all workers. Raises RuntimeError with the problems that they return.

@@ -1,4 +1,4 @@
-"""Encodes the bytes between the client and the server's routes: JSON requests, and safetensors replies with arrays.
+"""Encode the bytes between the client and the server's routes: JSON requests, and safetensors replies with arrays.
 
 Values that are not arrays (finish reasons, ids) are JSON in the metadata of the safetensors, under "header".
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -73,23 +74,9 @@ def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def encode_request(request: GenerateRequest) -> bytes:
-    return json.dumps(
-        {
-            "request_id": request.request_id,
-            "token_ids": request.token_ids.tolist(),
-            "n": request.n,
-            "seeds": request.seeds,
-            "temperature": request.temperature,
-            "max_tokens": request.max_tokens,
-            "stop_token_ids": request.stop_token_ids,
-            "topk": request.topk,
-            "routed_experts": request.routed_experts,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "min_p": request.min_p,
-            "sampling_mask": request.sampling_mask,
-        }
-    ).encode()
+    # Servers of earlier versions know no flags.
+    values = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "flags" or request.flags}
+    return json.dumps({**values, "token_ids": request.token_ids.tolist()}).encode()
 
 
 def encode_trace(logprobs: np.ndarray, workers: list[list[tuple[int, str, bytes, str, tuple[int, ...]]]]) -> bytes:

@@ -1,4 +1,4 @@
-"""Worker side: a weight transfer engine that reads a model directory on shared storage or trainer ranks' broadcasts.
+"""Load weights in a worker, from a model directory on shared storage or from trainer ranks' broadcasts.
 
 Importing this module registers the engine and ends the process with its parent. Name `WorkerExtension` as the server's
 --worker-extension-cls so that every worker imports it, and `{"backend": BACKEND}` as its --weight-transfer-config.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -53,7 +53,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The source of an update. Exactly one of the two fields is set."""
+    """Names the source of an update. Exactly one of the two fields is set."""
 
     directory: str = ""  # directory of the new policy in Hugging Face names: a model or a delta
     step: str = ""  # step of the joined group that the trainer broadcasts now
@@ -62,6 +62,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads full weights in Hugging Face names through the model's own loaders, which shard and fuse them."""
 
+    model: Any  # any architecture, with vLLM's `load_weights`
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
@@ -69,7 +70,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*arguments)
         self._receiver: WeightReceiver | None = None
         self.loaded = LoadedWeights.of(self.model)
-        self._ahead: PrefetchedVersion | None = None  # prefetched for the next update
+        self._prefetched: PrefetchedVersion | None = None  # prefetched for the next update
         self._loading: PrefetchedVersion | None = None  # version of the running update
         self._began = 0.0
         self.parts: dict[str, float] = {}  # seconds of the last update, by part
@@ -81,14 +82,14 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def read_ahead(self, directory: Path, most_bytes: int) -> None:
         """Start reading the version that will be loaded next."""
-        before, self._ahead = self._ahead, None
-        if before is not None:
-            before.drop()
-        self._ahead = PrefetchedVersion(Version(directory), most_bytes)
+        previous, self._prefetched = self._prefetched, None
+        if previous is not None:
+            previous.drop()
+        self._prefetched = PrefetchedVersion(Version(directory), most_bytes)
 
     def has_read(self) -> bool:
         """Return whether the version is read. Raises the error of reading it."""
-        return self._ahead is None or self._ahead.finished()
+        return self._prefetched is None or self._prefetched.finished()
 
     def start_weight_update(self) -> None:
         self._began, self._loading = time.perf_counter(), None
@@ -97,7 +98,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.directory:
-            self._loading = self._taken(Path(update_info.directory))
+            self._loading = self._take(Path(update_info.directory))
             self.model.load_weights(self._loading.tensors())
             return
         if self._receiver is None:
@@ -105,11 +106,11 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         for bucket in self._receiver.receive(update_info.step):
             self.model.load_weights(bucket)
 
-    def _taken(self, directory: Path) -> PrefetchedVersion:
-        ahead, self._ahead = self._ahead, None
-        return (
-            ahead if ahead is not None and ahead.version.is_in(directory) else PrefetchedVersion(Version(directory), 0)
-        )
+    def _take(self, directory: Path) -> PrefetchedVersion:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched.version.is_in(directory):
+            return prefetched
+        return PrefetchedVersion(Version(directory), 0)
 
     def finish_weight_update(self) -> None:
         loading, self._loading = self._loading, None
@@ -136,10 +137,11 @@ def _repack(model: torch.nn.Module, loaded: LoadedWeights) -> None:
     A head tied to the embedding loads no weights itself, so its copy is not packed again. Expert weights are packed on
     the first load only. In both cases the server would continue with the old weights and report success.
     """
+    module: Any
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
-        experts = getattr(module, "routed_experts", None)
+        experts: Any = getattr(module, "routed_experts", None)
         kernel = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             loaded.processed(experts, kernel.fused_experts.process_weights_after_loading)
@@ -155,7 +157,15 @@ def _problem(action: Callable[[], None]) -> str | None:
 
 
 class WorkerExtension:
-    """Mixed into every worker. Naming it also makes every worker import this module."""
+    """Adds methods to every worker, whose attributes it uses. Naming it also makes every worker import this module."""
+
+    model_runner: Any
+    model_config: ModelConfig
+    weight_transfer_engine: TrainerWeights
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def dppo_join_weight_group(self, plan: dict[str, Any]) -> str | None:
         """Join the group. Return why it failed, or None: an exception would put vLLM's reply queues out of order."""
@@ -180,7 +190,7 @@ class WorkerExtension:
         """Run a whole update from an `UpdateInfo`. Return why it failed, or None."""
 
         def update() -> None:
-            self._weight_update_active = False  # left over from a failed update
+            self._weight_update_active = False  # a failed update leaves it set
             self.start_weight_update()
             self.update_weights(info)
             self.finish_weight_update()
@@ -235,27 +245,22 @@ class WorkerExtension:
 
 
 def _follow_first_load() -> None:
-    """Follow the first load too if the server takes adapters: the weights under them are loaded only then."""
+    """Follow the first load if the server takes adapters, because the weights under them are loaded only then."""
     process = base_loader.process_weights_after_loading
 
-    def followed(model: torch.nn.Module, *arguments: Any) -> None:
+    def followed(model: torch.nn.Module, model_config: Any, target_device: Any) -> None:
         if get_current_vllm_config().lora_config is not None:
             LoadedWeights.of(model).follow()
-        process(model, *arguments)
+        process(model, model_config, target_device)
 
     base_loader.process_weights_after_loading = followed
 
 
-def _compute_as_the_trainer() -> None:
-    """Replace the operators of the model with `engine.exact`."""
-    if (operators := exact.from_environment()) is not None:
-        from . import exact_server
-
-        exact_server.install(operators)
-
-
 WeightTransferEngineFactory.register_engine(BACKEND, TrainerWeights)
 _follow_first_load()
-_compute_as_the_trainer()
-if (_server := multiprocessing.parent_process()) is not None:
+if (_operators := exact.from_environment()) is not None:
+    from . import exact_server
+
+    exact_server.install(_operators)
+if (_server := multiprocessing.parent_process()) is not None and _server.pid is not None:
     end_with_parent(_server.pid, signal.SIGKILL)  # otherwise a killed server leaves its engine and its workers running

@@ -57,9 +57,9 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
     beyond = certificate["first_beyond_rounding"]
     if beyond is None:
         limits = ", ".join(f"{limit:g} in {8 * size} bits" for size, limit in ROUNDINGS.items())
-        yield f"  none by more than rounding makes ({limits})"
+        yield f"  no difference is larger than rounding explains ({limits})"
     else:
-        yield f"  more than rounding makes, the first: {_described(own[beyond])}"
+        yield f"  first difference larger than rounding explains: {_described(own[beyond])}"
 
 
 def _kinds(own: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
