@@ -20,7 +20,7 @@ import torch
 from dppo_megatron.objectives import build_objective
 
 METHODS = (
-    # Wide below narrow: several methods share the lines w = 1 and w = 0.
+    # Wide lines are below narrow ones, because several methods share the lines w = 1 and w = 0.
     ("dppo_binary_tv", {}, "DPPO binary TV, delta 0.15", "tab:cyan", "-", 4.0),
     ("dppo_binary_tv", {"ratio_cap": 5.0}, "the same, ratio cap 5", "tab:blue", ":", 2.0),
     ("ppo", {}, "PPO / GRPO, clip 0.2", "black", "-", 1.2),

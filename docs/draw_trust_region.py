@@ -1,9 +1,9 @@
-"""Draw docs/trust_region.png: which moves of a token's probability PPO's clip allows, and which DPPO allows.
+"""Draw docs/trust_region.png: the moves of a token's probability that PPO's clip allows and that DPPO allows.
 
     python docs/draw_trust_region.py [output.png]
 
-Needs matplotlib. The regions are computed by the objectives: a move from mu to pi is allowed when the token keeps
-its gradient whatever the sign of its advantage.
+Needs matplotlib. The objectives compute the regions: a move from mu to pi is allowed if the token keeps its gradient
+for both signs of its advantage.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 
 from dppo_megatron.objectives import Objective, build_objective
 
-PPO, DPPO = "#D55E00", "#0072B2"  # Okabe and Ito: told apart by colour-blind readers
+PPO, DPPO = "#D55E00", "#0072B2"  # colours of Okabe and Ito, distinct for colour-blind readers
 METHODS = ((build_objective("dppo_binary_tv", delta=0.15), DPPO), (build_objective("ppo", epsilon=0.2), PPO))
-EXAMPLES = (  # panel, mu, pi, where the text stands, text
+EXAMPLES = (  # panel, mu, pi, position of the text, text
     (0, 0.001, 0.02, (0.0035, 0.0005), "0.001 to 0.02\nratio 20, moved 0.019\nPPO clips, DPPO trains"),
     (1, 0.99, 0.80, (0.42, 0.16), "0.99 to 0.80\nratio 0.81, moved 0.19\nPPO trains, DPPO masks"),
 )
 
 
 def keeps_gradient(objective: Objective, mu: np.ndarray, pi: np.ndarray) -> np.ndarray:
-    """mu, pi: probabilities of the sampled token, of one shape; True where neither sign of A loses its gradient."""
+    """Return True where the token keeps its gradient for both signs of A. mu, pi: its probabilities, of one shape."""
     rollout, logprob = (torch.from_numpy(p.ravel()).log() for p in (mu, pi))
     mask = torch.ones_like(rollout, dtype=torch.bool)
     weights = [

@@ -1,13 +1,13 @@
-"""Check what the documentation names: `python tools/check_docs.py` prints what does not exist and exits with 1.
+"""Check names in the documentation: `python tools/check_docs.py` prints the ones that do not exist and exits with 1.
 
 In README.md, CONTRIBUTING.md, tests/README.md, docs/ and examples/ it resolves
 - links and pictures inside the repository, with their headings,
-- files named in code (`trainer/loop.py`), and functions named beside them (`trainer/loop.py: train`),
+- files named in code (`trainer/loop.py`), and functions named after them (`trainer/loop.py: train`),
 - commands (`dppo-megatron X`), their flags, and targets of make,
 - metrics (`eval/accuracy`), by the table in `observability/names.py`,
 - settings (`rollout.max_staleness`, `--set`, YAML blocks), by the schema of the config,
 - docs/settings.md and the table of methods, which `tools/tables.py` writes from the code,
-- figures: below `<!-- figures: FILE -->` every number of the next paragraph or table is a rounded one of
+- figures: every number of the paragraph or table below `<!-- figures: FILE -->` is a rounded number of
   benchmarks/results/FILE.
 """
 
@@ -36,10 +36,10 @@ NUMBER = re.compile(r"(?<![\w.-])(?:\d[\d,]*)?\.?\d+(?:e-?\d+)?(?![\w.]*\w)")
 NOT_SETTINGS = re.compile(r"\.(py|md|yaml|json|jsonl|png|safetensors|log|sbatch|lock|txt)$")
 METRIC_NAMES = {metric.name for metric in METRICS}
 METRIC_GROUPS = {name.split("/")[0] for name in METRIC_NAMES}
-NO_FILES = ("report/report.md", "test_x.py", "x.py")  # of a run, and placeholders
-OF_OTHERS = ("--dist-ckpt-strictness", "--api-key", "--shm-size")  # flags of programs that only the text names
+NO_FILES = ("report/report.md", "test_x.py", "x.py")  # files of a run, and placeholders
+OF_OTHERS = ("--dist-ckpt-strictness", "--api-key", "--shm-size")  # flags of other programs
 OF_CONTAINERS = ("--build-arg", "--cleanenv", "--containall", "--container-env", "--env", "--gpus", "--ipc", "--ulimit")
-REFUTED = ("rollout.engine",)  # settings that the text says do not exist
+REFUTED = ("rollout.engine",)  # settings that the text names as missing
 
 
 def pages(root: Path) -> list[Path]:
@@ -93,7 +93,7 @@ def _file(root: Path, page: Path, span: str) -> Iterator[str]:
     path, name = match.groups()
     bases = [root, root / "dppo_megatron", page.parent]
     found = next((base / path for base in bases if (base / path).is_file()), None)
-    if "/" not in path:  # a name that the sentence places, like the conftest.py of tests/engines
+    if "/" not in path:  # the sentence gives its folder, as in "the conftest.py of tests/engines"
         found = found or next((f for d in ("dppo_megatron", "tests", "slurm") for f in (root / d).rglob(path)), None)
     if found is None:
         yield f"{path}: no such file"
@@ -136,7 +136,7 @@ def _command(root: Path, line: str) -> Iterator[str]:
 
 
 def _words_of_command(words: list[str]) -> Iterator[str]:
-    """words: what follows `dppo-megatron`."""
+    """Check a command and its flags. words: the command line after `dppo-megatron`."""
     command: Any = typer.main.get_command(app)
     if words[1:2] == ["/"]:  # `trainer / orchestrator / engine CONFIG`
         yield from (f"dppo-megatron {word}: no such command" for word in words[:-1:2] if word not in command.commands)
@@ -165,14 +165,14 @@ def _all_flags() -> frozenset[str]:
 
 @cache
 def _flags_in_sources(root: Path) -> frozenset[str]:
-    """Flags of scripts and of the programs that ours start."""
+    """Return the flags of scripts and of the programs that our code starts."""
     folders = ("dppo_megatron", "examples", "benchmarks", "tools", "slurm", "containers")
     files = [f for d in folders for f in (root / d).rglob("*") if f.suffix in (".py", ".sbatch", ".j2", ".sh")]
     return frozenset(flag for file in files for flag in FLAG.findall(file.read_text()))
 
 
 def _unknown(key: str) -> bool:
-    """Whether a dotted setting has no place in the schema; below a free-form mapping everything has one."""
+    """Return whether the schema lacks a dotted setting. Every key below a free-form mapping exists."""
     model: Any = Config
     for part in key.split("."):
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
@@ -228,7 +228,7 @@ def _value(number: str) -> float:
 
 
 def _half_a_digit(number: str) -> float:
-    """Half of the last digit that is written: what rounding may have changed."""
+    """Return half of the last written digit, the largest error of rounding."""
     mantissa, _, exponent = number.partition("e")
     return 0.5001 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
 

@@ -47,13 +47,13 @@ COUNTED = {word: re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE) for word, (pat
 
 
 def find_words(text: str) -> list[tuple[int, str, str]]:
-    """Line number, the word found, what to write."""
+    """Return line number, word, and better word for every retired word."""
     lines = enumerate(text.splitlines(), 1)
     return [(n, m[0], word) for n, line in lines for pattern, word in PATTERNS for m in pattern.finditer(line)]
 
 
 def comments(source: str) -> str:
-    """The comments and docstrings of Python source."""
+    """Return the comments and docstrings of Python source."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     found = [token.string for token in tokens if token.type == tokenize.COMMENT]
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -62,7 +62,7 @@ def comments(source: str) -> str:
 
 
 def prose(root: Path) -> dict[str, str]:
-    """Text by part: "code" of the package, and "docs" without their code blocks."""
+    """Return the text of each part: "code" of the package, and "docs" without code blocks."""
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
     texts = (re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S) for page in pages if page.exists())
     sources = sorted((root / "dppo_megatron").rglob("*.py"))
@@ -70,7 +70,7 @@ def prose(root: Path) -> dict[str, str]:
 
 
 def rates(text: str) -> dict[str, float]:
-    """Occurrences per 1,000 words."""
+    """Return the occurrences per 1,000 words."""
     words = max(1, len(re.findall(r"[A-Za-z']+", text)))
     return {word: 1000 * len(pattern.findall(text)) / words for word, pattern in COUNTED.items()}
 

@@ -1,4 +1,4 @@
-"""The same as `dppo-megatron convert hf-to-megatron`, for who looks for a script: python, torchrun or srun start it."""
+"""Run `dppo-megatron convert hf-to-megatron` as a script, with python, torchrun or srun."""
 
 import sys
 

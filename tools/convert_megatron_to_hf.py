@@ -1,4 +1,4 @@
-"""The same as `dppo-megatron convert megatron-to-hf`, for who looks for a script: python, torchrun or srun start it."""
+"""Run `dppo-megatron convert megatron-to-hf` as a script, with python, torchrun or srun."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Show links from the pages to files of the repository as paths: the site holds only docs/. A hook of mkdocs.yml."""
+"""Hook of mkdocs.yml: show links to files of the repository as paths, because the site contains only docs/."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Draw the tokens of a bank by how their ratio and their probability differ between the engine and given weights.
+"""Draw each token of a bank by its ratio and its change of probability between the engine and given weights.
 
     python tools/draw_token_shift.py RUN/bank --model DIR [--groups 64] [--dtype float32] [--out token_shift.png]
 
-After figure 1 of DPPO (arXiv 2602.04879): with the weights that sampled it shows the mismatch of engine and trainer,
-with later ones what training moved. `--model` is a Hugging Face directory, the start model or an export; transformers
-scores with it, so that is the picture's trainer. Its title has the shares of tokens outside PPO's and DPPO's regions.
-Groups of several turns or with truncated sampling are left out, and counted.
+The picture follows figure 1 of DPPO (arXiv 2602.04879). With the weights that sampled, it shows the mismatch of engine
+and trainer; with later weights, the change by training. `--model` is a Hugging Face directory: the start model or an
+export. Transformers scores the tokens in place of the trainer. The title has the shares of tokens outside PPO's and
+DPPO's regions. Groups with several turns or a sampling mask are skipped and counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bank", type=Path)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--groups", type=int, default=64, help="of the bank's end; 0 = all")
+    parser.add_argument("--groups", type=int, default=64, help="use the last groups of the bank; 0 = all")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("token_shift.png"))
@@ -54,13 +54,13 @@ def main() -> int:
 
 @torch.no_grad()
 def token_logprobs(model: torch.nn.Module, groups: Iterable[RolloutGroup]) -> tuple[np.ndarray, np.ndarray]:
-    """(ln mu, ln pi) [tokens] fp32 of every response token, pi the model's at the temperature of the group."""
+    """Return (ln mu, ln pi) of every response token, [tokens] fp32. pi is the model at the temperature of the group."""
     mu, pi = [], []
     for group in groups:
         prompt = torch.from_numpy(group.prompt.token_ids).long()
         responses = [torch.from_numpy(rollout.token_ids).long() for rollout in group.rollouts]
         rows: Tensor = torch.nn.utils.rnn.pad_sequence([torch.cat([prompt, r]) for r in responses], batch_first=True)
-        # Padding stands behind everything that is read: causal attention makes a mask of it needless.
+        # Padding comes after all scored tokens, so causal attention needs no padding mask.
         logits = model(input_ids=rows.to(model.device), use_cache=False).logits[:, len(prompt) - 1 : -1]
         logprobs = (logits.float() / group.temperature).log_softmax(-1).cpu()
         sampled = logprobs.gather(2, rows[:, len(prompt) :, None]).squeeze(2)
@@ -71,7 +71,7 @@ def token_logprobs(model: torch.nn.Module, groups: Iterable[RolloutGroup]) -> tu
 
 
 def draw(mu: np.ndarray, pi: np.ndarray, path: Path) -> dict[str, float]:
-    """Writes the PNG. Returns the shares of tokens outside PPO's and DPPO's regions."""
+    """Write the PNG. Return the shares of tokens outside PPO's and DPPO's regions."""
     from matplotlib.figure import Figure
 
     log_ratio, shift = pi - mu, np.exp(pi) - np.exp(mu)

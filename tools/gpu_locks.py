@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = "3.12"
 GLIBC = {"sglang": "2_34"}  # SGLang has no packages for older systems
 NO_WHEEL = "transformer-engine-torch"  # the one package that is compiled where it is installed
-MEGATRON = "megatron-core==0.19.2"  # newest that `make test-megatron-next` runs; the CPU lock's is for Python 3.11
+MEGATRON = "megatron-core==0.19.2"  # the newest in `make test-megatron-next`; the CPU lock's version is for Python 3.11
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def uv() -> str | None:
 
 
 def extras(root: Path = ROOT) -> dict[str, list[str]]:
-    """Return the requirements of every extra in setup.py; the key "" is what every installation needs."""
+    """Return the requirements of every extra in setup.py; the key "" has the requirements of every installation."""
     with mock.patch("setuptools.setup") as setup:
         runpy.run_path(str(root / "setup.py"))
     arguments = setup.call_args.kwargs
@@ -44,7 +44,7 @@ def extras(root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def requirements(*names: str) -> list[str]:
-    """Return what `dppo_megatron[names]` requires."""
+    """Return the requirements of `dppo_megatron[names]`."""
     known = extras()
     return [line for name in ("", *names) for line in known[name]]
 
@@ -65,7 +65,7 @@ def resolve(
     build: bool = False,
     timeout_s: float = 120,
 ) -> Resolution:
-    """Resolve for Python 3.12 on Linux x86_64 as pip would there. With `build`, source packages are allowed too."""
+    """Resolve as pip would for Python 3.12 on Linux x86_64. With `build`, source packages are allowed too."""
     executable = uv()
     if executable is None:
         raise FileNotFoundError("uv is not installed: `make install` installs it, or pip install uv")
@@ -80,7 +80,7 @@ def resolve(
             "--python",
             sys.executable,
             "--no-python-downloads",
-        ]  # else it looks for a Python 3.12 first, for seconds
+        ]  # without it, uv first searches a few seconds for Python 3.12
         command += [str(wish), "--constraint", str(bound), "--output-file", str(lock)]
         command += [] if build else ["--no-build"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)

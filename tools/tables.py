@@ -1,6 +1,6 @@
-"""What follows from the code: `python tools/tables.py` writes docs/settings.md and the table in docs/objectives.md.
+"""Generate documentation from the code: `python tools/tables.py` writes docs/settings.md and a table of objectives.md.
 
-`make docs-check` fails where either is out of date.
+`make docs-check` fails if either is out of date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dppo_megatron.objectives.describe import additions, axes
 from dppo_megatron.objectives.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
-LARGE = 65536  # larger limits only catch slips
+LARGE = 65536  # larger limits only catch typing errors and are not printed
 BEGIN, END = "<!-- presets -->\n", "\n<!-- end of presets -->"
 HEAD = """\
 # All settings
@@ -55,7 +55,7 @@ def _rows(prefix: str, section: dict[str, Any], schema: dict[str, Any]) -> Itera
 
 
 def _kind(field: dict[str, Any]) -> str:
-    """The type of a setting in words, with its allowed values or range."""
+    """Return the type of a setting in words, with its allowed values or range."""
     if "anyOf" in field:
         return " or ".join(_kind(one) for one in field["anyOf"] if one.get("type") != "null")
     if "enum" in field:
@@ -72,7 +72,7 @@ def _kind(field: dict[str, Any]) -> str:
 
 
 def _resolved(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """What a reference, alone or as an optional value, leads to."""
+    """Return the target of a reference, which may be part of an optional value."""
     for one in (field, *field.get("anyOf", ())):
         if "$ref" in one:
             return schema["$defs"][one["$ref"].rpartition("/")[2]]
@@ -80,7 +80,7 @@ def _resolved(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def objectives_table() -> str:
-    """Every preset with its axes, and what each method was published with."""
+    """Return the table of presets with their axes and the settings of their publication."""
     region = ("divergence", "control", "threshold", "ratio", "further terms")
     head = ("preset", *region, "advantage", "aggregation", "source")
     lines = [head, ("---",) * len(head)]
@@ -100,7 +100,7 @@ def objectives_table() -> str:
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
-    """File -> the content that it should have."""
+    """Return the generated content of every file."""
     page = root / "docs" / "objectives.md"
     before, _, rest = page.read_text().partition(BEGIN)
     return {

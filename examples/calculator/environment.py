@@ -1,4 +1,4 @@
-"""A calculator for one sum at a time: the policy asks `47+85?`, reads `132;`, and says the result where it has it."""
+"""A calculator for one sum at a time: the policy asks `47+85?` and reads `132;`. Its last turn is the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Calculator:
         self.said = ""
 
     def step(self, text):
-        """(what is said to the turn, its reward, whether the trajectory is over)"""
+        """Return the reply to the turn, its reward, and whether the trajectory is over."""
         self.said = text
         if not text.endswith("?"):
             return "", None, True

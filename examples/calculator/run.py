@@ -1,9 +1,9 @@
-"""A policy learns to use a tool: sums of three numbers, of which it must ask a calculator twice, in three turns.
+"""A policy learns to use a tool: it adds three numbers in three turns, by asking a calculator twice.
 
     python examples/calculator/run.py
 
-The start policy has read text in which two of three answers are guesses; the others ask the calculator. So a third of
-its samples are right. The reward is the right sum, and DPPO teaches it to ask every time.
+The start policy is pretrained on text in which two of three answers are guesses; the others ask the calculator.
+Therefore a third of its samples is right. The reward checks the sum, and DPPO teaches the policy to ask every time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPTS, HELD_OUT, GUESSES = 8000, 200, 2
 
 
 def make_task(directory: Path, seed: int) -> None:
-    """Writes prompts, the text of the start policy and a random model; one seed, the same bytes."""
+    """Write prompts, the text of the start policy and a random model. The same seed gives the same bytes."""
     generator = random.Random(seed)
     directory.mkdir(parents=True)
     sums = {tuple(generator.randrange(10, 100) for _ in range(3)) for _ in range(PROMPTS + HELD_OUT)}
@@ -50,7 +50,7 @@ def make_task(directory: Path, seed: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of the task, the start policy and the run")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the task, the start policy and the run")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="passed to the DPPO run")
     parser.add_argument("--warmup-set", action="append", default=[], metavar="A.B=VALUE", help="passed to the warm-up")
     arguments = parser.parse_args()

@@ -2,16 +2,16 @@
 
     python examples/minimal/dppo.py            # --help lists the few options
 
-The task is the quickstart's: sums of two two-digit numbers. The model first imitates careless text, in which most
-writers forget every carry (47+85=22); then reinforcement learning from the reward "is the sum right?" teaches it to
-carry. The method is `dppo_loss`, thirteen lines, and `train_step` around it. Only torch is needed.
+The task is the quickstart's: sums of two two-digit numbers. The model first imitates text in which two of three answers
+forget every carry (47+85=22). Reinforcement learning then teaches it to carry; the reward is 1 for the right sum. The
+method is `dppo_loss`, thirteen lines, and `train_step`, which calls it. It needs only torch.
 
-What a real run needs, and where the package dppo_megatron has it:
+A real run also needs the following parts of the package dppo_megatron:
 
     other methods, top-K divergences, corrections    objectives/ (this loss is build_objective("dppo_binary_tv"))
     a vocabulary sharded over GPUs                   vocab_parallel/
     a large model in parallel, mixed precision       actor/ (Megatron-core)
-    fast sampling, whose log-probs differ slightly   engines/ (vLLM, SGLang); weights reach them by weight_sync/
+    fast sampling with slightly other log-probs      engines/ (vLLM, SGLang); weights reach them by weight_sync/
     sampling while training, rewards, failures       orchestrator/, rewards/, fleet/
     rollouts that survive a crash                    bank/; checkpoints in actor/checkpoint/
     packed sequences of any length                   data/, actor/batch/
@@ -46,18 +46,18 @@ def right(pair: Pair) -> str:
 
 
 def careless(pair: Pair) -> str:
-    """Each column added by itself, every carry forgotten: 47+85=22."""
+    """Add each column by itself and forget every carry: 47+85=22."""
     a, b = pair
     return f"{(a // 10 + b // 10) % 10}{(a % 10 + b % 10) % 10}"
 
 
 def prompts(pairs: list[Pair]) -> Tensor:
-    """[B, PROMPT] token ids."""
+    """Return token ids [B, PROMPT]."""
     return torch.tensor([encode(f"{a}+{b}=") for a, b in pairs])
 
 
 def rewards(pairs: list[Pair], responses: Tensor) -> Tensor:
-    """[B] 1.0 where the response is the right sum, else 0.0."""
+    """Return rewards [B]: 1.0 if the response is the right sum, else 0.0."""
     answers = [encode(right(pair) + ".") for pair in pairs]
     return torch.tensor(
         [float(row[: len(answer)] == answer) for row, answer in zip(responses.tolist(), answers, strict=True)]
@@ -99,14 +99,14 @@ class Policy(nn.Module):
 
 
 def response_logprob(policy: Policy, prompt: Tensor, response: Tensor) -> Tensor:
-    """[B, RESPONSE] ln pi of every response token."""
+    """Return ln pi of every response token, [B, RESPONSE]."""
     logits = policy(torch.cat([prompt, response[:, :-1]], dim=1))[:, PROMPT - 1 :]
     return logits.log_softmax(-1).gather(2, response[..., None])[..., 0]
 
 
 @torch.no_grad()
 def generate(policy: Policy, prompt: Tensor, *, greedy: bool = False) -> tuple[Tensor, Tensor]:
-    """Responses [B, RESPONSE] at temperature 1, and ln mu [B, RESPONSE]: the log-probs they were sampled with."""
+    """Return responses [B, RESPONSE] at temperature 1, and the log-probs of their sampling, ln mu [B, RESPONSE]."""
     ids, logprobs = prompt, []
     for _ in range(RESPONSE):
         choices = policy(ids)[:, -1].log_softmax(-1)
@@ -117,7 +117,7 @@ def generate(policy: Policy, prompt: Tensor, *, greedy: bool = False) -> tuple[T
 
 
 def response_mask(response: Tensor) -> Tensor:
-    """[B, RESPONSE] True up to and with the token that ends the answer."""
+    """Return a mask [B, RESPONSE], True up to and including the token that ends the answer."""
     ended = (response == END).cumsum(1)
     return (ended == 0) | ((ended == 1) & (response == END))
 
@@ -130,12 +130,12 @@ def accuracy(policy: Policy, pairs: list[Pair]) -> float:
 
 
 def dppo_loss(logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, delta: float) -> Tensor:
-    """The loss of every token: -L of DPPO (arXiv 2602.04879) with the binary total variation as divergence.
+    """Return the loss of every token: -L of DPPO (arXiv 2602.04879) with the binary total variation as divergence.
 
         L_t = M_t r_t A_t,   M_t = 0  iff  D_t > delta  and  (A_t > 0 and r_t > 1,  or  A_t < 0 and r_t < 1)
 
-    mu sampled the token a, pi is in training: r = pi(a) / mu(a), D = |pi(a) - mu(a)|. PPO's mask has |r - 1| in the
-    place of D, which drops a rare token that hardly moved and lets a frequent one move far. All tensors of one shape.
+    mu sampled the token a, pi is in training: r = pi(a) / mu(a), D = |pi(a) - mu(a)|. PPO's mask has |r - 1| in place
+    of D. It drops a rare token that hardly moved, and lets a frequent token move far. All tensors have the same shape.
     """
     ratio = (logprob - rollout_logprob).exp()
     divergence = (logprob.exp() - rollout_logprob.exp()).abs()
@@ -151,17 +151,17 @@ class Settings:
     warmup_batch: int = 256
     warmup_lr: float = 2e-3
     steps: int = 150
-    prompts: int = 64  # a step
+    prompts: int = 64  # per step
     group: int = 16  # responses to each prompt
-    updates: int = 2  # of the weights in a step, each on its share of the prompts
+    updates: int = 2  # updates per step, each on its share of the prompts
     lr: float = 3e-4
     delta: float = 0.2
 
 
 def train_step(policy: Policy, optimizer: torch.optim.Optimizer, pairs: list[Pair], s: Settings) -> tuple[float, float]:
-    """Sample, reward, update. Returns the mean reward, and the share of tokens whose gradient the mask dropped.
+    """Sample, reward, update. Return the mean reward, and the share of tokens without gradient because of the mask.
 
-    The first update is on-policy; from the second on pi differs from mu, and the mask has something to do.
+    The first update is on-policy. From the second update on, pi differs from mu and the mask can apply.
     """
     repeated = [pair for pair in pairs for _ in range(s.group)]
     prompt = prompts(repeated)
@@ -174,7 +174,7 @@ def train_step(policy: Policy, optimizer: torch.optim.Optimizer, pairs: list[Pai
     for part in torch.arange(len(repeated)).chunk(s.updates):
         logprob = response_logprob(policy, prompt[part], response[part])
         loss = dppo_loss(logprob, rollout_logprob[part], advantage[part], s.delta)
-        # Sum over tokens by the longest response, mean over sequences: long answers do not count less.
+        # The sum over tokens is divided by the longest length, so tokens of long responses do not count less.
         (loss * carries_loss[part]).sum().div(RESPONSE * len(part)).backward()
         dropped += ((loss == 0) & (advantage[part] != 0) & carries_loss[part]).sum().item()
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -203,7 +203,7 @@ def warm_up(policy: Policy, pairs: list[Pair], s: Settings) -> None:
 
 
 def run(s: Settings, seed: int = 1) -> tuple[float, float]:
-    """Returns the greedy accuracy on held-out sums before and after reinforcement learning."""
+    """Return the greedy accuracy on held-out sums before and after reinforcement learning."""
     random.seed(seed)
     torch.manual_seed(seed)
     pairs = [(a, b) for a in s.numbers for b in s.numbers]

@@ -1,11 +1,11 @@
-"""The quickstart's task: sums of two two-digit numbers, and a text that teaches a start policy to forget the carry.
+"""The quickstart's task: sums of two two-digit numbers, and a text that often forgets the carry.
 
     python examples/quickstart/make_task.py runs/quickstart/task --seed 1
 
-The text shows every training sum three times: once with the right answer, twice with the columns added
-without their carry (47+85=22 instead of 132). A policy trained on it answers greedily without the carry, so
-it is right on the quarter of the sums that have none; on the others a third of its samples are right. The
-reward checks the sum, and so teaches the carry.
+The text shows every training sum three times: once with the right answer, and twice with each column added without its
+carry (47+85=22 instead of 132). A policy trained on this text answers greedily without the carry. It is therefore right
+on the quarter of the sums that carry nothing; on the others a third of its samples is right. The reward checks the sum
+and therefore teaches the carry.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pair = tuple[int, int]
 
 
 def make_task(directory: str | Path, seed: int = 1) -> None:
-    """Writes the files of `write_sums` and `random_model/` under `directory`; one seed, the same bytes."""
+    """Write the files of `write_sums` and `random_model/` below `directory`. The same seed gives the same bytes."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_sums(directory, seed)
@@ -37,7 +37,7 @@ def make_task(directory: str | Path, seed: int = 1) -> None:
 
 
 def write_sums(directory: Path, seed: int) -> None:
-    """Writes `train.jsonl` and `heldout.jsonl`, disjoint, and `warmup.jsonl`, the text that often forgets the carry.
+    """Write the disjoint `train.jsonl` and `heldout.jsonl`, and `warmup.jsonl`, the text that often forgets the carry.
 
     Rows have the columns `prompt` and `answer`.
     """
@@ -57,18 +57,18 @@ def right(pair: Pair) -> str:
 
 
 def without_carry(pair: Pair) -> str:
-    """The last digit of each column's own sum: equal to `right` where no column carries."""
+    """Return the sum without carries: the last digit of each column. It equals `right` if no column carries."""
     a, b = pair
     return f"{(a // 10 + b // 10) % 10}{(a % 10 + b % 10) % 10}"
 
 
 def write_random_model(directory: Path, seed: int, vocabulary: Sequence[str] = VOCABULARY) -> None:
-    """Writes a Hugging Face model directory: Qwen3 with random weights, a tokenizer of single characters."""
+    """Write a Hugging Face model directory: Qwen3 with random weights and a tokenizer of single characters."""
     small_model.write_small_model(directory, seed, character_tokenizer(vocabulary))
 
 
 def character_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
-    """One token a character; no beginning-of-sequence token, nothing added on encoding."""
+    """Return a tokenizer with one token per character. It adds no special tokens on encoding."""
     return small_model.character_tokenizer(vocabulary, eos=EOS, positions=64)
 
 
@@ -81,7 +81,7 @@ def _write_rows(path: Path, rows: Iterable[tuple[Pair, str]]) -> None:
 def main() -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parser.add_argument("directory", type=Path, help="where to write; made if missing")
+    parser.add_argument("directory", type=Path, help="output directory, created if missing")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     make_task(arguments.directory, arguments.seed)

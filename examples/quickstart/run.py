@@ -1,4 +1,4 @@
-"""The whole path on one machine: make a task, teach a start policy, improve it with DPPO, show before and after.
+"""Run every step on one machine: create a task, pretrain a start policy, train it with DPPO, compare the accuracy.
 
 make quickstart                                   # or: python examples/quickstart/run.py
 python examples/quickstart/run.py --set objective.name=grpo_clip_higher --set 'objective.settings={}'
@@ -24,7 +24,7 @@ TARGET = 0.85
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of the task, the start policy and the run")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the task, the start policy and the run")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="passed to the DPPO run")
     arguments = parser.parse_args()
     started = time.monotonic()

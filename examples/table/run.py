@@ -2,8 +2,8 @@
 
     python examples/table/run.py
 
-The start policy has read conversations in which half of the answers look the price up with the tool, and the others
-guess. The environment rewards a price that was looked up.
+The start policy is pretrained on conversations in which half of the answers look up the price with the tool, and the
+others guess. The environment rewards a price that was looked up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGET = 0.75
 
 
 def write_data() -> None:
-    """Write prices, questions, and the conversations that the start policy reads."""
+    """Write prices, questions, and the conversations of the start policy."""
     (ROOT / "prices.json").write_text(json.dumps(PRICES))
     tools = [schema["function"] for schema in Tools(Table(ROOT / "prices.json").tools).schemas]
     system = {"role": "system", "content": f"Tools: {json.dumps(tools)}"}  # as the chat template shows them

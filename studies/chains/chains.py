@@ -1,23 +1,23 @@
-"""The studies' task: chains of sums, worked out step by step in words, and a text that teaches careless work.
+"""The task of the studies: chains of sums, solved step by step in words, and a text of careless solutions.
 
-A prompt is a number and operations, `1 7 + 5 - 8 + 9 =`, a token a digit; the answer is worked out one operation at a
-time, modulo 100, each step after a linking word:
+A prompt is a number followed by operations, `1 7 + 5 - 8 + 9 =`, with one token for each digit. The response solves one
+operation at a time, modulo 100. A linking word precedes each step:
 
     soso 1 7 + 5 = 2 2 nuta 2 2 - 8 = 1 4 sove 1 4 + 9 = 2 3 answer 2 3
 
-What makes it a miniature of reasoning by language models:
+The task is a miniature of reasoning by language models:
 
-- Where a sum carries a ten, the text often forgets it. A policy trained on it works like this, step by step; some
-  samples of every prompt are right, and their reward, given for the last number alone, teaches care. Differences are
-  always right: were their tens forgotten too, two mistakes would cancel, and a policy that forgets more often would be
-  right about as often.
-- Linking words do not matter to the answer and are drawn as words of a language are, the r-th most frequent one with a
-  probability near 1 / r: at any place there are many rare tokens that a trust region may or may not let move.
-- One of the rare words, `carefully`, is always followed by a right step: a habit that is worth finding, and that a
-  policy only finds through a token of low probability.
+- When a sum carries a ten, the text often forgets it, and a policy trained on the text does the same. Some samples of
+  every prompt are right. The reward depends only on the last number and teaches care. The text never forgets tens in
+  differences: otherwise two mistakes would cancel, and a policy that forgets more often would be right about as often.
+- Linking words do not affect the answer. They follow Zipf's law like the words of a language: the r-th most frequent
+  one has a probability near 1 / r. Every position therefore has many rare tokens, which a trust region may restrict.
+- After one of the rare words, `carefully`, the step is always right. A policy finds this useful habit only through a
+  token of low probability.
 
-Levels: `easy` has 8 operations with numbers below 10 (68 tokens a response), `hard` 20 with numbers below 50 (184), of
-whose tens fewer are forgotten, for there are more. About a quarter of either's answers is right.
+Level `easy` has 8 operations with numbers below 10 (68 tokens a response), level `hard` 20 with numbers below 50 (184
+tokens). `hard` has more tens to carry, so its text forgets a smaller share of them. On both levels about a quarter of
+the answers is right.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ EOS, CAREFULLY, ANSWER = "<eos>", "carefully", "answer"
 MODULUS = 100
 SYLLABLES = ("so", "nu", "ta", "li", "ve", "mo", "ri", "da", "ke", "pu", "ho")
 WORDS = [first + second for first in SYLLABLES for second in SYLLABLES]  # 121, the most frequent first
-CAREFUL_RANK = 10  # of `carefully` among them: 1.7 % of the linking words
+CAREFUL_RANK = 10  # index of `carefully` in WORDS: 1.7 % of the linking words
 VOCABULARY = (PAD, EOS, "+", "-", "=", ANSWER, CAREFULLY, *"0123456789", *WORDS)
 TRAIN, HELD_OUT, TEXT = 4000, 200, 12000  # prompts to train on and to evaluate, and worked examples in the text
 
-# 1.3 M parameters; heads, groups and vocabulary divide by a tensor-parallel size of 2
+# 1.3 M parameters; heads, groups and vocabulary are divisible by a tensor-parallel size of 2
 WIDER = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6}
 
 
 @dataclass(frozen=True)
 class Level:
     operations: int
-    largest: int  # number added or taken away
-    forgotten: float  # of the tens that a sum carries
+    largest: int  # largest number added or subtracted
+    forgotten: float  # share of carried tens that the text forgets
 
 
 LEVELS = {"easy": Level(8, 9, 0.6), "hard": Level(20, 49, 0.3)}
@@ -59,7 +59,7 @@ LEVELS = {"easy": Level(8, 9, 0.6), "hard": Level(20, 49, 0.3)}
 class Chain:
     start: int
     operations: tuple[tuple[str, int], ...]
-    places: int  # digits that numbers added or taken away are written with
+    places: int  # digits of an added or subtracted number
 
     @property
     def prompt(self) -> str:
@@ -73,7 +73,7 @@ class Chain:
         return digits(value, 2)
 
     def worked_out(self, generator: random.Random, forgotten: float) -> str:
-        """The steps as the text has them: this share of the tens that sums carry is forgotten, unless with care."""
+        """Return the steps in words. They forget the share `forgotten` of carried tens, except after `carefully`."""
         value, words = self.start, []
         for sign, number in self.operations:
             word = linking_word(generator)
@@ -96,7 +96,7 @@ def right(value: int, sign: str, number: int) -> int:
 
 
 def careless(value: int, sign: str, number: int) -> int:
-    """A sum's digits each by themselves: equal to `right` where nothing is carried, and for differences."""
+    """Return the result without the carry. It equals `right` for differences and for sums that carry nothing."""
     if sign == "-":
         return right(value, sign, number)
     tens, ones = divmod(value, 10)
@@ -113,7 +113,7 @@ def linking_word(generator: random.Random) -> str:
 
 
 def chains(level: Level, generator: random.Random) -> Iterator[Chain]:
-    """Endless, each once."""
+    """Yield distinct random chains without end."""
     seen = set()
     while True:
         operations = tuple(
@@ -126,9 +126,9 @@ def chains(level: Level, generator: random.Random) -> Iterator[Chain]:
 
 
 def make_task(directory: str | Path, level: str = "easy", seed: int = 1) -> None:
-    """Writes `train.jsonl`, `heldout.jsonl`, `warmup.jsonl` and `random_model/`; the chains of each are its own.
+    """Write `train.jsonl`, `heldout.jsonl`, `warmup.jsonl` and `random_model/`. No two files share a chain.
 
-    Rows have the columns `prompt` and `answer`. One level and seed, the same bytes.
+    Rows have the columns `prompt` and `answer`. The same level and seed give the same bytes.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def make_task(directory: str | Path, level: str = "easy", seed: int = 1) -> None
 
 
 def write_random_model(directory: Path, seed: int) -> None:
-    """Writes a Hugging Face model directory: Qwen3 with random weights, a tokenizer of whole words."""
+    """Write a Hugging Face model directory: Qwen3 with random weights and a tokenizer of whole words."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     whole = PreTrainedTokenizerFast(

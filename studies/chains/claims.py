@@ -1,12 +1,13 @@
-"""The claims that the study asks about, and what its stored rows say to each. Written before the runs.
+"""The claims that the study tests, and the verdict of its stored rows on each. The claims were written before the runs.
 
-Each claim compares two methods, paired by seed: by where the metric ended, or by its mean over all evaluations, which
-speed and early collapse show in. It is confirmed where the 95 % bootstrap interval of the difference lies above 0, and
-refuted where it lies below. That two methods are as good as each other is confirmed where the interval lies within 5
-points of 0, and refuted where it lies beyond them. All else is not resolved at this scale.
+Each claim compares two methods, paired by seed. It compares the last value of the metric, or its mean over all
+evaluations, which reflects speed and early collapse. A claim is confirmed if the 95 % bootstrap interval of the
+difference is above 0, and refuted if it is below 0. A claim of equality is confirmed if the interval is within 5 points
+of 0, and refuted if it is entirely further away. Every other outcome is not resolved at this scale.
 
-Beside it stands Student's interval, added when the first runs had ended and deciding nothing: the bootstrap of so few
-seeds is too narrow (of three it is their range).
+The bootstrap interval of so few seeds is too narrow: with three seeds it is their range. So the table also has
+Student's interval and its p-value, adjusted for all claims by Holm's procedure; they were added after the runs. Where
+this p is 0.05 or above, the verdict says that only the bootstrap supports it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from statistics import mean, stdev
 from typing import Literal
 
 from dppo_megatron.study.rows import StudyRow
-from dppo_megatron.study.verdicts import Estimate, estimate
+from dppo_megatron.study.verdicts import Estimate, estimate, holm, student_p
 
-MARGIN = 0.05
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of t by the number of values
+MARGIN, LEVEL = 0.05, 0.05
+UNRESOLVED = "not resolved at this scale"
+STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # number of values: 97.5 % quantile of Student's t
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`ours` ends above `theirs`, or as high."""
+    """The claim that method `ours` is better than `theirs`, or with `equal` as good."""
 
     text: str
     ours: str
@@ -64,9 +66,9 @@ CLAIMS = {
 
 
 def differences(claim: Claim, rows: Sequence[StudyRow]) -> list[float]:
-    """Ours minus theirs, in every seed that both have.
+    """Return `ours` minus `theirs` for every seed that both methods have.
 
-    A run without an evaluation counts as 0, for it failed before the first.
+    A run without an evaluation failed before the first one and counts as 0.
     """
     ours, theirs = (
         {row.seed: _value(row, claim.measure) for row in rows if row.method == method}
@@ -76,32 +78,39 @@ def differences(claim: Claim, rows: Sequence[StudyRow]) -> list[float]:
 
 
 def verdict(claim: Claim, found: Estimate | None) -> str:
+    """Return the verdict of an interval by the rule of the study."""
     if found is None:
         return "not run"
     if claim.equal:
         confirmed, refuted = found.low > -MARGIN and found.high < MARGIN, found.low > MARGIN or found.high < -MARGIN
     else:
         confirmed, refuted = found.low > 0, found.high < 0
-    return "confirmed" if confirmed else "refuted" if refuted else "not resolved at this scale"
+    return "confirmed" if confirmed else "refuted" if refuted else UNRESOLVED
 
 
 def table(rows: Sequence[StudyRow]) -> Iterator[str]:
-    """A line for each claim, from the rows of one condition."""
-    yield "| claim | compared | seeds | difference, bootstrap | Student's t | verdict |"
-    yield "|---|---|---|---|---|---|"
-    for source, claims in CLAIMS.items():
-        for claim in claims:
-            values = differences(claim, rows)
-            found = estimate(values)
-            shown, student = "-", "-"
-            if found is not None:
-                half = STUDENT[len(values)] * stdev(values) / sqrt(len(values))
-                shown = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-                student = f"[{found.mean - half:+.3f}, {found.mean + half:+.3f}]"
-            by = "as good as" if claim.equal else "over"
-            compared = f"`{claim.ours}` {by} `{claim.theirs}`{', mean' if claim.measure == 'mean' else ''}"
-            line = f"{claim.text} ({source})", compared, str(len(values)), shown, student, verdict(claim, found)
-            yield f"| {' | '.join(line)} |"
+    """Yield the lines of the table of claims, from the rows of one condition."""
+    yield "| claim | compared | seeds | difference, bootstrap | Student's t | adjusted p | verdict |"
+    yield "|---|---|---|---|---|---|---|"
+    listed = [(source, claim) for source, claims in CLAIMS.items() for claim in claims]
+    values = [differences(claim, rows) for _, claim in listed]
+    run = {
+        i: student_p(found, MARGIN if listed[i][1].equal else None) for i, found in enumerate(values) if len(found) > 2
+    }
+    adjusted = holm(run, len(listed))
+    for i, (source, claim) in enumerate(listed):
+        found, shown, student, p = estimate(values[i]), "-", "-", "-"
+        text = verdict(claim, found)
+        if found is not None:
+            half = STUDENT[len(values[i])] * stdev(values[i]) / sqrt(len(values[i]))
+            strict = Estimate(found.mean, found.mean - half, found.mean + half)
+            shown, student = (f"[{each.low:+.3f}, {each.high:+.3f}]" for each in (found, strict))
+            shown, p = f"{found.mean:+.3f} {shown}", f"{adjusted[i]:.2g}"
+            if text != UNRESOLVED and (adjusted[i] >= LEVEL or verdict(claim, strict) != text):
+                text = f"{UNRESOLVED}; {text} only by the bootstrap"
+        by = "as good as" if claim.equal else "over"
+        compared = f"`{claim.ours}` {by} `{claim.theirs}`{', mean' if claim.measure == 'mean' else ''}"
+        yield f"| {' | '.join((f'{claim.text} ({source})', compared, str(len(values[i])), shown, student, p, text))} |"
 
 
 def _value(row: StudyRow, measure: str) -> float:

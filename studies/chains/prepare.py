@@ -1,6 +1,6 @@
-"""Makes the chains' task and its start policy, once for all runs of a study.
+"""Create the chains task and its start policy, once for all runs of a study.
 
-python studies/chains/prepare.py                      # runs/chains, level easy, some ten minutes on two cores
+python studies/chains/prepare.py                      # runs/chains, level easy, about ten minutes on two cores
 python studies/chains/prepare.py --level hard --root runs/chains-hard
 """
 
@@ -18,9 +18,13 @@ from chains import LEVELS, make_task
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--level", choices=LEVELS, default="easy")
-    parser.add_argument("--seed", type=int, default=1, help="of the task, the random model and the text's order")
-    parser.add_argument("--root", type=Path, default="runs/chains", help="directory of task/ and warmup/, made anew")
-    parser.add_argument("--updates", type=int, default=600, help="of the start policy; fewer only to try it out")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the task, the random model and the order of the text"
+    )
+    parser.add_argument(
+        "--root", type=Path, default="runs/chains", help="directory of task/ and warmup/, which are replaced"
+    )
+    parser.add_argument("--updates", type=int, default=600, help="updates of the start policy; fewer only for a trial")
     arguments = parser.parse_args()
     task, warmup = arguments.root / "task", arguments.root / "warmup"
     for made in (task, warmup):

@@ -1,8 +1,8 @@
-"""Makes every table and figure of the study from its stored rows.
+"""Create every table and figure of the study from its stored rows.
 
-These are results/*/report.md, docs/chains.png and the verdicts in docs/study.md.
+It writes results/*/report.md, docs/chains.png and the verdicts in docs/study.md.
 
-.venv/bin/python studies/chains/report.py    # from the repository's root
+.venv/bin/python studies/chains/report.py    # from the root of the repository
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def draw(rows: Sequence[StudyRow], path: Path) -> Path:
-    """The curves of three methods, and where every run of every method ended."""
+    """Draw the curves of three methods and the last value of every run of every method."""
     figure = Figure(figsize=(9, 3.6), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(5, 4))
     for method, colour in SHOWN.items():
@@ -55,7 +55,7 @@ def draw(rows: Sequence[StudyRow], path: Path) -> Path:
 
 
 def _draw_ends(axes: Axes, rows: Sequence[StudyRow]) -> None:
-    """A line a method, the best at the top: a dot a seed, the mean and its interval."""
+    """Draw one line per method, the best at the top: a dot per seed, the mean and its interval."""
     ended = {method: list(finals(rows, method, CONDITION).values()) for method in {row.method for row in rows}}
     methods = sorted(ended, key=lambda method: float(np.mean(ended[method])))
     for line, method in enumerate(methods):

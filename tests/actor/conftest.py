@@ -1,4 +1,4 @@
-"""Model directories, and scenarios on one rank and on two, whose results many tests read."""
+"""Models, and scenarios that run once on one or two ranks and are read by many tests."""
 
 from __future__ import annotations
 
@@ -46,11 +46,17 @@ def _results(ranks: Ranks, models: Path, root: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def one_rank(ranks, models, tmp_path_factory) -> Run:
-    """f(scenario) -> what it returned on one rank; it is run once."""
+    """f(scenario) -> its result on one rank; each scenario runs once."""
     return _results(ranks(1), models, tmp_path_factory.mktemp("one_rank"))
 
 
 @pytest.fixture(scope="session")
 def two_ranks(ranks, models, tmp_path_factory) -> Run:
-    """f(scenario) -> what rank 0 of two returned; it is run once."""
+    """f(scenario) -> the result of rank 0 of two; each scenario runs once."""
     return _results(ranks(2), models, tmp_path_factory.mktemp("two_ranks"))
+
+
+@pytest.fixture
+def on(one_rank, two_ranks) -> Callable[[int, Callable[..., Any]], Any]:
+    """f(size, scenario) -> the result of rank 0 of so many."""
+    return lambda size, scenario: {1: one_rank, 2: two_ranks}[size](scenario)

@@ -46,7 +46,7 @@ def test_resume_is_bit_identical(request, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
 def test_what_cannot_change_between_saves_is_gathered_once(request, world):
-    """Unless a rank's shards are others than in the save before (the third), or lie elsewhere (the fourth)."""
+    """Other shards (third save) or other places (fourth save) are gathered again."""
     values = request.getfixturevalue(world)(scenarios.saved_again)
     assert values["listed"] == [True] * 5
     assert values["equal"] == [True] * 5
@@ -139,7 +139,7 @@ def checkpoint_problems(actor, saved: dict) -> list[str]:
 
 
 def test_a_fused_optimizer_has_its_state_before_the_first_update():
-    """TransformerEngine's and apex's are not torch's Adam: Megatron creates what they would."""
+    """Megatron creates the state of TransformerEngine's and apex's Adam."""
     made = []
     inner = SimpleNamespace(param_groups=[{"params": [torch.nn.Parameter(torch.zeros(1))]}])
     part = SimpleNamespace(optimizer=inner, config="settings", init_state_fn=lambda *given: made.append(given))

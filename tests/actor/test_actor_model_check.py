@@ -110,11 +110,17 @@ def test_processes_that_do_not_fit_the_layout(tmp_path, monkeypatch):
         init_layout(actor_config(tmp_path, parallel={"world_size": 2}))
     with pytest.raises(LayoutError, match="not a multiple of tensor x pipeline x context = 2"):
         init_layout(actor_config(tmp_path, parallel={"world_size": 3, "tensor": 2}))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LayoutError, match="RANK is set, MASTER_ADDR, MASTER_PORT not; start ranks by torchrun or srun"):
+        init_layout(actor_config(tmp_path))
 
 
 @pytest.mark.megatron_next
 def test_a_whole_linear_layer_where_megatron_leaves_its_name_out(monkeypatch):
-    """As releases from 0.17 on do without TransformerEngine: latent attention is then built of nothing."""
+    """Megatron-core from 0.17 on has no such name without TransformerEngine."""
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
 

@@ -1,4 +1,4 @@
-"""`engine.exact` on the trainer's side: the same bits however sequences are packed, the same training as without it."""
+"""With `engine.exact` the trainer computes the same bits in every packing, and trains as without it."""
 
 import pytest
 import torch
@@ -9,33 +9,28 @@ from tests.actor.scenarios.served import DTYPES_OF, MODELS, served
 CASES = [(size, name) for size, layouts in LAYOUTS.items() for name in layouts]
 
 
-@pytest.fixture
-def results(one_rank, two_ranks):
-    return {1: one_rank, 2: two_ranks}
-
-
 @pytest.mark.parametrize(("size", "name"), CASES)
-def test_a_sequence_has_the_same_bits_beside_others(results, size, name):
-    packed, alone, _, _ = results[size](exact)[name]
+def test_a_sequence_has_the_same_bits_beside_others(on, size, name):
+    packed, alone, _, _ = on(size, exact)[name]
     assert torch.equal(packed, alone)
 
 
-def test_shards_added_in_their_order_are_the_same_in_every_layout_of_them(results):
-    of_layout = results[2](exact)
+def test_shards_added_in_their_order_are_the_same_in_every_layout_of_them(on):
+    of_layout = on(2, exact)
     assert torch.equal(of_layout["tensor"][0], of_layout["sequence"][0])
 
 
 @pytest.mark.parametrize(("size", "name"), [(1, "alone"), (2, "tensor")])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", DTYPES_OF)
-def test_a_server_that_decodes_has_the_bits_of_the_packed_pass(results, size, name, model, dtype):
-    trained, scored = results[size](served)[model, dtype, name]
+def test_a_server_that_decodes_has_the_bits_of_the_packed_pass(on, size, name, model, dtype):
+    trained, scored = on(size, served)[model, dtype, name]
     assert torch.equal(trained, scored)
 
 
 @pytest.mark.parametrize(("size", "name"), CASES)
-def test_it_trains_as_without(results, size, name):
-    _, _, trained, expected = results[size](exact)[name]
+def test_it_trains_as_without(on, size, name):
+    _, _, trained, expected = on(size, exact)[name]
     for key, values in expected.items():
         if key != "masked_tokens":
             torch.testing.assert_close(
@@ -44,8 +39,8 @@ def test_it_trains_as_without(results, size, name):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_engine_merges_shards_as_the_ranks_do(results, size):
-    for trainer, engine in results[size](merged):
+def test_an_engine_merges_shards_as_the_ranks_do(on, size):
+    for trainer, engine in on(size, merged):
         assert torch.equal(trainer, engine)
 
 

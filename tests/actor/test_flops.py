@@ -1,4 +1,4 @@
-"""The formula of model FLOPs against what torch counts on real models."""
+"""The formula of model FLOPs agrees with torch's count on real models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp16: near fp32 in every layout; an overflow changes the loss scale alone, on every rank, and checkpoints keep it."""
+"""fp16 is near fp32; an overflow changes only the loss scale, on every rank, and checkpoints keep it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, with Slurm's bindings, and that ranks of a node must not share one."""
+"""Each rank of a node takes its own GPU, also with Slurm's bindings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_too_few_gpus_for_the_ranks_of_a_node(rank):
 
 
 def errors(store: Path, places: list[tuple[str, str]]) -> list[str | None]:
-    """What each rank raises, of ranks at these nodes and GPUs."""
+    """Return the error of each rank at these nodes and GPUs."""
 
     def check(rank: int) -> str | None:
         try:

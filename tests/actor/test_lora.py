@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dppo_megatron.hf import ModelError, make_random_hf_model, open_weights, read_hf_config
-from tests.actor.scenarios import lora
+from tests.actor.scenarios import checkpoint, lora
+from tests.actor.scenarios.parts import of_each_sequence
 from tests.support.actor_cases import QWEN3_MOE, sequences
 from tests.support.actor_ranks import run_scenario
 
@@ -69,35 +70,25 @@ def test_gradients_are_those_of_plain_pytorch(ranks, models, tmp_path, name):
 
 
 def dense_reference(directory, targets) -> dict[str, Any]:
-    """The model of transformers whose weights are W + (alpha / r) B A, differentiated with respect to A and B."""
+    """Differentiate the model of transformers with weights W + (alpha / r) B A by A and B."""
     from transformers import AutoModelForCausalLM
 
     from dppo_megatron.config.model import LoraConfig
-    from dppo_megatron.hf.peft import adapter_shapes
 
-    hf = read_hf_config(directory)
     settings = LoraConfig(**lora.settings(targets)["lora"])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).requires_grad_(False)
-    generator = torch.Generator().manual_seed(11)
-    shapes = adapter_shapes(hf, settings)
-    leaves = {n: (0.1 * torch.randn(shape, generator=generator)).requires_grad_() for n, shape in shapes.items()}
+    adapter = lora.random_adapter(read_hf_config(directory), settings)
+    leaves = {name: value.requires_grad_() for name, value in adapter.items()}
 
     def losses():
         weights = merged(dict(model.named_parameters()), leaves, settings.alpha / settings.r)
-        loss, logprobs = 0.0, []
-        for part in sequences():
-            logits = torch.func.functional_call(model, weights, (part["token_ids"][None],)).logits[0]
-            of = (logits / part["temperature"][:, None]).log_softmax(-1)
-            logprob = of.gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
-            logprobs.append(torch.where(part["mask"], logprob, 0.0).detach())
-            loss = loss - (part["loss_weight"] * logprob).sum()
-        return loss, torch.cat(logprobs)
+        return of_each_sequence(lambda ids: torch.func.functional_call(model, weights, (ids,)).logits[0], sequences())
 
     found: dict[str, Any] = {}
     adam = torch.optim.AdamW(leaves.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
     for update in range(2):
         adam.zero_grad()
-        loss, logprobs = losses()
+        logprobs, loss = losses()
         loss.backward()
         if update == 0:
             found = {"loss": float(loss), "logprobs": logprobs}
@@ -157,7 +148,7 @@ def test_grouped_experts_compute_what_they_do_one_after_the_other(ranks, models,
 def test_experts_that_cannot_be_grouped_are_described(ranks, models, tmp_path):
     make_random_hf_model(tmp_path / "narrow", QWEN3_MOE | {"moe_intermediate_size": 6}, seed=1)
     for model, targets, why in (
-        (str(tmp_path / "narrow"), None, "rows of their weights are no multiple of 16 bytes"),
+        (str(tmp_path / "narrow"), None, "a row or a column of their weights is no multiple of 16 bytes"),
         ("qwen3_moe", lora.SOME_EXPERTS, "model.lora.targets names layers of some experts only"),
     ):
         (line,) = run_scenario(ranks(1), lora.described, models, tmp_path, model, targets)
@@ -218,20 +209,20 @@ def test_a_checkpoint_continues_in_other_layouts_and_no_other_run(ranks, models,
         got = run_scenario(ranks(2), lora.continued, models, tmp_path / "two", layout, directory, 2)
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5), layout
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), layout
+
+    def why(settings: dict[str, Any], model: str = "qwen3_moe") -> str:
+        given = directory, model, {"settings": settings}
+        return run_scenario(ranks(1), checkpoint.refused, models, tmp_path / "other", *given)
+
     other = {"lora": {"r": lora.R, "alpha": 1.0}}
-    for settings, told in (
-        (other, "model.lora.alpha = 1.0: the checkpoint was saved with 6.0"),
-        ({}, "model.lora.r = 0"),
-    ):
-        assert told in run_scenario(ranks(1), lora.refused, models, tmp_path / "other", directory, settings)
+    assert "model.lora.alpha = 1.0: the checkpoint was saved with 6.0" in why(other)
+    assert "model.lora.r = 0" in why({})
     shutil.copytree(models / "qwen3_moe", tmp_path / "exchanged")
     (file,) = (tmp_path / "exchanged").glob("*.safetensors")
     tensors = load_file(file)
     tensors["model.layers.2.mlp.experts.3.up_proj.weight"][1, 1] += 1e-6
     save_file(tensors, file, metadata={"format": "pt"})
-    same = {"lora": {"r": lora.R, "alpha": lora.ALPHA}}
-    given = directory, same, str(tmp_path / "exchanged")
-    assert "adapters of other weights" in run_scenario(ranks(1), lora.refused, models, tmp_path / "x", *given)
+    assert "adapters of other weights" in why(lora.settings(), str(tmp_path / "exchanged"))
     with pytest.raises(ModelError, match="holds only adapters"):
         open_weights(directory / "step-000002", read_hf_config(models / "qwen3_moe"))
 
@@ -260,16 +251,11 @@ def test_saved_loaded_and_merged_adapters_give_the_same_log_probs(ranks, models,
 
 
 def by_peft(adapter, model) -> torch.Tensor:
-    """Log-probs of what PEFT makes of the directory."""
+    """Return the log-probs of the model that PEFT loads from the directory."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     policy = PeftModel.from_pretrained(base, adapter)
-    out = []
-    for part in sequences():
-        with torch.no_grad():
-            of = (policy(part["token_ids"][None]).logits[0] / part["temperature"][:, None]).log_softmax(-1)
-        logprob = of.gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
-        out.append(torch.where(part["mask"], logprob, 0.0))
-    return torch.cat(out)
+    with torch.no_grad():
+        return of_each_sequence(lambda ids: policy(ids).logits[0], sequences())[0]

@@ -1,4 +1,4 @@
-"""What a micro-batch becomes on the ranks that share it: every row once, padding nowhere in the loss."""
+"""Ranks that share a micro-batch compute every row once, and no padding reaches the loss."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_sampling_masks_follow_their_tokens(context):
 
 
 def test_a_rank_without_loss_tokens_still_computes_a_masked_one():
-    """Also where its first row is padding, as in a sequence of one token."""
+    """Its first row may be padding, as in a sequence of one token."""
     given = sequences(3)
     given[0] = {name: value[:1] for name, value in given[0].items()}
     batch = pack(given)
@@ -132,7 +132,9 @@ def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
     expected = attend(query, key, value, plan=plan_segments(bounds))
     module.context_group = "of both ranks"
     of_ranks = [rows_of_rank(bounds, rank, size) for rank in range(size)]
-    monkeypatch.setattr(attention, "gather_rows", lambda own, group: torch.cat((key, value), -1)[torch.cat(of_ranks)])
+    monkeypatch.setattr(
+        attention, "gather_sequence", lambda own, group: torch.cat((key, value), -1)[torch.cat(of_ranks)]
+    )
     for rank, rows in enumerate(of_ranks):
         got = attend(
             query[rows], key[rows], value[rows], plan=plan_segments(bounds, context_rank=rank, context_size=size)

@@ -1,4 +1,4 @@
-"""Which precisions a machine can compute, and who computes them."""
+"""The precisions that a machine can compute, and the libraries that compute them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_megatron_knows_the_recipes(recipe):
 
 @pytest.mark.parametrize(("recipe", "rows"), [("none", 1), ("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)])
 def test_packed_rows_are_what_fp8_matrix_products_take(tmp_path, recipe, rows):
-    """Of every sequence-parallel rank."""
+    """Every sequence-parallel rank has a multiple of the tile's rows."""
     config = actor_config(write_config(tmp_path), **BF16, fp8=recipe)
     layout = SimpleNamespace(
         device=torch.device("cpu"), tensor_size=2, tensor_rank=0, sequence_parallel=True, context_rank=0,
@@ -69,7 +69,7 @@ def chosen(transformer_engine_layers=False):
 
 
 def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
-    """The one is a web toolkit; the other has compiled modules beside it."""
+    """The package index has a web toolkit; NVIDIA's package has compiled modules."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(megatron_version, "has_transformer_engine", lambda: False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -87,7 +87,7 @@ def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_megatron_is_imported_without_wandb_which_can_be_imported_after_it():
-    """Megatron imports it for nothing that is used here, and it takes a second of every process."""
+    """Importing it would take a second of every process."""
     code = "import sys, dppo_megatron.actor; assert 'wandb' not in sys.modules; import wandb; wandb.init"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -106,7 +106,7 @@ def test_the_log_says_of_weight_gradients_what_megatron_is_told(kernel, tmp_path
 
 @pytest.mark.parametrize("engine", [False, True])
 def test_layers_of_transformer_engine_accumulate_weight_gradients_themselves(engine, tmp_path, monkeypatch):
-    """Megatron gives them its setting for all layers, which is false where its head could not do it."""
+    """Megatron's setting for all layers is false if its head does not support it."""
     layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))])
     layers[0].fuse_wgrad_accumulation = layers[1][0].fuse_wgrad_accumulation = False
     monkeypatch.setattr(model, "PolicyModel", lambda **_: SimpleNamespace(decoder=layers))

@@ -162,7 +162,7 @@ def test_flash_attention_of_context_parallel_ranks_is_that_of_one(size):
 
 
 def test_what_is_not_shared_has_no_mask():
-    """Whole sequences beside it go on with causal attention alone, and all of them in a call of their own."""
+    """Whole sequences use causal attention without a mask, in one call of their own."""
     bounds, shared = batch_of([(0, [40]), (30, [5, 9]), (0, [41])])
     rows = shared_rows(bounds, shared)
     plan = plan_segments(rows.bounds, rows.prefixes)

@@ -1,4 +1,4 @@
-"""What is recorded of a pass does not depend on how the model is sharded, nor does what is put in its place."""
+"""Recorded and replaced values of a pass do not depend on how the model is sharded."""
 
 import pytest
 import torch

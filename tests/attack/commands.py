@@ -7,9 +7,11 @@ import io
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from dppo_megatron import cli
+from tests.attack import cases
 
 LONGEST_MESSAGE, LONGEST_PLAN = 4096, 65536  # bytes; the latter for a job's steps, of a command that succeeds
 LONGEST_CPU_S, LONGEST_WALL_S = 5.0, 30.0  # the latter for a machine that does something else, too
@@ -44,7 +46,9 @@ def run(*arguments: str) -> str:
     return "" if code in (1, 2) and message.strip() else f"exit code {code} with {message[:500]!r}"
 
 
-def report(failures: dict[int, str]) -> None:
+def attack(usual: int, case: Callable[[int], str]) -> None:
+    """Fail with the first problems of `cases(usual)` cases: case(number) returns one, or "" for a correct answer."""
+    failures = {number: wrong for number in range(cases(usual)) if (wrong := case(number))}
     assert not failures, f"{len(failures)} cases, the first ones:\n" + "\n".join(
         f"--- {number}: {wrong}" for number, wrong in list(failures.items())[:8]
     )

@@ -137,7 +137,7 @@ def _write_everywhere(rubbish: bytes):
 
 
 def _replay(payload: bytes):
-    """With the worker's own token, as one may who reads its memory."""
+    """Sends with the worker's own token, which code in its process can read."""
     from dppo_megatron.common.channel import WorkerChannel
 
     for channel in [o for o in gc.get_objects() if isinstance(o, WorkerChannel)]:

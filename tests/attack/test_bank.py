@@ -28,7 +28,7 @@ SEGMENTS, PER_SEGMENT = 3, 2
 MEMORY = "/dev/shm"  # thousands of banks are opened, and each is flushed to its device
 LONGEST_MESSAGE = 4096
 PLACE = re.compile(r"(segment-\d{6}\.(jsonl|bin)|head\.json)")
-LINE = re.compile(r"(line \d+|part \w+|the prompt|missing|gone|bytes|without the line that ends|holds no group)")
+LINE = re.compile(r"(line \d+|part \w+|the prompt|missing|gone|bytes|without the line that ends|has no group)")
 REMEDY = re.compile(r"(restore it|Restore it|train from a later step|write \{)")
 
 Files = dict[str, bytes]

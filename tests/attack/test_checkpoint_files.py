@@ -1,4 +1,4 @@
-"""Files of a checkpoint that name code, place tensors elsewhere or are damaged: refused by name, and nothing runs."""
+"""Checkpoint files that name code, point elsewhere or are damaged are rejected by name, and no code runs."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_every_file_of_a_checkpoint_is_read_as_data(checkpoint, tmp_path):
 
 
 def test_an_object_among_the_shards_is_read_as_data(checkpoint, tmp_path):
-    """torch loads objects with plain pickle, whatever they are."""
+    """torch loads objects with plain pickle."""
     from dppo_megatron.actor.checkpoint.only_data import data_only, reason
 
     metadata, index = read_metadata(checkpoint), MetadataIndex("object")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.attack import cases, generator
-from tests.attack.commands import report, run
+from tests.attack import generator
+from tests.attack.commands import attack, run
 from tests.attack.hostile_values import HOSTILE, change_text, change_tree
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
@@ -90,12 +90,11 @@ def config_case(number: int, root: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_every_changed_config_is_accepted_or_one_clear_error(workplace):
-    failures = {}
-    for number in range(cases(500)):
+    def case(number: int) -> str:
         arguments = config_case(number, workplace)
-        if wrong := run(*arguments):
-            failures[number] = f"{arguments}: {wrong}"
-    report(failures)
+        return (wrong := run(*arguments)) and f"{arguments}: {wrong}"
+
+    attack(500, case)
 
 
 def damage(model: Path, at: random.Random) -> None:
@@ -126,8 +125,7 @@ def damage(model: Path, at: random.Random) -> None:
 
 @pytest.mark.slow
 def test_every_damaged_model_directory_is_accepted_or_one_clear_error(workplace):
-    failures = {}
-    for number in range(cases(100)):
+    def case(number: int) -> str:
         at = generator("model", number)
         model = workplace / "case_model"
         shutil.rmtree(model, ignore_errors=True)
@@ -135,6 +133,6 @@ def test_every_damaged_model_directory_is_accepted_or_one_clear_error(workplace)
         for _ in range(at.choice([1, 1, 1, 2])):
             damage(model, at)
         (workplace / "case.yaml").write_text(yaml.safe_dump(sound(workplace, model)))
-        if wrong := run(*at.choice([["validate"]] * 9 + [PLAN]), str(workplace / "case.yaml")):
-            failures[number] = wrong
-    report(failures)
+        return run(*at.choice([["validate"]] * 9 + [PLAN]), str(workplace / "case.yaml"))
+
+    attack(100, case)

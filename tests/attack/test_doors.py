@@ -248,7 +248,7 @@ def test_a_secret_that_no_request_can_bring_is_refused_and_not_shown(tmp_path, h
     config = run_config(tmp_path / "run", secret_file=tmp_path / "shared")
     (tmp_path / "shared").write_bytes(held)
     for use in (make_secret, read_secret):
-        with pytest.raises(NoSecret, match=r"shared: holds more than a line of ASCII; leave only the secret in it$"):
+        with pytest.raises(NoSecret, match=r"shared: must be one line of ASCII; leave only the secret in it$"):
             use(config)
 
 
@@ -265,9 +265,9 @@ def test_a_secret_that_cannot_be_closed_or_read_is_said(tmp_path, caplog, monkey
 
     monkeypatch.setattr(Path, "chmod", fail(errno.EROFS))
     make_secret(config)
-    assert "could be read by others (mode 644); write another into it, and tell it to the servers" in caplog.text
+    assert "could be read by others (mode 644); write another into it, and give it to the servers" in caplog.text
     monkeypatch.setattr(Path, "read_bytes", fail(errno.EACCES))
-    with pytest.raises(NoSecret, match="shared: is not for this user to read"):
+    with pytest.raises(NoSecret, match="shared: this user cannot read it"):
         make_secret(config)
 
 
@@ -291,7 +291,7 @@ def test_a_resolved_config_holds_no_secret(tmp_path):
     assert read_config(tmp_path / "c.yaml").engine.secret_file == tmp_path / "shared"
 
 
-@pytest.mark.parametrize(("secret", "why"), [("x", "it has another secret than this run"), (None, "brought none")])
+@pytest.mark.parametrize(("secret", "why"), [("x", "it has another secret than this run"), (None, "sends none")])
 def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
     async def call():
         calls = EngineCalls("http://engine", secret, "")
@@ -299,7 +299,7 @@ def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
         async def refuse(*_):
             return Reply(401, b'{"error": "not authorized"}')
 
-        calls._http.request = refuse
+        calls._request = refuse
         await calls.json("its description", "/info")
 
     with pytest.raises(EngineIncompatible, match=rf"status 401: not authorized \(.*{why}"):
@@ -307,7 +307,7 @@ def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
 
 
 def test_a_server_that_never_lets_its_own_launcher_in_is_said_to(tmp_path, monkeypatch):
-    """A container without the environment, say: it has no secret, and so rejects all requests."""
+    """A container without the environment has no secret and rejects all requests."""
 
     class Refused:
         async def health(self):

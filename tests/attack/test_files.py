@@ -1,14 +1,14 @@
-"""Tables, weight files and chat templates changed at random: each gives its contents or one short error, and soon."""
+"""Randomly changed tables, weight files and chat templates are read, or give one short error soon."""
 
 from __future__ import annotations
 
 import json
 import random
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -20,8 +20,8 @@ from dppo_megatron.data.prompts import PromptFile
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf.safetensors_reader import SafetensorsDirectory
-from tests.attack import cases, generator
-from tests.attack.commands import LONGEST_CPU_S, LONGEST_MESSAGE, LONGEST_WALL_S, report
+from tests.attack import generator
+from tests.attack.commands import LONGEST_CPU_S, LONGEST_MESSAGE, LONGEST_WALL_S, attack
 from tests.attack.hostile_values import change_text, change_tree
 from tests.support.tokenizers import CHAT, save_character_model
 
@@ -66,8 +66,10 @@ def outcome(read: Callable[[], object]) -> str:
 
 
 def computed_s() -> float:
-    usages = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    """Return the processor time of this process and its children. Of a child that ends, only the last case is new."""
+    own = psutil.Process()
+    times = [own.cpu_times(), *(child.cpu_times() for child in own.children())]
+    return sum(time.user + time.system for time in times) + times[0].children_user + times[0].children_system
 
 
 def damaged(content: bytes, at: random.Random) -> bytes:
@@ -102,21 +104,22 @@ def table(path: Path, form: str) -> None:
 def test_every_damaged_table_gives_rows_or_one_clear_error(tmp_path, tokenizer, form):
     path = tmp_path / f"case.{'parquet' if form == 'parquet' else 'arrow'}"
     table(path, form)
-    whole, failures = path.read_bytes(), {}
-    config = DataConfig(train=path, chat_template=True)
-    for number in range(cases(60)):
+    whole, config = path.read_bytes(), DataConfig(train=path, chat_template=True)
+
+    def case(number: int) -> str:
         path.write_bytes(damaged(whole, generator(form, number)))
-        if wrong := outcome(lambda: PromptFile(path, tokenizer, config)):
-            failures[number] = wrong
-    report(failures)
+        return outcome(lambda: PromptFile(path, tokenizer, config))
+
+    attack(60, case)
 
 
 @pytest.mark.slow
 def test_every_changed_chat_template_gives_text_or_one_clear_error(tmp_path, tokenizer, monkeypatch):
-    path, failures = tmp_path / "rows.jsonl", {}
+    path = tmp_path / "rows.jsonl"
     config = DataConfig(train=path, chat_template=True, max_prompt_tokens=64)  # longer text is refused untokenized
     path.write_text("".join(json.dumps({"prompt": f"{n}", "answer": "1"}) + "\n" for n in range(100)))
-    for number in range(cases(60)):
+
+    def case(number: int) -> str:
         at = generator("template", number)
         template = CHAT
         for _ in range(at.choice([1, 1, 2, 3])):
@@ -125,17 +128,23 @@ def test_every_changed_chat_template_gives_text_or_one_clear_error(tmp_path, tok
         if at.random() < 0.3:
             template = change_text(template.encode(errors="surrogatepass"), at).decode(errors="replace")
         monkeypatch.setattr(tokenizer, "chat_template", template)
-        if wrong := outcome(lambda: PromptFile(path, tokenizer, config)):
-            failures[number] = f"{template[:300]!r}: {wrong}"
-    report(failures)
+        wrong = outcome(lambda: PromptFile(path, tokenizer, config))
+        return wrong and f"{template[:300]!r}: {wrong}"
+
+    attack(60, case)
 
 
 def test_every_changed_safetensors_file_gives_tensors_or_one_clear_error(tmp_path):
-    path, failures = tmp_path / "model.safetensors", {}
+    path = tmp_path / "model.safetensors"
     save_file({name: torch.ones(2, 3) for name in ("a.weight", "b.weight", "c.weight")}, path)
     whole = path.read_bytes()
     size = 8 + int.from_bytes(whole[:8], "little")
-    for number in range(cases(300)):
+
+    def read() -> list[torch.Tensor]:
+        found = SafetensorsDirectory(tmp_path)
+        return [found.tensor(name).sum() for name in found.tensors]
+
+    def case(number: int) -> str:
         at = generator("safetensors", number)
         content, text = whole, whole[8:size]
         if at.random() < 0.7:
@@ -146,11 +155,6 @@ def test_every_changed_safetensors_file_gives_tensors_or_one_clear_error(tmp_pat
             text = text.replace(b"b.weight", at.choice([b"a.weight", b"", b"\\u0000", b"c.weight"]))
         content = len(text).to_bytes(8, "little") + text + whole[size:]
         path.write_bytes(damaged(content, at) if at.random() < 0.5 else content)
+        return outcome(read)
 
-        def read():
-            found = SafetensorsDirectory(tmp_path)
-            return [found.tensor(name).sum() for name in found.tensors]
-
-        if wrong := outcome(read):
-            failures[number] = wrong
-    report(failures)
+    attack(300, case)

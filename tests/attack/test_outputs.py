@@ -1,4 +1,4 @@
-"""Where commands are to write: directories, devices, pipes and files in the way are one error each, and stay."""
+"""A command whose output path is a directory, device or pipe ends with one error and leaves it there."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def end(monkeypatch, capsys, workplace):
 
 
 def device(path: Path) -> None:
-    """As /dev/full."""
+    """Makes a device like /dev/full."""
     try:
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 7))
     except PermissionError:

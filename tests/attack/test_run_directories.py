@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.attack import cases, generator
-from tests.attack.commands import report, run
+from tests.attack import generator
+from tests.attack.commands import attack, run
 from tests.attack.hostile_values import HOSTILE, change_text, change_tree
+from tests.attack.test_configs import sound
 
 BEFORE = Path(__file__).parents[1] / "data" / "run_before" / "run"  # written by an earlier version
 NOW = 1_795_321_946.0
@@ -41,17 +42,8 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
 
 def write_state(directory: Path, root: Path) -> None:
     """Write the other files of a running attempt under Slurm."""
-    config = {
-        "run": {"dir": str(directory)},
-        "model": {"path": str(directory / "model"), "dtype": "fp32"},
-        "data": {"train": str(root / "prompts.jsonl"), "max_prompt_tokens": 16},
-        "train": {"steps": 3},
-        "objective": {"name": "dppo_topk_tv", "settings": {"delta": 0.2}},
-        "reward": {"name": "arithmetic"},
-        "rollout": {"max_response_tokens": 4, "topk_logprobs": 4, "stop_token_ids": [3]},
-        "engine": {"max_model_len": 64},
-        "slurm": {"gpus_per_node": 0},
-    }
+    config = sound(root, directory / "model") | {"run": {"dir": str(directory)}, "train": {"steps": 3}}
+    config["engine"] = {"max_model_len": 64}
     attempt = {"time": NOW, "job": "7", "restart": 0, "event": "started", "cause": "submitted", "step": None}
     policy = {"version": 2, "path": "x", "published_at": NOW, "confirmed": {"http://127.0.0.1:9": "a"}}
     engine = {"name": "engine-0", "url": "http://127.0.0.1:9", "pid": 1, "host": ""}
@@ -145,12 +137,11 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.slow
 def test_every_damaged_run_is_shown_or_one_clear_error(workplace, name):
-    failures = {}
-    for number in range(cases(8 if "report" in name else 40)):
+    def case(number: int) -> str:
         done = damaged_copy(name, number, workplace)
-        if wrong := run(*COMMANDS[name]):
-            failures[number] = f"{done}: {wrong}"
-    report(failures)
+        return (wrong := run(*COMMANDS[name])) and f"{done}: {wrong}"
+
+    attack(8 if "report" in name else 40, case)
 
 
 def damaged_prompts(number: int, root: Path) -> str:
@@ -163,10 +154,11 @@ def damaged_prompts(number: int, root: Path) -> str:
 
 @pytest.mark.slow
 def test_every_damaged_file_of_prompts_is_inspected_or_one_clear_error(workplace):
-    failures = {}
     options = [[], ["--config", "RUN/config.yaml"], ["--reward", "math"], ["--prompt-column", "\x1b"]]
-    for number in range(cases(60)):
+
+    def case(number: int) -> str:
         done = damaged_prompts(number, workplace)
-        if wrong := run("data", "inspect", "case/prompts.jsonl", *options[number % len(options)]):
-            failures[number] = f"{done}: {wrong}"
-    report(failures)
+        wrong = run("data", "inspect", "case/prompts.jsonl", *options[number % len(options)])
+        return wrong and f"{done}: {wrong}"
+
+    attack(60, case)

@@ -10,8 +10,8 @@ import yaml
 
 from dppo_megatron.checks import data
 from dppo_megatron.config import Config, ConfigError, read_config
-from tests.attack import cases, generator
-from tests.attack.commands import LONGEST_MESSAGE, report
+from tests.attack import generator
+from tests.attack.commands import LONGEST_MESSAGE, attack
 from tests.attack.hostile_values import HOSTILE
 from tests.support.configs import REQUIRED
 from tests.support.tokenizers import save_character_model
@@ -27,9 +27,9 @@ WRITTEN = [
 
 
 def test_every_value_is_accepted_or_refused_by_the_name_of_its_setting(tmp_path):
-    failures = {}
     path = tmp_path / "config.yaml"
-    for number in range(cases(600)):
+
+    def case(number: int) -> str:
         at = generator("value", number)
         section, setting = at.choice(SETTINGS)
         tree = {name: dict(of) for name, of in REQUIRED.items()}
@@ -49,8 +49,10 @@ def test_every_value_is_accepted_or_refused_by_the_name_of_its_setting(tmp_path)
         except ConfigError as error:
             said = str(error)
             if f"{section}.{setting}" not in said or len(said.encode()) > LONGEST_MESSAGE:
-                failures[number] = f"{section}.{setting}: {one_line[:100]!r}: {said}"
-    report(failures)
+                return f"{section}.{setting}: {one_line[:100]!r}: {said}"
+        return ""
+
+    attack(600, case)
 
 
 @pytest.fixture(scope="module")

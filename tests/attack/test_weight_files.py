@@ -80,7 +80,7 @@ def check_refused(served, path: Path, reason: str) -> None:
 
 
 def test_a_mounted_run_and_a_start_model_of_links_are_served(tmp_path):
-    """Sites reach runs by links, RUN/weights leads to memory, and a cache of models holds snapshots of links."""
+    """Paths to a run, RUN/weights and a model cache's snapshots may be links."""
     (tmp_path / "memory" / "v1").mkdir(parents=True)
     (tmp_path / "memory" / "v1" / "model.safetensors").touch()
     (tmp_path / "run").mkdir()

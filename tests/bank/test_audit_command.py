@@ -1,4 +1,4 @@
-"""`dppo-megatron audit`: of any bank it counts what there is, and names what would be trained on otherwise."""
+"""`dppo-megatron audit` counts the contents of a bank and names every contradiction in it."""
 
 from __future__ import annotations
 

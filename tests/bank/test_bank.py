@@ -1,4 +1,4 @@
-"""What goes into the bank comes out, in order, with the right bookkeeping."""
+"""Groups come out of the bank unchanged, in order, with the right bookkeeping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that was written is lost: killed writers, incomplete tails, full disks, damaged files, second writers."""
+"""No written group is lost: killed writers, incomplete tails, full disks, damaged files, second writers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.bank import BankCorruption, BankLocked, BankReader, BankWriteError, BankWriter
-from tests.support.bank import as_killed, assert_same_group, files, fill, make_group, read_all
+from tests.support.bank import as_killed, assert_same_group, files, fill, flip, make_group, read_all
 
 
 def start_writer(directory: Path, *, fsync: bool) -> subprocess.Popen:
@@ -119,9 +119,7 @@ def test_a_tail_lost_in_a_power_failure_is_truncated(tmp_path, caplog, damage):
     if damage == "short":
         os.truncate(data, data.stat().st_size - 1)
     elif damage == "changed":
-        content = bytearray(data.read_bytes())
-        content[-3] ^= 1
-        data.write_bytes(content)
+        flip(data, -3)
     else:
         lines = index.read_bytes().splitlines(keepends=True)
         index.write_bytes(lines[0] + lines[1] + bytes(len(lines[2])))
@@ -169,9 +167,8 @@ def test_data_of_several_records_lost_in_part_is_truncated(tmp_path, caplog):
 def test_a_damaged_group_before_a_whole_one_is_refused(tmp_path):
     fill(tmp_path, 3)
     data = files(tmp_path, 0)[0]
-    content = bytearray(data.read_bytes())
-    content[40] ^= 1
-    data.write_bytes(content)
+    flip(data, 40)
+    content = data.read_bytes()
     with pytest.raises(
         BankCorruption, match=r"line 2 of .*: its data does not match its checksum, yet that of line 3 is"
     ):
@@ -213,7 +210,7 @@ def test_damage_before_whole_records_is_refused_not_truncated(tmp_path):
     lines = index.read_bytes().splitlines(keepends=True)
     index.write_bytes(lines[0] + lines[1] + b"#" * (len(lines[2]) - 1) + b"\n" + lines[3])
     for opened in (lambda: BankWriter(tmp_path, 3), lambda: BankReader(tmp_path).refresh()):
-        with pytest.raises(BankCorruption, match=r"segment-000000\.jsonl: line 3: damaged, its crc32 is another"):
+        with pytest.raises(BankCorruption, match=r"segment-000000\.jsonl: line 3: damaged: its crc32 does not match"):
             opened()
 
 
@@ -241,9 +238,7 @@ def test_a_flipped_bit_is_named(tmp_path):
     reader.refresh()
     entry = reader.entries(4, 5)[0]
     data = files(tmp_path, 1)[0]
-    content = bytearray(data.read_bytes())
-    content[entry.offset + entry.size // 2] ^= 16
-    data.write_bytes(content)
+    flip(data, entry.offset + entry.size // 2, by=16)
     with pytest.raises(
         BankCorruption, match=r"segment-000001\.bin: group 4 \(line 3 of segment-000001\.jsonl.*checksum"
     ):

@@ -1,4 +1,4 @@
-"""What is missing, foreign or not writable is refused in one clear sentence, and nothing of it is cut."""
+"""Missing, foreign and read-only files are rejected in one clear sentence and never truncated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_writer_whose_lock_was_deleted_writes_nothing_more(tmp_path):
     first = BankWriter(tmp_path, 3)
     first.append(make_group(0))
     (tmp_path / "writer.lock").unlink()
-    with pytest.raises(BankLocked, match=r"writer\.lock: is gone, though this process holds the bank"):
+    with pytest.raises(BankLocked, match=r"writer\.lock: is gone, though this process has locked the bank"):
         first.append(make_group(1))
     with BankWriter(tmp_path, 3) as second:
         second.append(make_group(2))
@@ -34,7 +34,7 @@ def test_a_bank_that_cannot_be_written_to_is_one_clear_error(tmp_path):
     (tmp_path / "a-file").write_text("")
     (tmp_path / "bank" / "writer.lock").mkdir(parents=True)
     for directory, names in ((tmp_path / "a-file", "a-file: "), (tmp_path / "bank", r"writer\.lock: Is a directory")):
-        with pytest.raises(BankError, match=f"{names}.*mend the permissions") as raised:
+        with pytest.raises(BankError, match=f"{names}.*correct the permissions") as raised:
             BankWriter(directory, 1)
         assert raised.type is BankError
     (tmp_path / "segments").mkdir()
@@ -84,7 +84,7 @@ def test_a_missing_file_of_the_last_segment_is_refused(tmp_path, suffix, killed)
 
 
 def test_lines_that_went_missing_from_a_killed_writers_index_are_refused(tmp_path):
-    """One group without a line is what a crash leaves; two are not."""
+    """A crash can leave one group without a line, but not two."""
     fill(tmp_path, 3)
     as_killed(tmp_path)
     index = files(tmp_path, 0)[1]

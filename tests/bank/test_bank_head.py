@@ -41,7 +41,7 @@ def test_a_writer_killed_between_the_begin_line_and_the_head(tmp_path, segment):
 
 
 def test_a_begin_line_is_on_the_device_before_the_head_names_its_segment(tmp_path, monkeypatch):
-    """A power failure takes what was not flushed, and a segment that is named and has no begin line is refused."""
+    """A power failure loses unflushed data; a named segment without a begin line is rejected."""
     flushed, real, write = {}, os.fdatasync, Head.write
 
     def fdatasync(descriptor):

@@ -14,7 +14,7 @@ from tests.support.bank import make_group
 
 
 def test_an_event_loop_goes_on_while_a_group_is_written(tmp_path, monkeypatch):
-    """Two calls of 0.25 s a group hold up nothing else."""
+    """Two writes of 0.25 s a group do not block the loop."""
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *call: (time.sleep(0.25), real(*call))[1])
 

@@ -1,4 +1,4 @@
-"""Format 2: turns, branches and masks return unchanged, samples are read alone, equal groups are equal bytes."""
+"""Format 2 returns turns, branches and masks unchanged, reads single samples, and is deterministic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dppo_megatron.bank import BankCorruption, BankReader, BankWriter, files
 from dppo_megatron.bank.blob import decode_front
 from dppo_megatron.bank.files import segment_paths
 from dppo_megatron.types import ENVIRONMENT, INHERITED, PARTS, POLICY, Rollout, RolloutGroup
-from tests.support.bank import assert_same_array, assert_same_group, make_group
+from tests.support.bank import assert_same_array, assert_same_group, flip, make_group
 
 FIELDS = [f.name for f in dataclasses.fields(Rollout)]
 K = 3
@@ -75,7 +75,7 @@ def written(directory, *groups):
 
 
 def plain(group: RolloutGroup) -> RolloutGroup:
-    """A span that is all the policy's and comes alone is not told from none."""
+    """A single span of the policy equals no spans."""
     rollouts = [
         dataclasses.replace(r, spans=None) if r.spans is not None and len(r.spans) == 1 else r for r in group.rollouts
     ]
@@ -183,7 +183,7 @@ def places(ranges: list[tuple[int, int]]) -> list[int]:
 
 
 def test_a_hint_that_cannot_be_given_is_left_out(tmp_path, monkeypatch):
-    """What is wrong with a file is for its reader to say; some platforms have no such hints."""
+    """The reader reports a damaged file; some platforms have no such hints."""
     reader, (entry,) = written(tmp_path, branched_group(4))
     monkeypatch.setattr(os, "posix_fadvise", refuse)
     assert reader.announce([(entry, [0])]) > 0
@@ -237,10 +237,8 @@ def test_samples_are_read_alone_with_the_parts_that_are_asked_for(tmp_path, monk
 def test_damage_in_a_part_is_named_and_leaves_the_others_readable(tmp_path):
     group = branched_group(4)
     reader, (entry,) = written(tmp_path, group)
-    path = tmp_path / "segment-000000.bin"
-    content = bytearray(path.read_bytes())
-    content[entry.front[0] + entry.parts[:1].sum() + entry.parts[1, 0]] ^= 1  # first byte of sample 1's top-K
-    path.write_bytes(content)
+    # The first byte of sample 1's top-K.
+    flip(tmp_path / "segment-000000.bin", entry.front[0] + entry.parts[:1].sum() + entry.parts[1, 0])
     with pytest.raises(BankCorruption, match=r"segment-000000\.bin: group 0 \(line 2 .*sample 1, part topk: the bytes"):
         reader.read(entry)
     assert reader.read(entry, [1], ("core",)).rollouts[0].versions.tolist() == [3] * 4
@@ -255,12 +253,12 @@ def test_damage_in_a_part_is_named_and_leaves_the_others_readable(tmp_path):
         ({"position": 9}, "differ in position"),
         ({"truncated": np.ones(4, bool)}, "differ in truncated"),
         ({"reward_failed": np.ones(4, bool)}, "differ in reward_failed"),
-        ({"max_version": 2, "min_version": 2}, "versions 3 to 3, the index line says 2 to 2"),
+        ({"max_version": 2, "min_version": 2}, "versions 3 to 3, the index line has 2 to 2"),
         ({"version_sum": 7}, "versions sum to"),
     ],
 )
 def test_a_line_that_says_another_thing_than_its_blob_is_refused(tmp_path, change, says):
-    """Whoever wrote it: the line's own crc32 is right."""
+    """The line's own crc32 is right."""
     reader, (entry,) = written(tmp_path, make_group(1, topk=2))
     with pytest.raises(BankCorruption, match=says):
         reader.read(dataclasses.replace(entry, **change))
@@ -274,7 +272,7 @@ def test_a_line_with_other_lengths_than_its_blob_is_refused(tmp_path):
 
 
 def test_a_header_in_another_spelling_is_compared_as_well(tmp_path):
-    """As another writer's would be; a table that differs is refused in either."""
+    """A table that differs is rejected in both spellings."""
     group = make_group(1, topk=2)
     _, (entry,) = written(tmp_path, group)
     front = (tmp_path / "segment-000000.bin").read_bytes()[: entry.front[0]]

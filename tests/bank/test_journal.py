@@ -77,4 +77,4 @@ def test_what_is_not_whole_is_cut_and_written_again(tmp_path, written, caplog):
         found = len(Journal(tmp_path, 7).found)
         assert found < 3
         check(tmp_path, written, found)
-    assert "the next one is not whole" in caplog.text
+    assert "the next one is incomplete" in caplog.text

@@ -1,4 +1,4 @@
-"""What a reader sees of files that another host appends to."""
+"""A reader follows files that another host appends to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.bank import make_group
 
 
 def test_a_line_whose_bytes_come_late_is_waited_for_on_a_network_file_system_alone(tmp_path, monkeypatch):
-    """A later page of what another host appends may be there before an earlier one."""
+    """A later page may arrive before an earlier one."""
     with BankWriter(tmp_path, 2) as writer:
         writer.append(make_group(0))
         reader = BankReader(tmp_path)

@@ -20,5 +20,5 @@ def test_a_bank_of_format_1_is_rejected_by_all_that_open_it(tmp_path):
     ((_, _, found),) = audit_bank(tmp_path)
     assert ["bank format 1" in problem for problem in found.problems] == [True]
     (tmp_path / "head.json").write_text('{"format": 2, "segment": 0}')
-    with pytest.raises(BankCorruption, match="line 1: damaged, its crc32 is another"):
+    with pytest.raises(BankCorruption, match="line 1: damaged: its crc32 does not match"):
         BankReader(tmp_path).refresh()

@@ -1,4 +1,4 @@
-"""ULPs, log-prob tables and the order of operators, on values whose distance is known."""
+"""ULPs, log-prob tables and the order of operators, on values with a known distance."""
 
 import math
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dppo_megatron.certify.command import certify
+from dppo_megatron.launch.evaluate import with_settings
 from tests.support.engines import engine_config, make_model
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow]
@@ -27,9 +28,8 @@ def test_no_bit_differs(tmp_path, kind, dtype, tensor):
         "rollout": {"temperature": 0.8},
         "parallel": {"tensor": tensor, "world_size": tensor},
     }
-    changed = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
-    certificate = certify(config.model_copy(update=changed), "config.yaml", prompts=len(PROMPTS))[1]
-    head = "engine scored alone, trainer with model.fp32_head"  # another product, which the engine was not told of
+    certificate = certify(with_settings(config, **changes), "config.yaml", prompts=len(PROMPTS))[1]
+    head = "engine scored alone, trainer with model.fp32_head"  # another product, which the engine does not compute
     assert {name: t["same_bits"] for name, t in certificate["logprobs"].items() if t["same_bits"] < 1} in (
         {},
         {head: certificate["logprobs"].get(head, {}).get("same_bits")},

@@ -1,4 +1,4 @@
-"""Three faults in one engine, each named with its layers: what differs by itself, not what only passes it on."""
+"""Three faults in one engine: the certificate names the layers of each, and none that only inherits a difference."""
 
 import json
 import shutil
@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dppo_megatron.certify.certificate_text import exceeds, text
 from dppo_megatron.certify.command import certify
-from dppo_megatron.certify.report import exceeds, text
 from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_megatron import ToMegatron
+from dppo_megatron.launch.evaluate import with_settings
 from tests.support.engines import engine_config, make_model, running_server
 
 LAYERS, STALE = range(4), 2
@@ -37,29 +38,26 @@ def faulty_copy(model, older, directory):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """As the engine was started; after the trainer published the weights of a run to it; the start model's, rounded."""
+    """Certificates of the engine at its start, after a publish of a run's weights, and of the rounded start model."""
     root = tmp_path_factory.mktemp("certify") / "models"
     model, older = (make_model(root / name, seed) for name, seed in (("a", 1), ("b", 2)))
     served = engine_config(faulty_copy(model, older, root / "faulty"))
     (root / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"12+{n}=", "answer": "1"}) + "\n" for n in "345")
     )
-    config = engine_config(model)
-    config = config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"dir": root / "run"}),
-            "data": config.data.model_copy(update={"train": root / "prompts.jsonl"}),
-            "engine": config.engine.model_copy(update={"secret_file": root / "secret"}),
-            "weight_sync": config.weight_sync.model_copy(update={"probe_tolerance": 100.0}),
-        }
+    config = with_settings(
+        engine_config(model),
+        run={"dir": root / "run"},
+        data={"train": root / "prompts.jsonl"},
+        engine={"secret_file": root / "secret"},
+        weight_sync={"probe_tolerance": 100.0},
     )
     checkpoint = root / "trained" / "checkpoints"
     convert(partial(ToMegatron, model, checkpoint, TargetLayout()), worker=ConversionWorker())
     with running_server(served, root / "server.log", version=0) as url:
         before = certify(config, "config.yaml", prompts=3, urls=[url])[1]
         after = certify(config, "config.yaml", prompts=3, urls=[url], run=root / "trained")[1]
-        emulated = config.engine.model_copy(update={"quantization": "fp8_block_emulated"})
-        rounded = config.model_copy(update={"engine": emulated})
+        rounded = with_settings(config, engine={"quantization": "fp8_block_emulated"})
         return before, after, certify(rounded, "config.yaml", prompts=3, urls=[url])[1]
 
 

@@ -20,7 +20,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A sound model: its weights in one file, and beside it the same in several."""
+    """A sound model, with its weights in one file and in several."""
     from make_task import write_random_model
 
     root = tmp_path_factory.mktemp("whole")

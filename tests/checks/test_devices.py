@@ -1,4 +1,4 @@
-"""Which GPUs serve and which train, from the list of visible ones alone."""
+"""The list of visible GPUs decides which of them serve and which train."""
 
 import socket
 

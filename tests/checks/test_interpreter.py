@@ -1,4 +1,4 @@
-"""Whether the interpreter of the engines has what they need, which depends on the machine that they run on."""
+"""The interpreter of the engines must have the packages that they need on their machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARK = f"7{os.getpid()}"  # an argument of what a test starts
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """Adds packages to those that this interpreter finds, also when it is started anew."""
+    """Adds packages to those that this interpreter finds, also after a restart."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def have(*packages: str) -> None:

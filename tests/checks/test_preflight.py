@@ -1,4 +1,4 @@
-"""What is found wrong before anything starts: all of it, each with the setting, the value and the remedy."""
+"""The preflight reports every mistake at once, with setting, value and remedy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_good_config_says_what_will_be_trained(tree):
 
 def test_a_secret_that_cannot_be_read_is_named_before_a_start(tree, tmp_path):
     tree["engine"] |= {"urls": ["http://127.0.0.1:1"], "secret_file": str(tmp_path / "secret")}
-    assert found(tree).startswith(f"engine.secret_file = {tmp_path / 'secret'}: no file that can be read")
+    assert found(tree).startswith(f"engine.secret_file = {tmp_path / 'secret'}: not a readable file")
     (tmp_path / "secret").write_text("x")
     preflight(Config.model_validate(tree), "config.yaml")
 
@@ -81,10 +81,7 @@ def test_a_server_that_refuses_the_connection_is_noted_before_the_start(tree):
             {"tracking": {"tensorboard": True}},
             "tracking.tensorboard = true: .* pip install tensorboard, or set it to f",
         ),
-        (
-            {"reward": {"name": "math"}},
-            "reward.name = math: .*math_verify.* pip install math-verify$",
-        ),
+        ({"reward": {"name": "math"}}, "reward.name = math: .*math_verify.* pip install math-verify$"),
         ({"eval": {"every": 2}}, "eval.every = 2: there is nothing to evaluate; set data.eval"),
         (
             {"reward": {"name": "arithmetic", "settings": {"wrong": 1}}},
@@ -139,6 +136,8 @@ def test_pairs_of_mistakes_are_one_line_each_and_do_not_hide_one_another(tree, t
     ]  # fmt: skip
     tree["model"]["path"] = model
     tree["parallel"] = {"world_size": 3, "tensor": 3}
+    tree["rollout"]["bank"] = str(tmp_path)
+    assert f"rollout.bank = {tmp_path}: has files but no head.json, so it is no bank" in found(tree)
     del tree["rollout"]["bank"]
     problems = found(tree)
     assert (
@@ -146,26 +145,18 @@ def test_pairs_of_mistakes_are_one_line_each_and_do_not_hide_one_another(tree, t
         in problems
     )
     assert problems.count("use one of") == 1
-    assert "data.max_prompt_tokens = 1024 + rollout.max_response_tokens = 4: the model was made for 64" in problems
+    assert "data.max_prompt_tokens = 1024 + rollout.max_response_tokens = 4: the model supports 64" in problems
 
 
 @pytest.mark.parametrize(
     ("section", "changes", "problem"),
     [
-        (
-            "objective",
-            {"name": "dppo_topk_tv"},
-            "rollout.topk_logprobs = 0: objective dppo_topk_tv compares",
-        ),
-        ("engine", {"max_model_len": 65}, "engine.max_model_len = 65: the model was made for 64 positions"),
+        ("objective", {"name": "dppo_topk_tv"}, "rollout.topk_logprobs = 0: objective dppo_topk_tv compares"),
+        ("engine", {"max_model_len": 65}, "engine.max_model_len = 65: the model supports 64 positions"),
         ("engine", {"tensor_parallel": 3}, "engine.tensor_parallel = 3: does not divide"),
         ("rollout", {"stop_token_ids": [3, 16]}, "rollout.stop_token_ids = 16: the model has the tokens 0 to 15"),
         ("rollout", {"topk_logprobs": 17}, "rollout.topk_logprobs = 17: the model has 16 tokens"),
-        (
-            "reward",
-            {"name": "absent_module:reward"},
-            "Add its directory to PYTHONPATH, start in the directory",
-        ),
+        ("reward", {"name": "absent_module:reward"}, "Add its directory to PYTHONPATH, start in the directory"),
     ],
 )
 def test_settings_that_the_model_or_the_code_contradicts_are_refused(tree, section, changes, problem):
@@ -220,7 +211,8 @@ def test_answers_that_the_reward_cannot_compare_with_are_named_by_line(tree, tmp
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows))
     tree["data"]["more"] = [{"path": str(tmp_path / "sums.jsonl")}, {"path": "absent.jsonl"}]
     problems = found(tree)
-    assert "sums.jsonl: 2 malformed lines\n  - line 2: the answer 'three' is not an integer\n  - line 3: " in problems
+    first = "line 2: reward arithmetic: the answer 'three' is not an integer"
+    assert f"sums.jsonl: 2 malformed lines\n  - {first}\n  - line 3: " in problems
     assert f"data.more.1.path = absent.jsonl: no file {Path('absent.jsonl').absolute()}; " in problems
     tree["data"]["more"] = []
     tree["reward"] = {"terms": [{"name": "arithmetic", "sources": ["sums"]}]}
@@ -233,7 +225,7 @@ def test_a_model_without_a_tokenizer_is_one_violation(tree, task, tmp_path):
         shutil.copy(task / "random_model" / name, tmp_path / "bare")
     tree["model"]["path"] = str(tmp_path / "bare")
     assert found(tree).count("\n") == 0
-    assert "holds no tokenizer" in found(tree)
+    assert "has no tokenizer" in found(tree)
 
 
 def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, task, tmp_path):
@@ -245,6 +237,8 @@ def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, ta
     preflight(Config.model_validate(tree), "config.yaml")
     tree["model"]["path"] = changed_model(task, tmp_path / "other", rms_norm_eps=0.5)
     assert "rms_norm_eps = 1e-06 in the checkpoint, 0.5 in" in found(tree)
+    tree["model"] = {"path": changed_model(task, tmp_path / "deeper", num_hidden_layers=9), "dtype": "fp32"}
+    assert "deeper: its weights are not of the model in config.json; model.layers." in found(tree)
 
 
 @pytest.mark.parametrize(

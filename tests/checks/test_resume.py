@@ -57,7 +57,7 @@ def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, start
 
 def test_resume_without_a_run_is_an_error_and_a_run_may_move(tree, started, tmp_path):
     tree["run"]["dir"] = str(tmp_path / "mistyped")
-    with pytest.raises(ConfigError, match=r"run\.dir = .*mistyped: no run to --resume, .*config.yaml is missing"):
+    with pytest.raises(ConfigError, match=r"run\.dir = .*mistyped: no run to resume, .*config.yaml is missing"):
         check(tree, resume=True)
     started.rename(tmp_path / "mistyped")
     check(tree, resume=True)
@@ -98,7 +98,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tree, tmp_path, place):
 
 def test_a_directory_that_cannot_be_written_is_refused(tree, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written here; choose another run.dir"):
+    with pytest.raises(ConfigError, match=f"{tmp_path} is not writable; choose another run.dir"):
         check(tree, resume=False)
 
 
@@ -113,7 +113,7 @@ def test_ipc_is_refused_by_name(tmp_path):
         read_config(tmp_path / "c.yaml")
     (told,) = [line for line in str(refused.value).splitlines() if "weight_sync.transport" in line]
     assert "ipc" in told
-    assert "CUDA IPC hands over weights that lie whole in the memory of the engine's own GPU" in told
+    assert "CUDA IPC needs the whole weights in the memory of the engine's own GPU" in told
     assert "use shared_storage" in told
 
 

@@ -1,4 +1,4 @@
-"""Settings that contradict each other or the model: each is refused with one sentence that names what to change."""
+"""Contradictory settings are rejected, each with one sentence that names the setting to change."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from dppo_megatron.checks import engine as engine_rules
 from dppo_megatron.checks import exact, settings_problems, user_code
 from dppo_megatron.config import Config
+from dppo_megatron.config.load import _apply_overrides
 from dppo_megatron.hf import parse_hf_config
 from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
 from tests.support.configs import make_config
@@ -18,14 +18,8 @@ from tests.support.configs import make_config
 
 def config(settings: str) -> Config:
     """Return a valid config with settings such as "engine.exact=true model.lora.r=8"."""
-    sections: dict[str, Any] = {"model": {"path": "unused"}}
-    for setting in settings.split():
-        path, _, value = setting.partition("=")
-        *parents, name = path.split(".")
-        place = sections
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = yaml.safe_load(value)
+    sections: dict[str, Any] = {}
+    assert _apply_overrides(sections, settings.split()) == []
     return make_config(**sections)
 
 
@@ -56,21 +50,21 @@ IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
         (EXACT + "engine.tensor_parallel=2", "set engine.tensor_parallel to 1"),
         (EXACT + "parallel.tensor=4 parallel.world_size=4", "set parallel.tensor (now 4) to 1 or 2"),
         (EXACT + "parallel.context=2 parallel.world_size=2", "set parallel.context to 1"),
-        (EXACT + "rollout.top_p=0.9 rollout.top_k=8", "set them to 1, -1 and 0"),
+        (EXACT + "rollout.top_p=0.9 rollout.top_k=8", "top_k and min_p to 1, -1 and 0"),
         (LORA, None),
         (ADAPTER, None),
         (ADAPTER + "model.lora.r=0", "the run trains no adapters (model.lora.r = 0)"),
         (ADAPTER + "model.lora.r=1024", "engines take adapters of r at most 512"),
         (ADAPTER + "engine.kind=sglang", None),
         (ADAPTER + "engine.quantization=fp8_block", "FP8 weights are made at each publish"),
-        (ADAPTER + COLOCATED, "give their weights back"),
-        (ADAPTER + BROADCAST, "adapters travel as files"),
+        (ADAPTER + COLOCATED, "release their weights"),
+        (ADAPTER + BROADCAST, "adapters are sent as files"),
         (ADAPTER + "model.weights=other", "the trainer from model.weights"),
         (ADAPTER + "weight_sync.full_every=2", "adapters are published as they are"),
         (LORA + "model.layers=transformer_engine", "adapters need Megatron's local layers"),
         (LORA + "model.fp8=tensorwise", "model.lora.r = 8: local layers have no FP8; set model.fp8 to none"),
         (LORA + "weight_sync.full_every=2", None),
-        ("weight_sync.full_every=2 " + COLOCATED, "an actor that has left its device"),
+        ("weight_sync.full_every=2 " + COLOCATED, "it has released its device"),
         ("weight_sync.full_every=5 " + BROADCAST, "weight_sync.full_every = 5: a broadcast always sends all weights"),
         (COLOCATED + "engine.kind=sglang rollout.max_staleness=0", None),
         (COLOCATED + "engine.kind=sglang " + BROADCAST, "broadcast: NCCL does not connect two processes on one GPU"),
@@ -133,7 +127,7 @@ def of_model(model: dict, settings: str = EXACT, *, elsewhere: bool = False) -> 
 def test_models_and_gpus_without_operators_that_both_sides_share_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert of_model(QWEN3) == []
-    assert "router, experts' products" in of_model(QWEN3_MOE)[0]
+    assert "the router, the experts' products" in of_model(QWEN3_MOE)[0]
     assert "latent attention" in of_model(DEEPSEEK)[-1]
     assert "run without GPUs" in of_model(QWEN3, EXACT + "slurm.gpus_per_node=8", elsewhere=True)[0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

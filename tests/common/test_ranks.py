@@ -178,7 +178,7 @@ def test_an_attempt_does_not_begin_with_the_values_of_another(monkeypatch):
     monkeypatch.setattr(agreements, "_secret", b"of this run")
     store = dist.HashStore()
     Ranks.over(store, 0, 2, 5)._set("0/all", [b"old", b"older"])
-    with pytest.raises(RanksForged, match="rank 1: the store holds values of an earlier attempt"):
+    with pytest.raises(RanksForged, match="rank 1: the store has values of an earlier attempt"):
         Ranks.over(store, 1, 2, 5).begin_attempt()
 
 
@@ -221,7 +221,7 @@ def test_an_error_that_others_cannot_make_is_told_all_the_same(act, kind, name, 
 
 
 def test_512_ranks_agree_over_the_connection_that_they_have():
-    """As many simulated ones: agreement adds no descriptor to any of them, and takes about a second."""
+    """An agreement of 512 simulated ranks adds no descriptor and takes about a second."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [Ranks.over(dist.PrefixStore("world", store), rank, 512, timeout_s=60) for rank in range(512)]
     before = _descriptors()

@@ -1,4 +1,4 @@
-"""A row's bits are the same alone, beside others, at every place and with any number of threads."""
+"""A row has the same bits by itself, among others, at every place and with any number of threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AGREE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
 
 @pytest.fixture(autouse=True)
 def threads():
-    """As the process had them, after tests that change them."""
+    """Restores the process's number of threads."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

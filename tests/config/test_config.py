@@ -10,23 +10,11 @@ from typer.testing import CliRunner
 from dppo_megatron.checks import load_config
 from dppo_megatron.cli import app
 from dppo_megatron.config import Config, ConfigError, load, save_resolved, with_absolute_paths
-from dppo_megatron.objectives.settings import AXES
+from dppo_megatron.objectives.settings import _OTHER_NAMES, AXES
 from tests.support.configs import make_config
+from tests.support.configs import write_config_file as write
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
-MINIMAL = {
-    "run": {"dir": "runs/x"},
-    "model": {"path": "m"},
-    "data": {"train": "train.jsonl"},
-    "train": {"steps": 3},
-}
-
-
-def write(tmp_path, **sections):
-    tree = {name: {**MINIMAL.get(name, {}), **sections.get(name, {})} for name in {*MINIMAL, *sections}}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
 
 
 def violations(path, overrides=()):
@@ -53,8 +41,8 @@ def test_paths_are_those_of_the_working_directory_wherever_a_process_starts(tmp_
     config = with_absolute_paths(
         load_config(write(tmp_path, engine={"python": "python3"}, data={"eval": "/x/eval.jsonl"}))
     )
-    assert (config.run.dir, config.model.path) == (tmp_path / "runs/x", tmp_path / "m")
-    assert (config.data.train, config.data.eval) == (tmp_path / "train.jsonl", Path("/x/eval.jsonl"))
+    assert (config.run.dir, config.model.path) == (tmp_path / "unused", tmp_path / "unused")
+    assert (config.data.train, config.data.eval) == (tmp_path / "unused.jsonl", Path("/x/eval.jsonl"))
     assert (config.engine.python, config.model.weights) == (Path("python3"), None)
 
 
@@ -92,10 +80,7 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
         ("train.batch_size=8", "did you mean rollout.prompts_per_step?"),
         ("rollout.n=8", "did you mean rollout.group_size?"),
         ("rollout.max_tokens=8", "did you mean rollout.max_response_tokens?"),
-        (
-            "objective.clip_range=0.2",
-            "did you mean objective.settings.delta (of a ratio, epsilon_low",
-        ),
+        ("objective.clip_range=0.2", "did you mean objective.settings.delta (of a ratio, epsilon_low"),
         ("algorithm.kl_coef=0.1", "here kl_coef is objective.settings.reference_kl_coefficient"),
         ("actor_rollout_ref.actor.optim.lr=1", "here lr is optimizer.lr"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "parallel.tensor (of engines: engine.tensor_par"),
@@ -116,7 +101,21 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
         ("engine.gpu_memory_utilization=0.9", "did you mean engine.kv_cache_bytes?"),
         ("actor_rollout_ref.rollout.temperature=1", "here temperature is rollout.temperature"),
         ("actor_rollout_ref.x=1", "actor_rollout_ref: unknown setting; valid here: run, model"),
-        ("algorithm.gamma=1", "algorithm: unknown setting; valid here: run, model"),
+        ("algorithm.gamma=1", "algorithm: unknown setting; did you mean objective?"),
+        ("trainer.total_epochs=3", "trainer: unknown setting; here total_epochs is train.steps"),
+        ("trainr.steps=3", "trainr: unknown setting; did you mean train?"),
+        ("custom_reward_function={path: x, name: y}", "did you mean reward.name?"),
+        ("slurm.nodes=2", "did you mean slurm.trainer_nodes?"),
+        ("objective.clip=0.2", "did you mean objective.settings.delta (of a ratio"),
+        ("objective.settings.clip=0.2", "did you mean objective.settings.delta (of a ratio"),
+        ("objective.settings.clip_high=0.2", "did you mean objective.settings.epsilon_high?"),
+        ("objective.settings.advantage=x", "did you mean objective.advantage?"),
+        ("objective.name=GRPO", "did you mean 'grpo'"),
+        ("objective.settings=3", "objective.settings = 3: must be a section of settings; write {NAME: VALUE}"),
+        ("model.path=3", 'model.path = 3: must be text; put it in quotes, "3"'),
+        ("model.path=~/m", "model.path = '~/m': ~ and $NAME are not replaced in a config; write the whole path"),
+        ("run.dir=$HOME/r", "run.dir = '$HOME/r': ~ and $NAME are not replaced in a config"),
+        ("rollout.stop_token_ids=3", "must be a list; write [3]"),
         (
             "objective.settings.kl_coef=1",
             "unknown here; did you mean objective.settings.reference_kl_coefficient (with",
@@ -134,7 +133,8 @@ def test_a_name_of_another_trainer_leads_to_ours(tmp_path, override, meant):
 
 def test_every_name_of_another_trainer_leads_to_a_setting():
     """Every name has one target, and every setting of a target is in the schema."""
-    names = [name for row in load._ROWS for name in row.rpartition(": ")[2].split()]
+    rows = [row.rpartition(": ")[2] for row in load._ROWS]
+    names = [name for row in [*rows, *_OTHER_NAMES.values()] for name in row.split()]
     assert len(names) == len(set(names)) == len(load._ALIASES) > 150
     for target in load._ALIASES.values():
         for dotted in re.sub(r" \(.*\)$", "", target).split(" and "):
@@ -161,6 +161,9 @@ def test_every_name_of_another_trainer_leads_to_a_setting():
         ),
         ("train c.yaml --resum", "No such option: --resum (Possible options: --resume, --set section.key=VALUE)"),
         ("status run --lr 1", "No such option: --lr (Possible options: --help)"),
+        ("train c.yaml --set lr 1e-5", "unexpected extra argument(s) (1e-5); write --set optimizer.lr=VALUE"),
+        ("eval c.yaml --url localhost:1", "localhost:1: must be http://HOST:PORT, with a port of at most 65535"),
+        ("train --config c.yaml", "No such option: --config (Possible options: CONFIG without an option)"),
         ("train c.yaml junk", "unexpected extra argument(s) (junk)"),
     ],
 )
@@ -186,7 +189,8 @@ def test_repeated_keys_are_refused_with_their_lines(tmp_path):
     )
     found = violations(path, ["objective.settings={delta: 0.1, delta: 0.2}"])
     assert "run: given in lines 1, 7" in found
-    assert "steps: given in lines 5, 6" in found
+    assert "train.steps: given in lines 5, 6" in found
+    assert len(found.splitlines()) == 3  # run.dir of the first section is not missing
     assert "--set objective.settings={delta: 0.1, delta: 0.2}: delta: given in lines 1, 1" in found
 
 
@@ -207,7 +211,7 @@ def test_a_file_without_a_tree_of_settings_is_named(tmp_path):
     [
         ({"rollout": {"top_p": 0.9}}, "rollout.top_p = 0.9"),
         ({"rollout": {"top_p": 0.0}}, "rollout.top_p = 0.0: no token is left"),
-        ({"rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: on a flat distribution it leaves most of the vocabulary"),
+        ({"rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: on a flat distribution it keeps most of the vocabulary"),
         (
             {"engine": {"kind": "sglang"}, "rollout": {"min_p": 0.1, "top_k": 9}},
             "SGLang draws with seeds or with min_p",
@@ -254,7 +258,7 @@ def test_a_file_without_a_tree_of_settings_is_named(tmp_path):
         ),
         ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
         ({"acceptance": {"share": 0.5}}, "acceptance.bound = null"),
-        ({"acceptance": {"bound": 0.1}, "objective": {"name": "nll"}}, "no rollout policy"),
+        ({"acceptance": {"bound": 0.1}, "objective": {"name": "nll"}}, "supervised training has none"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),
         ({"model": {"path": "m", "dtype": "fp32", "fp8": "tensorwise"}}, "set model.dtype to bf16"),
         ({"model": {"path": "m", "fp8": "tensorwise", "layers": "local"}}, "local layers have no FP8"),

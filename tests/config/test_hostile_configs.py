@@ -1,4 +1,4 @@
-"""What a config must not be, by accident or on purpose: each is one clear error of at most a screen."""
+"""Each malformed or hostile config gives one clear error of at most a screen."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(s
         ("engine.env={A=B: c}", "engine.env.A=B"),
         ("run.dir=", "run.dir = '': is empty"),
         (f"run.dir={'d' * 300}", "longer than a path may be"),
-        ('run.dir="a\\nb"', "holds a character that cannot be shown"),
+        ('run.dir="a\\nb"', "contains a character that cannot be shown"),
         ("objective.settings={delta: 1" + "0" * 31 + "}", "objective.settings.delta"),
         ("objective.settings={delta: 1e-60}", "must be a finite number or None, of 1e-30 to 1e+30"),
         ("objective.settings={delta: !!binary aGk=}", "a tag"),
@@ -110,6 +110,10 @@ def test_times_of_day_and_leading_zeros_are_what_they_look_like(tmp_path):
     path.write_text(BASE)
     config = load_config(path, ["slurm.time=12:00:00", "rollout.max_response_tokens=010", "train.steps=1_000"])
     assert config.slurm.time == "12:00:00"
+    with pytest.raises(
+        ConfigError, match=r'slurm.time = 12: would be 12 minutes for sbatch; write "12:00:00" for hours'
+    ):
+        load_config(path, ["slurm.time=12"])
     assert config.rollout.max_response_tokens == 10
     assert config.train.steps == 1000
 
@@ -130,16 +134,16 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         ("".join(" " * n + "a:\n" for n in range(600)), "nested more than 32 levels deep"),
         (
             BASE + "tracking: {wandb_name: 'a\x07b'}",
-            "column 24: tracking.wandb_name: holds the control character U+0007",
+            "column 24: tracking.wandb_name: contains the control character U+0007",
         ),
         (
             BASE + "tracking:\n  wandb_name: a\x00b",
-            "line 6, column 15: tracking.wandb_name: holds the control character U+0000",
+            "line 6, column 15: tracking.wandb_name: contains the control character U+0000",
         ),
-        (BASE + 'tracking: {wandb_name: "\\0"}', "tracking.wandb_name: holds the control character U+0000"),
-        (BASE + 'tracking: {wandb_name: "\\ud800"}', "tracking.wandb_name: holds the control character U+D800"),
-        (BASE + "engine: {args: [x, a\x1bb]}", "engine.args: holds the control character U+001B"),
-        (BASE + "tra\x00cking: 1", "line 5, column 1: holds the control character U+0000"),
+        (BASE + 'tracking: {wandb_name: "\\0"}', "tracking.wandb_name: contains the control character U+0000"),
+        (BASE + 'tracking: {wandb_name: "\\ud800"}', "tracking.wandb_name: contains the control character U+D800"),
+        (BASE + "engine: {args: [x, a\x1bb]}", "engine.args: contains the control character U+001B"),
+        (BASE + "tra\x00cking: 1", "line 5, column 1: contains the control character U+0000"),
         (BASE + "optimizer: {warmup_updates: 2001-13-01}", "optimizer.warmup_updates = '2001-13-01': "),
         (BASE + "optimizer: {warmup_updates: 2001-12-01}", "optimizer.warmup_updates = '2001-12-01': "),
         (BASE + "optimizer: {warmup_updates: =}", "optimizer.warmup_updates = '=': "),
@@ -148,6 +152,11 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         (BASE + f"optimizer: {{warmup_updates: {'9' * 5000}}}", "optimizer.warmup_updates = '9999"),
         (BASE + "optimizer: {warmup_updates: !!int '1'}", "optimizer.warmup_updates: a tag"),
         (BASE + "optimizer: {warmup_updates: *x}", "optimizer.warmup_updates: found undefined alias 'x'"),
+        (
+            BASE + "optimizer:\n\tlr: 1\n",
+            "line 6, column 1: optimizer: a tab, which YAML does not allow here; use spaces",
+        ),
+        (BASE + "optimizer:\n  lr: 1\n\tmin_lr: 1\n", "line 7, column 1: optimizer: a tab, which"),
         (BASE + "optimizer: {warmup_updates: [1}", "optimizer.warmup_updates: expected ',' or ']'"),
         (BASE.encode("utf-16"), "line 1: not UTF-8"),
         (BASE.encode() + b"# caf\xe9\n", "line 5: not UTF-8"),
@@ -175,6 +184,9 @@ def test_a_path_that_is_empty_or_a_directory_or_a_pipe_is_no_config(tmp_path):
     for path in ("", tmp_path):
         with pytest.raises(ConfigError, match="a directory, as an empty path is; pass the path of a YAML config"):
             load_config(path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=f"a directory, as an empty path is; pass {tmp_path}/config.yaml$"):
+        load_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.checks.resume import changed_settings
 from dppo_megatron.config import ConfigError
+from tests.support.configs import write_config_file as write
 
 # What a run of a version without typed settings saved of them.
 SAVED = [
     ({"name": "dppo_binary_tv", "settings": {"delta": 0.2}}, {"delta": 0.2}),
     ({"name": "ppo", "settings": {"epsilon": 0.1, "epsilon_high": 0.3}}, {"epsilon": 0.1, "epsilon_high": 0.3}),
     ({"name": "minirl", "settings": {"anchor": "recomputed", "ratio_cap": 3}}, {"anchor": "old", "ratio_cap": 3}),
+    ({"name": "pg_is", "settings": {"importance": "recomputed"}}, {"importance": "old"}),
     ({"name": "nll", "settings": {}}, {}),
 ]
-
-
-def write(tmp_path, objective, **sections):
-    path = tmp_path / "config.yaml"
-    tree = {"run": {"dir": "r"}, "model": {"path": "m"}, "data": {"train": "t"}, "train": {"steps": 3}}
-    path.write_text(yaml.safe_dump(tree | sections | {"objective": objective}))
-    return path
 
 
 def violations(path, overrides=()) -> list[str]:
@@ -33,7 +27,7 @@ def violations(path, overrides=()) -> list[str]:
 
 def test_typos_in_an_axis_and_in_another_section_are_one_error(tmp_path):
     objective = {"name": "ppo", "settings": {"epsilom": 0.2, "dlta": 0.1, "dual_clip": "3"}}
-    found = violations(write(tmp_path, objective, train={"stesp": 3}), ["optimizer.lr=fast"])
+    found = violations(write(tmp_path, objective=objective, train={"stesp": 3, "steps": None}), ["optimizer.lr=fast"])
     lines = {line.partition(" = ")[0].partition(":")[0]: line for line in found}
     assert set(lines) == {
         "objective.settings.epsilom",
@@ -51,7 +45,7 @@ def test_typos_in_an_axis_and_in_another_section_are_one_error(tmp_path):
 
 def test_an_unknown_method_suggests_the_nearest_and_does_not_hide_its_axes(tmp_path):
     found = "\n".join(
-        violations(write(tmp_path, {"name": "dppo_tv", "settings": {"dleta": 0.2}}), ["train.steps=many"])
+        violations(write(tmp_path, objective={"name": "dppo_tv", "settings": {"dleta": 0.2}}), ["train.steps=many"])
     )
     assert "objective.name = 'dppo_tv': unknown objective 'dppo_tv': did you mean" in found
     assert "'dppo_topk_tv'" in found
@@ -62,8 +56,8 @@ def test_an_unknown_method_suggests_the_nearest_and_does_not_hide_its_axes(tmp_p
         ("dppo", "did you mean 'dppo_binary_tv' or 'dppo_binary_kl' or"),
         ("REINFORCE++", "did you mean objective.name (ppo, with objective.advantage batch_normalised)?"),
     ):
-        assert meant in violations(write(tmp_path, {"name": name}))[0]
-    assert violations(write(tmp_path, {"settings": {"foo": 1}}))[0].startswith(
+        assert meant in violations(write(tmp_path, objective={"name": name}))[0]
+    assert violations(write(tmp_path, objective={"settings": {"foo": 1}}))[0].startswith(
         "objective.settings.foo = 1: unknown axis 'foo': `dppo-megatron objectives NAME` lists them"
     )
 
@@ -79,23 +73,23 @@ def test_an_unknown_method_suggests_the_nearest_and_does_not_hide_its_axes(tmp_p
     ],
 )
 def test_ill_typed_axes_are_named_with_what_they_accept(tmp_path, settings, expected):
-    assert expected in "\n".join(violations(write(tmp_path, {"settings": settings})))
+    assert expected in "\n".join(violations(write(tmp_path, objective={"settings": settings})))
 
 
 def test_axes_that_do_not_go_together_are_reported_with_all_else(tmp_path):
-    found = "\n".join(violations(write(tmp_path, {"settings": {"epsilon": 0.2}}), ["train.steps=many"]))
+    found = "\n".join(violations(write(tmp_path, objective={"settings": {"epsilon": 0.2}}), ["train.steps=many"]))
     assert "objective.settings = {'epsilon': 0.2}: objective dppo_binary_tv: epsilon_low=0.2 has no effect" in found
     assert "train.steps = 'many'" in found
 
 
 def test_an_objective_of_the_users_own_takes_what_it_likes(tmp_path):
     settings = {"delta": "wide", "anything": [1, 2]}
-    config = load_config(write(tmp_path, {"name": "my_package.module:objective", "settings": settings}))
+    config = load_config(write(tmp_path, objective={"name": "my_package.module:objective", "settings": settings}))
     assert config.objective.settings == settings
 
 
 @pytest.mark.parametrize(("saved", "settings"), SAVED)
 def test_what_an_older_run_saved_is_read_and_resumed(tmp_path, saved, settings):
-    before = load_config(write(tmp_path, saved))
+    before = load_config(write(tmp_path, objective=saved))
     assert before.objective.settings == settings
-    assert changed_settings(load_config(write(tmp_path, saved | {"settings": settings})), before) == []
+    assert changed_settings(load_config(write(tmp_path, objective=saved | {"settings": settings})), before) == []

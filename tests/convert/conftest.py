@@ -24,7 +24,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def convert(monkeypatch) -> Callable[..., str]:
-    """Runs `dppo-megatron convert ...` in this process; returns what it prints, raises what it raises."""
+    """Runs `dppo-megatron convert ...` in this process; returns its output and raises its errors."""
     from dppo_megatron.cli import app
 
     for name in ("RANK", "WORLD_SIZE"):

@@ -28,7 +28,7 @@ class Case:
 
 
 def load_with_megatron(rank: int, case: Case, root: Path) -> None:
-    """Megatron's `dist_checkpointing.load` fills the model with what our own loader reads from the HF directory."""
+    """Compare weights loaded by Megatron's `dist_checkpointing.load` with those of our own loader."""
     from megatron.core import dist_checkpointing
 
     directory = root / "groups" / case.name

@@ -1,4 +1,4 @@
-"""What is converted is what Megatron itself loads and what the trainer saves, in layouts other than the files'."""
+"""Megatron and the trainer load converted checkpoints in layouts other than the files'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion that was killed goes on where it stopped, and only if nothing changed in between."""
+"""A killed conversion continues where it stopped, and only if its input did not change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ main()
 
 @pytest.fixture
 def interrupted(models, tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """A source and a target whose conversion stopped before the third of four shards."""
+    """A source, and a target with two of four shards written."""
     source = Path(shutil.copytree(models / "qwen3", tmp_path / "source"))
     write = ToMegatron.write_shard
 
@@ -109,7 +109,7 @@ def test_shard_that_shrank_after_its_receipt_is_written_again(interrupted, conve
 
 
 def test_a_second_process_at_the_same_shard_cannot_damage_it(models, tmp_path, convert, monkeypatch):
-    """As when a job was submitted twice: only the first processes know of each other."""
+    """A job may be submitted twice; only the first processes know of each other."""
     conversion = ToMegatron(models / "qwen3", tmp_path / "target", TargetLayout(pipeline=4))
     job.prepare(conversion, resume=False)
     write = ToMegatron.write_shard

@@ -1,4 +1,4 @@
-"""--verify passes what is right within fp32 rounding, and names the first layer of what is not."""
+"""--verify accepts differences within fp32 rounding and names the first layer that differs more."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow  # all read one comparison of many pairs
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """What verify returns for many pairs, from one process: starting one costs more than comparing."""
+    """Results of verify for many pairs, from one process, because starting one costs more than comparing."""
     root = tmp_path_factory.mktemp("verify")
     pairs: dict[str, tuple[Path, Path]] = {}
     for family in FAMILIES:

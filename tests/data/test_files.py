@@ -41,7 +41,7 @@ def source(path, tokenizer, **settings):
 
 
 def save_dataset(directory, rows, **state):
-    """As `datasets` saves: streams in numbered files and a state that lists them."""
+    """Saves rows as `datasets` does: streams in numbered files and a state that lists them."""
     directory.mkdir(parents=True)
     table = pa.Table.from_pylist(rows)
     names = []
@@ -179,7 +179,7 @@ def test_directories_that_are_ambiguous_or_no_data_are_refused(tmp_path, tokeniz
     refused(tmp_path / "hub", r"several sets; name one of .*hub/test-\*\.parquet, .*hub/train-\*\.parquet")
     assert len(source(tmp_path / "hub" / "train-*.parquet", tokenizers[1], **BY_PATH)) == 10
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "holds no parquet")
+    refused(tmp_path / "empty", "has no parquet")
     refused(tmp_path / "none-*.parquet", "no file matches")
     refused(tmp_path / "none.parquet", "No such file|cannot read")
     (tmp_path / "text.parquet").write_text("prompt,answer\n")

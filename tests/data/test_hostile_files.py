@@ -70,9 +70,9 @@ def a_pipe(path):
     [
         (changed_offsets, "arrow", r"cannot read the table: .*(offset|Offset)"),
         (no_utf8, "arrow", "cannot read the table: .*UTF8"),
-        (a_row_of_many_values, "arrow", "takes more memory than half of what is free|needed too long; it may be"),
+        (a_row_of_many_values, "arrow", "takes more memory than half of the free memory|took too long; it may be"),
         (a_date_that_python_has_not, "arrow", "cannot read the table: "),
-        (many_rows_in_few_bytes, "parquet", "its rows take more memory than half of what is free; leave out rows"),
+        (many_rows_in_few_bytes, "parquet", "its rows take more memory than half of the free memory; leave out rows"),
         (a_line_that_is_not_there, "jsonl", "bytes, more than half of the free memory; leave out"),
         (a_pipe, "parquet", "cannot read the prompt file: a device"),
     ],
@@ -91,8 +91,8 @@ def test_a_hostile_file_is_one_clear_error(tmp_path, monkeypatch, make, suffix, 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 FATAL = {
-    LOOP: "the template's process needed too long",
-    "{{ 10 ** (10 ** 9) }}": "the template's process needed too long",
+    LOOP: "the template's process took too long",
+    "{{ 10 ** (10 ** 9) }}": "the template's process took too long",
     "{{ 'x' * 2 ** 31 }}": "the template fills its memory",
     "{{ 'x' * 2 ** 25 }}": "the template writes 33554432 characters for one prompt",
     "{% set x = namespace(t='x') %}{% for i in range(60) %}{% set x.t = x.t * 2 %}{% endfor %}": "the template fills",
@@ -124,10 +124,10 @@ def test_a_template_that_ended_its_process_harms_no_other(tokenizer, monkeypatch
         with pytest.raises(ChatTemplateError):
             render_chat(tokenizer, chat)
         patch.setattr(tokenizer, "chat_template", "{{ raise_exception('no such role') }}")
-        with pytest.raises(ValueError, match="the chat template refuses it: no such role"):
+        with pytest.raises(ValueError, match="the chat template rejects it: no such role"):
             render_chat(tokenizer, chat)
         patch.setattr(tokenizer, "chat_template", "{{ messages.__class__.__mro__ }}")  # the sandbox
-        with pytest.raises(ValueError, match="the chat template refuses it: access to attribute '__class__'"):
+        with pytest.raises(ValueError, match="the chat template rejects it: access to attribute '__class__'"):
             render_chat(tokenizer, chat)
     assert render_chat(tokenizer, chat) == "<user>1<bot>"
 

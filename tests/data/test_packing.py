@@ -118,10 +118,7 @@ def with_columns(s: TokenSequence, **columns) -> TokenSequence:
     return dataclasses.replace(s, columns=found)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=12),
-    st.sampled_from([0, 3]),
-)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=12), st.sampled_from([0, 3]))
 @settings(max_examples=150, deadline=None)
 def test_packing_agrees_with_the_definition(shapes, topk):
     rng = np.random.default_rng(0)
@@ -194,7 +191,7 @@ def test_advantages_may_differ_by_token():
 
 @pytest.mark.parametrize("topk", [0, 4])
 def test_a_filler_carries_no_loss(topk):
-    batch = pack([], topk=topk)
+    batch = pack([], like={"topk_ids": (topk,), "rollout_topk_logprob": (topk,)} if topk else None)
     assert len(batch.token_ids) == 1
     assert batch.cu_seqlens.tolist() == [0, 1]
     assert not batch.mask.any()
@@ -237,9 +234,7 @@ def test_sampling_masks_lie_at_the_rows_that_predict():
     assert batch.sampling_mask_counts.tolist() == [0, 2, 1, 0, 0, 0, 0, 0, 1, 2, 1, 0]  # nothing where no loss is
     assert batch.sampling_mask_ids.tolist() == [0, 1, 2, 20, 21, 22, 23]
     part = dataclasses.replace(
-        sequences[2],
-        response_ids=np.arange(5, dtype=np.int32),
-        sampled=np.array([True, False, False, True, True]),
+        sequences[2], response_ids=np.arange(5, dtype=np.int32), sampled=np.array([True, False, False, True, True])
     )
     batch = pack([part])  # two tokens of the environment among those of the policy
     assert batch.sampling_mask_counts.tolist() == [0, 1, 0, 0, 2, 1, 0]

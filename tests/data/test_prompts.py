@@ -64,13 +64,7 @@ def test_the_order_never_changes_between_releases(sums, tokenizer):
 
 
 def test_real_questions(tokenizer):
-    prompts = source(
-        GSM8K,
-        tokenizer,
-        prompt_column="question",
-        prompt_template="Q: {prompt}\nA: {x}",
-        shuffle=False,
-    )
+    prompts = source(GSM8K, tokenizer, prompt_column="question", prompt_template="Q: {prompt}\nA: {x}", shuffle=False)
     assert len(prompts) == 20
     assert prompts.prompt(0).text.startswith("Q: Natalia sold clips")
     assert prompts.prompt(0).text.endswith("\nA: {x}")

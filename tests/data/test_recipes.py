@@ -89,7 +89,7 @@ def test_math_has_levels_and_boxed_answers(tmp_path):
 
 
 def test_math_in_folders_of_subjects(tmp_path):
-    """As published: a file for each problem, one object over several lines; or a table for each subject."""
+    """The published form is a file for each problem, or a table for each subject."""
     for number, subject in enumerate(("algebra", "geometry")):
         row = {"problem": f"p{number}", "level": f"Level {number + 1}", "type": subject, "solution": r"\boxed{1}"}
         (tmp_path / "MATH/train" / subject).mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_aime_in_the_schemas_it_is_published_in(tmp_path):
         assert "a year of AIME has 30 problems" in said
     both = [{"problem": f"p{year}", "answer": "025", "year": year} for year in (2024, 2025)]
     assert prepared(tmp_path, "aime-2025", both)[0] == [{"prompt": "p2025", "answer": "25", "data_source": "aime2025"}]
-    with pytest.raises(RecipeError, match=r"row 1 is not .*: the answer '1000' is no integer from 0 to 999"):
+    with pytest.raises(RecipeError, match=r"row 1 does not have .*: the answer '1000' is no integer from 0 to 999"):
         prepared(tmp_path, "aime-2024", [{"problem": "p", "answer": "1000"}])
 
 
@@ -132,7 +132,7 @@ def test_gsm8k(tmp_path):
 
 
 def test_what_is_not_the_dataset_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match=r"row 1 is not what gsm8k reads: no column answer; it has 'x'"):
+    with pytest.raises(RecipeError, match=r"row 1 does not have the format of gsm8k: no column answer; it has 'x'"):
         prepared(tmp_path, "gsm8k", [{"x": 1}])
     with pytest.raises(RecipeError, match="no such recipe; there are dapo-math-17k, math"):
         prepare("mathh", GSM8K, tmp_path / "new.jsonl")

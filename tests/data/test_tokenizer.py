@@ -42,7 +42,7 @@ def test_missing_pieces_are_named(tmp_path):
     with pytest.raises(TokenizerError, match=r"absent: no such directory"):
         load_tokenizer(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TokenizerError, match=r"holds no tokenizer"):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer"):
         load_tokenizer(tmp_path / "empty")
     broken = save_character_model(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")

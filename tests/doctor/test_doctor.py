@@ -1,4 +1,4 @@
-"""Runs of six steps, healthy but for what is planted in step 4: the doctor names it and finds nothing else before."""
+"""Runs of six steps with a fault planted in step 4: the doctor names it and finds nothing before."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def routes(tokens: int) -> np.ndarray:
-    """Of two layers, to the first two experts."""
+    """Return routes of two layers to the first two experts."""
     return np.tile(np.arange(2, dtype=np.uint8), (tokens, 2, 1))
 
 
@@ -134,7 +134,7 @@ def each_group(change: Callable[[RolloutGroup], RolloutGroup]):
 
 
 def colder(rollout: Rollout) -> Rollout:
-    """Log-probs as of temperature 0.5, of what was drawn at 1."""
+    """Log-probs as of temperature 0.5 for tokens sampled at temperature 1."""
     scaled = 2 * rollout.rollout_topk_logprob
     total = np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     return replace(

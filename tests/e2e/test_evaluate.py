@@ -20,9 +20,7 @@ def configured(task, engine, tmp_path):
     def make(name: str) -> str:
         tree = config_tree(task, tmp_path / name, urls=(engine.url,))
         tree["rollout"]["max_concurrent_groups"] = 1
-        tree["eval"] = {
-            "sets": {"sums": {"path": tree["data"]["eval"], "n": 64, "temperature": 1.0, "top_p": 0.95}},
-        }
+        tree["eval"] = {"sets": {"sums": {"path": tree["data"]["eval"], "n": 64, "temperature": 1.0, "top_p": 0.95}}}
         return write_config(tree, tmp_path / f"{name}.yaml")
 
     return make
@@ -32,7 +30,7 @@ def reported(result) -> list[str]:
     return [re.sub(r"^.*?: ", "", line) for line in result.stdout.splitlines() if " prompts" in line]
 
 
-def test_an_evaluation_killed_half_way_goes_on_and_reports_the_same(configured, engine, tmp_path):
+def test_an_evaluation_killed_half_way_resumes_under_its_settings_and_reports_the_same(configured, engine, tmp_path):
     whole = run("eval", configured("whole"), "--url", engine.url)
     config = configured("killed")
     process = start("eval", config, "--url", engine.url, output=tmp_path / "out")
@@ -44,6 +42,9 @@ def test_an_evaluation_killed_half_way_goes_on_and_reports_the_same(configured, 
     process.wait()
     kept = answers.read_text().splitlines()
     assert 3 <= len(kept) < 16
+    changed = run("eval", config, "--url", engine.url, "--resume", "--set", "eval.sets.sums.n=8", check=False)
+    assert changed.returncode == 2
+    assert "eval.sets.sums.n = 8: the run was started with 64" in changed.stderr
     again = run("eval", config, "--url", engine.url, "--resume")
     assert reported(again) == reported(whole)
     assert len(reported(again)) == 2
@@ -51,14 +52,6 @@ def test_an_evaluation_killed_half_way_goes_on_and_reports_the_same(configured, 
     assert [json.dumps(record) for record in records[: len(kept) - 1]] == kept[:-1]
     assert sorted(record["position"] for record in records) == list(range(16))
     assert all(len(record["samples"]) == 64 for record in records)
-
-
-def test_other_settings_are_no_resume(configured, engine):
-    config = configured("other")
-    run("eval", config, "--url", engine.url)
-    changed = run("eval", config, "--url", engine.url, "--resume", "--set", "eval.sets.sums.n=8", check=False)
-    assert changed.returncode == 2
-    assert "eval.sets.sums.n = 8: the run was started with 64" in changed.stderr
 
 
 def test_a_bank_is_filled_without_a_trainer_and_prompts_are_kept_by_it(task, engine, tmp_path):
@@ -74,7 +67,7 @@ def test_a_bank_is_filled_without_a_trainer_and_prompts_are_kept_by_it(task, eng
     process.wait()
     refused = run(*arguments, check=False)
     assert refused.returncode == 2
-    assert "already holds a run; pass --resume" in refused.stderr
+    assert "already contains a run; pass --resume" in refused.stderr
     done = run(*arguments, "--resume")
     assert "200 prompts, 3200 graded answers" in done.stdout
     reader = BankReader(bank)

@@ -30,10 +30,10 @@ def project(tmp_path_factory) -> Iterator[Path]:
     ("directory", "problem"),
     [
         ("sub/first", "already exists"),
-        ("sub/first/reward.py", "name one below"),
+        ("sub/first/reward.py", "use a relative path"),
         ("my-run", "of letters, digits"),
-        ("2024", "no digit first"),
-        (".", "name one below"),
+        ("2024", "do not begin with a digit"),
+        (".", "use a relative path"),
         ("json", "Python has another module of this name"),
     ],
 )
@@ -81,7 +81,7 @@ def test_the_first_environment_of_the_docs_goes_with_it(project):
     settings += ["--set", "data.max_prompt_tokens=320"]
     run("validate", project / "config.yaml", "--set", "environment.name=my_table:Table", *settings)
     refused = run("validate", project / "config.yaml", "--set", "environment.name=my_table:Tabel", check=False).stderr
-    assert "has no 'Tabel'; did you mean Table" in refused
+    assert "has no 'Tabel'; did you mean 'Table'" in refused
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ class Life:
             end_session(self.process)
 
     def finished(self) -> list[Turn]:
-        """Turns that the journals hold, of groups that are not in the bank."""
+        """Turns in the journals of groups that are not in the bank."""
         found = []
         for path in sorted((self.directory / "samples/open_turns").glob("*.jsonl")):
             numbers = Counter()
@@ -90,7 +90,7 @@ def lives_of_orchestrators(watch: Watch, begin: Callable[[], Life], nth: int) ->
 
 
 def check_cells(name: str, cells: list[tuple[int, list[Turn], int]], watch: Watch) -> None:
-    """Of the turns that were finished when it was killed none was asked for afterwards."""
+    """Check that no turn that was finished before the kill was requested again."""
     for number, finished, before in cells:
         again = set(finished) & set(watch.asked[before:])
         print(f"{name} | turn {number} | {len(finished)} turns finished | {len(again)} of them sampled again")
@@ -180,7 +180,7 @@ def test_no_finished_turn_is_lost_or_sampled_again(task, engine, tmp_path_factor
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_gateway_loses_no_finished_turn_and_samples_none_again(task, engine, tmp_path):
-    """It has no process of its own: who kills it kills the orchestrator."""
+    """The gateway runs in the orchestrator's process."""
     directory, prompts = tmp_path / "run", 4
     shutil.copytree(task / "random_model", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")

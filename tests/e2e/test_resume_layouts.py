@@ -13,19 +13,13 @@ import pytest
 
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.actor_cases import MOE
 from tests.support.runs import descendants, records, run, start, steps_done, wait_until, weights_digest, write_config
 
 STEPS, GROUPS, SAMPLES, LONGEST = 7, 8, 8, 24
 SAVED, KILLED_AFTER = 2, 3  # five more steps are trained after the kill
 BOUND = 0.043
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
+EXPERTS = {**MOE, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layers": []}
 LAYOUTS = {
     "virtual_pipeline": ({}, {"pipeline": 2, "virtual_pipeline": 2}),
     "data": ({}, {}),  # with steps that are taken back in part

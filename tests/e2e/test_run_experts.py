@@ -10,42 +10,22 @@ import pytest
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.hf import make_random_hf_model
-from tests.support.actor_cases import set_expert_bias
+from tests.support.actor_cases import MLA_MOE, MOE, set_expert_bias
 from tests.support.runs import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
 pytestmark = pytest.mark.engines
-QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [0],
-    "decoder_sparse_step": 1,
-}
-
+QWEN3_MOE = {**MOE, "moe_intermediate_size": 32}
 DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
+    **MLA_MOE,
     "q_lora_rank": 32,
     "kv_lora_rank": 512,  # as in DeepSeek-V3: vLLM's CPU kernel takes no other latent than 512 + 64
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
     "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
     "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
 }
 
 

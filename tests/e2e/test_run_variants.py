@@ -11,11 +11,7 @@ from tests.support.runs import GROUPS, STEPS, config_tree, records, run, start_e
 
 pytestmark = pytest.mark.engines
 TOPK = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}
-BF16 = {
-    "engine": {"dtype": "bf16"},
-    "weight_sync": {"probe_tolerance": 0.3},
-    "rollout": {"max_mismatch_kl": 0.1},
-}
+BF16 = {"engine": {"dtype": "bf16"}, "weight_sync": {"probe_tolerance": 0.3}, "rollout": {"max_mismatch_kl": 0.1}}
 # Log-probs of the engine and of the trainer, by the engine's dtype: rounded to 16 bits they cannot be equal.
 DIFFERENCE = {"fp32": (0, 1e-4), "fp16": (1e-4, 0.02), "bf16": (1e-3, 0.3)}
 VARIANTS = {
@@ -33,10 +29,7 @@ VARIANTS = {
         "rollout": {"topk_logprobs": 4},
         "objective": TOPK,
     },
-    "truncated": {
-        "rollout": {"top_p": 0.95, "top_k": 9, "min_p": 0.01, "topk_logprobs": 4},
-        "objective": TOPK,
-    },
+    "truncated": {"rollout": {"top_p": 0.95, "top_k": 9, "min_p": 0.01, "topk_logprobs": 4}, "objective": TOPK},
     "lora": {"model": {"lora": {"r": 4}}, "weight_sync": {"transport": "broadcast"}},
     "lora_adapter": {
         "model": {"lora": {"r": 4, "targets": ["q_proj", "v_proj", "down_proj"]}},

@@ -35,9 +35,8 @@ def rows(text: str, heading: str) -> list[list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("faults", [(), ("--stall", "1", "--die", "1", "--fault-s", "4")])
-def test_every_rank_reads_its_share_of_every_step(tmp_path, faults):
-    text = measured(tmp_path / "scale", "--steps", "3", *faults)
+def test_every_rank_reads_its_share_of_every_step_although_engines_fail(tmp_path):
+    text = measured(tmp_path / "scale", "--steps", "3", "--stall", "1", "--die", "1", "--fault-s", "4")
     steps, disk = rows(text, "step  wait s"), rows(text, "step  disk alone")
     assert [row[0] for row in steps] == [row[0] for row in disk] == [0, 1, 2]
     assert all(0 <= row[6] <= 1 for row in steps)  # staleness
@@ -45,5 +44,4 @@ def test_every_rank_reads_its_share_of_every_step(tmp_path, faults):
     orchestrator = re.search(r"^orchestrator +(\d+) +(\d+)", text, re.MULTILINE)
     assert 0 < int(orchestrator[1]) < 2000
     assert "plan" in text
-    if faults:
-        assert int(re.search(r"deaths (\d+)", text)[1]) >= 1
+    assert int(re.search(r"deaths (\d+)", text)[1]) >= 1

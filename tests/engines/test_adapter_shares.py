@@ -1,4 +1,4 @@
-"""What counts as held of an adapter by workers: the tensors that an engine's kernels multiply with, shard by shard."""
+"""A worker's fingerprint of an adapter covers the tensors that its kernels multiply with, shard by shard."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def worker(rank: int, size: int, replicas: int = 1) -> Any:
 
 
 def sglang_shares(rank: int, size: int, replicas: int = 1) -> WorkerSums:
-    """Of a worker of SGLang's with the same adapter: it lays out A's and B's one below another, by the adapter's r."""
+    """Return the sums of an SGLang worker with the same adapter: it stacks all A's and all B's, by the adapter's r."""
 
     def laid_out(parts: Sequence[torch.Tensor], room: int, dim: int) -> torch.Tensor:
         tensor = torch.cat(parts)
-        held = torch.full((*tensor.shape[:dim], room, *tensor.shape[dim + 1 :]), 3.0)  # what is beyond is not read
+        held = torch.full((*tensor.shape[:dim], room, *tensor.shape[dim + 1 :]), 3.0)  # the rest is not read
         held.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
         return torch.stack([torch.full_like(held, 7.0), held])
 
@@ -120,7 +120,7 @@ def test_a_changed_value_and_a_missing_adapter_show():
 
 
 def test_a_server_takes_adapters_or_whole_models(tmp_path):
-    """vLLM would load a whole model into layers beside an adapter half, and fail."""
+    """vLLM would load half of a whole model into layers that have an adapter, and then fail."""
     assert adapter_in(tmp_path, False) is None
     with pytest.raises(BadWeights, match="no adapter, and a server with --enable-lora takes nothing else"):
         adapter_in(tmp_path, True)

@@ -1,22 +1,22 @@
-"""A policy that is an adapter, on real engines: what they sample, score and hold is that of the merged model."""
+"""Real engines with an adapter sample, score and store the same as with the merged model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dppo_megatron.config import Config
+from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.engines.protocol import Engine, EngineError, EngineRefused, UpdateMode
 from dppo_megatron.hf.lora import PEFT_PREFIX
-from dppo_megatron.types import Rollout
-from dppo_megatron.weights.fingerprint import Fingerprint, add, differing
+from dppo_megatron.launch.evaluate import with_settings
+from dppo_megatron.weights.fingerprint import differing
 from tests.engines.test_contract_updates import update_while_generating
+from tests.engines.test_fingerprints import fingerprint, weights_of
 from tests.support.engines import PROMPT, Reference, engine_config, group, make_adapter, running_server, with_engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -34,10 +34,6 @@ class Adapted:
     def model(self) -> Path:
         return self.config.model.path
 
-    @cached_property
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for file in self.model.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
     def use(self, function):
         return with_engine(self.config, self.url, function)
 
@@ -45,8 +41,7 @@ class Adapted:
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def adapted(request, tiny_models, tmp_path_factory) -> Adapted:
     plain = engine_config(tiny_models("dense")["a"], kind=request.param, max_num_seqs=32)
-    tree = plain.model_dump() | {"weight_sync": plain.weight_sync.model_dump() | {"lora": "adapter"}}
-    config = Config.model_validate(tree | {"model": plain.model.model_dump() | {"lora": LORA}})
+    config = with_settings(plain, weight_sync={"lora": "adapter"}, model={"lora": LoraConfig(**LORA)})
     with running_server(config, tmp_path_factory.mktemp("adapters") / "server.log", version=0) as url:
         yield Adapted(config, url)
 
@@ -72,18 +67,6 @@ def merged(adapted: Adapted, tensors: dict[str, torch.Tensor]) -> Reference:
     return reference
 
 
-def fingerprint(*parts: dict[str, torch.Tensor]) -> Fingerprint:
-    out: Fingerprint = {}
-    for part in parts:
-        for name, tensor in part.items():
-            add(out, name, tensor)
-    return out
-
-
-def sampled(reference: Reference, rollout: Rollout) -> np.ndarray:
-    return reference.logprobs(PROMPT, rollout.token_ids)[np.arange(len(rollout.token_ids)), rollout.token_ids]
-
-
 def test_what_an_engine_samples_scores_and_holds_is_of_the_merged_model(adapted, adapter):
     (first, one), (second, two) = adapter(1), adapter(2)
 
@@ -97,13 +80,13 @@ def test_what_an_engine_samples_scores_and_holds_is_of_the_merged_model(adapted,
     reference = merged(adapted, one)
     for sample in samples:
         assert (sample.versions == 1).all()
-        np.testing.assert_allclose(sample.rollout_logprob, sampled(reference, sample), rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(sample.rollout_logprob, reference.sampled(sample.token_ids), rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(scores, merged(adapted, two).score(PROMPT), rtol=0, atol=TOLERANCE)
     assert np.abs(scores - Reference(adapted.model).score(PROMPT)).max() > 0.1
     assert version == 2
-    assert differing(fingerprint(adapted.weights, one), held_one) == []
-    assert differing(fingerprint(adapted.weights, two), held_two) == []
-    assert len(differing(fingerprint(adapted.weights, one), held_two)) == 4  # layers
+    sent_one, sent_two = (fingerprint(weights_of(adapted.model) | adapter) for adapter in (one, two))
+    assert differing(sent_one, held_one) == differing(sent_two, held_two) == []
+    assert len(differing(sent_one, held_two)) == 4  # layers
 
 
 def test_running_requests_go_on_under_the_next_adapter(adapted, adapter):
@@ -122,14 +105,14 @@ def test_running_requests_go_on_under_the_next_adapter(adapted, adapter):
     )
     for rollout in rollouts:
         for version, (_, tensors) in policies.items():
-            difference = np.abs(rollout.rollout_logprob - sampled(merged(adapted, tensors), rollout))
+            difference = np.abs(rollout.rollout_logprob - merged(adapted, tensors).sampled(rollout.token_ids))
             assert difference[rollout.versions == version].max() < TOLERANCE
             assert difference[rollout.versions != version].max() > 0.1
 
 
 def test_an_engine_is_out_after_a_load_that_failed_and_back_after_the_next(adapted, adapter):
     good, tensors = adapter(1)
-    # What only the server sees: vLLM has room for less, SGLang was not told of the head.
+    # Only the server rejects it: vLLM has a smaller rank, and SGLang's adapters have no head.
     beyond = {"vllm": {"r": 512}, "sglang": {"target_modules": [*LORA["targets"], "lm_head"]}}
     bad, _ = adapter(2, **beyond[adapted.config.engine.kind])
 

@@ -1,4 +1,4 @@
-"""The bound on what this process holds of engines' replies: order, progress, and clients that wait before they read."""
+"""The byte budget of engines' replies keeps their order, always admits one, and makes clients wait before reading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.protocol import EngineUnavailable
 from dppo_megatron.engines.vllm.client import VllmEngine
 from dppo_megatron.engines.vllm.extension.wire import encode_reply
-from tests.support.fakes.http_server import http
+from tests.support.fakes.http_server import Last, against, http
 
 from .test_vllm_client_faults import GOOD_ARRAYS, GOOD_HEADER, INFO_REPLY, REQUEST, config  # noqa: F401
 
@@ -157,24 +157,11 @@ def test_a_client_reads_a_reply_only_while_there_is_room(config):  # noqa: F811
 
 
 def test_a_reply_that_breaks_off_gives_its_room_back(config):  # noqa: F811
-    async def main():
-        async def answer(reader, writer):
-            line = await reader.readline()
-            await reader.readuntil(b"\r\n\r\n")
-            whole = INFO_REPLY["/dppo/info"][0] if b"info" in line else http(200, bytes(1000))[:-500]
-            writer.write(whole)
-            await writer.drain()
-            writer.close()
+    async def generate(engine):
+        engine._budget = budget
+        with pytest.raises(EngineUnavailable):
+            await engine.generate(REQUEST)
 
-        budget = ByteBudget(100)
-        listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-        engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", budget)
-        try:
-            with pytest.raises(EngineUnavailable):
-                await engine.generate(REQUEST)
-        finally:
-            await engine.close()
-            listening.close()
-        assert budget.reserved == 0
-
-    asyncio.run(main())
+    budget = ByteBudget(100)
+    against(config, INFO_REPLY | {"/dppo/generate": [Last(http(200, bytes(1000))[:-500])]}, generate)
+    assert budget.reserved == 0

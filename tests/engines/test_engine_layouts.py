@@ -28,7 +28,7 @@ def mixture(tmp_path_factory):
 
 
 def options(command: list[str], *names: str) -> list[str]:
-    """What follows each of `names`; "" where it is not there, and "set" for one without a value."""
+    """Return the value after each of `names`: "" for an absent name, "set" for one without a value."""
     found = []
     for name in names:
         after = command[command.index(name) + 1 :] if name in command else None

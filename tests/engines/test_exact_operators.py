@@ -1,4 +1,4 @@
-"""`engine.exact` in a server: what it is told, what it replaces, and that nothing is touched where it is not asked."""
+"""`engine.exact` replaces a server's operators with the trainer's; without the setting nothing is replaced."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dppo_megatron.engines import exact, kinds
 from dppo_megatron.engines.exact import Exact, NoExactOperator, Operators
 from dppo_megatron.engines.sglang.kind import PLUGIN
 from dppo_megatron.engines.sglang.plugin.exact_server import sample
+from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.vocab_parallel import compiled, token_statistics
 from tests.support.engines import VOCAB, engine_config, make_model
 
@@ -39,8 +40,7 @@ def layer(kind: str, weight: torch.Tensor, **attributes) -> nn.Module:
 def test_a_server_is_told_of_the_trainer_only_with_the_setting(tmp_path):
     model = make_model(tmp_path / "models" / "m", seed=1)
     assert exact.VARIABLE not in kinds.server_environment(engine_config(model), 0)
-    config = engine_config(model, exact=True)
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tensor": 2, "world_size": 2})})
+    config = with_settings(engine_config(model, exact=True), parallel={"tensor": 2, "world_size": 2})
     told = exact.from_environment(kinds.server_environment(config, 0))._exact
     assert (told.tensor, told.vocab_size, told.shard_columns, told.fp32_head) == (2, VOCAB, VOCAB // 2, False)
     assert torch.tensor(told.frequencies).dtype == torch.float32
@@ -143,7 +143,7 @@ def test_a_product_of_another_kind_is_named():
 
 
 def test_sglangs_sampler_reports_each_request_over_its_own_top_k():
-    """Of requests with several K in one step, each has the bits that it has alone; what was drawn stays."""
+    """Each request of a step gets the bits that it gets in a step of its own, and keeps its sampled token."""
     logits, ours, counts = torch.randn(5, 11), operators(), [2, 0, 4, 2, 0]
     before, drawn = logits.clone(), torch.tensor([3, 10, 0, 7, 1])
 

@@ -1,4 +1,4 @@
-"""Fingerprints of what real engines hold: those of what was loaded, and others where parts are old or exchanged."""
+"""Fingerprints of real engines equal those of the loaded weights, and differ where parts are old or exchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fingerprint(weights: dict[str, torch.Tensor]) -> Fingerprint:
 
 
 def a_small_step(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One element of each tensor, by one unit in its last place: what is left in 16 bits of an update at lr 1e-6."""
+    """Change one element of each tensor by one unit in the last place, as an update at lr 1e-6 does in 16 bits."""
     stepped = {name: tensor.clone() for name, tensor in weights.items()}
     for tensor in stepped.values():
         flat = tensor.view(-1)
@@ -45,7 +45,7 @@ def a_small_step(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def directory(served, tmp_path):
-    """f(weights) -> a model directory that holds them."""
+    """f(weights) -> a model directory with these weights."""
 
     def make(weights: dict[str, torch.Tensor]) -> Path:
         path = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
@@ -75,7 +75,7 @@ def test_an_engine_holds_what_it_loaded(served):
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_what_it_kept_of_the_version_before_is_named(served, directory, kept):
-    """The smallest step that 16 bits can show; the engine takes all of it but `kept`, and reports the new version."""
+    """The smallest step that 16 bits can show; the engine loads all of it but `kept`, and reports the new version."""
     old = weights_of(served.models["a"])
     new = a_small_step(old)
     stale = {name: old[name] if KEPT[kept](name) else new[name] for name in new}
@@ -92,7 +92,7 @@ def test_what_it_kept_of_the_version_before_is_named(served, directory, kept):
 
 
 def test_exchanged_parts_rows_and_columns_are_named(served, directory):
-    """Of each layer other things, all of the same bits: gate and up, k and v, rows of q, columns of o."""
+    """Each layer exchanges other parts with the same bits: gate and up, k and v, rows of q, columns of o."""
     sent = weights_of(served.models["a"])
     held = dict(sent)
     for name, tensor in sent.items():

@@ -68,7 +68,7 @@ def test_a_renamed_name_is_named_with_its_use(entry, problem):
 
 
 def mentioned(files: list[Path], package: str) -> set[str]:
-    """Return what the files import from `package`, and the dotted names of it in their texts, as module.name."""
+    """Return the names that the files import from `package`, or mention in a string, as module.name."""
     found = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""What makes a group's samples unfit, named down to the token."""
+"""The check of a group's samples names the sample and the token at fault."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def edited(field: str, index, value) -> GroupSamples:
 
 
 def changed(group: GroupSamples, **arrays) -> GroupSamples:
-    """With other fields or columns; a column of None is left out."""
+    """Replace fields or columns; None removes a column."""
     fields = {name: array for name, array in arrays.items() if name in ("token_ids", "lengths")}
     columns = group.columns | {name: array for name, array in arrays.items() if name not in fields}
     return replace(group, **fields, columns={name: array for name, array in columns.items() if array is not None})
@@ -80,11 +80,14 @@ def _without_stop():
         (edited("rollout_logprob", 7, -np.inf), "sample 1, token 4: log-prob is missing"),
         (edited("rollout_logprob", 3, 0.01), "sample 1, token 0: log-prob above 0"),
         (edited("versions", 5, -1), "sample 1, token 2: token carries no policy version"),
-        (edited("token_ids", 1, 9), "sample 0, token 1: goes on after a stop token"),
+        (edited("token_ids", 1, 9), "sample 0, token 1: more tokens follow a stop token"),
         (edited("token_ids", 2, 8), "sample 0, token 2: finish reason is stop"),
         (edited("lengths", 1, 4), "token_ids is of shape"),
         (changed(samples(), rollout_logprob=samples().columns["rollout_logprob"][:-1]), "rollout_logprob is of shape"),
         (changed(samples(), topk_ids=None), "topk_ids is missing"),
+        (changed(samples(), versions=np.full(8, 2)), "versions is int64, expected int32"),
+        (changed(samples(), token_ids=samples().token_ids.astype(float)), "token_ids is float64, expected int32"),
+        (changed(samples(), routed_experts=np.zeros((11, 1, 1), np.uint8)), "routed_experts was not requested"),
         (
             changed(samples(), rollout_topk_logprob=samples().columns["rollout_topk_logprob"][:, :1]),
             "rollout_topk_logprob is of shape",
@@ -138,7 +141,7 @@ def test_sampling_masks_pass_and_split():
         (masked(OWN, sampling_mask_ids=None), r"sampling_mask_ids is missing, expected \(24,\)"),
         (masked(OWN, sampling_mask_counts=np.full(8, 4, np.int32)), r"sampling_mask_ids is of shape \(24,\), expected"),
         (masked(OWN, sampling_mask_ids=np.arange(23, dtype=np.int32)), r"sampling_mask_ids is of shape \(23,\)"),
-        (masked([*OWN[:3], [7], *OWN[4:]]), "sample 1, token 0: the sampled token is not among those"),
+        (masked([*OWN[:3], [7], *OWN[4:]]), "sample 1, token 0: the sampled token is not in the sampling mask"),
         (masked([*OWN[:2], [9, VOCAB], *OWN[3:]]), "sample 0, token 2: sampling mask id outside"),
         (
             masked(OWN, sampling_mask_ids=masked(OWN).columns["sampling_mask_ids"][::-1]),

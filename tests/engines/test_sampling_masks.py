@@ -1,4 +1,4 @@
-"""What top-p, top-k and min-p left at every position, as engines report it beside the log-probs over it."""
+"""Engines report the sampling mask of every position, and log-probs that are normalized over it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def split(rollout) -> list[np.ndarray]:
 
 
 def left(logprobs: np.ndarray, kind: str) -> tuple[set[int], set[int]]:
-    """Ids that surely are left of ln p [V] at the sampling temperature, and those that may be.
+    """Return the ids of ln p [V] that are certainly in the sampling mask, and those that may be in it.
 
     vLLM applies min-p, top-k and top-p one after the other, SGLang top-p to the share of the whole vocabulary.
     """
@@ -45,7 +45,7 @@ def left(logprobs: np.ndarray, kind: str) -> tuple[set[int], set[int]]:
 
 
 def test_log_probs_are_over_the_reported_sets(served):
-    """The engine's own result: the reference's distribution, renormalised over what is reported, to 1e-5 in fp32."""
+    """Log-probs are the reference's, normalized over the reported mask, to 1e-5 in fp32."""
     request = group("kept", n=8, max_tokens=40, temperature=0.8, topk=5, **truncated(served))
     rollouts = served.use(lambda engine: engine.generate(request))
     plain = served.use(lambda engine: engine.generate(group("plain", n=1, topk=5)))
@@ -103,10 +103,10 @@ def test_sets_of_interrupted_and_crowded_samples_are_their_own(served):
         assert all(token in ids for token, ids in zip(rollout.token_ids, split(rollout), strict=False))
 
 
-def megatron_logprobs(rank: Rank, batch: TokenBatch) -> dict[tuple[int, str], torch.Tensor]:
-    """By tensor-parallel size and kind of head: ln pi of the targets."""
+def megatron_logprobs(rank: Rank, batch: TokenBatch, *heads: str) -> dict[tuple[int, str], torch.Tensor]:
+    """Return ln pi of the targets, by tensor-parallel size and kind of head."""
     found = {}
-    for logits in ("stored", "fused"):
+    for logits in heads:
         layout = {"tensor": rank.world_size, "sequence": rank.world_size > 1}  # experts need sequence parallelism
         with rank.actor("a", settings={"logits": logits}, **layout) as actor:
             found[rank.world_size, logits] = actor.logprobs([batch])[0]
@@ -124,13 +124,8 @@ def test_the_trainer_has_the_engines_log_probs(served, ranks, tmp_path):
     models = served.models["a"].parent
     full = dataclasses.replace(batch, sampling_mask_ids=None, sampling_mask_counts=None)
     for size in (1, 2):
-        found = run_scenario(ranks(size), megatron_logprobs, models, tmp_path / str(size), batch)
+        found = run_scenario(ranks(size), megatron_logprobs, models, tmp_path / str(size), batch, "stored", "fused")
         for logprob in found.values():
             assert (logprob - batch.rollout_logprob)[batch.mask].abs().max() < 1e-5
-    without = run_scenario(ranks(1), megatron_logprobs, models, tmp_path / "full", full)[1, "stored"]
+    without = run_scenario(ranks(1), megatron_logprobs, models, tmp_path / "full", full, "stored")[1, "stored"]
     assert (without - batch.rollout_logprob)[batch.mask].abs().max() > 0.05
-
-
-def test_a_set_without_bound_is_refused():
-    with pytest.raises(ValueError, match="sampling_mask needs top_k"):
-        group("unbounded", top_p=0.9, sampling_mask=True)

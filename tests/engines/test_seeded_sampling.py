@@ -1,4 +1,4 @@
-"""The torch stand-in for SGLang's native hash, against values of MurmurHash3_x86_32 (reference implementation)."""
+"""The torch replacement of SGLang's native hash gives the values of MurmurHash3_x86_32's reference implementation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dppo_megatron.engines.sglang.cpu.seeded_sampling import murmur_hash32
 
 
 @pytest.mark.parametrize(
-    ("seed", "position", "column", "expected"),
-    [(0, 0, 0, 2167721464), (2**62 + 12345, 77, 5, 3748115772)],
+    ("seed", "position", "column", "expected"), [(0, 0, 0, 2167721464), (2**62 + 12345, 77, 5, 3748115772)]
 )
 def test_hash(seed, position, column, expected):
     columns = torch.arange(8)

@@ -1,6 +1,6 @@
-"""Sessions of an agent over real servers: whatever it does to its history, every sampled token stands once, as sampled.
+"""Sessions of an agent over real servers: however it edits its history, the bank has every sampled token once.
 
-SESSIONS is how many are held; the default takes half a minute. benchmarks/results has what a thousand gave.
+SESSIONS sets their number; the default takes half a minute. benchmarks/results has the counts of a thousand.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.parametri
 SAMPLES, K = 4, 4
 SESSIONS = int(os.environ.get("SESSIONS", 80))
 CALLS = [f'<tool_call>{{"name": "look_up", "arguments": {{"key": "{key}"}}}}</tool_call>' for key in "abcdefgh"]
-# Whole pieces that a random policy says now and then, and pairs of letters, which it also says one by one: many of its
-# turns would be other tokens if their text were tokenized again.
+# Words that a random policy samples now and then, and pairs of letters, which it also samples one by one: the text of
+# many of its turns would be tokenized differently.
 PAIRS = ["ab", "no", "on", "12", "  "]
 WORDS = ["<pad>", "<eos>", *CALLS, "</think>", " ", "<user>", "<assistant>", "<tool>", *PAIRS]
 STOPS = [20, 30]
@@ -65,8 +65,8 @@ def speaking(directory: Path, model: Path) -> Path:
 
 
 def as_the_bank_numbers_them(groups: list[RolloutGroup], watch: Watch) -> tuple[dict[Turn, Rollout], int]:
-    """(what the engine said, by the turn of the bank whose trajectory, tokens and tokens before are the same; how many
-    tokens the engine read before its turns). What has no place in the bank keeps a number that no turn has."""
+    """Return the engine's replies by the bank's turn with the same trajectory, tokens and tokens before, and the number
+    of tokens that the engine read before its turns. A reply that is not in the bank gets a number of no turn."""
     said: dict[tuple, list[Rollout]] = defaultdict(list)
     for turn, rollout in watch.returned.items():
         said[*turn[:2], watch.behind[turn].tobytes(), rollout.token_ids.tobytes()].append(rollout)
@@ -79,7 +79,7 @@ def as_the_bank_numbers_them(groups: list[RolloutGroup], watch: Watch) -> tuple[
                     behind = np.ascontiguousarray(whole[: -len(part.token_ids)])
                     place = (group.prompt.position, rollout.trajectory)
                     found = said[*place, behind.tobytes(), part.token_ids.tobytes()]
-                    if found:  # asked twice and told the same, by its log-probs: those of two batches differ
+                    if found:  # log-probs identify a turn that was sampled twice: batches differ
                         same = (
                             k
                             for k, one in enumerate(found)
@@ -92,7 +92,7 @@ def as_the_bank_numbers_them(groups: list[RolloutGroup], watch: Watch) -> tuple[
 
 
 def retokenised(tokenizer, turns: dict[Turn, Rollout]) -> int:
-    """Tokens of turns whose text is other tokens than the policy sampled."""
+    """Count the tokens of turns whose text would be tokenized to other tokens than the policy sampled."""
     count = 0
     for rollout in turns.values():
         text = tokenizer.decode(rollout.token_ids, skip_special_tokens=False)
@@ -106,7 +106,7 @@ class Held:
     kind: str
     groups: list[RolloutGroup]  # of the bank
     watch: Watch
-    turns: dict[Turn, Rollout]  # what the engine said, as the bank numbers it
+    turns: dict[Turn, Rollout]  # the engine's replies, by the bank's numbers
     read: int  # tokens that it read before
     acts: Counter[str]  # of the agents
     tokenizer: PreTrainedTokenizerFast

@@ -19,6 +19,7 @@ from dppo_megatron.engines.sglang.client import SglangEngine
 from dppo_megatron.engines.sglang.wire import child_ids
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.hf import read_hf_config
+from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.weights.broadcast_plan import TensorSpec, WeightGroupPlan
 from dppo_megatron.weights.manifest import Manifest
 from tests.support.engines import EOS, MAX_MODEL_LEN, VOCAB, engine_config, group, make_adapter, make_model
@@ -46,13 +47,12 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def config(model):
-    config = engine_config(model, kind="sglang", request_timeout_s=1.0)
-    return config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": 1.0})})
+    return with_settings(engine_config(model, kind="sglang", request_timeout_s=1.0), weight_sync={"timeout_s": 1.0})
 
 
 @pytest.fixture(autouse=True)
 def names(monkeypatch):
-    """What the client adds to the id of a request is known, so that replies can be written beforehand."""
+    """Fix the suffix that the client adds to a request's id, so that replies can be written in advance."""
     monkeypatch.setattr(sglang_client, "uuid4", lambda: UUID(int=0))
 
 
@@ -170,7 +170,7 @@ DONE = {"/pause_generation": [say({})], "/continue_generation": [say({})], "/upd
 
 @pytest.mark.parametrize("reply", [say({"success": False, "message": "out of memory"}, 400), b"", None])
 def test_an_update_that_fails_leaves_weights_that_nobody_may_use(config, model, reply):
-    """Generation goes on, under a label that makes every further token an invalid one."""
+    """Generation continues, under a label that makes every further token invalid."""
     left = DONE | {UPDATE: [reply]}
     with pytest.raises(EngineError, match="loading policy 4") as error:
         against(config, left, lambda engine: engine.load_weights(model, 4), unused := [])
@@ -191,31 +191,34 @@ def test_a_server_that_updates_its_weights_is_alive_though_its_scheduler_is_sile
     assert second.version == 3
 
 
-def test_a_group_over_another_nccl_is_refused_before_anybody_waits(config, model):
-    tensors = tuple(TensorSpec(name, "float32", shape) for name, shape in Manifest.read(model).shapes.items())
-    plan = WeightGroupPlan("group", "127.0.0.1", 1, "nccl", 5.0, 1, ((tensors,),), nccl="2.27.3")
-    replies = description(model) | {"/weights_checker": [say({"ranks": [{"checksums": {"dppo_nccl": "2.21.5"}}]})]}
-    with pytest.raises(EngineRefused, match=r"the trainer has NCCL 2\.27\.3, the engine NCCL 2\.21\.5"):
-        against(config, replies, lambda engine: engine.join_weight_group(plan))
+MEMORY = "NCCL_CUMEM_ENABLE is .* for the trainer, .* for the engine"
 
 
-@pytest.mark.parametrize(("trainer", "engine"), [("", "0"), ("0", ""), ("0", "1")])
-def test_a_group_whose_ends_share_memory_otherwise_is_refused_before_anybody_waits(config, model, trainer, engine):
+@pytest.mark.parametrize(
+    ("trainer", "engine", "message"),
+    [
+        (("2.27.3", ""), ("2.21.5", ""), r"the trainer has NCCL 2\.27\.3, the engine NCCL 2\.21\.5"),
+        (("2.30.7", ""), ("2.30.7", "0"), MEMORY),
+        (("2.30.7", "0"), ("2.30.7", ""), MEMORY),
+        (("2.30.7", "0"), ("2.30.7", "1"), MEMORY),
+    ],
+)
+def test_a_group_whose_ends_have_different_nccls_is_refused_before_they_wait(config, model, trainer, engine, message):
     tensors = tuple(TensorSpec(name, "float32", shape) for name, shape in Manifest.read(model).shapes.items())
-    plan = WeightGroupPlan("group", "127.0.0.1", 1, "nccl", 5.0, 1, ((tensors,),), nccl="2.30.7", nccl_cumem=trainer)
-    found = {"dppo_nccl": "2.30.7", "NCCL_CUMEM_ENABLE": engine}
+    plan = WeightGroupPlan("group", "127.0.0.1", 1, "nccl", 5.0, 1, ((tensors,),), 0, *trainer)
+    found = dict(zip(("dppo_nccl", "NCCL_CUMEM_ENABLE"), engine, strict=True))
     replies = description(model) | {"/weights_checker": [say({"ranks": [{"checksums": found}]})]}
-    with pytest.raises(EngineRefused, match=r"NCCL_CUMEM_ENABLE is .* for the trainer, .* for the engine"):
+    with pytest.raises(EngineRefused, match=message):
         against(config, replies, lambda engine: engine.join_weight_group(plan))
 
 
-def test_a_server_without_our_plugin_says_how_to_get_it(config, model):
+def test_a_server_without_our_plugin_says_how_to_get_it(config):
     replies = {"/weights_checker": [say({"success": False, "message": "Unsupported action='dppo_fingerprint'"}, 400)]}
     with pytest.raises(EngineIncompatible, match=r"Unsupported action.*PYTHONPATH lacks the folder"):
         against(config, replies, lambda engine: engine.weights_fingerprint())
 
 
-def test_a_fingerprint_that_failed_leaves_the_engine_out(config, model):
+def test_a_fingerprint_that_failed_leaves_the_engine_out(config):
     replies = {"/weights_checker": [say({"success": False, "message": "CUDA out of memory"}, 400)]}
     with pytest.raises(EngineError, match=r"fingerprints of its weights failed.*CUDA out of memory$") as raised:
         against(config, replies, lambda engine: engine.weights_fingerprint())
@@ -224,13 +227,13 @@ def test_a_fingerprint_that_failed_leaves_the_engine_out(config, model):
 
 def test_running_requests_that_do_not_end(config, model):
     busy = {"/v1/loads": [say({"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0}]})] * 99}
-    with pytest.raises(EngineTimeout, match="the old weights go on"):
+    with pytest.raises(EngineTimeout, match="the old weights stay in use"):
         against(config, busy, lambda engine: engine.load_weights(model, 4, "wait"))
 
 
 @pytest.mark.parametrize(("second", "raw"), [(-2.0, True), (-1.5, False)])
 def test_log_probs_that_ignore_the_temperature_are_found_out(config, model, second, raw):
-    """The two most likely tokens are 1 nat apart at temperature 1; processed they are half of it apart at 2."""
+    """The two most likely tokens are 1 nat apart at temperature 1, and must be half a nat apart at temperature 2."""
 
     async def check(engine):
         replies = iter([(-1.0, -2.0), (-1.0, second)])
@@ -263,9 +266,8 @@ def test_servers_that_do_not_suit(config, model):
 
 
 def with_adapters(config: Config) -> Config:
-    how = config.weight_sync.model_copy(update={"lora": "adapter"})
-    lora = config.model.model_copy(update={"lora": LoraConfig(r=4, targets=("self_attn.q_proj", "v_proj"))})
-    return config.model_copy(update={"weight_sync": how, "model": lora})
+    lora = LoraConfig(r=4, targets=("self_attn.q_proj", "v_proj"))
+    return with_settings(config, weight_sync={"lora": "adapter"}, model={"lora": lora})
 
 
 def test_a_server_without_our_plugin_is_sent_no_adapter(config, model, tmp_path):
@@ -281,7 +283,7 @@ def test_a_server_without_our_plugin_is_sent_no_adapter(config, model, tmp_path)
 
 @pytest.mark.parametrize(("adapters", "enabled"), [(True, True), (True, None), (False, True)])
 def test_a_server_takes_adapters_or_whole_models(config, model, adapters, enabled):
-    """It would load whole weights into layers beside an adapter, or none of an adapter, and report success."""
+    """It would load a whole model into layers that have an adapter, or skip an adapter, and report success."""
     config = with_adapters(config) if adapters else config
     info = against(config, description(model, enable_lora=enabled), SglangEngine.info)
     assert ["--enable-lora" in problem for problem in info.problems] == [True] * (adapters != bool(enabled))
@@ -296,7 +298,7 @@ def test_a_server_takes_adapters_or_whole_models(config, model, adapters, enable
 
 def test_seeds_are_needed_only_where_the_run_wants_them(config, model):
     """They cost batch-invariant kernels; without them samples are still of the policy."""
-    unseeded = config.model_copy(update={"engine": config.engine.model_copy(update={"seeded": False})})
+    unseeded = with_settings(config, engine={"seeded": False})
     server = description(model, enable_deterministic_inference=False)
     assert against(unseeded, server, SglangEngine.info).problems == ()
     flag = "--enable-deterministic-inference"
@@ -309,8 +311,8 @@ def test_the_cache_of_a_gpu_holds_its_share_of_the_heads(config, model, gpus, to
     """The model has two key-value heads; a GPU has one at least."""
     shape = read_hf_config(model)
     one = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
-    engine = config.engine.model_copy(update={"kv_cache_bytes": 10 * one, "tensor_parallel": gpus})
-    command = KINDS["sglang"].command(config.model_copy(update={"engine": engine}), 1, model, 0, device="cuda")
+    config = with_settings(config, engine={"kv_cache_bytes": 10 * one, "tensor_parallel": gpus})
+    command = KINDS["sglang"].command(config, 1, model, 0, device="cuda")
     assert shape.num_kv_heads == 2
     assert command[command.index("--max-total-tokens") + 1] == str(10 * tokens)
 
@@ -319,8 +321,8 @@ def test_the_cache_of_a_gpu_holds_its_share_of_the_heads(config, model, gpus, to
     ("placement", "device"), [("colocated", "cuda"), ("colocated", "cpu"), ("disaggregated", "cuda")]
 )
 def test_only_engines_that_are_to_free_memory_of_gpus_are_started_so(config, model, placement, device):
-    engine = config.engine.model_copy(update={"placement": placement})
-    command = KINDS["sglang"].command(config.model_copy(update={"engine": engine}), 1, model, 0, device=device)
+    config = with_settings(config, engine={"placement": placement})
+    command = KINDS["sglang"].command(config, 1, model, 0, device=device)
     assert ("--enable-memory-saver" in command) == ((placement, device) == ("colocated", "cuda"))
 
 
@@ -332,7 +334,7 @@ IDLE = {"/v1/loads": [say({"loads": [{"num_running_reqs": 0, "num_waiting_reqs":
 
 
 def test_memory_is_given_back_by_an_idle_server_that_takes_no_requests(config):
-    """Its scheduler would end otherwise. The label, the last step, is all that other clients see of it."""
+    """Its scheduler would end otherwise. Other clients only see the label, which is the last step."""
     sleeps = {**IDLE, "/pause_generation": [say({})], "/update_weight_version": [say({})] * 2}
     sleeps |= {"/release_memory_occupation": [say(None)], "/model_info": labelled("3")}
     against(config, sleeps, SglangEngine.sleep, unused := [])
@@ -345,7 +347,7 @@ def test_memory_is_given_back_by_an_idle_server_that_takes_no_requests(config):
 
 @pytest.mark.parametrize("label", ["asleep-3", "empty-3", "updating-1", "inconsistent"])
 def test_whatever_may_sleep_is_woken_and_what_serves_is_left_alone(config, label):
-    """A call whose answer was lost is repeated: the plug-in makes the second of two do nothing."""
+    """A call is repeated if its answer was lost; the plug-in ignores the second one."""
     wakes = {"/resume_memory_occupation": [say(None)], "/update_weight_version": [say({})] * 2}
     against(config, wakes | {"/model_info": labelled(label)}, SglangEngine.wake, unused := [])
     assert unused == []
@@ -366,9 +368,8 @@ def test_a_server_that_fails_to_sleep_or_wake_is_marked(config, call):
 
 
 def test_weights_are_not_loaded_into_an_engine_that_sleeps(config, model):
-    """Where memory is given back there is none to write to."""
-    engine = config.engine.model_copy(update={"placement": "colocated"})
-    colocated = config.model_copy(update={"engine": engine})
+    """A sleeping engine has freed the memory of its weights."""
+    colocated = with_settings(config, engine={"placement": "colocated"})
     with pytest.raises(EngineError, match=r"loading policy 4 .*put to sleep.*wake it") as raised:
         against(colocated, {"/model_info": labelled("asleep-3")}, lambda engine: engine.load_weights(model, 4))
     assert not isinstance(raised.value, EngineRefused)

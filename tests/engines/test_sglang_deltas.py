@@ -1,4 +1,4 @@
-"""What our plug-in does of a delta inside an SGLang scheduler: reads it ahead of the load."""
+"""Our plug-in reads a delta ahead of the load, inside an SGLang scheduler."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_was_read_ahead_is_loaded_and_not_read_again(versions, monkeypatch)
 
 
 def test_what_was_read_ahead_of_a_delta_is_not_loaded_where_the_whole_was_written_after_it(versions):
-    """As the trainer does when no engine took a delta."""
+    """The trainer writes the whole when no engine loaded a delta."""
     server = Server()
     server.read(versions[2])
     tensors = {name: torch.randn(8, 8) for name in NAMES}

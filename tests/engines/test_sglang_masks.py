@@ -16,7 +16,7 @@ REQUEST = group("g", n=1, max_tokens=3, topk=2, top_p=0.9, top_k=4, sampling_mas
 
 
 def reply(**changes) -> bytes:
-    """Two tokens: 7 of {7, 2, 9}, most likely first, and 5 of {5} alone; SGLang's plain log-probs are not of these."""
+    """Two tokens: 7 from the mask {2, 7, 9} and 5 from {5}. SGLang's plain log-probs are over the whole vocabulary."""
     meta = {
         "id": child_ids(REQUEST.request_id, 1)[0],
         "output_token_logprobs": [[-3.0, 7, None], [-4.0, 5, None]],
@@ -57,6 +57,6 @@ def test_incomplete_masks_are_refused(changes):
 
 
 def test_a_token_outside_its_mask_has_no_log_prob():
-    """What `GroupSamples.check` refuses."""
+    """`GroupSamples.check` rejects NaN."""
     samples = decode_group(reply(output_token_sampling_mask=[[2, 8, 9], [5]]), REQUEST, MODEL)
     assert np.isnan(samples.columns["rollout_logprob"][0])

@@ -1,5 +1,5 @@
-"""Every engine asleep: it samples nothing until it woke and loaded, is healthy, and may be told twice. That memory is
-given back shows on GPUs alone."""
+"""A sleeping engine of any kind samples nothing until it woke and loaded, is healthy, and accepts repeated calls. Only
+GPUs show that it frees its memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from dppo_megatron.engines.protocol import EngineError, EngineRefused
 from dppo_megatron.fleet.engine_checks import check_health
+from dppo_megatron.launch.evaluate import with_settings
 from tests.engines.test_contract import TOLERANCE, some_steps
 from tests.engines.test_contract_updates import PROBE
 from tests.support.engines import group
@@ -18,9 +19,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def use_colocated(served, function):
-    """Result of `function` on a client of a run whose engines sleep."""
-    engine = served.config.engine.model_copy(update={"placement": "colocated"})
-    return served.use(function, served.config.model_copy(update={"engine": engine}))
+    """Return the result of `function` on a client of a run with colocated engines."""
+    return served.use(function, with_settings(served.config, engine={"placement": "colocated"}))
 
 
 async def refuses_to_serve(engine) -> None:
@@ -65,7 +65,7 @@ def test_a_sleeper_is_healthy_and_reports_the_version_that_it_served(served, loa
 
 def test_calls_may_be_repeated(served, load):
     async def twice(engine):
-        await engine.wake()  # it is awake, and goes on
+        await engine.wake()  # it is awake, and keeps serving
         (rollout,) = await engine.generate(group("awake", n=1))
         for call in (engine.sleep, engine.sleep, engine.wake, engine.wake, engine.sleep, engine.wake):
             await call()

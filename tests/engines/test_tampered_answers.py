@@ -1,19 +1,16 @@
-"""Real answers of real servers, corrupted on their way: refused, whatever the engine, never handed on."""
+"""The clients of both engines reject answers of real servers that were corrupted on the way."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 
-import httpx
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import InvalidSample
-from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.vllm.extension.wire import decode_reply, encode_reply
-from tests.support.engines import VOCAB, group
+from tests.support.engines import VOCAB, group, with_engine
+from tests.support.faults import Proxy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -84,44 +81,22 @@ TAMPERINGS = {
 }
 
 
-async def through_proxy(served, tamper, use):
-    """Result of `use` on a client whose answers to `generate` pass through `tamper`."""
+def generate(served, tamper):
+    """Samples of a client whose answers to `generate` pass through `tamper`."""
 
-    async def forward(reader, writer):
-        try:
-            while line := await reader.readline():
-                method, path, _ = line.decode().split()
-                headers = (await reader.readuntil(b"\r\n\r\n")).lower()
-                size = int(headers.split(b"content-length:")[1].split()[0]) if b"content-length:" in headers else 0
-                body = await reader.readexactly(size)
-                answer = await upstream.request(
-                    method, path, content=body, headers={"content-type": "application/json"} if body else None
-                )
-                content = tamper(answer.content) if path.endswith("generate") else answer.content
-                writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (answer.status_code, len(content)))
-                writer.write(content)
-                await writer.drain()
-        finally:
-            writer.close()
+    async def hook(path, body, forward):
+        answer = await forward()
+        return tamper(answer) if path.endswith("generate") else answer
 
-    secret = {"authorization": f"Bearer {read_secret(served.config)}"}
-    async with httpx.AsyncClient(base_url=served.url, headers=secret, timeout=60, trust_env=False) as upstream:
-        proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
-        engine = build_engine(served.config, f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
-        try:
-            return await use(engine)
-        finally:
-            await engine.close()
-            proxy.close()
+    with Proxy(served.url, hook) as proxy:
+        return with_engine(served.config, proxy.url, lambda engine: engine.generate(REQUEST))
 
 
 def test_an_untouched_answer_passes(served):
-    rollouts = asyncio.run(through_proxy(served, lambda body: body, lambda engine: engine.generate(REQUEST)))
-    assert [len(r.token_ids) for r in rollouts] == [12] * 3
+    assert [len(r.token_ids) for r in generate(served, lambda body: body)] == [12] * 3
 
 
 @pytest.mark.parametrize("tampering", TAMPERINGS)
 def test_invalid_answers_are_refused(served, tampering):
-    tamper = TAMPERINGS[tampering][served.kind == "sglang"]
     with pytest.raises(InvalidSample, match="tampered"):
-        asyncio.run(through_proxy(served, tamper, lambda engine: engine.generate(REQUEST)))
+        generate(served, TAMPERINGS[tampering][served.kind == "sglang"])

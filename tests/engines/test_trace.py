@@ -1,4 +1,4 @@
-"""What the hooks of an engine's worker record, on a model with the module names of vLLM's and SGLang's."""
+"""The trace hooks of an engine's worker, on a model with the module names of vLLM and SGLang."""
 
 import numpy as np
 import torch

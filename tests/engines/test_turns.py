@@ -99,7 +99,7 @@ def played(served, tmp_path) -> tuple[list[RolloutGroup], dict, Path]:
 
 
 def trainer_logprobs(rank: Rank, model: str, bank: Path, replay: bool) -> dict[str, tuple[float, int, int]]:
-    """By layout: the largest difference between trainer and engine in all policy spans, their tokens, micro-batches."""
+    """Return by layout: the largest difference from the engine's log-probs, the compared tokens, the micro-batches."""
     from dppo_megatron.trainer.batches import BankBatches, parts_of
 
     found = {}

@@ -17,19 +17,12 @@ import pytest
 from dppo_megatron.config import Config, save_resolved
 from dppo_megatron.engines.kinds import server_python
 from dppo_megatron.fleet.registry import engine_services, forget
+from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.launch.local_processes import LocalLauncher, engine_plans
 from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
-from tests.support.engines import (
-    PROMPT,
-    START_TIMEOUT_S,
-    Reference,
-    engine_config,
-    group,
-    make_model,
-    with_engine,
-)
+from tests.support.engines import START_TIMEOUT_S, Reference, engine_config, group, make_model, with_engine
 from tests.weight_sync.test_real_engines import finished, publish
 from tests.weight_sync.trainer_process import PROBE
 
@@ -51,7 +44,7 @@ class TwoNodes:
         return with_engine(self.config, self.url, function)
 
     def wait_until_registered(self) -> list[str]:
-        """What the launcher reported until then."""
+        """Wait, and return the launcher's reports until then."""
         reported, deadline = [], time.monotonic() + START_TIMEOUT_S
         while self.server.process.poll() is not None or not engine_services(self.config, RunDir(self.config.run.dir)):
             reported += [line for line in [self.server.check(time.monotonic())] if line]
@@ -80,9 +73,9 @@ def engine(request, tmp_path_factory) -> Iterator[TwoNodes]:
         pytest.fail(f"{server_python(config)} is not there; `make sglang` builds it")
     config.engine.env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # SGLang's own choice allows a worker on each NUMA node
     if request.param == "pipeline_parallel":
-        # In eager mode vLLM 0.32 on CPUs makes no buffers for what a stage receives: its first request would fail.
+        # In eager mode vLLM 0.32 on CPUs makes no receive buffers for a stage: its first request would fail.
         engine = {"extra_args": ("--no-enforce-eager",), "env": {**config.engine.env, "VLLM_USE_AOT_COMPILE": "0"}}
-        config = config.model_copy(update={"engine": config.engine.model_copy(update=engine)})
+        config = with_settings(config, engine=engine)
     run = RunDir(config.run.dir)
     run.make()
     save_resolved(config, run.config)
@@ -113,27 +106,16 @@ def test_it_samples_and_scores_as_one_engine(engine):
     assert (info.workers, info.version) == (2, 0)
     assert np.abs(scores - reference.score(PROBE)).max() < TOLERANCE
     for rollout in rollouts:
-        expected = reference.logprobs(PROMPT, rollout.token_ids)
-        expected = expected[np.arange(len(rollout.token_ids)), rollout.token_ids]
-        assert np.abs(rollout.rollout_logprob - expected).max() < TOLERANCE
+        assert np.abs(rollout.rollout_logprob - reference.sampled(rollout.token_ids)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("transport", ["shared_storage", "broadcast"])
 def test_a_trainer_publishes_to_workers_of_both_nodes(engine, tmp_path, transport):
     """Confirmed by fingerprints of all workers and by log-probs."""
     policies = [engine.models[name] for name in "bab"]
-    records = finished(
-        *publish(
-            tmp_path,
-            engine.models["a"],
-            [engine.url],
-            policies,
-            engine={"kind": engine.config.engine.kind},
-            transport=transport,
-            bucket_bytes=50_000,
-            timeout_s=60,
-        )
-    )
+    settings = {"transport": transport, "bucket_bytes": 50_000, "timeout_s": 60}
+    kind = {"kind": engine.config.engine.kind}
+    records = finished(*publish(tmp_path, engine.models["a"], [engine.url], policies, engine=kind, **settings))
     for record, policy in zip(records, policies, strict=True):
         assert record["engines"] == 1, record
         (scores,) = record["scores"].values()

@@ -1,4 +1,4 @@
-"""What counts as held by a vLLM worker whose layers are changed or packed once they are loaded."""
+"""The fingerprint of a vLLM worker that changes or packs its layers after loading them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EMBEDDED = {version: sum_of("embed_tokens.weight", weight) for version, weight i
 
 
 class Method:
-    """Processes as vLLM does: `negates` what is computed with, or `packs` it away where nobody can read it."""
+    """Processes weights as vLLM does: `negates` the ones for computing, or `packs` them where they cannot be read."""
 
     def __init__(self, how: str):
         self.how = how
@@ -71,7 +71,7 @@ def test_what_was_loaded_stands_for_what_was_made_of_it(model, how):
 
 @pytest.mark.parametrize("how", ["leaves", "negates"])
 def test_a_kernel_that_kept_the_old_weights_shows(model, how):
-    """The layer was loaded and processed, and what is computed with is still the old."""
+    """The layer was loaded and processed, but computes with its old weights."""
     model.layers = torch.nn.ModuleList([torch.nn.Module()])
     proj = model.layers[0].proj = layer(ColumnParallelLinear, how)
     held = LoadedWeights(model)

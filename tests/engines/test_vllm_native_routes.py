@@ -62,7 +62,7 @@ class Engine:
             self._take_output()
 
     def update_weights(self) -> None:
-        """As the engine core does in a pause of mode keep: it is complete when no step is in flight."""
+        """Pause as the engine core does in mode keep: the pause is complete when no step is in flight."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while self._steps:
             self._take_output()

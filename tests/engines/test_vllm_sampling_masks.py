@@ -23,9 +23,9 @@ from tests.support.fakes.http_server import against, http
 
 
 class Recorder:
-    """Stands for a reader of recorded experts or sampling masks."""
+    """A fake reader of recorded experts or sampling masks."""
 
-    native, of_cached_positions = False, False
+    native = False
 
     def __init__(self, read):
         self._read, self.forgotten = read, []
@@ -53,7 +53,7 @@ class Server:
 @pytest.mark.slow
 @pytest.mark.parametrize(("read", "ends"), [(breaks, RuntimeError), (waits, asyncio.CancelledError)])
 def test_a_group_that_ends_while_its_experts_are_read_leaves_no_sampling_masks(read, ends):
-    """They would lie in the worker for as long as it lives."""
+    """The worker would keep them until its end."""
     experts, kept = Recorder(read), Recorder(waits)
     request = group("lost", n=2, top_k=5, sampling_mask=True, experts=True)
 

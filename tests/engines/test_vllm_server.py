@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from dppo_megatron.engines.kinds import KINDS
+from dppo_megatron.launch.evaluate import with_settings
 from tests.support.engines import engine_config
 from tests.support.model_directories import write_model
 from tests.support.models import CONFIGS
@@ -27,8 +28,7 @@ def test_the_servers_module_is_not_deprecated(tmp_path):
 @pytest.mark.parametrize(("device", "given"), [("cpu", True), ("cuda", False)])
 def test_on_a_cpu_the_cache_is_no_share_of_all_memory(tmp_path, device, given):
     write_model(tmp_path / "model", CONFIGS["qwen3"])
-    config = engine_config(tmp_path / "model")
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_bytes": None})})
+    config = with_settings(engine_config(tmp_path / "model"), engine={"kv_cache_bytes": None})
     command = KINDS["vllm"].command(config, 8000, tmp_path / "model", 0, device=device)
     assert ("--kv-cache-memory-bytes" in command) == given
 

@@ -1,4 +1,4 @@
-"""What was sampled stays as it is, and stands in exactly one policy span, whatever a chat template makes of history."""
+"""Sampled tokens stay unchanged and are in exactly one policy span, however a chat template rewrites history."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.data.prompts import render_chat
 from dppo_megatron.environments.dialogue import Dialogue, Piece, as_rollout, common_beginning, opening_tokens
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Prompt, Rollout, RolloutGroup
-from tests.support.tokenizers import save_character_model
 
 EOS = 1
 TEMPLATE = (
@@ -23,15 +21,10 @@ TEMPLATE = (
 )
 WITHOUT_THOUGHTS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('!')[-1] }}")
 TRIMMED = TEMPLATE.replace("{{ m.content }}", "{{ m.content | trim }}")
-# The last message alone keeps its thoughts; of those before it they are removed when another one comes.
+# Only the last message keeps its thoughts; a new message removes them from the earlier ones.
 REASONER = TEMPLATE.replace(
     "{{ m.content }}", "{{ m.content if loop.index >= messages | length - 1 else m.content.split('!')[-1] }}"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
 
 
 def begin(tokenizer, template: str | None) -> Dialogue:
@@ -45,7 +38,7 @@ def begin(tokenizer, template: str | None) -> Dialogue:
 
     text = "Hi" if render is None else render(messages)
     ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
-    return Dialogue.begin(tokenizer, render, messages, Piece(ENVIRONMENT, 0, text, ids))
+    return Dialogue(tokenizer, render, messages, [[Piece(ENVIRONMENT, 0, text, ids)]])
 
 
 def sampled(tokenizer, text: str, version: int, behind: int) -> Rollout:
@@ -81,7 +74,7 @@ def policy_tokens(row: Rollout) -> np.ndarray:
 
 
 def assert_trained_once(tokenizer, dialogue: Dialogue, given: list[Rollout]) -> list[Rollout]:
-    """Every sampled token in one policy span, with what the engine said of it, behind what it was sampled behind."""
+    """Check that each sampled token is in one policy span, with the engine's values and the same tokens before it."""
     prompt, rows = rows_of(dialogue)
     own = np.concatenate([policy_tokens(row) for row in rows])
     np.testing.assert_array_equal(own, np.concatenate([r.token_ids for r in given]))
@@ -125,7 +118,7 @@ def test_a_template_that_rewrites_history_branches(tokenizer, template):
     assert len(rows) > 1
     prompt = dialogue.branches[0][0].token_ids
     assert tokenizer.decode(prompt) == "<user>Hi<assistant>"
-    # What each turn was sampled behind is what the template made of the messages then.
+    # Each turn was sampled after the messages as the template rendered them then.
     last = np.concatenate([prompt, rows[-1].token_ids])
     assert tokenizer.decode(last) == dialogue.render([*dialogue.messages]) + "e<eos>"
     for row in rows[1:]:

@@ -278,7 +278,7 @@ def test_a_cancelled_trajectory_gives_its_place_back():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        (f"{WORLDS}:Ecco", "environment.name = .*did you mean Echo"),
+        (f"{WORLDS}:Ecco", "environment.name = .*did you mean 'Echo'"),
         (f"{WORLDS}:Broken", "ValueError: cannot be made"),
         ("tests.environments.nowhere:X", "cannot import tests.environments.nowhere"),
         ("types:SimpleNamespace", "environment.name = types:SimpleNamespace: has neither `tools` nor `step`; give it"),

@@ -1,4 +1,4 @@
-"""Turns that are finished are not sampled again, whatever died: they are taken from memory or from the journal."""
+"""Finished turns are not sampled again after a death: they come from memory or from the journal."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_nothing_outside_is_written(python, tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_outside_is_reached(python, tmp_path):
+def test_nothing_outside_is_reached(python):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind(f"\0tool-{os.getpid()}")
         local.listen()

@@ -96,7 +96,7 @@ class Broken:
 
 
 class FirstFails(Echo):
-    """Of all that share the directory, the first to be reset fails."""
+    """Among those that share the directory, the first reset fails."""
 
     def __init__(self, directory):
         super().__init__(turns=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dppo_megatron.launch.evaluate import with_settings
+from dppo_megatron.config import with_settings
 from tests.support.fakes.fleet import A, B, FakeServer, World
 from tests.support.fakes.orchestrator import sampling_config
 

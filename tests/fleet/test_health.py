@@ -1,4 +1,4 @@
-"""The state machine of one engine: each transition that matters, and what holds after any events whatever."""
+"""The state machine of one engine: its transitions, and invariants after any sequence of events."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ TRANSITIONS = {
     "confirmed for the next policy": ((*SERVES, policy_published(5, "a")), State.SERVING),
     "it lost the next policy": ((*SERVES, policy_published(5, "a"), answered("a", 4)), State.STALE),
     "not confirmed for the next policy": ((*SERVES, policy_published(5), answered("a", 5)), State.STALE),
+    "confirmed for a policy that is published again": ((*SERVES, policy_published(4, "a")), State.SERVING),
+    "not confirmed for a policy that is published again": (
+        (*SERVES, policy_published(4), answered("a", 4)),
+        State.STALE,
+    ),
     "another instance confirmed": ((*SERVES, policy_published(5, "b"), answered("a", 5)), State.STALE),
     "the next policy came before it was published": ((*SERVES, answered("a", 5)), State.SERVING),
     "silent": ((*SERVES, check_failed("no answer")), State.SUSPECT),

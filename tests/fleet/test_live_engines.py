@@ -1,6 +1,6 @@
-"""Handing weights to engines that die, freeze, refuse or are away: who is confirmed, and how long it takes.
+"""A publish confirms only engines that loaded it, in bounded time, when others die, freeze, refuse or are away.
 
-What a publish makes of it is in tests/weight_sync.
+tests/weight_sync tests the publisher on top of this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.fakes.fleet import PROBE, A, B, FakeServer, World, policy_sco
 
 
 def publish(world: World, version: int, *, meanwhile=None, load=None):
-    """Outcome of publishing `version`, while `meanwhile()` runs beside it."""
+    """Return the outcome of publishing `version` while `meanwhile()` runs."""
 
     async def load_weights(engine):
         await engine.load_weights("/weights", version)

@@ -1,4 +1,4 @@
-"""The pool on fake servers: who gets a request, what happens to those of a dead engine, who is admitted and when."""
+"""The pool on fake servers: it routes requests, sends those of dead engines again, and admits verified engines only."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_tokens_of_an_older_policy_than_the_engine_was_admitted_with_are_refused
 
     async def use(sampler):
         await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
-        w.servers[A].claims = 2  # says so only in its samples: no health check comes in between
+        w.servers[A].claims = 2  # only its samples show it: no health check comes in between
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MonitoredEngine, "_check_health", lambda self: asyncio.sleep(60))
             results = await many(sampler, 2)

@@ -7,7 +7,7 @@ from openai import AsyncOpenAI
 
 
 async def converses(url, api_key, task):
-    """With OpenAI's client first and Anthropic's then: one conversation."""
+    """Hold one conversation, first with OpenAI's client, then with Anthropic's."""
     messages = [{"role": "user", "content": task["prompt"]}]
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key) as openai:
         reply = await openai.chat.completions.create(model="policy", messages=messages)

@@ -108,7 +108,7 @@ def test_histories_that_differ_are_branches_and_none_is_sampled_twice(serve, tok
 
 
 def test_turns_of_equal_text_keep_their_own_reasoning(tokenizer):
-    """By place; where two turns of one place look alike, by the turn that followed, else the reasoning is left out."""
+    """A turn is found by its place; the next turn tells equal ones apart, else the reasoning is left out."""
     said = (f"<think>{letter}</think>yes" for letter in "abcdefghij")
     policy = Policy(tokenizer, lambda before: next(said))
     conversation = Conversation(tokenizer, partial(render_chat, tokenizer), policy.sample)
@@ -157,7 +157,7 @@ def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream, ended):
                 assert len(policy.turns) == 1
             assert (await client.say([user("one")]))[-1]["content"] == "yes"
             assert len(policy.turns) == 1
-            await client.say([user("one")])  # who was told and asks again is told another
+            await client.say([user("one")])  # after it received the turn, the same question gets another one
             assert len(policy.turns) == 2
             check(conversation, policy)
 
@@ -227,6 +227,6 @@ def test_a_thousand_sessions_lose_and_double_no_token(tokenizer):
     asyncio.run(main())
     print(dict(did), dict(counts))
     assert counts["trajectories"] == did["sessions"] == SESSIONS
-    assert min(did.values()) > 100
+    assert min(did.values()) > SESSIONS / 10
     assert counts["branches"] > 2 * SESSIONS
     assert counts["inherited tokens"] > 0

@@ -44,7 +44,7 @@ def models(tmp_path_factory) -> Path:
 
 @dataclass(frozen=True)
 class Trip:
-    """What two ranks did with a case."""
+    """The results of two ranks for a case."""
 
     saved: Path
     found: list[dict]  # one of each rank

@@ -1,4 +1,4 @@
-"""Block-scaled FP8: values, layout, and what an independent reader makes of them."""
+"""Block-scaled FP8: values, layout, and an independent reader."""
 
 from __future__ import annotations
 

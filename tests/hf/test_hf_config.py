@@ -1,4 +1,4 @@
-"""config.json: what is read from it, and every refusal."""
+"""The settings read from config.json, and every reason to reject it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import pytest
 from dppo_megatron import hf
 from tests.support.models import CONFIGS
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def problems_of(raw) -> tuple[str, ...]:
@@ -86,6 +81,8 @@ def test_directory_refusals(tmp_path):
     ):
         hf.read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(hf.ModelError, match="a file; pass its directory"):
+        hf.read_hf_config(tmp_path / "config.json")
     with pytest.raises(hf.ModelError, match="not valid JSON"):
         hf.read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(["Qwen3ForCausalLM"]))
@@ -141,7 +138,7 @@ def test_unsupported_routing_is_refused():
 
 
 def test_what_libraries_assume_differently_must_be_stated():
-    """transformers takes DeepSeek-V3's own 8 groups, scale 2.5 and 3 dense layers where config.json says nothing."""
+    """transformers uses DeepSeek-V3's own values for keys that config.json lacks."""
     stated = ("routed_scaling_factor", "first_k_dense_replace")
     nullable = ("n_group", "topk_group", "n_shared_experts", "q_lora_rank")
     raw = {name: value for name, value in CONFIGS["deepseek_v3"].items() if name not in stated + nullable}

@@ -1,4 +1,4 @@
-"""Which layers have an adapter, under which names, and what an adapter's directory must hold."""
+"""Layers with adapters, their names, and the contents of an adapter's directory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_targets_are_ends_of_names():
 @pytest.mark.parametrize("targets", [("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj"), ("k_proj",)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_row_of_a_fused_layer_meets_the_adapter_of_its_own(targets, size):
-    """Also with more ranks (4) than groups of queries (2), where Megatron cuts through a group."""
+    """With more ranks (4) than groups of queries (2), Megatron cuts through a group."""
     found = qkv(targets)
     generator = torch.Generator().manual_seed(0)
     a = [torch.randn(t.shape, generator=generator) for t in found.a.hf]

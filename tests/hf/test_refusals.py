@@ -1,4 +1,4 @@
-"""Each mistake a model directory, a model or a target can hold is refused before anything is half done."""
+"""Each mistake in a model directory, a model or a target is rejected before anything is written."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dppo_megatron import hf
 from dppo_megatron.hf.transformer_fields import disagreements
 from tests.support.fakes.chunk import fake_chunk, put, ranks
+from tests.support.model_directories import edit_weights
 from tests.support.models import CONFIGS
 
 
@@ -22,12 +23,6 @@ from tests.support.models import CONFIGS
 def model(models, tmp_path) -> Path:
     """A private copy of the tied Qwen3 directory."""
     return Path(shutil.copytree(models / "qwen3", tmp_path / "model"))
-
-
-def edit(model: Path, change) -> None:
-    tensors = load_file(model / "model.safetensors")
-    change(tensors)
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_problems(model: Path, chunk=None) -> tuple[str, ...]:
@@ -50,7 +45,7 @@ def test_missing_unexpected_and_misshaped_are_all_listed_and_nothing_is_written(
         tensors["model.layers.9.extra"] = torch.zeros(2)
         tensors["model.norm.weight"] = torch.zeros(5)
 
-    edit(model, change)
+    edit_weights(model, change)
     chunk = fake_chunk(hf.read_hf_config(model))
     assert set(load_problems(model, chunk)) == {
         "model.layers.2.self_attn.q_norm.weight: missing, expected shape (16,)",
@@ -65,7 +60,7 @@ def test_non_finite_values_are_refused(model, value):
     def change(tensors):
         tensors["model.layers.1.self_attn.v_proj.weight"][3, 4] = value
 
-    edit(model, change)
+    edit_weights(model, change)
     (problem,) = load_problems(model)
     assert "layers.1.self_attn.v_proj.weight" in problem
     assert "not finite" in problem
@@ -74,7 +69,7 @@ def test_non_finite_values_are_refused(model, value):
 def test_no_weights(model):
     (model / "model.safetensors").unlink()
     (problem,) = load_problems(model)
-    assert "no weights to read" in problem
+    assert "no weights to read; `hf download NAME --local-dir DIR` fetches them, `dppo-megatron convert " in problem
 
 
 def test_index_that_names_absent_files_and_tensors(model):
@@ -108,9 +103,9 @@ def test_truncated_and_malformed_files(model):
 
 
 def test_tied_head_stored_too(model):
-    edit(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit_weights(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     hf.load_into([fake_chunk(hf.read_hf_config(model))], model, ranks=ranks())
-    edit(model, lambda t: t["lm_head.weight"].add_(1))
+    edit_weights(model, lambda t: t["lm_head.weight"].add_(1))
     (problem,) = load_problems(model)
     assert "lm_head.weight: differs" in problem
 
@@ -271,7 +266,7 @@ def test_a_weight_beyond_fp16_is_neither_saved_nor_loaded(model, tmp_path):
         hf.save_hf([chunk], tmp_path / "target", model, torch.float16, ranks=ranks())
     assert expected in str(error.value)
     assert {p.name for p in tmp_path.iterdir()} == {"model"}
-    edit(model, lambda tensors: tensors["model.layers.1.mlp.down_proj.weight"].fill_(7e4))
+    edit_weights(model, lambda tensors: tensors["model.layers.1.mlp.down_proj.weight"].fill_(7e4))
     (problem,) = load_problems(model, fake_chunk(hf.read_hf_config(model)).half())
     assert problem.startswith(expected)
 

@@ -128,6 +128,6 @@ def test_a_storage_that_takes_nothing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(hf.PartWriter, "_write_file", lambda *_: hangs.wait(30))
     with hf.PartWriter(tmp_path, "x", timeout_s=0.2) as writer:
         writer.add("w", torch.ones(2))
-        with pytest.raises(OSError, match=r"part-x-00000.safetensors: the storage took nothing for 0.2 s"):
+        with pytest.raises(OSError, match=r"part-x-00000.safetensors: the storage accepted no bytes for 0.2 s"):
             writer.close()
     hangs.set()

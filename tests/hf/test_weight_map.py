@@ -1,4 +1,4 @@
-"""The map alone: every spelling, every shard, without a Megatron model."""
+"""Every spelling and shard of the weight map, without a Megatron model."""
 
 from __future__ import annotations
 

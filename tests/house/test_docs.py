@@ -1,4 +1,4 @@
-"""tools/check_docs.py: the documentation names what exists, and each kind of mistake is found."""
+"""tools/check_docs.py finds each kind of mistake in the documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIGURES = "2026-11-20-cpu-asynchronous.txt"
 
 
 def problems(tmp_path, text):
-    """Of a page in docs/ beside the repository's own files."""
+    """Return the problems of a page in docs/ next to the repository's own files."""
     for name in ("dppo_megatron", "benchmarks", "examples", "tools", "slurm", "Makefile", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()

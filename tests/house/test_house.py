@@ -119,7 +119,7 @@ def unused_modules(root: Path) -> list[str]:
 
 
 def _text(module: str, files: Mapping[str, Path]) -> str:
-    """Of a module and of those it takes every name from."""
+    """Return the source of a module and of the modules that it star-imports."""
     text = files[module].read_text() if module in files else ""
     return text + "".join(_text(f"{module}.{name}", files) for name in re.findall(r"from \.(\w+) import \*", text))
 

@@ -59,18 +59,36 @@ def test_the_reward_of_contributing_is_one(tmp_path, monkeypatch):
     assert (reward(prompt, " 4\n"), reward(prompt, "5")) == (1.0, 0.0)
 
 
-def test_the_objective_of_contributing_is_one(tmp_path, monkeypatch):
-    (block,) = (block for block in python_blocks("CONTRIBUTING.md") if "(Objective)" in block)
+def own_objective(tmp_path, monkeypatch, name: str):
+    (block,) = (
+        block for block in python_blocks("CONTRIBUTING.md") if f"# objective.name: your_module:{name}\n" in block
+    )
     (tmp_path / "my_objective.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
-    objective = build_objective("my_objective:reinforce")
+    monkeypatch.delitem(sys.modules, "my_objective", raising=False)
+    return build_objective(f"my_objective:{name}")
+
+
+def given(logprob: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "logprob": logprob,
+        "rollout_logprob": logprob.detach(),
+        "advantage": torch.tensor([1.0, -1.0, 1.0]),
+        "mask": torch.tensor([True, True, False]),
+    }
+
+
+def test_the_objective_of_contributing_is_one(tmp_path, monkeypatch):
+    objective = own_objective(tmp_path, monkeypatch, "reinforce")
     logprob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    out = objective(
-        logprob=logprob,
-        rollout_logprob=logprob.detach(),
-        advantage=torch.tensor([1.0, -1.0, 1.0]),
-        mask=torch.tensor([True, True, False]),
-    )
-    out.loss.sum().backward()
+    objective(**given(logprob)).loss.sum().backward()
     assert logprob.grad.tolist() == [-1.0, 1.0, 0.0]
     assert objective.describe() == "objective reinforce: -A ln pi(a)"
+
+
+def test_the_objective_of_contributing_reads_its_column(tmp_path, monkeypatch):
+    objective = own_objective(tmp_path, monkeypatch, "distilled")
+    logprob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    teacher = torch.tensor([-1.5, -2.0, float("nan")])
+    objective(teacher_logprob=teacher, **given(logprob)).loss.sum().backward()
+    assert logprob.grad.tolist() == [-1.0 + 2 * 0.5, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""tools/check_words.py finds the retired words in every spelling, and nothing else."""
+"""tools/check_words.py finds the retired words in every spelling, and only those."""
 
 from __future__ import annotations
 

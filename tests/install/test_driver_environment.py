@@ -40,7 +40,7 @@ def with_their_needs(names: list[str]) -> set[str]:
 def test_it_suffices_for_the_driver():
     text = " ".join((ROOT / "docs" / "slurm.md").read_text().split())
     (listed,) = re.findall(r"`pip install -e \. ([a-z0-9 ]+)`", text)
-    there = with_their_needs(["torch", *listed.split()])  # torch is what the package itself requires
+    there = with_their_needs(["torch", *listed.split()])  # the package itself requires torch
     modules = importlib.metadata.packages_distributions()
     absent = [
         m

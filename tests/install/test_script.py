@@ -38,7 +38,7 @@ GOOD = {
 class Done:
     returncode: int
     output: str
-    commands: list[str]  # what the recording programs were called with, in order
+    commands: list[str]  # command lines of the recording programs, in order
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def errors(done: Done) -> list[str]:
 
 
 def positions(done: Done, *wanted: str) -> list[int]:
-    """Where in the sequence of commands each of these first occurs."""
+    """Return the first position of each text in the sequence of commands."""
     return [next(i for i, command in enumerate(done.commands) if text in command) for text in wanted]
 
 

@@ -1,4 +1,4 @@
-"""What needs other packages is collected in their environment alone (`make test-integrations`), there always."""
+"""Tests that need other packages are collected only in their environment (`make test-integrations`)."""
 
 import sys
 from importlib.util import find_spec

@@ -43,12 +43,7 @@ def test_reasoning_gym(tokenizer):
 
     settings = {"dataset": "chain_sum", "config": {"max_terms": 3}}
     (group, other), _, requests = play(
-        tokenizer,
-        REASONING_GYM,
-        policy,
-        answers=("", ""),
-        settings=settings,
-        longest=60,
+        tokenizer, REASONING_GYM, policy, answers=("", ""), settings=settings, longest=60
     )
     assert_exact(group, [request for request in requests if "-0." in request.request_id])
     assert group.rewards.tolist() == other.rewards.tolist() == [1.0, 1.0]
@@ -63,14 +58,7 @@ def test_reasoning_gym(tokenizer):
 def test_gymnasium(tokenizer):
     settings = {"arguments": {"id": "FrozenLake-v1", "is_slippery": False}}
     turns = ["2", "2", "left", "1", "1", "1", "2"]
-    (group,), _, requests = play(
-        tokenizer,
-        GYM,
-        turns,
-        settings=settings,
-        max_turns=len(turns),
-        workers=2,
-    )
+    (group,), _, requests = play(tokenizer, GYM, turns, settings=settings, max_turns=len(turns), workers=2)
     assert_exact(group, requests)
     said = "2<eos>12<eos>2left<eos>expected a number from 0 to 31<eos>61<eos>101<eos>142<eos>"
     assert text_of(tokenizer, group) == said
@@ -93,7 +81,7 @@ def test_trl_offers_the_same_tools_and_reward(tmp_path):
 
 @pytest.fixture(scope="module")
 def openenv_url(tmp_path_factory):
-    """The environment that `openenv init` writes, which says back what it is told, on a server of its own."""
+    """A server with the environment that `openenv init` writes, which echoes each message."""
     directory, binaries = tmp_path_factory.mktemp("openenv"), Path(sys.executable).parent
     subprocess.run([binaries / "openenv", "init", "parrot"], cwd=directory, check=True, timeout=120)
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -1,4 +1,4 @@
-"""Which objectives other trainers can have, and that padding changes nothing: torch alone."""
+"""Other trainers can use some objectives, and padding changes nothing. Needs only torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dppo_megatron.integrations.padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
-from dppo_megatron.objectives import PRESETS, ObjectiveError, build_objective
+from dppo_megatron.objectives import PRESETS, Objective, ObjectiveError, build_objective
 
 
 def test_what_a_trainer_cannot_hand_over_is_refused_with_the_reason():
@@ -27,6 +27,8 @@ def test_what_a_trainer_cannot_hand_over_is_refused_with_the_reason():
             build_objective(name), old=True, topk=True, terms=True
         )
     assert "learns from given answers, not from samples" in unfit(build_objective("nll"))
+    reads = type("Reads", (Objective,), {"needs_columns": ("made",)})("reads", kl.settings)
+    assert unfit(reads, terms=True) == ["reads columns of the engine's reply"]
 
 
 def test_presets_that_need_the_samples_alone_are_fit():

@@ -10,13 +10,10 @@ import pytest
 import torch
 import typing_extensions
 
-if sys.version_info < (3, 12):  # which SkyRL asks for; before it pydantic takes this TypedDict alone
+if sys.version_info < (3, 12):  # SkyRL needs 3.12; before it pydantic accepts only this TypedDict
     typing.TypedDict = typing_extensions.TypedDict
 
-from skyrl.backends.skyrl_train.utils.ppo_utils import (
-    PolicyLossRegistry,
-    apply_loss_reduction_to_advantages_minibatch,
-)
+from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, apply_loss_reduction_to_advantages_minibatch
 from skyrl.train.config import AlgorithmConfig
 
 from dppo_megatron.integrations.skyrl import SkyRLLoss, register

@@ -1,4 +1,4 @@
-"""TRL's side of benchmarks/end_to_end.py on its smallest cell: what it times adds up, and its files are read."""
+"""TRL's side of benchmarks/end_to_end.py on its smallest cell: its times add up, and its files are read."""
 
 from __future__ import annotations
 

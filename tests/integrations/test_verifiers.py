@@ -1,4 +1,4 @@
-"""Environments of verifiers, as published, in worker processes that alone have it (`make test-verifiers`)."""
+"""Published environments of verifiers, which only the worker processes have installed (`make test-verifiers`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory):
 
 
 def episodes(tokenizer, policy, env, *, idx=0, **settings):
-    """The group of task `idx`; each turn that was sampled stands in it once."""
+    """Return the group of task `idx`, and check that it has each sampled turn once."""
     (group,), _, requests = play(
         tokenizer, PLAY, policy, agent=True, chat=True, columns={"idx": idx}, longest=600, timeout_s=300,
         settings={"env": env, "path": VERIFIERS}, **settings,

@@ -67,12 +67,7 @@ def ours(name: str, kind: str, mu, pi, advantage, **overrides):
         ("dppo_binary_tv", {"ratio_cap": 1e4}, "dppo_tv", {"clip_ratio": 0.15, "clip_ratio_c": 1e4}),
         ("dppo_binary_tv", {"ratio_cap": 2.0}, "dppo_tv", {"clip_ratio": 0.15, "clip_ratio_c": 2.0}),
         ("dppo_binary_kl", {"ratio_cap": 1e4}, "dppo_kl", {"clip_ratio": 0.05, "clip_ratio_c": 1e4}),
-        (
-            "cispo",
-            {"ratio_floor": 0.8, "ratio_cap": 1.28},
-            "cispo",
-            {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28},
-        ),
+        ("cispo", {"ratio_floor": 0.8, "ratio_cap": 1.28}, "cispo", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}),
         ("gspo", {}, "gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
         ("gspo", {"epsilon": 0.3}, "gspo", {"clip_ratio_low": 0.3, "clip_ratio_high": 0.3}),
     ],
@@ -86,11 +81,7 @@ def ours(name: str, kind: str, mu, pi, advantage, **overrides):
     ],
 )
 def test_loss_and_gradient(preset, overrides, verl_name, fields, kind, mode):
-    fields = {
-        "clip_ratio_low": fields.get("clip_ratio"),
-        "clip_ratio_high": fields.get("clip_ratio"),
-        **fields,
-    }
+    fields = {"clip_ratio_low": fields.get("clip_ratio"), "clip_ratio_high": fields.get("clip_ratio"), **fields}
     mu, pi, advantage = policies()
     their_loss, their_gradient, _ = theirs(verl_name, mode, mu, pi, advantage, **fields)
     our_loss, our_gradient, out = ours(preset, kind, mu, pi, advantage, **overrides)

@@ -1,4 +1,4 @@
-"""What the driver starts, in which order it ends it, and how it finds that a run ended."""
+"""The driver starts all processes, ends them in order, and recognizes the end of a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def reported() -> list[str]:
 
 @pytest.fixture
 def driver(run, launcher, reported) -> RunDriver:
-    """Of a run with an engine, an orchestrator and two ranks, which were started."""
+    """The driver of a run with an engine, an orchestrator and two ranks, which were started."""
     config = make_config(run={"dir": run.root}, train={"steps": STEPS})
     driver = RunDriver(config, launcher, reported.append)
     engine, orchestrator, *trainers = (
@@ -96,7 +96,7 @@ def test_a_process_that_failed_ends_the_run(driver, launcher, name):
 def test_an_engine_that_served_is_restarted_and_reported(driver, launcher, run, reported):
     registration = run.services / "engine-0.json"
     registration.parent.mkdir(parents=True)
-    registration.write_text('{"name": "engine-0", "url": "", "pid": 1, "host": ""}')
+    registration.write_text('{"name": "engine-0", "url": "http://127.0.0.1:9", "pid": 1, "host": ""}')
     assert driver.check() is None
     launcher.started["engine-0"].code = -9
     assert driver.check() is None

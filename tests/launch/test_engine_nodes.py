@@ -1,4 +1,4 @@
-"""The nodes of an engine: what they start with, and that they end together."""
+"""The nodes of an engine start with the same settings and end together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dppo_megatron.fleet.registry import ServiceTimeout
 from dppo_megatron.launch import engine as launched
 from dppo_megatron.launch.engine import EngineStart, Servers
 from dppo_megatron.run_dir import RunDir
+from tests.support.actor_cases import write_config
 from tests.support.configs import make_config
-from tests.support.engines import make_model
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -31,7 +31,7 @@ def ended() -> subprocess.Popen:
 
 
 def test_other_nodes_start_with_what_node_0_wrote(config, tmp_path, monkeypatch):
-    start = EngineStart(str(make_model(tmp_path / "v3", seed=1)), 3, 8000, "127.0.0.1", 9000)
+    start = EngineStart(str(write_config(tmp_path / "v3")), 3, 8000, "127.0.0.1", 9000)
     meeting, started, run = "engine-0-7.2-0", [], RunDir(config.run.dir)
     monkeypatch.setattr(Servers, "start", lambda _, start, nodes: started.append((start, nodes)) or Servers([ended()]))
     monkeypatch.setattr(launched, "_pass_on_signals", lambda server: None)

@@ -28,7 +28,7 @@ SETTINGS = SimpleNamespace(
 
 
 class HttpEngine:
-    """As much of a client as the watch needs."""
+    """A client with the methods that the watch needs."""
 
     updating_s = None
 
@@ -117,7 +117,7 @@ def test_one_that_updates_its_weights_is_killed_only_when_that_takes_too_long(se
             watch(url, process, end_later)
 
 
-def test_a_server_that_ends_while_starting_names_the_cause(server, monkeypatch, tmp_path):
+def test_a_server_that_ends_while_starting_names_the_cause(monkeypatch, tmp_path):
     class Dead:
         async def health(self):
             raise EngineTimeout("no answer")
@@ -173,7 +173,7 @@ def test_an_engine_starts_with_a_whole_model_and_adapters_with_that_of_the_run(t
     """Also where a resumed run publishes the other kind from now on (weight_sync.lora)."""
     path = tmp_path / "v3"
     path.mkdir()
-    if published == "delta":  # the run has the engine load what changed
+    if published == "delta":  # the run then makes the engine load the delta
         write_base(path, "v2")
     (path / ("adapter_config.json" if published == "adapter" else "config.json")).write_text("{}")
     config = make_config(

@@ -82,7 +82,7 @@ def test_runs_without_engines_of_their_own_are_evaluated(config, queried, tmp_pa
     [({"count": 3}, ["4", "6"]), ({"count": 8, "tensor_parallel": 2}, ["4,6"]), ({"tensor_parallel": 3}, None)],
 )
 def test_as_many_engines_start_as_the_gpus_hold(config, queried, tmp_path, capsys, engine, each):
-    config = config.model_copy(update={"engine": config.engine.model_copy(update=engine)})
+    config = evaluate.with_settings(config, engine=engine)
     if each is None:
         with pytest.raises(ConfigError, match=r"engine.tensor_parallel = 3: .* needs 3 GPUs, 2 are visible; lower one"):
             evaluate.evaluate_model(config, model(tmp_path / "model"), "config.yaml")

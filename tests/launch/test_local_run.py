@@ -26,7 +26,7 @@ from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
 from tests.support.configs import make_config
 
-# Runs the config with children that note their process id and then do what the test wants of their role.
+# Runs the config with children that write down their process id and then behave as the test asks.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -50,7 +50,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if role == "engine":
     service = directory / "run" / "services" / "engine-0.json"
     service.parent.mkdir(exist_ok=True)
-    service.write_text(json.dumps({"name": "engine-0", "url": "", "pid": os.getpid(), "host": ""}))
+    service.write_text(json.dumps({"name": "engine-0", "url": "http://127.0.0.1:9", "pid": os.getpid(), "host": ""}))
 note = directory / f"{role}-{os.environ.get('RANK', 0)}"
 note.with_suffix(".tmp").write_text(str(os.getpid()))
 note.with_suffix(".tmp").rename(note)
@@ -121,10 +121,8 @@ def test_a_run_that_is_done_exits_0_and_ends_its_engine(launch):
     check_gone({"engine-0": engine})
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_ends_every_process_and_says_how_to_resume(launch, number):
-    run = launch(ENDLESS)
-    children = run.wait_for_children()
+def check_ended(run: Launched, children: dict[str, psutil.Process], number: signal.Signals) -> None:
+    """A signal ends every process, and the command says how to resume."""
     run.run.bank.mkdir()
     run.process.send_signal(number)
     assert run.process.wait(60) == 128 + number
@@ -146,16 +144,20 @@ def test_a_killed_process_ends_the_run(launch, name):
     assert "SIGKILL" in run.run.log("train").read_text()
 
 
-def test_a_killed_engine_is_started_again(launch):
+@pytest.mark.slow
+def test_control_c_ends_every_process(launch):
+    run = launch(ENDLESS)
+    check_ended(run, run.wait_for_children(), signal.SIGINT)
+
+
+def test_a_killed_engine_is_started_again_and_sigterm_ends_every_process(launch):
     run = launch(ENDLESS)
     children = run.wait_for_children()
     children["engine-0"].kill()
     run.wait_until(lambda: "engine-0 serves again" in run.output.read_text())
     again = run.wait_for_children()
     assert again["engine-0"].pid != children["engine-0"].pid
-    run.process.terminate()
-    assert run.process.wait(60) == 128 + signal.SIGTERM
-    check_gone(again)
+    check_ended(run, again, signal.SIGTERM)
 
 
 def test_a_killed_launcher_leaves_no_process_and_its_lock_only_as_long_as_they_run(launch, monkeypatch):
@@ -219,7 +221,7 @@ def test_a_finished_run_is_not_started_again(tmp_path, monkeypatch, capsys):
 
 
 class NoProcesses:
-    """In the place of a `LocalRun`; notes its lock."""
+    """Replaces `LocalRun`, and keeps its lock."""
 
     def __init__(self, config, plan, lock):
         NoProcesses.lock = lock.descriptor
@@ -230,7 +232,7 @@ class NoProcesses:
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """`train` with relative paths in tmp_path; preflight does what it is given."""
+    """`train` with relative paths in tmp_path and the given function as preflight."""
 
     def train(preflight, **settings) -> None:
         monkeypatch.chdir(tmp_path)
@@ -273,7 +275,7 @@ def test_of_two_simultaneous_starts_one_is_refused(command, tmp_path):
         run.bank.mkdir()
         return []
 
-    with pytest.raises(ConfigError, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         command(trained)
     assert not run.config.exists()
 

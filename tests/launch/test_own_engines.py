@@ -1,4 +1,4 @@
-"""Engines of an evaluation or a study, with children that start nothing: whatever happens, all of them are ended."""
+"""All engines of an evaluation or a study end with it, also after an error. The children start nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config(tmp_path) -> Config:
 
 @pytest.fixture
 def ended(monkeypatch) -> list[str]:
-    """Names of the children that were ended; engine-1 does what a test puts there."""
+    """Names of the children that were ended. A test sets the start of engine-1."""
     names = []
 
     class Child:

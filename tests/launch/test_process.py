@@ -81,8 +81,8 @@ def test_a_child_does_not_outlive_its_killed_parent(tmp_path):
 
 @pytest.mark.parametrize("delay", ["before", "after"])
 def test_a_parent_killed_between_fork_and_exec_leaves_nothing(tmp_path, delay):
-    """A delay at the spot, because the moment is short: before the kernel is told, and after, while a signal still runs
-    the handler that the child inherited."""
+    """The moment is short, so the test delays it: before the call to the kernel, and after it, while a signal still
+    runs the handler that the child inherited."""
     source = f"""
         from dppo_megatron.common import process
 
@@ -105,7 +105,7 @@ def test_a_parent_killed_between_fork_and_exec_leaves_nothing(tmp_path, delay):
 
 
 def test_a_command_that_waits_after_sigterm_ends_with_its_parent_and_with_its_workers(tmp_path):
-    """As a trainer does that finishes its step, and a server with workers."""
+    """A trainer finishes its step after SIGTERM, and a server has workers."""
     body = """
         from dppo_megatron.common.process import follow_parent
         follow_parent()

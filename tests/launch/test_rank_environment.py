@@ -1,4 +1,4 @@
-"""What a rank's environment says of CUDA's queues and NCCL's buffers, by layout, GPUs and engines."""
+"""A rank's environment variables for CUDA's queues and NCCL's buffers, by layout, GPUs and engines."""
 
 from __future__ import annotations
 

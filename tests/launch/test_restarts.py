@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from dppo_megatron.launch.local_processes import ProcessPlan
 from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
 
@@ -116,10 +114,3 @@ def test_one_that_never_served_is_not_started_again():
     scene.started[-1].code = 1
     scene.check()
     assert scene.server.failed
-
-
-@pytest.mark.parametrize("limit", [0, 1])
-def test_the_limit(limit):
-    scene = Scene(RestartPolicy(limit=limit))
-    scene.serve_and_end()
-    assert scene.server.failed == (limit == 0)

@@ -1,8 +1,9 @@
-"""Small policies over a whole vocabulary, and what an objective is called with, made the plain way."""
+"""Small policies over a whole vocabulary, and the arguments of an objective for them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ class Case:
     @property
     def topk(self) -> TopKLogprobs:
         return self.call["topk"]
+
+
+def each_tensor(topk: TopKLogprobs, change: Callable[[Tensor], Tensor]) -> TopKLogprobs:
+    tensors = {name: value for name, value in vars(topk).items() if torch.is_tensor(value)}
+    return replace(topk, **{name: change(value) for name, value in tensors.items()})
 
 
 def gather(logprobs: Tensor, ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Score centering over a whole vocabulary, written densely, and the same through the kernels on a shard of it."""
+"""Score centering as a dense formula over the vocabulary, and through the kernels on a shard of it."""
 
 from __future__ import annotations
 

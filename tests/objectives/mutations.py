@@ -120,6 +120,7 @@ MUTATIONS = [
         ("_diverging", "(advantage > 0) & (raises > 0)", "(advantage > 0)", "binary_tv"),
         ("locate", "& ~exempt", "& exempt", "exempt_high"),
         ("ratio_to", 'mean=s.ratio_level == "sequence"', "mean=True", "vespo"),
+        ("ratio_to", 'mean=s.ratio_level == "sequence"', "mean=False", "gspo_wide"),
         ("ratio_to", "log_ratio + torch.where", "log_ratio - torch.where", "minpro"),
     ),
     *_in(
@@ -171,6 +172,7 @@ MUTATIONS = [
         ("binary_kl", "-torch.expm1(mu_rest)", "-torch.expm1(pi_rest)", "binary_kl"),
         ("binary_kl", "anchor.exp(), anchor, policy", "policy.exp(), policy, anchor", "binary_kl"),
         ("topk_kl", "inside + rest", "inside", "topk_kl"),
+        ("of_token", "binary_kl(policy, anchor)", "binary_kl(anchor, policy)", "kpop"),
         (
             "topk_kl",
             "buckets.anchor, buckets.anchor_logprob",
@@ -182,6 +184,9 @@ MUTATIONS = [
         corrections,
         ("rejected", "dropped | _any_outside", "dropped & _any_outside", "rejections"),
         ("_any_outside", "> 0", "> 1", "rejections"),
+        ("_expected_square", "buckets.anchor * gap", "buckets.policy * gap", "distributional_ipo"),
+        ("_expected_square", "mass - mass.detach()", "mass.detach() - mass", "distributional_ipo"),
+        ("_expected_square", "inside + outside", "inside", "distributional_ipo"),
         ("rollout_kl", "log_ratio.square()", "log_ratio", "rollout_kl"),
         ("rollout_kl", "torch.expm1((-log_ratio)", "torch.expm1((log_ratio)", "ess_adaptive"),
         ("rollout_kl", "tokens.logprob -", "tokens.detached_logprob -", "rollout_kl"),
@@ -245,7 +250,7 @@ MUTATIONS = [
 
 @contextmanager
 def applied(mutation: Mutation) -> Iterator[None]:
-    """The function with the changed source inside; raises ValueError when the source does not hold `old` once."""
+    """Inside, the function has the changed source. Raises ValueError unless `old` occurs once in the source."""
     function = inspect.unwrap(getattr(mutation.module, mutation.function))
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(mutation.old) != 1:

@@ -69,7 +69,7 @@ class World:
 
 
 def world(seed: int, dtype: torch.dtype) -> World:
-    """Ratios near and far from 1, mu near 0 and near 1, responses with A = 0, padding that holds rubbish."""
+    """Draw ratios near and far from 1, mu near 0 and near 1, responses with A = 0, and rubbish as padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -88,10 +88,10 @@ def world(seed: int, dtype: torch.dtype) -> World:
     ids = ln_mu.topk(K, dim=1).indices
     ids[::4, -1] = -1  # an engine may list fewer
     present = ids >= 0
-    inside = torch.zeros(tokens, VOCAB, dtype=torch.bool)
-    inside = inside.scatter(1, ids.clamp(min=0), present).scatter(1, sampled[:, None], True)
-    other = ln_pi.masked_fill(inside, -torch.inf).logsumexp(1)
     of_sampled = sampled[:, None]
+    inside = torch.zeros(tokens, VOCAB, dtype=torch.bool)
+    inside = inside.scatter(1, torch.where(present, ids, of_sampled), True).scatter(1, of_sampled, True)
+    other = ln_pi.masked_fill(inside, -torch.inf).logsumexp(1)
 
     def rubbish(value: Tensor) -> Tensor:
         keep = mask if value.ndim == 1 else mask[:, None] & present
@@ -121,6 +121,12 @@ def clipped(r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
 
 def straight_through(value: Tensor, gradient: Tensor, ln_pi: Tensor) -> Tensor:
     return value.detach() + gradient.detach() * (ln_pi - ln_pi.detach())
+
+
+def gspo(w: World, t: Tensor, low: float = 3e-4, high: float = 4e-4) -> Tensor:
+    """A token's share of min(s A, clip(s) A), s the geometric mean ratio of the response."""
+    s = (w.ln_pi[t] - w.ln_mu[t]).mean().exp()
+    return clipped(straight_through(s, s, w.ln_pi[t]), w.advantage[t], low, high)
 
 
 def sapo(w: World, t: Tensor) -> Tensor:
@@ -306,46 +312,54 @@ def dppo_relaxed(w: World, t: Tensor) -> Tensor:
     return dropped(-w.advantage[t] * w.ratio[t], far & harmful(w, t) & (w.ln_mu[t].exp() >= 0.1))
 
 
+def outcomes(w: World, i: int) -> tuple[Tensor, Tensor]:
+    """mu and pi of the listed tokens, the sampled one and everything else, at token i."""
+    kept = (w.ids[i] >= 0) & (w.ids[i] != w.sampled[i])
+    mu = torch.cat([w.listed_ln_mu[i][kept].exp(), w.ln_mu[i].exp()[None]])
+    pi = torch.cat([w.listed_ln_pi[i][kept].exp(), w.ln_pi[i].exp()[None], w.other_ln_pi[i].exp()[None]])
+    return torch.cat([mu, 1 - mu.sum(0, keepdim=True)]), pi.detach()
+
+
 def dppo_predictive_kl(w: World, t: Tensor) -> Tensor:
     loss = []
     for i in t.tolist():
-        kept = (w.ids[i] >= 0) & (w.ids[i] != w.sampled[i])
-        mu = torch.cat([w.listed_ln_mu[i][kept].exp(), w.ln_mu[i].exp()[None]])
-        pi = torch.cat([w.listed_ln_pi[i][kept].exp(), w.ln_pi[i].exp()[None]]).detach()
-        rest = 1 - mu.sum(), w.other_ln_pi[i].exp()
-        kl = (mu * (mu / pi).log()).sum() + rest[0] * (rest[0] / rest[1]).log()
-        change = (pi[-1] - mu[-1]) + (pi * (mu - pi)).sum() + rest[1] * (rest[0] - rest[1])
+        mu, pi = outcomes(w, i)  # the sampled token is the last but one
+        kl = (mu * (mu / pi).log()).sum()
+        change = (pi[-2] - mu[-2]) + (pi * (mu - pi)).sum()
         loss.append(dropped(-w.advantage[i] * w.ratio[i], (kl > 0.05) & (w.advantage[i] * change > 0)))
     return torch.stack(loss)
+
+
+def distributional_ipo(w: World, t: Tensor) -> Tensor:
+    """Over the list and the sampled token; prime-rl takes the list alone, which contains it in a sampler's answers."""
+    loss = []
+    for i in t.tolist():
+        listed = [k for k in range(K) if w.ids[i, k] >= 0 and w.ids[i, k] != w.sampled[i]]
+        mu = torch.cat([w.listed_ln_mu[i, listed], w.ln_mu[i : i + 1]]).exp()
+        pi = torch.cat([w.listed_ln_pi[i, listed], w.ln_pi[i : i + 1]]).exp()
+        rest = w.other_ln_pi[i].exp() - (pi.sum() - pi.sum().detach())  # 1 - sum(pi), but not of rounded values
+        mu, pi = torch.cat([mu, 1 - mu.sum(0, keepdim=True)]), torch.cat([pi, rest[None]])
+        far = (pi - mu).abs().sum() / 2 > 0.3
+        least = torch.tensor([0.0] * (len(mu) - 1) + [1e-8], dtype=mu.dtype)  # its floor under the logs of the rest
+        square = (mu * (torch.maximum(pi, least) / torch.maximum(mu, least)).log() ** 2).sum()
+        loss.append(dropped(-w.advantage[i] * w.ratio[i], far) + 1e-3 * square)
+    return torch.stack(loss)
+
+
+def kpop(w: World, t: Tensor) -> Tensor:
+    p, q = w.ln_pi[t].detach().exp(), w.ln_mu[t].exp()
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
+
+    return dropped(-w.advantage[t] * w.ratio[t], (kl(p, q) > 0.1) | (kl(q, p) > 0.1))
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], Loss]] = {
     loss.__name__: ({}, loss)
     for loss in (
-        sapo,
-        maspo,
-        aspo,
-        vespo,
-        topr,
-        dispo,
-        seq_tis,
-        seq_mis,
-        minpro,
-        cppo,
-        ipo_cap,
-        bandpo_tv,
-        vaco,
-        trm_max,
-        trm_mean,
-        opsm,
-        flash_reinforce,
-        rollout_kl,
-        score_centering,
-        score_centering_tis,
-        m2po,
-        ess_adaptive,
-        dppo_negative_only,
-        dppo_relaxed,
-        dppo_predictive_kl,
+        gspo, sapo, maspo, aspo, vespo, topr, dispo, seq_tis, seq_mis, minpro, cppo, ipo_cap, bandpo_tv, vaco, trm_max,
+        trm_mean, opsm, flash_reinforce, rollout_kl, score_centering, score_centering_tis, m2po, ess_adaptive,
+        dppo_negative_only, dppo_relaxed, dppo_predictive_kl, distributional_ipo, kpop,
     )
-}
+}  # fmt: skip

@@ -18,8 +18,10 @@ from tests.objectives.published import (
     cppo,
     dppo_negative_only,
     dropped,
+    gspo,
     harmful,
     maspo,
+    outcomes,
     world,
 )
 
@@ -80,14 +82,6 @@ def two_rejections(w: World, t: Tensor) -> Tensor:
     return dropped(-w.advantage[t] * ratio.detach() * w.ln_pi[t], drop)
 
 
-def outcomes(w: World, i: int) -> tuple[Tensor, Tensor]:
-    """mu and pi of the listed tokens, the sampled one and everything else, at token i."""
-    kept = (w.ids[i] >= 0) & (w.ids[i] != w.sampled[i])
-    mu = torch.cat([w.listed_ln_mu[i][kept].exp(), w.ln_mu[i].exp()[None]])
-    pi = torch.cat([w.listed_ln_pi[i][kept].exp(), w.ln_pi[i].exp()[None], w.other_ln_pi[i].exp()[None]])
-    return torch.cat([mu, 1 - mu.sum(0, keepdim=True)]), pi.detach()
-
-
 def total_variation(mu: Tensor, pi: Tensor) -> Tensor:
     return (mu - pi).abs().sum() / 2
 
@@ -133,6 +127,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
     "topk_tv": ("dppo_topk_tv", {"delta": 0.05}, dppo(total_variation, 0.05, topk=True)),
     "topk_kl": ("dppo_topk_kl", {"delta": 0.02}, dppo(kl, 0.02, topk=True)),
     "dual_clip": ("ppo_dual_clip", {"dual_clip": 1.5}, dual_clipped),
+    "gspo_wide": ("gspo", {"epsilon_low": 0.5, "epsilon_high": 0.5}, lambda w, t: gspo(w, t, 0.5, 0.5)),
     "cppo_tight": (
         "cppo",
         {"delta": 0.06, "position_weight": 0.2, "prefix_budget": 0.06},
@@ -159,6 +154,8 @@ ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
     "penalty_tv": ("drpo_tr", {**_PENALTY, "penalty": "tv"}, penalised("tv", 0.5, True)),
     "penalty_kl": ("drpo_tr", {**_PENALTY, "penalty": "kl"}, penalised("kl", 0.5, True)),
     "penalty_k3": ("drpo_tr", {**_PENALTY, "penalty": "k3", "penalty_weight": "one"}, penalised("k3", 0.5, False)),
+    "mask_drpo": ("mask_drpo", {}, penalised("l2", 12.5, True, only_outside=True)),
+    "drpo_tr": ("drpo_tr", {}, penalised("l2", 0.2, True)),
     "penalty_outside": (
         "mask_drpo",
         {"penalty": "tv", "penalty_delta": 0.5},

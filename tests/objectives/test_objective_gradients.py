@@ -1,18 +1,23 @@
-"""Gradients of every method on any policies, against what they are written to be."""
+"""Gradients of every method on random policies, against their formulas."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.objectives import PRESETS, sequence_weights
+from dppo_megatron.objectives import PRESETS
 from tests.objectives.cases import gather, gradient, random_case, run
 
 SEEDS = st.integers(0, 10_000)
 TOPK_PENALTY = "experimental_topk_quadratic"
-OTHER_TERMS = {TOPK_PENALTY, "score_centering", "score_centering_tis", "rollout_kl", "ess_adaptive"}  # not in `.weight`
+# Their other terms are not in `.weight`.
+OTHER_TERMS = {
+    TOPK_PENALTY, "score_centering", "score_centering_tis", "rollout_kl", "ess_adaptive", "distributional_ipo",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -41,27 +46,6 @@ def test_weight_is_that_of_the_gradient(name, seed, drift):
     scale = torch.ones_like(scale) if name == "nll" else scale
     expected = -(scale * out.weight)[:, None] * toward
     torch.testing.assert_close(gradient(name, case), expected, rtol=1e-9, atol=1e-12)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=SEEDS)
-def test_quadratic_gradients_match_the_written_objective(seed):
-    """SPO, DRPO and Mask-DRPO differentiated from their published formulas."""
-    case = random_case(seed, drift=1.5)
-    advantage, mu = case.call["advantage"], case.call["rollout_logprob"].exp()
-
-    def written(penalty):
-        ratio = (gather(case.logits.log_softmax(-1), case.topk.target_ids) - mu.log()).exp()
-        return torch.autograd.grad(-(ratio * advantage - advantage.abs() * penalty(ratio)).sum(), case.logits)[0]
-
-    def outside(ratio):
-        away = ((advantage > 0) & (ratio > 1)) | ((advantage < 0) & (ratio < 1))
-        return away & ((ratio - 1).abs() * mu > 0.15)
-
-    torch.testing.assert_close(gradient("spo", case), written(lambda r: (r - 1) ** 2 / 0.4))
-    torch.testing.assert_close(gradient("drpo", case), written(lambda r: mu * (r - 1) ** 2 / 25))
-    torch.testing.assert_close(gradient("drpo_tr", case), written(lambda r: mu * (r - 1) ** 2 / 0.4))
-    torch.testing.assert_close(gradient("mask_drpo", case), written(lambda r: outside(r) * mu * (r - 1) ** 2 / 25))
 
 
 def test_quadratic_on_the_ratio_scales_each_side_by_its_own_epsilon():
@@ -93,24 +77,6 @@ def test_topk_penalty_gradient_matches_the_written_objective(seed, k):
     torch.testing.assert_close(gradient(TOPK_PENALTY, case), expected)
 
 
-def test_gspo_gradient_matches_the_written_objective():
-    """Mean over sequences of min(s A, clip(s) A), s the geometric mean ratio of the sequence."""
-    case = random_case(3, tokens=12, drift=0.3)
-    ids = torch.tensor([0] * 3 + [1] * 5 + [2] * 4)
-    advantage = torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64)
-    case.call.update(sequence_ids=ids, advantage=advantage[ids])
-    log_ratio = gather(case.logits.log_softmax(-1), case.topk.target_ids) - case.call["rollout_logprob"]
-    s = torch.stack([log_ratio[ids == i].mean() for i in range(3)]).exp()
-    for low, high in ((3e-4, 4e-4), (0.5, 0.5)):
-        written = -torch.minimum(s * advantage, s.clamp(1 - low, 1 + high) * advantage).mean()
-        expected = torch.autograd.grad(written, case.logits, retain_graph=True)[0]
-        weights = sequence_weights("seq_mean_token_mean", torch.tensor([3, 5, 4]))[ids]
-        out = run("gspo", case, epsilon_low=low, epsilon_high=high)
-        assert (out.loss * weights).sum().item() == pytest.approx(written.item(), rel=1e-6)
-        actual = torch.autograd.grad((out.loss * weights).sum(), case.logits, retain_graph=True)[0]
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
-
-
 def test_ratio_cap_by_gradient_path():
     """sg(min(r, C)) ln pi keeps C / r of the gradient above the cap; min(r, C) itself keeps none."""
     case = random_case(4, tokens=60, drift=2.0)
@@ -129,12 +95,6 @@ def test_ratio_cap_by_gradient_path():
 
 def test_dual_clip_is_the_one_mask_on_a_converging_side():
     case = random_case(12, tokens=80, drift=3.0)
-    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
-    plain, dual = run("ppo", case), run("ppo_dual_clip", case)
-    runaway = (case.call["advantage"] < 0) & (ratio > 3)
+    runaway = (case.call["advantage"] < 0) & (case.call["logprob"] - case.call["rollout_logprob"] > math.log(3))
     assert runaway.any()
-    assert torch.equal(dual.masked_tokens, plain.masked_tokens | runaway)
-    advantage = case.call["advantage"]
-    written = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    written = torch.where(advantage < 0, torch.maximum(written, 3.0 * advantage), written)
-    torch.testing.assert_close(dual.loss.detach(), -written)
+    assert torch.equal(run("ppo_dual_clip", case).masked_tokens, run("ppo", case).masked_tokens | runaway)

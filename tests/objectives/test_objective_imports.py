@@ -1,4 +1,4 @@
-"""What needs torch is imported when it is first used, whichever module of the package comes first."""
+"""Modules that need torch are imported at their first use, in every order of imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dppo-megatron objectives` prints."""
+"""The output of `dppo-megatron objectives`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an objective reports, and that it reduces over micro-batches and ranks without changing."""
+"""The metrics of an objective do not depend on micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building an objective: presets, overrides, what is refused and how the refusal reads."""
+"""Building an objective: presets, overrides, rejected settings and their messages."""
 
 from __future__ import annotations
 
@@ -182,6 +182,7 @@ def test_what_each_method_needs():
         "score_centering_tis": ["topk", "topk_gradient"],
         "m2po": ["old"],
         "ess_adaptive": ["old"],
+        "distributional_ipo": ["topk", "topk_gradient"],
         **{name: ["sequences"] for name in OF_RESPONSES},
     }
     assert build_objective("ppo", entropy_coefficient=0.1).needs_entropy
@@ -193,6 +194,8 @@ def test_what_each_method_needs():
     [
         ("dppo_binary_tv", "rollout_logprob", "dppo_binary_tv needs rollout_logprob"),
         ("dppo_binary_tv", "advantage", "needs advantage"),
+        ("dppo_binary_tv", "mask", r"needs mask; pass by name, each \[T\]: logprob, mask, advantage, rollout_logprob$"),
+        ("nll", "logprob", r"nll needs logprob; pass by name, each \[T\]: logprob, mask$"),
         ("dppo_topk_tv", "topk", "dppo_topk_tv needs topk"),
         ("minirl", "old_logprob", "needs old_logprob"),
         ("gspo", "sequence_ids", "needs sequence_ids"),
@@ -204,8 +207,17 @@ def test_missing_inputs_are_named(name, left_out, says):
         build_objective(name)(**call)
 
 
-def test_misshapen_and_coarse_inputs_are_refused():
+def test_an_axis_under_the_name_of_another_trainer_leads_to_ours():
+    assert refusal("ppo", clip_low=0.2).endswith("unknown axis 'clip_low'; did you mean epsilon_low?")
+
+
+def test_misnamed_misshapen_and_coarse_inputs_are_refused():
     call, objective = random_case(0).call, build_objective("dppo_topk_tv")
+    needs = r"'advantages': did you mean 'advantage'.*needs, by name and each \[T\]: logprob, mask"
+    with pytest.raises(ObjectiveError, match=f"unknown input {needs}"):
+        objective(**call, advantages=call["advantage"])
+    with pytest.raises(ObjectiveError, match=r"advantage is a float; pass a tensor \[T\]"):
+        objective(**{**call, "advantage": 1.0})
     with pytest.raises(ObjectiveError, match=r"advantage has shape \(3,\)"):
         objective(**{**call, "advantage": torch.ones(3)})
     with pytest.raises(ObjectiveError, match=r"rollout_logprob is torch\.bfloat16"):
@@ -283,11 +295,12 @@ def test_a_users_own_by_dotted_path(user_module):
     assert own.name == f"{user_module}:settings"
     assert build_objective(f"{user_module}:ready").name == "mine"
     assert build_objective(f"{user_module}:factory", delta=0.5).settings.delta == 0.5
+    needs = "needs_rollout, needs_reference, needs_topk_gradient"
     for path, overrides, says in (
         ("ready", {"delta": 0.1}, "takes no settings: delta"),
         ("factory", {"dleta": 0.1}, "refused its settings"),
         ("useless", {}, "lacks name, settings"),
-        ("bare", {}, "lacks needs_rollout, needs_reference, needs_topk_gradient, .*needs_statistic, moves_without"),
+        ("bare", {}, f"lacks needs_columns, {needs}, .*needs_statistic, moves_without"),
         ("absent", {}, "cannot be loaded"),
     ):
         with pytest.raises(ObjectiveError, match=says):

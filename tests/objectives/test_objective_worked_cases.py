@@ -76,10 +76,7 @@ def test_predictive_direction(case_name):
         ("token_mean", "token-mean"),
         ("seq_mean_token_sum", "seq-mean-token-sum"),
         ("seq_mean_token_mean", "seq-mean-token-mean"),
-        (
-            "seq_mean_token_sum_norm",
-            "seq-mean-token-sum-norm (verl/DRPO: sum / horizon, mean over sequences)",
-        ),
+        ("seq_mean_token_sum_norm", "seq-mean-token-sum-norm (verl/DRPO: sum / horizon, mean over sequences)"),
     ],
 )
 def test_aggregation(kind, key):

@@ -56,7 +56,7 @@ def _run(name: str, run: tuple, rank: int, world: int, dtype: torch.dtype) -> di
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def found(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Result]]]:
-    """dtype -> what each rank found."""
+    """dtype -> the results of each rank."""
     if request.param == 1:
         yield {dtype: [worked_cases_on_a_shard(0, 1, dtype)] for dtype in DTYPES}
         return

@@ -1,4 +1,4 @@
-"""Objectives over the tokens that top-p, top-k and min-p left, of which the top-K list holds all."""
+"""Objectives over sampling masks whose tokens are all in the top-K list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST = 4  # kept of a row: fewer than K, so that the list is the whole set
 
 
 def given(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Policy logits, and mu over a few tokens of each row with what was drawn from it."""
+    """Draw policy logits, and mu over a few tokens of each row with its samples."""
     g = torch.Generator().manual_seed(seed)
     logits, other = torch.randn(2, T, V, dtype=torch.float64, generator=g)
     ids = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(T)])
@@ -29,7 +29,7 @@ def given(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def run(name: str, g: dict[str, torch.Tensor], noise: float = 0.0, **settings):
-    """(what the objective gives, gradient by the logits) through token_statistics with the sets."""
+    """Return the objective's output and the gradient by the logits, through token_statistics with the sets."""
     logits = g["logits"].clone().requires_grad_()
     stats = token_statistics(
         logits, g["target"], g["ids"], sampling_mask_ids=g["kept"].nonzero()[:, 1], sampling_mask_counts=g["counts"]
@@ -55,7 +55,7 @@ def run(name: str, g: dict[str, torch.Tensor], noise: float = 0.0, **settings):
 
 @pytest.mark.parametrize("noise", [0.0, 1e-4])
 def test_divergences_are_exact_without_a_tail(noise: float):
-    """Also where mu's probabilities add up to visibly less than 1: what is lacking is rounding, not a tail."""
+    """If mu's probabilities add up to less than 1, the missing part is rounding, not a tail."""
     g = given()
     pi = g["logits"].masked_fill(~g["kept"], -torch.inf).log_softmax(1)
     p, q = g["mu"].exp(), pi.exp()

@@ -43,7 +43,7 @@ def on_a_shard(rank: int, world: int, fused: bool) -> list[tuple[Tensor, dict[st
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["tp2", "tp4"])
 def shards(request: pytest.FixtureRequest) -> Iterator[dict[bool, list]]:
-    """fused -> what each rank found."""
+    """fused -> the results of each rank."""
     with Ranks(request.param, "gloo", TORCH) as ranks:
         yield {fused: ranks.run(on_a_shard, world=request.param, fused=fused) for fused in (False, True)}
 
@@ -100,7 +100,7 @@ def _of_every_sample(kind: str, mu: Tensor, logits: Tensor, k: int, advantage: f
 @pytest.mark.parametrize("kind", [*WEIGHTS, "capped at the effective size"])
 @pytest.mark.parametrize("k", [4, 12])
 def test_constant_reward_has_no_gradient_in_expectation(kind, k, advantage):
-    """Whatever was sampled, with the same A: the mean over mu is zero, though each sample's gradient is not."""
+    """With the same A for all samples the mean gradient over mu is zero; that of a sample is not."""
     generator = torch.Generator().manual_seed(k)
     logits = 2 * torch.randn(12, generator=generator, dtype=torch.float64)
     mu = (logits + torch.randn(12, generator=generator, dtype=torch.float64)).softmax(0)
@@ -117,7 +117,7 @@ def test_constant_reward_has_no_gradient_in_expectation(kind, k, advantage):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_tail_that_moves_far_is_still_many_tokens_that_do_not(kind, advantage):
-    """Outside a list of one token lie 40 of equal mass: 0.3 of it moves, but no token by the region's 0.05."""
+    """40 unlisted tokens of equal mass move by 0.3 together, but none by the region's 0.05."""
     mu, pi = (torch.cat([torch.tensor([head]), torch.full((40,), (1 - head) / 40)]).double() for head in (0.7, 0.4))
     mean, largest = _of_every_sample(kind, mu / mu.sum(), (pi / pi.sum()).log(), 1, advantage)
     assert largest > 1e-2
@@ -166,8 +166,8 @@ def test_a_rejected_response_is_dropped_with_its_centering():
         ("gspo", {}, "ratio_level and mismatch_level must be 'token'"),
         ("minirl", {}, "cannot be 'old'"),
         ("dppo_topk_tv", {}, "its D must be that of one token"),
-        ("cppo", {}, "need the others too"),
-        ("vaco", {}, "need the others too"),
+        ("cppo", {}, "read other tokens too"),
+        ("vaco", {}, "read other tokens too"),
         ("nll", {}, "supervised=true"),
     ],
 )

@@ -36,10 +36,7 @@ LOGPROB_FORM = {
     "DPPO_binKL_delta0.05": ("dppo_binary_kl", {"ratio_cap": 1e4}, "verl_form_loss"),
 }
 NOT_THE_PAPER = {"DPPO_topkTV_replace_last_delta0.15", "DPPO_topkKL_replace_last_delta0.05"}
-RUNS = [
-    *((loss, *how) for loss, how in METHODS.items()),
-    *((loss, *how) for loss, how in LOGPROB_FORM.items()),
-]
+RUNS = [*((loss, *how) for loss, how in METHODS.items()), *((loss, *how) for loss, how in LOGPROB_FORM.items())]
 
 
 def close(actual: torch.Tensor, expected: Any, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ import os
 import pty
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -19,7 +20,7 @@ def clock(at: float) -> str:
 
 def test_plain_lines_are_aligned_and_evaluations_stand_alone():
     out = io.StringIO()
-    with ProgressView(200, out, plain_interval_s=0) as view:
+    with closing(ProgressView(200, out, plain_interval_s=0)) as view:
         view.note("engine-0 ready")
         view.update({"step": 0, "time": 1000.0, "eval/accuracy": 0.391})
         view.update(step_record(9, 1002.0))
@@ -42,7 +43,7 @@ def test_plain_lines_are_aligned_and_evaluations_stand_alone():
 
 def test_plain_lines_come_at_most_every_interval_and_for_the_last_step():
     out = io.StringIO()
-    with ProgressView(40, out, plain_interval_s=10) as view:
+    with closing(ProgressView(40, out, plain_interval_s=10)) as view:
         for step in range(1, 41):
             view.update(step_record(step, 1000.0 + step))
     assert [line.split()[2] for line in out.getvalue().splitlines()] == [f"{n}/40" for n in (1, 11, 21, 31, 40)]
@@ -58,7 +59,7 @@ def test_plain_lines_come_at_most_every_interval_and_for_the_last_step():
 )
 def test_a_step_line_names_what_is_unusual(record, shown):
     out = io.StringIO()
-    with ProgressView(2, out, samples=192) as view:
+    with closing(ProgressView(2, out, samples=192)) as view:
         view.update({"step": 1, "time": 1000.0, "time/step_s": 1.0, **record})
     assert shown in out.getvalue()
 

@@ -120,10 +120,7 @@ PYDANTIC = "pydantic_core.ValidationError: 1 validation error for X\n  Value err
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        (
-            EARLIER + VLLM,
-            f"ValueError: No available memory for the cache blocks. {HERE} ({{}}, line 6)",
-        ),
+        (EARLIER + VLLM, f"ValueError: No available memory for the cache blocks. {HERE} ({{}}, line 6)"),
         (SGLANG, "torch.OutOfMemoryError: CUDA out of memory. ({}, line 3)"),
         (
             PYDANTIC,

@@ -125,7 +125,7 @@ def test_report_of_hardly_anything(tmp_path, console, records):
 
 
 def test_a_directory_without_metrics_is_a_clear_error(tmp_path):
-    with pytest.raises(ReportError, match=r"metrics.jsonl holds no metrics"):
+    with pytest.raises(ReportError, match=r"metrics.jsonl has no metrics"):
         write_report(tmp_path)
 
 

@@ -17,12 +17,7 @@ def path(tmp_path):
 def test_follower_returns_each_record_once_and_waits_for_the_newline(path):
     follower = JsonlFollower(path)
     assert follower.poll() == ([], False)
-    for text, records in (
-        ('{"step": 1}\n{"step": ', [{"step": 1}]),
-        ("", []),
-        ("2}\n", [{"step": 2}]),
-        ("", []),
-    ):
+    for text, records in (('{"step": 1}\n{"step": ', [{"step": 1}]), ("", []), ("2}\n", [{"step": 2}]), ("", [])):
         with path.open("a") as file:
             file.write(text)
         assert follower.poll() == (records, False)

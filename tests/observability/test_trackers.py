@@ -6,6 +6,7 @@ import math
 import resource
 import signal
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -32,11 +33,7 @@ def test_jsonl_line_has_step_time_and_metrics_in_strict_json(tmp_path):
 
 @pytest.mark.parametrize(
     ("lines", "resume", "logged", "kept"),
-    [
-        ([0, 1, 2, 3, 2, 4, "half"], 2, [3, 4], [0, 1, 2, 2, 3, 4]),
-        ([1, "half"], 5, [2], [1, 2]),
-        (None, 3, [4], [4]),
-    ],
+    [([0, 1, 2, 3, 2, 4, "half"], 2, [3, 4], [0, 1, 2, 2, 3, 4]), ([1, "half"], 5, [2], [1, 2]), (None, 3, [4], [4])],
     ids=["later steps are removed, late evaluations kept", "an incomplete last line is cut", "without a file"],
 )
 def test_a_resumed_run_repeats_no_step(tmp_path, lines, resume, logged, kept):
@@ -91,7 +88,7 @@ class Recorder:
 
 def test_fan_out_drops_a_failing_optional_tracker_and_goes_on(caplog):
     required, broken, sound = Recorder(), Recorder(fails_at=2), Recorder()
-    with Trackers(required, [broken, sound]) as trackers:
+    with closing(Trackers(required, [broken, sound])) as trackers:
         for step in (1, 2, 3):
             trackers.log(step, {"train/loss": torch.tensor(0.5)})
     assert type(required.seen[0][1]["train/loss"]) is float
@@ -107,7 +104,7 @@ def test_fan_out_drops_a_failing_optional_tracker_and_goes_on(caplog):
 
 def test_build_opens_only_what_the_config_asks_for(config):
     settings = config()
-    with build_trackers(settings, None) as trackers:
+    with closing(build_trackers(settings, None)) as trackers:
         trackers.log(1, {"train/loss": 1.0})
     assert [path.name for path in settings.run.dir.iterdir()] == ["metrics.jsonl"]
 
@@ -122,11 +119,11 @@ def tensorboard_scalars(directory):
 
 def test_tensorboard_events_read_back_and_resume_drops_repeated_steps(config):
     settings = config(tensorboard=True)
-    with build_trackers(settings, None) as trackers:
+    with closing(build_trackers(settings, None)) as trackers:
         for step in (1, 2, 3, 4):
             trackers.log(step, {"train/loss": float(step)})
         trackers.log(0, {"eval/accuracy": 0.25})
-    with build_trackers(settings, 2) as trackers:
+    with closing(build_trackers(settings, 2)) as trackers:
         trackers.log(3, {"train/loss": 30.0})
     scalars = tensorboard_scalars(settings.run.dir / "tensorboard")
     assert scalars["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from contextlib import closing
 
 import pytest
 
@@ -31,7 +32,7 @@ def offline_runs(run_dir):
 
 def test_offline_writes_files_takes_late_evaluations_and_resumes_the_same_id(config):
     settings = config(wandb="offline", wandb_project="p", wandb_name="n")
-    with build_trackers(settings, None) as trackers:
+    with closing(build_trackers(settings, None)) as trackers:
         for step in (1, 2, 3):
             trackers.log(step, {"train/loss": 0.5})
         trackers.log(1, {"eval/accuracy": 0.75})
@@ -59,10 +60,10 @@ def test_online_that_cannot_work_warns_and_goes_on_offline(config, monkeypatch, 
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     caplog.set_level(logging.INFO)
     settings = config(wandb="online")
-    with build_trackers(settings, None) as trackers:
+    with closing(build_trackers(settings, None)) as trackers:
         trackers.log(1, {"train/loss": 0.5})
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len([w for w in warnings if w.startswith("wandb online failed, training goes on:")]) == 1
+    assert len([w for w in warnings if w.startswith("wandb online failed, training continues:")]) == 1
     assert re.search(r"upload with: wandb sync \S+", caplog.text)
     (path,) = offline_runs(settings.run.dir)
     assert path.stem == "run-" + (settings.run.dir / "wandb_id").read_text().strip()
@@ -75,6 +76,6 @@ def test_wandb_that_cannot_start_at_all_is_a_warning(config, monkeypatch, caplog
         raise OSError("read-only file system")
 
     monkeypatch.setattr(wandb, "init", init)
-    with build_trackers(config(wandb="offline"), None) as trackers:
+    with closing(build_trackers(config(wandb="offline"), None)) as trackers:
         trackers.log(1, {"train/loss": 0.5})
-    assert "wandb offline failed, training goes on: read-only file system" in caplog.text
+    assert "wandb offline failed, training continues: read-only file system" in caplog.text

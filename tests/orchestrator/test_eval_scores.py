@@ -31,19 +31,6 @@ def test_the_average_and_its_standard_error_are_over_prompts(right, expected):
     assert average(right) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("k", "expected"),
-    [
-        (1, (1 / 2 + 1 / 4 + 0) / 3),
-        (2, ((1 - 1 / 6) + (1 - 3 / 6) + 0) / 3),  # C(2, 2) / C(4, 2), C(3, 2) / C(4, 2)
-        (3, (1 + (1 - 1 / 4) + 0) / 3),
-        (4, 2 / 3),
-    ],
-)
-def test_pass_at_k(k, expected):
-    assert pass_at(k, RIGHT) == pytest.approx(expected)
-
-
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers():
     from itertools import combinations
 

@@ -13,7 +13,15 @@ from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator, describe, scores
 from dppo_megatron.weights.published import PublishedPolicy
-from tests.support.fakes.orchestrator import STOP, Prompts, Rewards, Tokenizer, World, sampling_config
+from tests.support.fakes.orchestrator import (
+    STOP,
+    Prompts,
+    Rewards,
+    ScriptedEngine,
+    Tokenizer,
+    World,
+    sampling_config,
+)
 
 SETS = {
     "aime": {"path": "a.jsonl", "n": 4, "temperature": 0.7, "top_p": 0.95, "max_response_tokens": 6},
@@ -52,9 +60,7 @@ def evaluate(config, engine, policy="a", *, count=5, names=("aime", "math")):
     return asyncio.run(main())
 
 
-def engine_of(config, tmp_path, **script):
-    from tests.support.fakes.orchestrator import ScriptedEngine
-
+def engine_of(config, **script):
     (config.run.dir / "weights").mkdir(parents=True, exist_ok=True)
     return ScriptedEngine(config.run.dir / "weights" / "published.json", **script)
 
@@ -63,8 +69,8 @@ def without_seconds(metrics):
     return {name: {k: v for k, v in one.items() if not k.endswith("seconds")} for name, one in metrics.items()}
 
 
-def test_every_set_is_sampled_as_it_says(config, tmp_path):
-    engine = engine_of(config, tmp_path)
+def test_every_set_is_sampled_as_it_says(config):
+    engine = engine_of(config)
     metrics = evaluate(config, engine)
     by_set = {name: [r for r in engine.requests if f"-{name}-" in r.request_id] for name in SETS}
     assert {(r.n, r.temperature, r.top_p, r.max_tokens) for r in by_set["aime"]} == {(4, 0.7, 0.95, 6)}
@@ -105,15 +111,15 @@ def test_accuracy_is_the_share_of_right_answers_and_not_the_mean_reward(tmp_path
 @pytest.mark.parametrize("after", [0, 1, 4, 9])
 def test_an_evaluation_that_was_killed_goes_on_and_reports_the_same(config, tmp_path, after):
     undisturbed = sampling_config(tmp_path / "undisturbed", sets=SETS)
-    expected = evaluate(undisturbed, engine_of(undisturbed, tmp_path))
-    first = engine_of(config, tmp_path, delay=lambda r: 0.002 * len(first.requests))
+    expected = evaluate(undisturbed, engine_of(undisturbed))
+    first = engine_of(config, delay=lambda r: 0.002 * len(first.requests))
     first.fails = lambda r: Stopped() if len(first.requests) - first.running >= after else None
     with pytest.raises(Stopped):
         evaluate(config, first)
     answers = config.run.dir / "answers/aime/v000000.jsonl"
     answers.write_text(answers.read_text() + '{"position": 4, "samples"')  # the line that was being written
     kept = sum(len(path.read_text().splitlines()) for path in (config.run.dir / "answers").rglob("*.jsonl")) - 1
-    second = engine_of(config, tmp_path)
+    second = engine_of(config)
     assert without_seconds(evaluate(config, second)) == without_seconds(expected)
     assert len(second.requests) == 10 - kept
     for path in (config.run.dir / "answers").rglob("*.jsonl"):
@@ -123,10 +129,10 @@ def test_an_evaluation_that_was_killed_goes_on_and_reports_the_same(config, tmp_
     assert without_seconds({"": head["metrics"]})[""] == {"step": 0, **without_seconds(expected)["aime"]}
 
 
-def test_answers_of_another_policy_or_of_other_settings_do_not_count(config, tmp_path):
-    evaluate(config, engine_of(config, tmp_path))
+def test_answers_of_another_policy_or_of_other_settings_do_not_count(config):
+    evaluate(config, engine_of(config))
     for change in ({"policy": "b"}, {"count": 6}):
-        again = engine_of(config, tmp_path)
+        again = engine_of(config)
         evaluate(config, again, **change)
         assert len(again.requests) == 2 * change.get("count", 5)
 
@@ -146,8 +152,8 @@ def test_answers_of_another_policy_or_of_other_settings_do_not_count(config, tmp
         (["position"], 77),
     ],
 )
-def test_a_prompt_whose_record_is_damaged_is_answered_again(config, tmp_path, path, value):
-    expected = evaluate(config, engine_of(config, tmp_path))
+def test_a_prompt_whose_record_is_damaged_is_answered_again(config, path, value):
+    expected = evaluate(config, engine_of(config))
     answers = config.run.dir / "answers/aime/v000000.jsonl"
     records = [json.loads(line) for line in answers.read_text().splitlines()]
     *parents, last = path
@@ -156,7 +162,7 @@ def test_a_prompt_whose_record_is_damaged_is_answered_again(config, tmp_path, pa
         place = place[key]
     place[last] = value
     answers.write_text("".join(json.dumps(record) + "\n" for record in records))
-    again = engine_of(config, tmp_path)
+    again = engine_of(config)
     assert without_seconds(evaluate(config, again)) == without_seconds(expected)
     assert len(again.requests) == 1
 
@@ -164,8 +170,11 @@ def test_a_prompt_whose_record_is_damaged_is_answered_again(config, tmp_path, pa
 def test_a_run_evaluates_every_set_on_schedule_and_once(tmp_path):
     config = sampling_config(tmp_path / "run", sets=SETS)
     w = World(config)
-    w.run_attempt(w.engine(), until_groups=8)
+    engine = w.engine()
+    w.run_attempt(engine, until_groups=8)
     w.run_attempt(w.engine())
+    greedy = [request for request in engine.requests if request.request_id.startswith("eval-0-0-")]
+    assert [(request.temperature, request.n) for request in greedy] == [(0, 1)]
     for name in ("eval/accuracy", "eval/aime/avg@4", "eval/math/avg@2"):
         assert [record["step"] for record in w.records() if name in record] == [0, 2, 3]
     assert sorted(path.name for path in (w.run.answers / "aime").glob("*.jsonl")) == [

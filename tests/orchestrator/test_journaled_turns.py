@@ -23,7 +23,7 @@ GROUPS = 4
 
 @pytest.mark.parametrize(("stored", "anew"), [(0, False), (7, False), (8, True)])
 def test_turns_of_an_earlier_process_count_for_staleness(tmp_path, caplog, stored, anew):
-    """Of policy 0 and at staleness 1 they may be trained on in steps 0 and 1, so as one of the groups 0 to 7."""
+    """At staleness 1, turns of policy 0 may be trained on in steps 0 and 1, so in one of the groups 0 to 7."""
     w = World(sampling_config(tmp_path / "run", max_staleness=1))
     with BankWriter(w.run.bank, GROUPS, fsync=False) as bank:
         for position in range(1, stored + 1):

@@ -23,6 +23,7 @@ from dppo_megatron.environments.interface import EnvironmentFailed, StepResult
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.sampling import Sampler
+from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.types import Prompt, Rollout
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes.orchestrator import STOP, Tokenizer, World, sampling_config
@@ -82,7 +83,7 @@ class Codec(Tokenizer):
 
 @dataclass
 class TableWorkers:
-    """In place of the processes of environments; `dies` at the reset of a position, once each."""
+    """Replaces the processes of environments; it dies once at the reset of each position in `dies`."""
 
     dies: set[int] = field(default_factory=set)
     begun: list[int] = field(default_factory=list)  # positions, in the order of their resets
@@ -142,11 +143,10 @@ class Played(World):
             steps=STEPS,
             **{"prompts_per_step": GROUPS, "group_size": SAMPLES, "max_response_tokens": 400, **rollout},
         )
-        without_eval = config.data.model_copy(update={"eval": None})
         environment = EnvironmentConfig(
             name="tests:Table", workers=workers, max_turns=100, trajectory_timeout_s=longest
         )
-        super().__init__(config.model_copy(update={"environment": environment, "data": without_eval}))
+        super().__init__(with_settings(config, environment=environment, data={"eval": None}))
         self.training_s = training_s
         self.played, self.workers = TableEngine(self.run.published, table), TableWorkers(set(dies))
         self.episodes = self._episodes
@@ -231,7 +231,7 @@ def one_hangs(position: int, number: int) -> Length:
 
 
 def test_what_is_given_up_is_counted_bounded_and_leaves_nothing_behind(played, caplog):
-    """At worst all but those of one step, of the groups that the bound lets run at a time: here half of them."""
+    """The worst case drops all running groups but those of one step: here half of them."""
     w = played(workers=12, table=one_hangs, max_staleness=1, beyond_bound="drop", training_s=0.03)
     w.play()
     trained, dropped = {g.prompt.position for g in w.groups()}, [r["position"] for r in w.dropped()]
@@ -251,7 +251,7 @@ def test_what_is_given_up_is_counted_bounded_and_leaves_nothing_behind(played, c
 
 @pytest.mark.slow
 def test_a_trajectory_has_a_time_for_all_of_it(played):
-    """Of one that takes longer the engine is asked no more: it fails, and the others of its group count."""
+    """A trajectory that takes longer fails and asks the engine no more; the others of its group count."""
     w = played(workers=12, table=one_hangs, longest=2.0)
     w.play()
     failed = {g.prompt.position: g.reward_failed.tolist() for g in w.groups() if g.reward_failed.any()}

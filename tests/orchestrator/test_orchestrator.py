@@ -15,6 +15,7 @@ from dppo_megatron.checks import settings_problems
 from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import ConfigError
 from dppo_megatron.engines.protocol import EngineUnavailable, InvalidSample
+from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.orchestrator.dynamic_sampling import NoReward, NoSignal
 from dppo_megatron.orchestrator.main import allow_open_files
 from dppo_megatron.weights.published import PolicyTimeout, PublishedFollower, PublishedPolicy
@@ -167,27 +168,12 @@ def test_an_engine_that_only_returns_invalid_samples_stops_the_run(world):
 def test_an_engine_that_dies_stops_the_run_and_ends_all_requests(world):
     w = world()
     engine = w.engine(
-        delay=lambda request: 0.01 if position(request) == 1 else 5.0,
+        delay=lambda request: 0.0 if not trains(request) or position(request) == 1 else 5.0,
         fails=lambda request: EngineUnavailable("gone") if trains(request) else None,
     )
-    engine.delay = lambda request: 0.0 if not trains(request) or position(request) == 1 else 5.0
     with pytest.raises(EngineUnavailable, match="gone"):
         w.run_attempt(engine)
     assert engine.running == 0
-
-
-def test_first_last_and_every_second_policy_are_evaluated_once(world):
-    w = world()
-    first, second = w.engine(), w.engine()
-    w.run_attempt(first, until_groups=2 * GROUPS)
-    w.run_attempt(second)
-    evaluations = [request for request in [*first.requests, *second.requests] if not trains(request)]
-    assert all(request.temperature == 0 and request.n == 1 for request in evaluations)
-    assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 2, 3]
-    for engine in (first, second):
-        for request_id, version in engine.versions.items():
-            if request_id.startswith("eval-"):
-                assert request_id.startswith(f"eval-{version}-")
 
 
 def evaluations_of(w, engine) -> dict[int, set[int]]:
@@ -254,9 +240,7 @@ def test_every_evaluated_prompt_shows_progress(world):
 
 
 def test_a_trainer_that_stops_publishing_is_an_error(tmp_path):
-    config = sampling_config(tmp_path / "run")
-    config = config.model_copy(update={"run": config.run.model_copy(update={"stall_timeout_s": 0.2})})
-    w = World(config, last_version=1)
+    w = World(with_settings(sampling_config(tmp_path / "run"), run={"stall_timeout_s": 0.2}), last_version=1)
     with pytest.raises(PolicyTimeout, match="for policy version 2"):
         w.run_attempt(w.engine())
     assert len(w.steps()) == 2
@@ -284,19 +268,16 @@ def test_the_limit_of_open_files_is_raised_or_named(tmp_path, monkeypatch):
 
 
 def test_dynamic_sampling_needs_a_run_that_samples(tmp_path):
-    config = sampling_config(tmp_path)
-    changed = config.rollout.model_copy(update={"dynamic_sampling": True, "bank": tmp_path})
-    (violation,) = settings_problems(config.model_copy(update={"rollout": changed}))
+    changed = with_settings(sampling_config(tmp_path), rollout={"dynamic_sampling": True, "bank": tmp_path})
+    (violation,) = settings_problems(changed)
     assert violation.startswith("rollout.dynamic_sampling = true: nothing is sampled (rollout.bank is given)")
 
 
 def test_a_baseline_of_the_batch_needs_the_groups_that_dynamic_sampling_drops(tmp_path):
-    config = sampling_config(tmp_path)
-    rollout = config.rollout.model_copy(update={"dynamic_sampling": True})
-    objective = config.objective.model_copy(update={"advantage": "batch_mean"})
-    (violation,) = settings_problems(config.model_copy(update={"rollout": rollout, "objective": objective}))
+    config = with_settings(sampling_config(tmp_path), objective={"advantage": "batch_mean"})
+    (violation,) = settings_problems(with_settings(config, rollout={"dynamic_sampling": True}))
     assert violation.startswith("rollout.dynamic_sampling = true: objective.advantage = batch_mean")
-    assert settings_problems(config.model_copy(update={"objective": objective})) == []
+    assert settings_problems(config) == []
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

@@ -18,7 +18,7 @@ from tests.support.configs import make_config
 from tests.support.fakes.orchestrator import World, sampling_config
 from tests.support.tokenizers import save_character_model
 
-# Of the four answers to each row, which are right; None: the verifier failed.
+# Whether each of the four answers to a row is right; None: the verifier failed.
 ANSWERS = {0: [0, 0, 0, 0], 1: [1, 0, 0, 0], 2: [1, 1, None, 0], 3: [1, 1, 1, 1], 4: [None] * 4, 5: [1, 1, 1, 0]}
 
 
@@ -91,7 +91,7 @@ def measured(tmp_path):
     ],
 )
 def test_rows_are_read_as_they_were_when_sampled(tmp_path, data, environment, text):
-    """With the environment's tools before a chat, cut or dropped."""
+    """Prompts have the environment's tools before a chat, or are cut or dropped."""
     train = tmp_path / "train.jsonl"
     train.write_text('{"prompt": "What?", "answer": "1"}\n{"prompt": "And, longer, what?", "answer": "1"}\n')
     tools = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + "<user>{{ messages[0].content }}"

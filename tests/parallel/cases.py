@@ -156,47 +156,56 @@ def write_bank(directory: Path, model: Path, seed: int = 0, *, truncated: bool =
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
-    with BankWriter(directory, PROMPTS, fsync=False) as bank, torch.no_grad():
-        for position in range(STEPS * PROMPTS):
-            bank.append(_group(policy, position, generator, truncated))
+    with BankWriter(directory, PROMPTS, fsync=False) as bank:
+        for group in sample_groups(policy, STEPS * PROMPTS, generator, truncated=truncated):
+            bank.append(group)
 
 
-def _group(policy: Any, position: int, generator: torch.Generator, truncated: bool) -> RolloutGroup:
-    vocab = policy.config.vocab_size
-    size = int(torch.randint(2, 12, (), generator=generator))
-    prompt = torch.randint(0, vocab, (size,), generator=generator)
-    tokens, steps = prompt.repeat(SAMPLES, 1), []
-    for _ in range(LONGEST):
-        logits = policy(tokens).logits[:, -1]
+@torch.no_grad()
+def sample_groups(
+    policy: Any, count: int, generator: torch.Generator, *, truncated: bool = False
+) -> list[RolloutGroup]:
+    """Sample all groups at once: a row's prompt has 2 to 11 tokens, and no token depends on the padding after it."""
+    vocab, rows = policy.config.vocab_size, torch.arange(count * SAMPLES)
+    sizes = torch.randint(2, 12, (count,), generator=generator).repeat_interleave(SAMPLES)
+    prompts = torch.randint(0, vocab, (count, 11), generator=generator).repeat_interleave(SAMPLES, 0)
+    tokens, steps = torch.nn.functional.pad(prompts, (0, LONGEST)), []
+    for ends in (sizes + step for step in range(LONGEST)):
+        logits = policy(tokens[:, : int(ends.max())]).logits[rows, ends - 1]
         noise = 0.3 * torch.randn(logits.shape, generator=generator)
         logprobs = ((logits + noise) / TEMPERATURE).log_softmax(-1)
         if truncated:
             logprobs = _truncate(logprobs)
         steps.append(logprobs)
-        tokens = torch.cat((tokens, torch.multinomial(logprobs.exp(), 1, generator=generator)), dim=1)
+        tokens[rows, ends] = torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
     logprobs = torch.stack(steps, dim=1)
     topk = logprobs.topk(K)
-    sampled = logprobs.gather(2, tokens[:, size:, None])[..., 0]
-    routed = _routing(policy, tokens[:, :-1], generator)
-    lengths = torch.randint(3, LONGEST + 1, (SAMPLES,), generator=generator).tolist()
-    rollouts = tuple(
+    responses = tokens.gather(1, sizes[:, None] + torch.arange(LONGEST))
+    sampled = logprobs.gather(2, responses[..., None])[..., 0]
+    routed = _routing(policy, tokens, generator)
+    lengths = torch.randint(3, LONGEST + 1, (len(rows),), generator=generator).tolist()
+    rollouts = [
         Rollout(
-            token_ids=tokens[i, size : size + n].int().numpy(),
+            token_ids=responses[i, :n].int().numpy(),
             rollout_logprob=sampled[i, :n].numpy(),
             versions=np.zeros(n, np.int32),
             finish_reason="stop",
             topk_ids=topk.indices[i, :n].masked_fill(topk.values[i, :n] == -torch.inf, -1).int().numpy(),
             rollout_topk_logprob=topk.values[i, :n].numpy(),
-            routed_experts=None if routed is None else routed[i, : size + n - 1].numpy(),
+            routed_experts=None if routed is None else routed[i, : sizes[i] + n - 1].numpy(),
             sampling_mask_ids=(logprobs[i, :n] > -torch.inf).nonzero()[:, 1].int().numpy() if truncated else None,
             sampling_mask_counts=(logprobs[i, :n] > -torch.inf).sum(1).int().numpy() if truncated else None,
         )
         for i, n in enumerate(lengths)
-    )
+    ]
     rewards = np.resize(np.array([0, 1], np.float32), SAMPLES)
-    return RolloutGroup(
-        Prompt(position, position, prompt.int().numpy(), "", ""), rollouts, rewards, rewards < 0, TEMPERATURE
-    )
+    return [
+        RolloutGroup(
+            Prompt(position, position, tokens[first, : sizes[first]].int().numpy(), "", ""),
+            tuple(rollouts[first : first + SAMPLES]), rewards, rewards < 0, TEMPERATURE,
+        )
+        for position, first in enumerate(range(0, len(rows), SAMPLES))
+    ]  # fmt: skip
 
 
 def _truncate(logprobs: torch.Tensor) -> torch.Tensor:
@@ -208,7 +217,7 @@ def _truncate(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _routing(policy: Any, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
-    """[n, tokens, layers, k] uint8, where the model can say."""
+    """Return [n, tokens, layers, k] uint8; None for models whose routing transformers does not return."""
     if policy.config.model_type != "qwen3_moe":
         return None
     logits = torch.stack(policy(tokens, output_router_logits=True).router_logits, dim=-2)

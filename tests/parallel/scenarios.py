@@ -1,4 +1,4 @@
-"""What the ranks of the parity suite do: train on the bank in one layout."""
+"""The ranks of the parity suite train on the bank in one layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.actor_ranks import Rank
 
 
 def train(rank: Rank, case: str) -> dict[str, list]:
-    """STEPS steps of DPPO over the top-K ids; what the last layout or one process must agree on."""
+    """Train STEPS steps; return the values that every layout must agree on."""
     model, _ = case.split(":")
     name, _, variant = model.partition("+")
     bank = rank.models.parent / "banks" / bank_of(model)

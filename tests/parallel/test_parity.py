@@ -25,7 +25,7 @@ def test_trains_as_one_process(trained, case):
 
 
 def test_the_reference_learns_and_masks(trained):
-    """Else the comparison would say nothing."""
+    """Without learning and masks the comparison would be empty."""
     for case in CASES[1]:
         run = trained(case)
         assert len(set(run["loss"])) == len(set(run["grad_norm"])) == 3

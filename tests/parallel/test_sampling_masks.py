@@ -1,4 +1,4 @@
-"""What one process makes of a bank with sampling masks, against a dense float64 reference."""
+"""One process trains on a bank with sampling masks as a dense float64 reference does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASE = "qwen3+kept"
 
 
 def dense(model: torch.nn.Module, batch: TokenBatch, objective) -> torch.Tensor:
-    """The loss by a softmax over the whole vocabulary in which what was not kept is -inf."""
+    """Return the loss by a softmax over the whole vocabulary with -inf outside the sampling masks."""
     logits = []
     for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
         logits.append(model(batch.token_ids[None, start:end]).logits[0])

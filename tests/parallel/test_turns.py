@@ -1,4 +1,4 @@
-"""Samples of several turns and branches train as the dense computation in float64 says, in every layout."""
+"""Samples of several turns and branches train as a dense computation in float64 does, in every layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.objectives import TopKLogprobs, build_objective, group_advantages
 from dppo_megatron.types import POLICY, Rollout, RolloutGroup
-from tests.parallel.cases import PROMPTS, SAMPLES, TEMPERATURE, sections
+from tests.parallel.cases import PROMPTS, SAMPLES, TEMPERATURE, sample_groups, sections
 from tests.support.actor_cases import QWEN3, QWEN3_MOE
 from tests.support.actor_ranks import Rank, run_scenario
 from tests.support.turns import with_turns
@@ -80,16 +80,14 @@ def turn_models(tmp_path_factory) -> Path:
     from transformers import AutoModelForCausalLM
 
     from dppo_megatron.hf import make_random_hf_model
-    from tests.parallel.cases import _group
 
     root = tmp_path_factory.mktemp("turns") / "models"
     for name, config in {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}.items():
         make_random_hf_model(root / name, config, seed=1)
         policy = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).eval()
-        generator = torch.Generator().manual_seed(5)
-        with BankWriter(root.parent / "turns" / name, PROMPTS, fsync=False) as bank, torch.no_grad():
-            for position in range(PROMPTS):
-                bank.append(_rewarded(with_turns(_group(policy, position, generator, truncated=False))))
+        with BankWriter(root.parent / "turns" / name, PROMPTS, fsync=False) as bank:
+            for group in sample_groups(policy, PROMPTS, torch.Generator().manual_seed(5)):
+                bank.append(_rewarded(with_turns(group)))
     return root
 
 
@@ -102,7 +100,7 @@ def _rewarded(group: RolloutGroup) -> RolloutGroup:
 
 
 def _turns(rollout: Rollout) -> list[int]:
-    """Of each token after the prompt."""
+    """Return the turn of each token after the prompt."""
     if rollout.spans is None:
         return [0] * len(rollout.token_ids)
     return [turn for _, tokens, turn in rollout.spans.tolist() for _ in range(tokens)]

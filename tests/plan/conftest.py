@@ -1,4 +1,4 @@
-"""What builds the ranks' models: one process for all tests of the plan, for it imports Megatron-core."""
+"""The process that builds the ranks' models; tests share it because it imports Megatron-core."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _batch(tokens: int, sequences: int, vocab: int, seed: int) -> TokenBatch:
 
 
 def _state_bytes(actor: Actor) -> int:
-    """Of the optimizer's state, which the first update creates."""
+    """Return the bytes of the optimizer's state, which the first update creates."""
     states = (state for part in actor.optimizer.chained_optimizers for state in part.optimizer.state.values())
     return sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
 
@@ -114,7 +114,7 @@ def _measure_checkpoints(rank: int, config: Config, directory: Path) -> tuple[in
 
 
 def _growth(act: Callable[[], object], *, files: bool = False) -> int:
-    """Peak of the bytes of tensors; with `files` and of what Python holds, as files in memory are."""
+    """Return the peak of tensor bytes, with `files` also of Python's memory, such as files in memory."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         if files:
             tracemalloc.start()

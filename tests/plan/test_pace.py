@@ -1,4 +1,4 @@
-"""`plan --lengths`: what a simulation of the run predicts, in cases that can be computed by hand."""
+"""`plan --lengths` predicts a run by simulation, tested on cases computed by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_the_orchestrator_takes_comes_behind_the_engines():
 
 
 def test_sampling_disappears_behind_training():
-    """One version ahead: 5 s of sampling beside 4 s of training; the first step alone is waited for in full."""
+    """One version ahead: 5 s of sampling during 4 s of training; only the first step waits in full."""
     pace = predict(groups(50), dataclasses.replace(SETTINGS, max_staleness=1))
     assert pace.wait_s == pytest.approx((5 + 1 + 1) / 3)
 

@@ -1,4 +1,4 @@
-"""The configs of the papers: each with every method of their README passes all rules, and fits what it names."""
+"""Each config of the papers passes all rules with every method, and fits the machines that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says of published models: exact counts, every refusal, and advice that is true."""
+"""The plan of published models: exact counts, every rejection, and advice that is true."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_parameters_of_published_models_are_exact(plan_of, name, nodes, paramete
 
 @pytest.mark.parametrize("lora", [(), ("model.lora.r=8",)])
 def test_plan_and_metric_count_the_same_flops(builder, lora):
-    """On a step whose sequences are as long as they may be, which is what the plan assumes."""
+    """The plan assumes sequences of the largest length."""
     settings = config("qwen3_8b", "train.updates_per_step=2", *lora)
     plan = make_plan(settings, Cluster(2, 8, hardware("h100-80")), builder)
     r = settings.rollout
@@ -220,7 +220,7 @@ def test_an_update_that_does_not_fit_beside_the_cache_is_found(plan_of):
     assert engine.engine.update == layer + 2 * layer // 16 + head
     assert engine.engine.sequences > 0
     assert not engine.engines_fit
-    assert "engines do not fit: while an update loads, they hold 25." in report(engine, [])
+    assert "engines do not fit: an update needs 25." in report(engine, [])
     assert "weight_sync.transport = shared_storage" in report(engine, [])
     stored = plan_of("deepseek_v3", *unquantised, **cluster)
     assert stored.engine.update == 2 * layer // 16

@@ -1,4 +1,4 @@
-"""The plan's bytes beside those that an update on the CPU really takes: within 10 %."""
+"""The plan's bytes are within 10 % of those that an update on the CPU takes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_dense_on_one_rank(builder, tmp_path):
 
 @pytest.mark.parallel
 def test_few_tokens(builder, tmp_path):
-    """What gloo copies to reduce the gradients decides."""
+    """Gloo's copies for reducing the gradients dominate."""
     check(builder, tmp_path, DENSE, tokens=64)
 
 
@@ -124,7 +124,7 @@ def test_layouts(builder, tmp_path, hf, model, parallel):
     ],
 )
 def test_a_checkpoint_takes_what_is_planned(builder, tmp_path, parallel, asynchronous):
-    """An asynchronous one, too, holds what it writes once."""
+    """An asynchronous checkpoint, too, has only one copy of its data."""
     made = config(tmp_path, DENSE, {"dtype": "bf16"}, parallel, TOKENS, checkpoint={"asynchronous": asynchronous})
     (rank,) = builder.build(made)
     load = Load(TOKENS, 1)
@@ -137,7 +137,7 @@ def test_a_checkpoint_takes_what_is_planned(builder, tmp_path, parallel, asynchr
 
 @pytest.mark.slow
 def test_a_save_takes_at_most_256_mib_of_a_gpu(builder, tmp_path):
-    """Of the largest there is on one rank, which gives as much as it receives."""
+    """Plan the largest save on one rank, which sends as much as it receives."""
     (tmp_path / "config.json").write_text(json.dumps({**DENSE, "vocab_size": 1 << 20}))
     made = make_config(model={"path": str(tmp_path), "dtype": "bf16"}, rollout={"bank": "unused"})
     (rank,) = builder.build(made)

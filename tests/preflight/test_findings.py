@@ -1,4 +1,4 @@
-"""From the reports of processes to the nodes at fault."""
+"""The findings name the nodes at fault from the reports of their processes."""
 
 from __future__ import annotations
 

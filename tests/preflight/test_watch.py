@@ -48,7 +48,7 @@ def test_two_ranks_and_a_place_that_gets_weights(config, tmp_path):
 
 
 class Written:
-    """Stands for a process that runs, or that ended with `code`."""
+    """A fake process that runs, or that ended with `code`."""
 
     def __init__(self, code):
         self.code = code

@@ -16,7 +16,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def per_dataset_score(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
-    """As verl's gsm8k.compute_score."""
+    """Has the signature of verl's gsm8k.compute_score."""
     return score if solution_str == ground_truth else format_score
 
 

@@ -83,7 +83,7 @@ not_callable = 3
 
 
 class WrongCount:
-    """Of a group."""
+    """A reward of groups."""
 
     async def score_group(self, prompt, texts, timeout_s):
         return [1.0] * (len(texts) + 1)

@@ -50,6 +50,7 @@ def test_hanging_verifiers_are_replaced(prompt, caplog):
         assert rewards == [0, 1, 0, 1, 0, 1]
         assert failed == [True, False, True, False, True, False]
         assert logged_failures(caplog) == {"timeout": 3}
+        assert pool.last_failure == "timeout: waited 0.5 s (reward.timeout_s) for the reward"
         assert time.monotonic() - start < 30
         assert score(pool, prompt("1"), "ok") == ([1.0], [False])
 

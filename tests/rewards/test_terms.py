@@ -47,7 +47,7 @@ def test_dapo_normalises_as_minerva_does():
     assert normal_form(r"\sqrt3") == r"\sqrt{3}"
     assert normal_form(r"a = 1,000 \text{ meters}") == "1000"
     assert normal_form(r"90^\circ") == "90"
-    with pytest.raises(ValueError, match="nothing is left"):
+    with pytest.raises(ValueError, match="is empty without its units"):
         load_reward("dapo").check_answer("units")
 
 
@@ -76,7 +76,7 @@ def test_exact_and_regex(prompt):
     assert regex(prompt("7"), "<answer>6</answer> <answer> 7 </answer>") == 1
     assert regex(prompt("7"), "<answer>7</answer> <answer>6</answer>") == 0
     assert regex(prompt("7"), "7") == 0
-    for settings, why in [({}, "pattern"), ({"pattern": "("}, "no regular expression"), ({"patern": "x"}, "patern")]:
+    for settings, why in [({}, "pattern"), ({"pattern": "("}, "not a regular expression"), ({"patern": "x"}, "patern")]:
         with pytest.raises(RewardError, match=rf"Regex\(\) failed: .*{why}"):
             load_reward("regex", settings)
     slow = {"name": "regex", "settings": {"pattern": "(a+)+$"}}
@@ -192,7 +192,7 @@ def test_an_answer_that_hangs_or_kills_its_reader_is_a_problem_of_its_own():
 
 
 class Judge:
-    """A server on loopback that gives len(response) as reward, after as many refusals as it is told."""
+    """A server on loopback that returns len(response) as reward, after the given number of refusals."""
 
     def __init__(self, reply=None, refusals=0, status=503, delay_s=0.0):
         self.requests, self.left = [], refusals
@@ -248,7 +248,7 @@ def test_a_judge_gets_all_responses_to_a_prompt_at_once(prompt, monkeypatch):
 
 def test_a_token_that_no_request_can_bring_is_refused_and_not_shown(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "hidden\n")
-    with pytest.raises(RewardError, match="token_env = 'JUDGE_TOKEN': holds more than a line") as refused:
+    with pytest.raises(RewardError, match="token_env = 'JUDGE_TOKEN': must be one line of ASCII") as refused:
         build_reward(RewardConfig(name="http", settings={"url": "http://x", "token_env": "JUDGE_TOKEN"}))
     assert "hidden" not in str(refused.value)
 
@@ -273,16 +273,10 @@ def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
 @pytest.mark.parametrize(
     "reply",
     [
-        b"",
-        b"no",
-        b"[1]",
-        b'{"rewards": 1}',
-        b'{"rewards": [1, 2]}',
-        b'{"rewards": ["1"]}',
-        b'{"rewards": [NaN]}',
+        b"", b"no", b"[1]", b'{"rewards": 1}', b'{"rewards": [1, 2]}', b'{"rewards": ["1"]}', b'{"rewards": [NaN]}',
         b"{" * 9,
     ],
-)
+)  # fmt: skip
 def test_a_judge_that_talks_nonsense_fails_its_samples_alone(prompt, reply):
     with Judge(reply=reply) as judge:
         assert ask(judge, prompt("1"), "a")[:2] == ([0], [True])

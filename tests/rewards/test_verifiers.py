@@ -18,8 +18,7 @@ SAMPLE = Path(__file__).parent.parent / "data" / "gsm8k_sample.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),
-    [("42", 1), (" 42\n", 1), ("042", 0), ("42.", 0), ("42 3", 0), ("", 0), ("4 2", 0), ("-42", 0)],
+    ("text", "reward"), [("42", 1), (" 42\n", 1), ("042", 0), ("42.", 0), ("42 3", 0), ("", 0), ("4 2", 0), ("-42", 0)]
 )
 def test_arithmetic_is_exact(prompt, text, reward):
     assert arithmetic(prompt("42"), text) == reward
@@ -34,24 +33,11 @@ def test_arithmetic_needs_an_integer_answer(prompt):
 @pytest.mark.parametrize(
     "text",
     [
-        "#### 72",
-        "adds up.\n####72.",
-        "#### $72",
-        "#### 72%",
-        "#### 72.00",
-        "#### 72 clips",
-        "#### 72 - that is all",
-        "#### 71\nwait\n#### 72",
-        r"\boxed{72}",
-        r"so \boxed{72} clips.",
-        r"\boxed{\$72.00}",
-        r"\boxed{72\%}",
-        r"\boxed{\frac{144}{2}}",
-        r"\boxed{72\text{ clips}}",
-        r"\boxed{x = 72}",
-        r"#### 71, no: \boxed{72}",
+        "#### 72", "adds up.\n####72.", "#### $72", "#### 72%", "#### 72.00", "#### 72 clips", "#### 72 - that is all",
+        "#### 71\nwait\n#### 72", r"\boxed{72}", r"so \boxed{72} clips.", r"\boxed{\$72.00}", r"\boxed{72\%}",
+        r"\boxed{\frac{144}{2}}", r"\boxed{72\text{ clips}}", r"\boxed{x = 72}", r"#### 71, no: \boxed{72}",
     ],
-)
+)  # fmt: skip
 def test_gsm8k_accepts(prompt, text):
     assert gsm8k(prompt("48 + 24\n#### 72"), text) == 1
 
@@ -59,30 +45,12 @@ def test_gsm8k_accepts(prompt, text):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "72",
-        "The answer is 72",
-        "### 72",
-        "#### -72",
-        "#### 7 2",
-        "#### 72/2",
-        "#### 72e3",
-        "#### 72 + 5",
-        "#### 720",
-        "#### 72.5",
-        "#### seventy-two",
-        "#### 72\n#### 71",
-        r"\boxed{72} or \boxed{71}",
-        r"\boxed{71, 72}",
-        r"\boxed{71 \text{ or } 72}",
-        r"\boxed{72",
-        r"\boxed{}",
-        r"\boxed{seventy}",
-        r"\boxed{0.72}",
-        r"boxed{72}",
-        "\\boxed{" * 500,
+        "", "72", "The answer is 72", "### 72", "#### -72", "#### 7 2", "#### 72/2", "#### 72e3", "#### 72 + 5",
+        "#### 720", "#### 72.5", "#### seventy-two", "#### 72\n#### 71", r"\boxed{72} or \boxed{71}",
+        r"\boxed{71, 72}", r"\boxed{71 \text{ or } 72}", r"\boxed{72", r"\boxed{}", r"\boxed{seventy}",
+        r"\boxed{0.72}", r"boxed{72}", "\\boxed{" * 500,
     ],
-)
+)  # fmt: skip
 def test_gsm8k_rejects(prompt, text):
     assert gsm8k(prompt("48 + 24\n#### 72"), text) == 0
 
@@ -90,18 +58,10 @@ def test_gsm8k_rejects(prompt, text):
 @pytest.mark.parametrize(
     "text",
     [
-        "#### 2. Solve for x",
-        "#### 2) Solve",
-        "#### 2: Solve",
-        "#### 2.\tSolve",
-        "#### 5,5",
-        r"\boxed{5,5}",
-        r"\boxed{5, 5}",
-        r"\boxed{5{,}5}",
-        "#### 12,34",
-        "#### 5,5,5",
+        "#### 2. Solve for x", "#### 2) Solve", "#### 2: Solve", "#### 2.\tSolve", "#### 5,5", r"\boxed{5,5}",
+        r"\boxed{5, 5}", r"\boxed{5{,}5}", "#### 12,34", "#### 5,5,5",
     ],
-)
+)  # fmt: skip
 def test_a_heading_or_a_list_is_no_number(prompt, text):
     assert final_answer(text) is None or not gsm8k(prompt("#### 5"), text)
     assert gsm8k(prompt("#### 2"), text) == 0
@@ -112,20 +72,12 @@ def test_a_heading_or_a_list_is_no_number(prompt, text):
 @pytest.mark.parametrize(
     "text",
     [
-        "#### " + "1," * 4000 + "1",
-        r"\boxed{" + "1," * 4000 + "1}",
-        r"\boxed{" + "1," * 100 + "1}",
-        r"\boxed{" + "{" * 16 + "1" + "}" * 16 + "}",
-        r"\boxed{" + "(" * 100 + "1" + ")" * 100 + "}",
-        "#### " + "9" * 250_000,
-        "#### " + ",".join(["999"] * 75_000),
-        r"\boxed{" * 50_000,
-        r"\boxed{1" * 25_000 + "}" * 25_000,
-        "#### 1" * 25_000,
-        "{" * 250_000,
-        r"\boxed" + " " * 250_000 + "{",
+        "#### " + "1," * 4000 + "1", r"\boxed{" + "1," * 4000 + "1}", r"\boxed{" + "1," * 100 + "1}",
+        r"\boxed{" + "{" * 16 + "1" + "}" * 16 + "}", r"\boxed{" + "(" * 100 + "1" + ")" * 100 + "}",
+        "#### " + "9" * 250_000, "#### " + ",".join(["999"] * 75_000), r"\boxed{" * 50_000,
+        r"\boxed{1" * 25_000 + "}" * 25_000, "#### 1" * 25_000, "{" * 250_000, r"\boxed" + " " * 250_000 + "{",
     ],
-)
+)  # fmt: skip
 def test_no_answer_is_too_long_or_too_deep_to_be_refused_at_once(prompt, text):
     started = time.monotonic()
     assert gsm8k(prompt("#### 7"), text) == 0
@@ -144,27 +96,13 @@ def test_many_blanks_are_read_in_no_time(prompt, text):
     [
         *("#### 1,234,567", "#### $1,234,567", "#### 1234567.0", "#### 1\u2009234\u2009567", "#### １２３４５６７"),
         *(r"\boxed{1{,}234{,}567}", r"\boxed{1,\!234,\!567}", "\\boxed{1\u202f234\u202f567}"),
-        *(r"\boxed{\$\,1,234,567}", r"\boxed{1234567\,\text{cm}}"),
+        *(r"\boxed{\$\,1,234,567}", r"\boxed{1234567\,\text{cm}}", r"\boxed{1\,234\,567}"),
     ],
 )
 def test_thousands_separators(prompt, text):
     assert gsm8k(prompt("#### 1,234,567"), text) == 1
     assert gsm8k(prompt("1234567"), text) == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "box"),
-    [
-        ("1234", r"1,\!234"),
-        ("42", r"42\,\text{cm}"),
-        ("18", r"\$\,18"),
-        ("1234567", r"1\,234\,567"),
-        ("1234", "1\u2009234"),
-    ],
-)
-def test_spaces_of_latex_in_a_box(prompt, answer, box):
-    assert gsm8k(prompt(f"#### {answer}"), rf"so \boxed{{{box}}}.") == 1
-    assert gsm8k(prompt(f"#### {answer}1"), rf"so \boxed{{{box}}}.") == 0
+    assert gsm8k(prompt("#### 12345671"), text) == 0
 
 
 @pytest.mark.parametrize("text", ["#### \u22125", "\\boxed{\u22125}", r"\boxed{-5\,\text{cm}}", r"\boxed{-\$\,5}"])
@@ -207,11 +145,11 @@ def test_rewards_are_found_by_name_and_path(tmp_path, monkeypatch, prompt):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm8", "did you mean gsm8k"),
+        ("gsm8", "did you mean 'gsm8k'"),
         ("chess", "built in are arithmetic, gsm8k.*package.module:function"),
         ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
         ("mine/own.py:f", "ModuleNotFoundError.*Drop .py, as in an import: mine.own:f"),
-        ("dppo_megatron.rewards.gsm8k:gsm9k", "has no 'gsm9k'; did you mean gsm8k"),
+        ("dppo_megatron.rewards.gsm8k:gsm9k", "has no 'gsm9k'; did you mean 'gsm8k'"),
         ("dppo_megatron.rewards.registry:BUILTIN", "dict is not callable"),
     ],
 )

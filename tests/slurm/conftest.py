@@ -25,7 +25,7 @@ def lab(tmp_path_factory) -> Lab:
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> Path:
     """The quickstart's task with a held-out set small enough for tests."""
-    return write_task(tmp_path_factory.mktemp("task"), heldout=8)  # fewer than the reward holds back
+    return write_task(tmp_path_factory.mktemp("task"), heldout=8)  # fewer than the reward delays
 
 
 @pytest.fixture

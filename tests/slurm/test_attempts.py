@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.config import save_resolved
+from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
@@ -94,8 +95,7 @@ def test_a_requeued_job_goes_on_with_its_run_whatever_became_of_the_file(tmp_pat
     one = config()
     save_resolved(one, file)
     start("7", 0)
-    two = one.run.model_copy(update={"dir": Path("two")}), one.optimizer.model_copy(update={"lr": 1e-3})
-    save_resolved(one.model_copy(update={"run": two[0], "optimizer": two[1]}), file)
+    save_resolved(with_settings(one, run={"dir": Path("two")}, optimizer={"lr": 1e-3}), file)
     start("7", 1)
     start("8", 0)
     file.unlink()

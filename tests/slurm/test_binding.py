@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.config.slurm import SlurmConfig
 from dppo_megatron.slurm import binding, task
 from dppo_megatron.slurm.binding import cpus_for, visible_gpus
 from tests.support.configs import make_config
@@ -147,10 +146,6 @@ def test_a_step_that_shows_each_task_one_gpu_binds_nothing(node, children, monke
 def test_tasks_without_gpus_are_not_bound(node, children, monkeypatch):
     start(monkeypatch, "orchestrator")
     assert node == []
-
-
-def test_binding_is_the_default():
-    assert SlurmConfig().bind == "auto"
 
 
 def test_a_tensor_parallel_rank_has_one_hardware_queue_for_its_gpu(children, monkeypatch):

@@ -41,24 +41,6 @@ if role == "trainer" and rank == 1:
     sys.exit("rank ran into a wall")
 time.sleep(0 if role == "check" else 600)
 """
-# The engine announces itself and dies, once; the trainer is done when it serves again.
-ENGINE_DIES = """
-service, again = pathlib.Path(sys.argv[-1]).parent / "services" / "engine-0.json", seen_file.parent / "again"
-if role == "engine":
-    second = again.with_name("died").exists()
-    service.parent.mkdir(exist_ok=True)
-    service.write_text('{"name": "engine-0", "url": "", "pid": 1, "host": ""}')
-    if second:
-        again.touch()
-        time.sleep(600)
-    again.with_name("died").touch()
-    time.sleep(1)
-    sys.exit(7)
-while role == "trainer" and not again.exists():
-    time.sleep(0.1)
-if role == "trainer":
-    train()
-"""
 
 
 @pytest.fixture
@@ -98,14 +80,6 @@ def test_a_crash_loop_of_a_heterogeneous_job_stops_with_the_reason(stubbed):
     assert run.events()[2].cause == "trainer: exit code 1"
 
 
-def test_an_engine_that_dies_starts_again_in_the_same_attempt(stubbed):
-    run = stubbed(ENGINE_DIES)
-    run.sbatch("train.sbatch", "--nodes=3", "--gpus-per-node=1")
-    assert run.wait_for_end() == "COMPLETED"
-    assert "engine-0 ended: exit code 7. Restart 1 of 5 (engine.restarts)" in run.output.read_text()
-    assert [e.event for e in run.events()] == ["started", "completed"]
-
-
 def test_a_request_to_stop_ends_the_job_without_a_requeue(stubbed, tmp_path):
     run = stubbed("if role == 'check': sys.exit(0)\n" + ENDLESS)
     run.sbatch("train.sbatch", "--nodes=3", "--gpus-per-node=1")
@@ -117,7 +91,7 @@ def test_a_request_to_stop_ends_the_job_without_a_requeue(stubbed, tmp_path):
 
 
 def test_a_job_array_sweeps_methods_and_seeds(stubbed, tmp_path):
-    """On one node each, where the engine takes the GPU after the rank's."""
+    """Each run has one node, where the engine takes the GPU after the rank's."""
     run = stubbed(SERVES)
     layout = ["parallel.world_size=1", "parallel.tensor=1", "slurm.trainer_nodes=1", "slurm.engine_nodes=0"]
     arguments = [word for item in (*layout, "slurm.gpus_per_node=2") for word in ("--set", item)]

@@ -16,7 +16,7 @@ from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import (
     check_plan,
     engine_plans,
-    orchestrator_plan,
+    job_plan,
     preflight_plans,
     trainer_plan,
 )
@@ -101,7 +101,7 @@ def test_each_node_of_an_engine_runs_its_part(tmp_path, monkeypatch, rank, log):
 
 
 def test_the_config_is_checked_beside_the_gpus_it_is_for():
-    plans = check_plan(config(), ONE), orchestrator_plan(ONE)
+    plans = check_plan(config(), ONE), job_plan(config(), ONE, resume=False).orchestrator
     assert [(plan.nodes, plan.tasks, plan.gpus_per_node) for plan in plans] == [(("a",), 1, 8), (("a",), 1, 0)]
 
 

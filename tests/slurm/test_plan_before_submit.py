@@ -31,9 +31,7 @@ def test_the_multi_node_examples_ask_for_the_nodes_they_use(name):
 def test_that_memory_was_not_checked_is_said(monkeypatch, gpus, said):
     monkeypatch.setattr("dppo_megatron.slurm.submit.preflight", lambda *_, **__: ["the method"])
     notes = check_config(make_config(slurm={"gpus_per_node": gpus}), "config.yaml", place="elsewhere")
-    assert (
-        any("slurm.gpu is not set: whether the GPUs' memory suffices was not checked" in note for note in notes) == said
-    )
+    assert any("slurm.gpu is not set: the GPUs' memory was not checked" in note for note in notes) == said
 
 
 @pytest.mark.slow
@@ -41,10 +39,10 @@ def test_a_run_that_does_not_fit_is_refused_with_its_plan(monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     config = load_config(EXAMPLES / "qwen3_8b" / "config.yaml", ["slurm.gpu=a100"])
     with pytest.raises(ExpectedError, match=r"slurm.gpu = a100: known are a100-40"):
-        check_memory(config, "config.yaml")
+        check_memory(config, config.slurm.gpu, "config.yaml")
     config = load_config(EXAMPLES / "qwen3_8b" / "config.yaml", ["slurm.gpu=a100-40"])
     with pytest.raises(ConfigError, match=r"slurm.gpu = a100-40: does not fit\n(.|\n)*needed"):
-        check_memory(config, "qwen3_8b")
+        check_memory(config, config.slurm.gpu, "qwen3_8b")
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "examples/models/r1-distill-qwen-1.5b"])

@@ -1,4 +1,4 @@
-"""Jobs with a fault in the preflight: they go on without the nodes at fault, or end."""
+"""Jobs with a fault in the preflight continue without the nodes at fault, or end."""
 
 from __future__ import annotations
 

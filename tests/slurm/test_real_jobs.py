@@ -32,7 +32,7 @@ def uninterrupted(lab, task, tmp_path_factory) -> Run:
 
 @pytest.fixture
 def run(lab, task, tmp_path, request) -> Run:
-    """A run that its reward holds after the second step, until `run.gate` exists."""
+    """A run that its reward stops after the second step, until `run.gate` exists."""
     run = Run.write(lab, task, tmp_path, **getattr(request, "param", {}))
     yield run
     if run.job:

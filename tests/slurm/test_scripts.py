@@ -141,7 +141,7 @@ def test_other_counts_of_gpus_are_refused(gres):
 
 
 def test_a_host_without_the_model_s_libraries_submits_what_runs_in_a_container(tmp_path):
-    """And the script names every path from the root: a container has another working directory."""
+    """The script contains absolute paths only: a container has another working directory."""
     save_resolved(config(gpu="h100-80", command=["in-container"]), tmp_path / "c")
     program = (
         "import sys; sys.modules |= dict.fromkeys(('megatron', 'transformers', 'tokenizers', 'vllm', 'math_verify'))\n"

@@ -78,7 +78,7 @@ def test_a_run_in_its_second_life(run, squeue):
     assert [(e.log, e.line) for e in status.errors] == [("trainer-0.log", "x ERROR y: rank 1 is gone")]
     (engine,) = status.engines
     assert engine.health.startswith("does not answer")
-    json.dumps(status.as_dict())
+    json.dumps(asdict(status))
     console = Console(width=120, record=True, file=io.StringIO())
     show(status, console)
     shown = console.export_text()
@@ -87,7 +87,7 @@ def test_a_run_in_its_second_life(run, squeue):
 
 
 def test_an_engine_that_listens_on_another_nodes_loopback_is_not_asked(run, squeue):
-    """Whatever answers at that address here is not the engine."""
+    """A process that answers at that address here is not the engine."""
     squeue("")
     write_json(run.services / "engine-0.json", asdict(Service("engine-0", "http://127.0.0.1:1", 7, "another-node")))
     (engine,) = read_status(run.root).engines
@@ -112,8 +112,10 @@ def test_what_the_queue_says_when_it_says_nothing(run, squeue, answer, code, not
 
 def test_a_run_that_slurm_never_saw_and_a_directory_without_a_run(run, tmp_path):
     assert read_status(run.root).queue_note == "no job of this run has started"
-    with pytest.raises(NotARun, match=r"no config.yaml in it"):
+    with pytest.raises(NotARun, match=r"no run with a config.yaml"):
         read_status(tmp_path)
+    with run.take(), pytest.raises(NotARun, match=rf"did you mean {run.root}\?"):
+        read_status(run.root.parent)
 
 
 def test_a_server_that_was_asked_to_end_makes_no_errors():
@@ -206,3 +208,9 @@ def test_nodes_are_excluded_in_addition_to_those_before(before, after, tmp_path,
     queue.exclude("7+1", ["n3", "n4"])
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked == ["show job --oneliner 7+1", f"update JobId=7+1 ExcNodeList={after}"]
+
+
+def test_a_registered_address_without_a_port_number_is_named(run):
+    register(run, "engine-0", "http://127.0.0.1:80a", 1)
+    with pytest.raises(DamagedFile, match=r"engine-0\.json.*must be http://HOST:PORT"):
+        read_status(run.root)

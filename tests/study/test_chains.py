@@ -1,4 +1,4 @@
-"""The studies' task: what its text teaches, and that it is the same wherever it is made."""
+"""The text of the studies' task is right, and every machine makes the same task."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def test_a_verdict_is_that_of_its_interval():
         rows = [row("dppo_binary_tv", seed, ours + seed / 100) for seed in range(4)]
         rows += [row("pg_is", seed, theirs) for seed in range(3)]
         told.append(list(table(rows))[2])
-    difference = "+0.410 [+0.400, +0.420] | [+0.385, +0.435]"
+    difference = "+0.410 [+0.400, +0.420] | [+0.385, +0.435] | 0.0034"
     assert told[0].endswith(f"| `dppo_binary_tv` over `pg_is` | 3 | {difference} | confirmed |")
     assert told[1].endswith("| refuted |")
-    assert told[2].endswith("[+0.000, +0.020] | [-0.015, +0.035] | not resolved at this scale |")
+    assert told[2].endswith("[+0.000, +0.020] | [-0.015, +0.035] | 1 | not resolved at this scale |")
 
 
 def test_the_documented_verdicts_are_those_of_the_stored_rows():

@@ -64,12 +64,15 @@ def test_every_method_under_every_condition_with_every_seed(study, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"seeds: !!python/object/apply:os.system [x]", "line 1, column 8: seeds: a tag; write the value alone"),
+        (b"seeds: !!python/object/apply:os.system [x]", "line 1, column 8: seeds: a tag; write only the value"),
         (b"seeds: [", "not valid YAML: line 1"),
         (b"a: &a [*a]", "contains itself"),
         (b"[1]", "must be a mapping of sections, found list"),
         (b"\xff", "line 1: not UTF-8"),
         ({"seeds": []}, "seeds"),
+        ({"seeds": 3}, r"seeds: must be a list; write \[3\]"),
+        ({"methods": ["ppo"]}, "methods: must be a section of settings; write {NAME: VALUE}"),
+        (b"base: x", "methods: required, not set"),
         ({"metods": {}}, "metods: unknown; did you mean 'methods'?"),
         ({"methods": {"a b": {}}}, "methods"),
         ({"methods": {"dppo": {"objective.nme": "dppo_binary_tv"}}}, "objective.name"),
@@ -99,22 +102,22 @@ def test_what_has_a_row_is_not_run_again(study, tmp_path):
     with pytest.raises(StudyError, match="runs 0 to 11"):
         run_study(study, out, print, only=12)
     changed = read_study(write_study(tmp_path, settings={"train.updates_per_step": 4}), out)
-    with pytest.raises(StudyError, match="of other settings"):
+    with pytest.raises(StudyError, match="has other settings"):
         missing(changed, out)
 
 
-def test_a_run_that_failed_is_a_row(study, tmp_path):
+def test_a_run_that_failed_is_a_row(study):
     made = make_row(study.cells[0], study.file, failed="exit code 1", seconds=1.0)
     assert (made.status, made.collapsed, made.final, made.error) == ("failed", True, None, "exit code 1")
 
 
-def test_a_metric_that_no_complete_run_records_is_refused_by_name(study, tmp_path):
+def test_a_metric_that_no_complete_run_records_is_refused_by_name(study):
     cell = study.cells[0]
     cell.config.run.dir.mkdir(parents=True)
     (cell.config.run.dir / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.5, "train/loss": 1.0}\n')
     file = study.file.model_copy(update={"metric": "eval/acuracy"})
     with pytest.raises(
-        ReportError, match=r"metric = eval/acuracy: pg/slow/seed-1 did not .*eval/accuracy, train/loss$"
+        ReportError, match=r"metric = eval/acuracy: pg/slow/seed-1 did not .*did you mean 'eval/accuracy'\?$"
     ):
         make_row(cell, file, failed=None, seconds=1.0)
     assert make_row(cell, file, failed="exit code 1", seconds=1.0).final is None

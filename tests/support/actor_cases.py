@@ -31,8 +31,7 @@ QWEN3 = {
     "hidden_act": "silu",
     "initializer_range": 0.2,
 }
-QWEN3_MOE = {
-    **QWEN3,
+MOE = {  # what a Qwen3 with experts adds
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "num_experts": 8,
@@ -42,8 +41,7 @@ QWEN3_MOE = {
     "mlp_only_layers": [0],
     "decoder_sparse_step": 1,
 }
-DEEPSEEK = {
-    **{name: value for name, value in QWEN3.items() if name != "head_dim"},
+MLA_MOE = {  # what a DeepSeek-V3 adds, in place of head_dim
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
@@ -63,6 +61,8 @@ DEEPSEEK = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
+QWEN3_MOE = {**QWEN3, **MOE}
+DEEPSEEK = {**{name: value for name, value in QWEN3.items() if name != "head_dim"}, **MLA_MOE}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -77,7 +77,7 @@ K = 4
 
 
 def write_config(directory: Path, **changes: Any) -> Path:
-    """A model directory with a config.json and nothing else."""
+    """Write a model directory with only a config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**QWEN3, **changes}))
     return directory
@@ -160,7 +160,7 @@ def pack(parts: list[dict[str, torch.Tensor]]) -> TokenBatch:
 
 
 def with_sampling_masks(batch: TokenBatch) -> TokenBatch:
-    """Every other loss row over its target and top-K ids alone."""
+    """Restrict every other loss row to its target and top-K ids."""
     named = torch.zeros(len(batch.mask), VOCAB, dtype=torch.bool).scatter_(1, batch.topk_ids.long(), True)
     named[torch.arange(len(named)), batch.target_ids] = True
     named &= (batch.mask & (torch.arange(len(named)) % 2 == 0))[:, None]

@@ -1,4 +1,4 @@
-"""Actors on ranks: what a scenario, a function called as f(Rank, ...) on every rank, works with."""
+"""Actors on ranks, for scenarios: functions called as f(Rank, ...) on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.ranks import Ranks, rendezvous
 
 @dataclass(frozen=True)
 class Rank:
-    """What a scenario works with on one rank."""
+    """The rank, its models and its directory, as a scenario uses them."""
 
     rank: int
     world_size: int
@@ -52,12 +52,12 @@ class Rank:
             layout.close()
 
     def rendezvous(self) -> None:
-        """Where the ranks find each other for the next layout."""
+        """Agree on the port of the next layout."""
         rendezvous(self.directory)
 
 
 def run_scenario(ranks: Ranks, scenario: Callable[..., Any], models: Path, directory: Path, *arguments: Any) -> Any:
-    """What rank 0 returned of scenario(Rank, *arguments), run on all `ranks`. Raises RankError as `Ranks.run` does."""
+    """Run scenario(Rank, *arguments) on all `ranks`, and return the result of rank 0. Raises RankError."""
     directory.mkdir(parents=True, exist_ok=True)
     run = {"scenario": scenario, "models": models, "directory": directory, "arguments": arguments}
     return ranks.run(_on_rank, **run)[0]

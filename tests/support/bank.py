@@ -13,13 +13,14 @@ PROMPT = 5
 
 
 def make_group(
-    position: int, *, samples: int = 4, longest: int = 12, topk: int = 0, version: int = 3, experts: int = 0
-) -> RolloutGroup:
-    """With `experts`, 3 layers of so many route each token to 2 of them."""
+    position: int, *, samples: int = 4, shortest: int = 1, longest: int = 12, topk: int = 0, version: int = 3,
+    experts: int = 0,
+) -> RolloutGroup:  # fmt: skip
+    """Make the group of a position. With `experts`, 3 layers route each token to 2 of so many."""
     rng = np.random.default_rng(position)
     rollouts = []
     for _ in range(samples):
-        size = int(rng.integers(1, longest + 1))
+        size = int(rng.integers(shortest, longest + 1))
         rollouts.append(
             Rollout(
                 token_ids=rng.integers(0, 1000, size).astype(np.int32),
@@ -53,8 +54,15 @@ def files(directory, number):
     return directory / f"segment-{number:06d}.bin", directory / f"segment-{number:06d}.jsonl"
 
 
+def flip(path, at, by=1):
+    """Changes one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= by
+    path.write_bytes(content)
+
+
 def as_killed(directory):
-    """As if the writer that was closed had been killed: a closed one leaves word of what must be there."""
+    """Make a closed bank look as if its writer had been killed, which records no end."""
     head = directory / "head.json"
     fields = json.loads(head.read_text())
     fields.pop("closed")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from dppo_megatron.config import Config
 
@@ -14,7 +17,17 @@ REQUIRED = {
 }
 
 
+def write_config_file(directory: Path, **sections: Any) -> Path:
+    """Write REQUIRED, to which `sections` are added, to config.yaml."""
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(_tree(sections)))
+    return path
+
+
+def _tree(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: REQUIRED.get(name, {}) | sections.get(name, {}) for name in dict.fromkeys((*REQUIRED, *sections))}
+
+
 def make_config(**sections: dict[str, Any]) -> Config:
     """REQUIRED, to which `sections` are added section by section. Types and names are checked, paths are not."""
-    names = dict.fromkeys((*REQUIRED, *sections))
-    return Config.model_validate({name: REQUIRED.get(name, {}) | sections.get(name, {}) for name in names})
+    return Config.model_validate(_tree(sections))

@@ -1,4 +1,4 @@
-"""What may be wrong with a bank although all its checksums are right, and the words of the audit for it."""
+"""Damages of a bank that keep all checksums right, and the audit's words for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(
 
 
 def in_two_spans(group: RolloutGroup) -> RolloutGroup | None:
-    """What a branch has inherited is trained on in it, too."""
+    """An inherited span is trained on, too."""
     for i, span, _, row in _places(group, INHERITED):
         heir = group.rollouts[i]
         turn, tokens = heir.spans[span, 2], heir.spans[span, 1]
@@ -64,7 +64,7 @@ def in_no_span(group: RolloutGroup) -> RolloutGroup | None:
 
 
 def swallowed(group: RolloutGroup) -> RolloutGroup | None:
-    """A turn before others counts as said by the environment."""
+    """A turn before others counts as the environment's."""
     for i, span, _, row in _places(group, POLICY):
         rollout = group.rollouts[i]
         if (rollout.spans[span + 1 :, 0] == POLICY).any():
@@ -113,7 +113,7 @@ FROM_THE_BANK_ALONE = {
     swallowed: "in no policy span",
     inherited_otherwise: "inherited otherwise than an earlier branch has it",
     another_logprob: "a log-prob that differs from the one in its top-K list",
-    older_version: "a policy version that is none, or older than that of a token before",
+    older_version: "a policy version that is negative, or older than the previous token's",
 }
 
 
@@ -128,7 +128,7 @@ def versions(group: RolloutGroup) -> RolloutGroup | None:
 
 
 def ends_early(group: RolloutGroup) -> RolloutGroup | None:
-    """The last token of a turn counts as said by the environment."""
+    """The last token of a turn counts as the environment's."""
     for i, span, _, row in _places(group, POLICY):
         rollout = group.rollouts[i]
         kind, size, turn = rollout.spans[span].tolist()

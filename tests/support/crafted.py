@@ -1,4 +1,4 @@
-"""What a pickle can do to whoever reads it."""
+"""Pickles that run code in the process that reads them."""
 
 from __future__ import annotations
 

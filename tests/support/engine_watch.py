@@ -1,4 +1,4 @@
-"""What an engine was asked for and said, turn by turn, and what of it is in a bank."""
+"""Requests and replies of an engine, turn by turn, and the groups of a bank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models, real servers of them, and what an fp32 reference says of their samples."""
+"""Tiny random models, real servers of them, and a reference for their samples."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def engine_config(model: Path, *, routing_replay: bool = False, **engine) -> Con
 
 @contextlib.contextmanager
 def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
-    """URL of a server that is up; ended, with what it started, on leaving."""
+    """Start a server and yield its URL; end it and its processes on leaving."""
     port = free_port()
     make_secret(config)
     with log.open("wb") as output:
@@ -187,7 +187,7 @@ def with_engine(config: Config, url: str, use: Callable[[Engine], Awaitable[Resu
 
 
 class Reference:
-    """The model of `directory` in transformers, in fp64, so that an engine alone rounds."""
+    """The model of `directory` in transformers, in fp64, so that only an engine rounds."""
 
     def __init__(self, directory: Path):
         import torch
@@ -221,5 +221,8 @@ class Reference:
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
         """[S - 1] log-probs of each token after the first."""
-        logprobs = self.logprobs(token_ids[:1], token_ids[1:])
-        return logprobs[np.arange(len(token_ids) - 1), token_ids[1:]]
+        return self.sampled(token_ids[1:], token_ids[:1])
+
+    def sampled(self, token_ids: np.ndarray, prompt: np.ndarray = PROMPT) -> np.ndarray:
+        """[R] log-probs of the tokens of a response to `prompt`."""
+        return self.logprobs(prompt, token_ids)[np.arange(len(token_ids)), token_ids]

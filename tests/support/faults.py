@@ -1,4 +1,4 @@
-"""A run in the background and the means to hurt it: signals to its parts, a proxy that garbles what an engine says."""
+"""A run in the background, signals to its processes, and a proxy that changes an engine's replies."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Run:
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
 
     def check_equals(self, reference: Path) -> None:
-        """As `check_whole`, and the weights are those of the undisturbed run."""
+        """Do `check_whole`, and compare the weights with those of the undisturbed run."""
         self.check_whole()
         assert weights_digest(self.dir) == weights_digest(reference), self.story()
 

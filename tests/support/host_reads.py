@@ -1,4 +1,4 @@
-"""Refuses what would make the host wait for a GPU, on tensors that here lie on the CPU."""
+"""Rejects operations that would make the host wait for a GPU, on tensors of the CPU."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ class _Operators(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_host_reads() -> Iterator[None]:
-    """Inside, whatever would synchronise with a device raises HostRead."""
+    """Inside, every operation that would synchronise with a device raises HostRead."""
     with _Functions(), _Operators():
         yield

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class InDouble(TorchFunctionMode):
-    """Inside, what asks for fp32 gets fp64: norms, routers and rotary embeddings do, whatever the model's dtype."""
+    """Inside, requests for fp32 give fp64: norms, routers and rotary embeddings make them in every dtype."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -12,7 +12,7 @@ from dppo_megatron import hf
 
 
 def write_model(directory: Path, config: dict, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A random model whose norms and biases differ from one another, with something like a tokenizer."""
+    """Write a random model with different norms and biases, and a stand-in for a tokenizer."""
     hf.make_random_hf_model(directory, config, seed=3, dtype=dtype)
     generator = torch.Generator().manual_seed(4)
 
@@ -29,7 +29,7 @@ def write_model(directory: Path, config: dict, dtype: torch.dtype = torch.bfloat
 
 
 def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Rewrites the weights as one model.safetensors, with what `change` made of the tensors."""
+    """Rewrite the weights as one model.safetensors after `change(tensors)`."""
     source = hf.SafetensorsDirectory(directory)
     tensors = {name: source.tensor(name).clone() for name in source.tensors}
     change(tensors)
@@ -46,7 +46,7 @@ def edit_config(directory: Path, **changes) -> None:
 
 
 def same_weights(left: Path, right: Path) -> None:
-    """Fails unless both HF directories hold the same tensors, bit for bit."""
+    """Fail unless both HF directories have the same tensors, bit for bit."""
     a, b = hf.SafetensorsDirectory(left), hf.SafetensorsDirectory(right)
     assert set(a.tensors) == set(b.tensors)
     for name in a.tensors:

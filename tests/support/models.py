@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
+from tests.support.actor_cases import MLA_MOE, MOE
 
 _BASE = {
     "hidden_size": 32,
@@ -25,38 +26,17 @@ CONFIGS = {
     "qwen3": {**_BASE, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True},
     "qwen2": {**_BASE, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False},
     "llama": {**_BASE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
-    "qwen3_moe": {
-        **_BASE,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-        "decoder_sparse_step": 1,
-    },
+    "qwen3_moe": {**_BASE, **MOE, "head_dim": 16, "num_experts": 4},
     "deepseek_v3": {
         **_BASE,
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
+        **MLA_MOE,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
         "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
         "n_group": 2,
         "topk_group": 1,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
     },
 }
 EXPERT_FAMILIES = tuple(name for name, config in CONFIGS.items() if {"num_experts", "n_routed_experts"} & config.keys())
@@ -105,7 +85,7 @@ def _latent_attention_without_te(spec) -> None:
 
 
 class CausalAttention(torch.nn.Module):
-    """Core attention for latent attention, whose values are narrower than its keys: Megatron's is TE only."""
+    """Core attention with values narrower than keys, which Megatron has only in TransformerEngine."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
         super().__init__()

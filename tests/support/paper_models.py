@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dppo_megatron.hf import make_random_hf_model
+from tests.support.actor_cases import MOE
 from tests.support.tokenizers import CHAT, save_character_model
 
 DIGITS = "0123"  # each is the answer with a probability of about a quarter, whatever the prompt
@@ -31,16 +32,7 @@ DENSE = {
     "eos_token_id": EOS,
     "pad_token_id": PAD,
 }
-EXPERTS = DENSE | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}
+EXPERTS = DENSE | MOE | {"head_dim": 32, "moe_intermediate_size": 32, "mlp_only_layers": []}
 
 
 def make_model(directory: Path, config: dict[str, Any], *, updates: int = 50) -> Path:

@@ -39,7 +39,7 @@ ALL = (
 
 @functools.cache
 def fork_server(preload: tuple[str, ...] = ALL) -> ForkServerContext:
-    """Starts processes with `preload` already imported. The server is one for all: the first `preload` holds."""
+    """Return the context that starts processes with `preload` imported; the first `preload` is used for all."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -47,7 +47,7 @@ def fork_server(preload: tuple[str, ...] = ALL) -> ForkServerContext:
 
 
 class RankError(Exception):
-    """What the ranks raised: a list of (type name, message)."""
+    """The errors of the ranks: a list of (type name, message)."""
 
     def __init__(self, raised: list[tuple[str, str]], details: str) -> None:
         super().__init__(details)

@@ -6,7 +6,3 @@ def even_digits(prompt, response_text: str) -> float:
 
 
 even_digits.trusted = True
-
-
-def shortness(prompt, response_text: str) -> float:
-    return 1.0 / (1 + len(response_text))

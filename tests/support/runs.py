@@ -1,4 +1,4 @@
-"""Starting runs from the command line, as a user does, and reading what they leave behind."""
+"""Start runs from the command line, as a user does, and read their files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def config_tree(task: Path, run_dir: Path, *, urls: tuple[str, ...] = ()) -> dic
 
 
 def write_task(directory: Path, *, heldout: int) -> Path:
-    """The quickstart's task with so many held-out sums."""
+    """Write the quickstart's task with so many held-out sums."""
     from make_task import make_task
 
     make_task(directory, seed=1)
@@ -71,7 +71,7 @@ def write_config(tree: dict, path: Path) -> Path:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Of a process that a test starts. SIGABRT makes it say where its threads are."""
+    """Return the environment of a test's process. On SIGABRT it prints the stacks of its threads."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **variables}
 
 
@@ -80,7 +80,7 @@ def start(*arguments: str | Path, output: Path) -> Command:
 
 
 def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess:
-    """Of a command that waits in vain: where its processes wait, and the ends of the logs that it names."""
+    """Run a command. After a timeout, raise with the stacks of its processes and the ends of its logs."""
     with tempfile.TemporaryDirectory() as directory:
         output, errors = Path(directory, "stdout"), Path(directory, "stderr")
         process = Command(*arguments, output=output, errors=errors, variables=environment())
@@ -105,7 +105,7 @@ def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProce
 
 
 def engine_tree(task: Path, directory: Path, **settings: object) -> dict:
-    """Of an engine that several runs share: all know its secret, and it loads the weights of all."""
+    """Return the config of an engine that several runs share: they know its secret, and it loads their weights."""
     tree = config_tree(task, directory)
     tree["engine"] |= {"secret_file": str(task / "secret"), "env": {ROOTS_VARIABLE: str(directory.parent)}, **settings}
     return tree
@@ -154,7 +154,7 @@ def steps_done(run_dir: Path) -> list[int]:
 
 
 def weights_digest(run_dir: Path) -> str:
-    """Of the final model's tensors, in name order."""
+    """Return the digest of the final model's tensors, in name order."""
     from safetensors import safe_open
 
     digest = hashlib.sha256()

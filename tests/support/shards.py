@@ -1,4 +1,4 @@
-"""What a rank finds out on its columns of the logits, and how many collectives it took."""
+"""The results of a rank on its columns of the logits, and the number of its collectives."""
 
 from __future__ import annotations
 

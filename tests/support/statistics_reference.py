@@ -136,7 +136,7 @@ def lay_out(shard: Tensor, layout: str) -> Tensor:
     if layout == "transposed":
         return shard.t().contiguous().t()
     if layout == "sliced":
-        wide = torch.full((shard.shape[0], shard.shape[1] + 3), float("nan"), dtype=shard.dtype)
+        wide = torch.full((shard.shape[0], shard.shape[1] + 3), float("nan")).to(shard)
         wide[:, : shard.shape[1]] = shard
         return wide[:, : shard.shape[1]]
     return shard.clone()

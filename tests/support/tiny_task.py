@@ -12,27 +12,12 @@ from dppo_megatron.bank import BankWriter
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.actor_cases import QWEN3
 from tests.support.configs import make_config
 
 VOCAB, EOS, K, TEMPERATURE = 23, 0, 4, 0.9  # not a multiple of the ranks: the head is padded
 STEPS, GROUPS, SAMPLES, LONGEST = 3, 4, 4, 6
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    "hidden_act": "silu",
-    "initializer_range": 0.2,
-}
+MODEL = {**QWEN3, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64}
 
 
 def make_task(directory: Path) -> Path:
@@ -82,14 +67,14 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
     return RolloutGroup(prompt, tuple(rollouts), rewards, np.zeros(SAMPLES, bool), TEMPERATURE)
 
 
-def task_config(task: Path, name: str = "dppo_binary_tv", *, tensor: int = 1, **sections: dict[str, Any]) -> Config:
+def task_config(task: Path, **sections: dict[str, Any]) -> Config:
     """Trains on the task's bank; `sections` change it section by section."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"dir": str(task / "run"), "seed": 3},
         "model": {"path": str(task / "model"), "dtype": "fp32"},
-        "parallel": {"world_size": tensor, "tensor": tensor, "timeout_s": 60},
+        "parallel": {"timeout_s": 60},
         "optimizer": {"lr": 1e-2, "grad_clip": 0},
-        "objective": {"name": name},
+        "objective": {"name": "dppo_binary_tv"},
         "train": {"steps": STEPS, "updates_per_step": 2, "micro_batch_tokens": 32},
         "data": {"train": "unused.jsonl"},
         "rollout": {

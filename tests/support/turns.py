@@ -35,7 +35,7 @@ def with_turns(group: RolloutGroup, seed: int = 0) -> RolloutGroup:
 
 
 def _spanned(rollout: Rollout, spans: list[tuple[int, int, int]]) -> Rollout:
-    """What is said of tokens that the policy did not sample is left out."""
+    """Keep the columns of only those tokens that the policy sampled."""
     rows = np.array(spans, np.int32)
     own = np.repeat(rows[:, 0] == POLICY, rows[:, 1])
     kept = {name: None if (of := getattr(rollout, name)) is None else of[own] for name in OF_POLICY}

@@ -1,8 +1,7 @@
-"""What ranks do: the real loop on the tiny bank."""
+"""The real training loop on the tiny bank, as ranks run it."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,25 +10,9 @@ from dppo_megatron.config.model import AcceptanceConfig
 from tests.support.ranks import megatron_group, rendezvous
 from tests.support.tiny_task import EOS, task_config
 
-Method = tuple[str, dict[str, Any]]  # preset, settings
-
-
-def train_method(rank: int, method: Method, task: Path, directory: Path) -> dict[str, Any] | None:
-    """On a rank: trains with tensor parallelism over all ranks; what rank 0 saw of it."""
-    from dppo_megatron.actor import init_layout
-
-    config = task_config(task, tensor=int(os.environ["WORLD_SIZE"]), objective=_chosen(*method))
-    rendezvous(directory)
-    layout = init_layout(config)
-    try:
-        result = train_one(config, layout)
-    finally:
-        layout.close()
-    return result if rank == 0 else None
-
 
 def train_cases(rank: int, cases: dict[str, dict[str, Any]], task: Path, directory: Path) -> dict[str, dict[str, Any]]:
-    """On a rank: trains each case, sections of the config by name, over all ranks; what this rank saw of each."""
+    """On a rank: train each case (sections of the config by name) over all ranks; return this rank's records."""
     from dppo_megatron.actor import init_layout
 
     seen = {}
@@ -55,23 +38,12 @@ def measured_divergence(rank: int, directory: Path, statistic: str, mask: list[b
     moved = torch.where(mask, 0.1 * (rank + 1), 0.5)
     scores = SimpleNamespace(logprob=(0.5 - moved).log())
     config = SimpleNamespace(
-        run=SimpleNamespace(seed=0),
-        acceptance=AcceptanceConfig(bound=1.0, divergence="binary_tv", statistic=statistic),
+        run=SimpleNamespace(seed=0), acceptance=AcceptanceConfig(bound=1.0, divergence="binary_tv", statistic=statistic)
     )
     with megatron_group(directory):
         layout = SimpleNamespace(device=torch.device("cpu"), data_group=None)
         actor = SimpleNamespace(layout=layout, scores=lambda part, topk: [scores] * len(part))
         return Acceptance(config, actor, objective=None)._measure([tokens])
-
-
-def _chosen(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The method with the advantage and aggregation of its paper."""
-    from dppo_megatron.objectives import PRESETS
-
-    preset = PRESETS[name]
-    return {
-        "name": name, "settings": settings, "advantage": preset.advantage, "aggregation": preset.aggregation
-    }  # fmt: skip
 
 
 def train_one(config, layout) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from dppo_megatron.config.model import AcceptanceConfig
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
 from dppo_megatron.trainer.acceptance import Acceptance, Accepted, accept, lr_scale_after
-from tests.support.tiny_task import STEPS, make_task
+from tests.support.tiny_task import STEPS
 from tests.trainer.scenarios import measured_divergence, train_cases
 
 BOUND = 0.02
@@ -141,9 +141,9 @@ def test_the_measured_micro_batches_are_drawn_anew_each_step():
 
 
 @pytest.fixture(scope="module")
-def trained(ranks, tmp_path_factory):
-    """f(layout) -> {case: what each rank saw}."""
-    task, directory = make_task(tmp_path_factory.mktemp("task")), tmp_path_factory.mktemp("ranks")
+def trained(ranks, task, tmp_path_factory):
+    """f(layout) -> {case: the records of each rank}."""
+    directory = tmp_path_factory.mktemp("ranks")
 
     @functools.cache
     def train(layout: str) -> dict[str, list[dict]]:
@@ -202,8 +202,7 @@ def test_layouts_keep_the_same_part(trained):
     assert len(set(map(tuple, kept.values()))) == 1, kept
 
 
-def test_what_an_objective_needs_it_has_here_too(ranks, tmp_path):
-    task = make_task(tmp_path)
+def test_what_an_objective_needs_it_has_here_too(ranks, task, tmp_path):
     cases = {name: LAYOUTS["one"] | {"objective": {"name": name}, "acceptance": {"bound": 1e3}} for name in METHODS}
     (seen,) = ranks(1).run(train_cases, cases=cases, task=task, directory=tmp_path)
     for name, found in seen.items():

@@ -1,4 +1,4 @@
-"""What a step trains on: which samples carry loss, with which advantage and weight."""
+"""The samples of a step that carry loss, with their advantages and weights."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_by_default_every_verified_sample_of_a_group_with_signal_carries_loss(re
 
 
 class OwnEntropyBonus(Objective):
-    """A user's own objective says what it needs; its settings need not."""
+    """A user's objective declares its needs as class attributes."""
 
     needs_entropy = True
 
@@ -298,7 +298,7 @@ def _long_bank(directory, groups: int, samples: int, layers: int) -> None:
 
 @pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "topk", "routes")])
 def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch, parts):
-    """At DP 8 a rank reads at most 1.3 times its own rows; a middle stage (`core` alone) no lists and no routes."""
+    """At DP 8 a rank reads at most 1.3 times its own rows; a middle stage (only `core`) no lists or routes."""
     groups, samples, ranks = 32, 8, 8
     _long_bank(tmp_path / "bank", groups, samples, layers=2)
     (tmp_path / "model").mkdir()
@@ -357,26 +357,17 @@ def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
     assert parts(False, None, bound=0.1, divergence="binary_kl") == ("core",)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            {"sampling_mask_ids": np.zeros(1, np.int32), "sampling_mask_counts": np.ones(1, np.int32)},
-            "rollout.top_p = 1.0, top_k = -1, min_p = 0.0: prompt 0 in the bank was sampled with truncation",
-        ),
-    ],
-)
-def test_what_the_bank_holds_and_the_trainer_cannot_compute_is_refused(tmp_path, change, says):
+def test_a_bank_sampled_with_truncation_needs_its_settings(tmp_path):
     prompt = Prompt(0, 0, np.array([7, 8], np.int32), "", "")
-    one = np.zeros(1, np.int32)
-    sample = dataclasses.replace(Rollout(one, -np.ones(1, np.float32), one, "stop"), **change)
-    other = sample if sample.trajectory is None else dataclasses.replace(sample, trajectory=1)
-    rewards = np.zeros(2, np.float32)
+    one, rewards = np.zeros(1, np.int32), np.zeros(2, np.float32)
+    sample = Rollout(
+        one, -np.ones(1, np.float32), one, "stop", sampling_mask_ids=one, sampling_mask_counts=np.ones(1, np.int32)
+    )
     with BankWriter(tmp_path / "bank", 1) as bank:
-        bank.append(RolloutGroup(prompt, (sample, other), rewards, rewards > 0, TEMPERATURE))
+        bank.append(RolloutGroup(prompt, (sample, sample), rewards, rewards > 0, TEMPERATURE))
     config = task_config(
         tmp_path, train={"updates_per_step": 1}, rollout={"prompts_per_step": 1, "group_size": 2, "topk_logprobs": 0}
     )
     source = BankBatches(config, BankReader(tmp_path / "bank"), build_objective("dppo_binary_tv"), 0, 1)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=r"rollout.top_p = 1.0, .*: prompt 0 in the bank was sampled with truncation"):
         source.read(0)

@@ -48,7 +48,7 @@ def test_micro_batches_do_not_matter(name):
 
 
 def decide(rank, directory):
-    """On ranks that hold the same tokens: the share that is kept of them, where rounding differs from rank to rank."""
+    """Return the statistic of ranks with the same tokens but different rounding."""
     rendezvous(directory)
     dist.init_process_group("gloo")
     try:
@@ -88,7 +88,7 @@ def test_the_budget_holds_for_what_is_kept():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("far", [(356.0,), (720.0, 1.0), (-400.0,), (-400.0,) * 6])
 def test_a_ratio_that_overflows_leaves_loss_and_gradient_finite(far, dtype):
-    """The effective share is that of the log-sum-exp, in which nothing overflows; e^355 squared does in fp64."""
+    """The effective share comes from a log-sum-exp, which cannot overflow; e^355 squared does in fp64."""
     moved = torch.zeros(6, dtype=dtype)
     moved[: len(far)] = torch.tensor(far, dtype=dtype)
     mu = torch.full((6,), -1.0, dtype=dtype) - moved.clamp(min=0)

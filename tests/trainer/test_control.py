@@ -30,7 +30,7 @@ class Source:
 
 @pytest.fixture
 def decisions(monkeypatch) -> list[int]:
-    """What rank 0 of two tells the other."""
+    """The decisions that rank 0 of two sends to the other."""
     sent: list[int] = []
 
     class RankZero(Ranks):

@@ -1,4 +1,4 @@
-"""Every method trains a tiny policy for some steps on a bank, at TP 2, and says in words what it does."""
+"""Every method trains a tiny policy on a bank at TP 2, and its description heads the log."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from dppo_megatron.objectives import PRESETS, build_objective
-from tests.support.tiny_task import STEPS, VOCAB, make_task
-from tests.trainer.scenarios import train_method
+from tests.support.tiny_task import STEPS, VOCAB
+from tests.trainer.scenarios import train_cases
 
 VARIANTS = {
     "dppo_topk_tv_old": ("dppo_topk_tv", {"anchor": "old"}),
@@ -39,11 +39,19 @@ def labels(chosen: Callable[[str, dict], bool] = lambda name, settings: True) ->
 
 
 @pytest.fixture(scope="module")
-def trained(ranks, tmp_path_factory):
-    """f(label) -> what rank 0 of two saw of its training; each method is trained once."""
-    task, directory = make_task(tmp_path_factory.mktemp("task")), tmp_path_factory.mktemp("ranks")
-    given = {"task": task, "directory": directory}
-    return functools.cache(lambda label: ranks(2).run(train_method, method=METHODS[label], **given)[0])
+def trained(ranks, task, tmp_path_factory):
+    """f(label) -> the record of rank 0 of two, trained as in the method's paper; each method trains once."""
+    directory = tmp_path_factory.mktemp("ranks")
+
+    @functools.cache
+    def train(label: str) -> dict:
+        name, settings = METHODS[label]
+        paper = {axis: getattr(PRESETS[name], axis) for axis in ("advantage", "aggregation")}
+        objective = {"name": name, "settings": settings, **paper}
+        cases = {label: {"objective": objective, "parallel": {"world_size": 2, "tensor": 2}}}
+        return ranks(2).run(train_cases, cases=cases, task=task, directory=directory)[0][label]
+
+    return train
 
 
 @pytest.mark.parametrize("label", labels())
@@ -70,7 +78,7 @@ def test_the_log_begins_with_the_method_in_words(trained, label):
 
 @pytest.mark.parametrize("label", labels(lambda name, _: name != "nll"))
 def test_the_first_update_is_on_policy(trained, label):
-    """The policy that sampled the bank: nothing is outside the region, and every weight is 1."""
+    """The policy sampled the bank itself: no token is outside the region, and every weight is 1."""
     first = trained(label)["updates"][0]
     assert first["mismatch/kl"] < 1e-9
     assert first["weight/min"] == pytest.approx(1, abs=1e-3)
@@ -116,7 +124,7 @@ def test_other_methods_pay_for_no_extra_pass(trained):
 
 
 def test_masked_tokens_are_counted_by_id(trained):
-    """What the two updates of a step masked, token by token, adds up to its masked share."""
+    """The masked tokens of a step's two updates add up to its masked share."""
     found = trained("dppo_binary_tv")
     signed = [update["train/tokens"] * (1 - update["advantage/zero_share"]) for update in found["updates"]]
     masked = [update["policy/masked_share"] * count for update, count in zip(found["updates"], signed, strict=True)]

@@ -12,7 +12,7 @@ import torch
 from dppo_megatron.config.schema import ProfileConfig
 from dppo_megatron.observability import profiling
 from dppo_megatron.observability.profiling import StepProfiler, phase
-from tests.support.tiny_task import STEPS, make_task
+from tests.support.tiny_task import STEPS
 from tests.trainer.scenarios import train_cases
 
 PHASES = {"wait", "read", "recompute", "forward_backward", "optimizer"}  # of a step on a bank with an old policy
@@ -24,9 +24,9 @@ def names(path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(ranks, tmp_path_factory):
-    """What both ranks saw of a run without and of one with `profile`, and the directory of its run."""
-    task, directory = make_task(tmp_path_factory.mktemp("task")), tmp_path_factory.mktemp("ranks")
+def trained(ranks, task, tmp_path_factory):
+    """The records of both ranks for a run without and one with `profile`, and the run's directory."""
+    directory = tmp_path_factory.mktemp("ranks")
     shared = {"objective": {"name": "dppo_topk_tv", "settings": {"anchor": "old"}}, "parallel": {"world_size": 2}}
     cases = {
         "plain": shared,
@@ -77,8 +77,7 @@ def test_memory_is_recorded_from_begin_to_end(tmp_path, monkeypatch):
     """The calls, on a stand-in for torch.cuda: no GPU is here."""
     calls = []
     memory = SimpleNamespace(
-        _record_memory_history=lambda **how: calls.append(how),
-        _dump_snapshot=lambda path: calls.append(path),
+        _record_memory_history=lambda **how: calls.append(how), _dump_snapshot=lambda path: calls.append(path)
     )
     cuda = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: False, memory=memory)
     monkeypatch.setattr(profiling.torch, "cuda", cuda)

@@ -1,4 +1,4 @@
-"""What a rank holds while it reads a step from the bank."""
+"""The memory of a rank while it reads a step from the bank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .test_bank_batches import _long_bank
 
 
 def source_of(tmp_path) -> BankBatches:
-    """Rank 0 of 2, whose share of a step is several micro-batches."""
+    """Return the source of rank 0 of 2; its share of a step is several micro-batches."""
     _long_bank(tmp_path / "bank", 4, 8, layers=1)
     config = task_config(
         tmp_path,
@@ -35,7 +35,7 @@ def source_of(tmp_path) -> BankBatches:
 
 
 def test_a_rank_packs_what_it_read_before_it_reads_on(tmp_path, monkeypatch):
-    """So it holds its share of a step as tensors, and of the bank's bytes those of one micro-batch."""
+    """A rank keeps its share as tensors, and the bank's bytes of only one micro-batch."""
     source = source_of(tmp_path)
     happened = []
     read, pack = BankReader.read, batches.pack
@@ -59,7 +59,7 @@ def test_a_rank_packs_what_it_read_before_it_reads_on(tmp_path, monkeypatch):
 
 
 def test_no_batch_lies_where_the_next_one_is_read(tmp_path, monkeypatch):
-    """What a rank reads lies in memory that is used again for the next micro-batch."""
+    """The memory of a read is used again for the next micro-batch."""
     clean = source_of(tmp_path).read(0).updates[0].micro_batches
     reuse = ReadBuffer.reuse
 
@@ -81,7 +81,7 @@ def test_no_batch_lies_where_the_next_one_is_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("ahead", [1, 300_000, 1 << 30])
 def test_the_system_is_told_what_comes_next(tmp_path, monkeypatch, ahead):
-    """Of every micro-batch once, before it is read, and as far ahead as is wanted."""
+    """Every micro-batch is announced once, before it is read, up to the wanted distance."""
     told, sizes, read = [], [], []
     announce, pack = BankReader.announce, batches.pack
 

@@ -1,4 +1,4 @@
-"""A long run's bank under retention: no larger than its plan says, and no checkpoint that cannot be resumed."""
+"""A bank under retention stays within its plan, and every kept checkpoint can be resumed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import os
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from dppo_megatron.actor.checkpoint.directory import complete, final_path, kept_steps, partial_path
@@ -16,12 +15,12 @@ from dppo_megatron.config import Config
 from dppo_megatron.plan.totals import bank_disk
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.checkpoints import Checkpoints
-from dppo_megatron.types import Prompt, Rollout, RolloutGroup
-from tests.support.bank import fill, read_all
+from tests.support.bank import fill, make_group, read_all
 from tests.support.configs import make_config
 
 DENSE = SimpleNamespace(moe=None)
 PROMPT, LONGEST, TOPK, GROUPS, SAMPLES = 16, 96, 20, 2, 4
+SIZES = {"samples": SAMPLES, "shortest": LONGEST // 2, "longest": LONGEST, "topk": TOPK}
 
 
 def run_config(directory, *, steps=500, every=20, keep=2, keep_rollouts=0, staleness=1, asynchronous=False) -> Config:
@@ -58,21 +57,8 @@ class FakeActor:
         self._writing = lambda: None
 
 
-def group(position: int, rng: np.random.Generator) -> RolloutGroup:
-    rollouts = []
-    for size in rng.integers(LONGEST // 2, LONGEST + 1, SAMPLES):
-        ids = np.tile(np.arange(TOPK, dtype=np.int32), (size, 1))
-        logprob = np.full(size, -0.5, np.float32)
-        listed = np.full((size, TOPK), -4.0, np.float32)
-        reason = "length" if size == LONGEST else "stop"
-        rollouts.append(Rollout(ids[:, 0].copy(), logprob, np.zeros(size, np.int32), reason, ids, listed))
-    prompt = Prompt(position, position, np.zeros(PROMPT, np.int32), "What is 1 + 1?", "2")
-    rewards = rng.random(SAMPLES).astype(np.float32)
-    return RolloutGroup(prompt, tuple(rollouts), rewards, np.zeros(SAMPLES, bool), temperature=1.0)
-
-
 class Simulated:
-    """A run: the orchestrator is ahead by the staleness, the trainer reads, checkpoints and gives leave."""
+    """Simulates a run: the orchestrator is ahead by the staleness; the trainer reads and saves checkpoints."""
 
     def __init__(self, config: Config, measured: int = 1):
         """measured: the directory's size is taken after so many groups."""
@@ -80,8 +66,8 @@ class Simulated:
         self.sizes: list[int] = []
 
     def train(self, until: int, first: int = 0) -> None:
-        """As a process that is then killed: nothing is closed but the files."""
-        config, rng = self.config, np.random.default_rng(first)
+        """Train as a process that is then killed: only files are closed."""
+        config = self.config
         actor = FakeActor(config.checkpoint.asynchronous)
         checkpoints = Checkpoints(config, actor)
         reader = BankReader(self.run.bank)
@@ -89,7 +75,9 @@ class Simulated:
             for step in range(first, until):
                 ahead = min(config.train.steps, step + config.rollout.max_staleness + 1) * GROUPS
                 for position in range(bank.num_train_groups, ahead):
-                    bank.append(group(position, rng))
+                    bank.append(
+                        make_group(position, samples=SAMPLES, shortest=LONGEST // 2, longest=LONGEST, topk=TOPK)
+                    )
                     if position % self.measured == 0:
                         self.sizes.append(sum(entry.stat().st_size for entry in os.scandir(self.run.bank)))
                 reader.refresh()
@@ -178,4 +166,4 @@ def test_leave_grows_only_and_the_newest_data_stays(tmp_path):
 def test_rollouts_of_others_are_not_deleted(change):
     config = make_config(checkpoint={"keep_rollouts": 0}, **change)
     (problem,) = [p for p in settings_problems(config) if "keep_rollouts" in p]
-    assert problem.startswith("checkpoint.keep_rollouts = 0: the run samples nothing")
+    assert problem.startswith("checkpoint.keep_rollouts = 0: the run samples no rollouts of its own")

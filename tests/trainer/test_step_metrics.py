@@ -1,4 +1,4 @@
-"""What a step's record says of its updates."""
+"""The record of a step, computed from its updates."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_too_much_mismatch_ends_the_run():
 
 
 def test_a_jump_of_the_mismatch_is_reported_at_once(caplog):
-    """Against the run's own history: what is usual with experts in 16 bits would be an alarm in fp32."""
+    """The run's own history is the measure: usual values of experts in 16 bits would be an alarm in fp32."""
     history = MismatchHistory()
     for step, kl in enumerate([0.02, 0.01, 0.03, 0.02, 0.02, 0.05, 0.04]):
         history.add(step, kl)

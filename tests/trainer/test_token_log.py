@@ -12,21 +12,11 @@ from safetensors.numpy import load_file
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.trainer.token_log import TokenLog
-from tests.support.tiny_task import GROUPS, SAMPLES, STEPS, make_task, task_config
+from tests.support.tiny_task import GROUPS, SAMPLES, STEPS, task_config
 from tests.trainer.scenarios import train_cases
 
 ALL = GROUPS * SAMPLES
-LAYOUTS = {
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2},
-    "context": {"context": 2},
-    "data": {},
-}
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Path:
-    return make_task(tmp_path_factory.mktemp("task"))
+LAYOUTS = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}, "data": {}}
 
 
 def stored(run: Path) -> dict[tuple[int, int, int], dict[str, np.ndarray]]:

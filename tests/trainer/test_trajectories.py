@@ -1,4 +1,4 @@
-"""What a step trains on where samples have several turns and branches."""
+"""The batch of a step with samples of several turns and branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step trains on where every turn has an advantage of its own: from the bank to the gradient."""
+"""Every turn has its own advantage, from the bank to the gradient."""
 
 from __future__ import annotations
 

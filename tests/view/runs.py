@@ -23,7 +23,7 @@ TURNS_AT = 4  # position of the group with turns and branches
 
 
 def text_ids(text: str) -> np.ndarray:
-    """As the tokenizer of `save_character_model` has them."""
+    """Return the ids of the tokenizer of `save_character_model`."""
     return np.array([ord(c) - 30 for c in text], np.int32)
 
 
@@ -100,7 +100,7 @@ def write_run(root: Path, **kwargs) -> Path:
 
 
 def write_trained_tokens(run: Path, position: int) -> None:
-    """As the trainer stores the tokens of a group, but for its last sample; every other token is masked."""
+    """Store the tokens of a group as the trainer does, without the last sample; every second token is masked."""
     step, group = position // GROUPS + 1, make_group(position, position // GROUPS + 1)
     rollouts = group.rollouts[:-1]
     counts = [len(r.versions) for r in rollouts]

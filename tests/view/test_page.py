@@ -213,8 +213,8 @@ def test_two_runs_have_their_curves_and_the_samples_of_a_prompt_together(show, t
     assert set(column(page, "response")) == {RETIRED}
     page.close()
     page = show(write_view(two))
-    assert page.locator(".row.open").count() == 1
     page.locator(".tokens i").first.wait_for()  # rows with tokens come first, and the first one is open
+    assert page.locator(".row.open").count() == 1
     page.close()
 
 

@@ -1,4 +1,4 @@
-"""What the page holds of a run, of a crashed one and of a bank alone. The page itself: test_page.py."""
+"""The data of the page for a run, a crashed run and a bank without a run. test_page.py tests the page itself."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_run_that_was_killed_in_its_first_step(tmp_path):
     whole = STEPS * GROUPS - 1
     assert len(np.unique(page.table["prompt"][trained(page)])) == whole
     assert "has not ended its first step" in page.notes
-    assert "v000002.jsonl: 1 lines are no answers" in page.notes
+    assert "v000002.jsonl: 1 lines are not answers" in page.notes
 
 
 def test_what_is_damaged_is_said_and_the_rest_shown(tmp_path):
@@ -227,7 +227,7 @@ def test_more_than_the_page_may_hold_is_sampled_and_said(run, tmp_path, monkeypa
     page = Page(write_view(run, tmp_path / "a.html"))
     assert "2 of 4 steps are in the table, evenly spaced" in page.notes
     assert "Tokens of 2 of 6 groups are in this file, drawn at random (seed 0)" in page.notes
-    assert "Of the answers of evaluations every " in page.notes
+    assert "The page shows every " in page.notes
     assert set(page.table["step"][trained(page)].tolist()) == {1, 4}
     assert write_view(run, tmp_path / "b.html").read_bytes() == (tmp_path / "a.html").read_bytes()
 

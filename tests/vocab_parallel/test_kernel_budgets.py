@@ -1,4 +1,4 @@
-"""What the kernels' machine code may cost, on GPUs that this machine need not have."""
+"""Budgets of the kernels' machine code, for GPUs that this machine need not have."""
 
 from __future__ import annotations
 

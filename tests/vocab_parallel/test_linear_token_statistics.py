@@ -59,12 +59,7 @@ def stored(given: dict[str, Any], mask: torch.Tensor | None, bias: bool, kept: b
     keep = torch.ones(TOKENS, dtype=torch.bool) if mask is None else mask
     found = tuple(value.masked_fill(~keep.view(-1, *[1] * (value.dim() - 1)), 0.0) for value in values(stats))
     weighted(found, given["weights"], True).backward()
-    return {
-        "values": [v.detach() for v in found],
-        "hidden": h.grad,
-        "weight": w.grad,
-        "bias": b.grad if bias else None,
-    }
+    return {"values": [v.detach() for v in found], "hidden": h.grad, "weight": w.grad, "bias": b.grad if bias else None}
 
 
 def fused(
@@ -240,10 +235,6 @@ def test_blocks_are_cut_where_a_matrix_product_is_aligned(vocab: int, world: int
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
-    arguments = {
-        "hidden": torch.zeros(3, 4),
-        "weight": torch.zeros(9, 4),
-        "target_ids": torch.tensor([0, 1, 2]),
-    }
+    arguments = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(9, 4), "target_ids": torch.tensor([0, 1, 2])}
     with pytest.raises(ValueError, match=message):
         linear_token_statistics(**(arguments | changes))

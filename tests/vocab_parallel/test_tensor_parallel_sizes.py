@@ -1,4 +1,4 @@
-"""With `tiles` statistics and the gradient by the logits are the same bits at every tensor-parallel size."""
+"""With `tiles`, statistics and gradients have the same bits at every tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_same_bits_at_every_size(
 
 
 def test_without_tiles_sizes_differ(two_and_four: list[Ranks]) -> None:
-    """What `tiles` is for: each rank is one block of the sum."""
+    """Without `tiles` each rank is one block of the sum."""
     case = {"head": "logits", "tokens": 33, "columns": 600, "vocab": 571, "dtype": torch.float32}
     one, two = on_rank(0, **case), two_and_four[0].run(on_rank, **case)[0]
     assert not torch.equal(one["entropy"], two["entropy"])

@@ -37,12 +37,7 @@ def check(ranks: Ranks, case: Case, **options: Any) -> list[dict[str, Any]]:
 
 
 @given(data=st.data())
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_cases(ranks: Ranks, data: st.DataObject) -> None:
     check(ranks, data.draw(cases(world=ranks.size)))
 

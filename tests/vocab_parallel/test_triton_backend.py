@@ -1,4 +1,4 @@
-"""The Triton backend under Triton's interpreter (see triton_cases.py), and what happens without Triton."""
+"""The Triton backend in Triton's interpreter (see triton_cases.py), and the error without Triton."""
 
 from __future__ import annotations
 

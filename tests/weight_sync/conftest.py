@@ -37,7 +37,7 @@ def sync_runs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def result_of(ranks, sync_models, sync_runs) -> Callable[[str], dict]:
-    """f(name) -> what the scenario returned on rank 0; each is run once."""
+    """f(name) -> the result of the scenario on rank 0; each runs once."""
 
     @functools.cache
     def run(name: str) -> dict:

@@ -1,4 +1,4 @@
-"""Trainer ranks over gloo that publish what changed to fake engines, with faults between the publishes."""
+"""Trainer ranks over gloo that publish deltas to fake engines, with faults between the publishes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tests.support.fakes.engine import FakeEngine
 from tests.weight_sync.trainer_ranks import trainer
 from tests.weights.test_delta import bits
 
+FULL_EVERY, UPDATES = 10, 35
 RESTARTED, DAMAGED_FILE, DAMAGED_BASE, LOST_REPLY = 2, 12, 15, 18  # versions
 
 
 def deltas(models: Path, run: Path, updates: int, quantization: str = "none", **layout: Any) -> dict:
-    """Updates that change one weight in a hundred, and what can go wrong between them; afterwards what the engines hold
-    beside a model written there and then."""
-    settings = {"transport": "shared_storage", "full_every": 30}
+    """Publish updates that change one weight in a hundred, with faults between them; compare the engines at the end
+    with a model written directly."""
+    settings = {"transport": "shared_storage", "full_every": FULL_EVERY}
     settings["engine"] = {"dtype": "bf16", "quantization": quantization}
     with trainer(models, run, engines=2, **settings, **layout) as t:
         lost: list[int] = []

@@ -19,7 +19,7 @@ from dppo_megatron.engines.protocol import EngineError, EngineRefused, EngineTim
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes.engine import SCORES, FakeEngine
-from tests.weight_sync.delta_scenarios import RESTARTED, all_changes, deltas
+from tests.weight_sync.delta_scenarios import RESTARTED, UPDATES, all_changes, deltas
 from tests.weight_sync.trainer_ranks import TIMEOUT_S, error_of, trainer
 
 LONG_TIMEOUT_S = 30.0
@@ -112,7 +112,7 @@ def one_of_two_disagrees(models: Path, run: Path) -> dict:
 
 
 def one_of_two_keeps_a_layer(models: Path, run: Path, transport: str) -> dict:
-    """The second engine reports the new version, and holds one expert's weights of the version before."""
+    """The second engine reports the new version, but keeps the previous weights of one expert."""
     with trainer(models, run, "qwen3_moe", ep=2, engines=2, transport=transport) as t:
         t.load("a")
         t.publisher.publish(0)
@@ -158,8 +158,8 @@ def one_of_two_freezes(models: Path, run: Path) -> dict:
 
 
 def one_of_two_freezes_at(models: Path, run: Path, place: str | int, transport: str) -> dict:
-    """The second engine freezes, and what serves its routes does not: nothing shows but that an update takes its whole
-    time-out. That of the trainer's own collectives is the same."""
+    """The second engine freezes, but its HTTP server does not: only an update that takes its whole time-out shows it.
+    The trainer's own collectives have the same time-out."""
     checks = {"health_interval_s": 0.1, "health_timeout_s": 0.2, "health_failures": 2}
     with trainer(models, run, "qwen3", tp=2, engines=2, engine=checks, transport=transport) as t:
         training = parallel_state.get_tensor_model_parallel_group()
@@ -214,7 +214,7 @@ def one_of_two_dies(models: Path, run: Path, place: str | int) -> dict:
 
 
 def one_of_two_dies_unnoticed(models: Path, run: Path) -> dict:
-    """Its connections are gone within a bucket, and the trainer's client of it hears nothing until the other engine has
+    """It loses its connections within a bucket, and the trainer's client does not notice until the other engine has
     ended its own part of the step."""
     with trainer(models, run, "qwen3", tp=2, engines=2, timeout_s=LONG_TIMEOUT_S) as t:
         t.load("a")
@@ -277,7 +277,7 @@ def scores_late(models: Path, run: Path) -> dict:
 
 
 def fails(models: Path, run: Path, corrupt: Callable[[FakeEngine], None], **settings: Any) -> dict:
-    """What a publish to one engine with a fault raises, on every rank, and when."""
+    """Return the error of a publish to one engine with a fault, on every rank, and its duration."""
     with trainer(models, run, "qwen3", **{"pp": 2, **settings}) as t:
         for engine in t.engines:
             corrupt(engine)
@@ -288,7 +288,7 @@ def fails(models: Path, run: Path, corrupt: Callable[[FakeEngine], None], **sett
 
 
 def overflows(models: Path, run: Path, **weight_sync: Any) -> dict:
-    """A policy that fits, then one with a value beyond fp16 on the last rank alone."""
+    """Publish a policy that fits, then one with a value beyond fp16, which only the last rank has."""
     with trainer(models, run, "qwen3", tp=2, engine={"dtype": "fp16"}, **weight_sync) as t:
         t.load("a")
         t.publisher.publish(0)
@@ -338,9 +338,9 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
         in_fp8, engine=FP8_EMULATED, family="wide", tp=2, transport="shared_storage"
     ),
     "deltas_short": partial(deltas, updates=RESTARTED + 4, family="qwen3", tp=2),
-    "deltas_tied": partial(deltas, updates=100, family="tied", tp=2),
-    "deltas_dense": partial(deltas, updates=100, family="wide", pp=2),
-    "deltas_moe": partial(deltas, updates=100, family="qwen3_moe", ep=2),
+    "deltas_tied": partial(deltas, updates=UPDATES, family="tied", tp=2),
+    "deltas_dense": partial(deltas, updates=UPDATES, family="wide", pp=2),
+    "deltas_moe": partial(deltas, updates=UPDATES, family="qwen3_moe", ep=2),
     "deltas_fp8": partial(deltas, updates=RESTARTED + 4, quantization="fp8_block", family="wide", tp=2),
     "deltas_fp8_emulated": partial(
         deltas, updates=RESTARTED + 4, quantization="fp8_block_emulated", family="wide", tp=2

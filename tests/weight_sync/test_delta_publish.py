@@ -1,10 +1,10 @@
-"""Publishing what changed, from real trainer ranks to fake engines: the bits of whole publishes, whatever fails."""
+"""Deltas from real trainer ranks give fake engines the bits of a whole publish, despite faults."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.weight_sync.delta_scenarios import DAMAGED_BASE, DAMAGED_FILE, LOST_REPLY, RESTARTED
+from tests.weight_sync.delta_scenarios import DAMAGED_BASE, DAMAGED_FILE, FULL_EVERY, LOST_REPLY, RESTARTED
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ def test_engines_that_get_what_changed_hold_the_bits_of_a_whole_publish(result_o
     if name == "deltas_short":
         assert whole == [0]
     else:
-        assert whole == [0, DAMAGED_FILE, DAMAGED_BASE, 30, 60, 90]
+        assert whole == [0, FULL_EVERY, DAMAGED_FILE, DAMAGED_BASE, 2 * FULL_EVERY, 3 * FULL_EVERY]
         assert [p.version for p in published if p.unconfirmed] == [RESTARTED, RESTARTED + 1, RESTARTED + 2, LOST_REPLY]
-        assert max(result["kept"]) <= 32
-        assert result["kept"][31] < 5
+        assert max(result["kept"]) <= FULL_EVERY + 2
+        assert result["kept"][2 * FULL_EVERY + 1] < 5
     for p in published:
         if p.version in whole:
             assert p.nbytes >= result["size"]

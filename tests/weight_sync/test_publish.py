@@ -105,7 +105,7 @@ def test_an_engine_that_dies_is_left_out_and_taken_in_again(result_of, place):
 
 
 def test_a_sender_whose_engine_died_tells_the_others(result_of):
-    """They are within a bucket, which gloo ends after its time-out alone; nobody else knows of the death yet."""
+    """The others are within a bucket, which gloo ends only after its time-out, and do not know of the death yet."""
     result = result_of("dies_unnoticed")
     assert result["unconfirmed"] == 1
     assert result["differences"] == [0.0]
@@ -130,7 +130,7 @@ def test_the_reasons_of_a_wait_for_engines_are_on_the_line_that_warns(monkeypatc
 
 @pytest.mark.slow
 def test_ranks_wait_as_long_as_an_engine_may_take_to_score(result_of):
-    """Behind long requests in its queue; how long follows from the longest response."""
+    """Scoring waits after long requests in the engine's queue; the bound follows from the longest response."""
     assert result_of("scores_late")["unconfirmed"] == 0
 
 
@@ -154,7 +154,7 @@ def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path
 
 
 def test_a_version_prepared_twice_is_no_delta_of_itself(tmp_path, monkeypatch):
-    """Its second files would replace those that the delta is read on top of."""
+    """Its second files would replace the base of the delta."""
     monkeypatch.setattr(shared_storage, "write_delta", lambda *_: pytest.fail("a delta of itself"))
     written = []
     monkeypatch.setattr(shared_storage, "save_hf", lambda _chunks, directory, **_: written.append(directory.name))
@@ -182,11 +182,11 @@ def test_one_that_keeps_a_part_of_the_version_before_is_left_out(result_of, tran
     assert result["unconfirmed"] == 1
     assert set(result["confirmed"]) == {"http://127.0.0.1:90"}
     assert "no engine agrees with the trainer" in result["message"]
-    assert "holds other weights than the trainer sent" in result["message"]
+    assert "has other weights than the trainer sent" in result["message"]
 
 
 def test_a_single_token_that_differs_much_is_not_other_weights(result_of):
-    """As where the router of a mixture of experts decides otherwise in 16 bits."""
+    """In 16 bits a router of a mixture of experts may decide otherwise."""
     difference = result_of("one_token")["difference"]
     assert difference.mean == pytest.approx(0.5 / 7)
     assert difference.largest == pytest.approx(0.5)

@@ -18,7 +18,8 @@ import pytest
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import KINDS, server_python
 from dppo_megatron.fleet.registry import free_port
-from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server
+from dppo_megatron.launch.evaluate import with_settings
+from tests.support.engines import Reference, engine_config, make_model, running_server
 from tests.support.faults import Proxy
 from tests.weight_sync.trainer_process import PROBE, WAIT
 
@@ -56,17 +57,10 @@ def publish(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(tree))
     out = directory / "records.json"
-    port = str(free_port())
+    port, command = str(free_port()), [sys.executable, "-m", "tests.weight_sync.trainer_process"]
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.weight_sync.trainer_process",
-                str(directory / "config.json"),
-                str(out),
-                *map(str, policies),
-            ],
+            [*command, str(directory / "config.json"), str(out), *map(str, policies)],
             env=os.environ
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
@@ -103,19 +97,6 @@ def two_servers(dense, tmp_path_factory):
         yield [one, two]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-@pytest.mark.parametrize("experts", [0, EXPERTS], ids=["dense", "moe"])
-def test_broadcast_there_and_back(tmp_path, kind, experts):
-    a, b = (make_model(tmp_path / name, seed, experts=experts) for seed, name in enumerate("ab"))
-    config = engine_config(a, kind=kind)
-    if kind == "sglang":
-        needs_sglang(config)
-    with running_server(config, tmp_path / "log", version=0) as url:
-        settings = {"transport": "broadcast", "bucket_bytes": 200_000, "timeout_s": 60}
-        records = finished(*publish(tmp_path, a, [url], [b, a, b], engine={"kind": kind}, **settings))
-    check_scores(records, (b, a, b), [url], TOLERANCE)
-
-
 @pytest.mark.parametrize(
     ("transport", "ranks", "parallel"),
     [
@@ -133,38 +114,24 @@ def test_there_and_back_on_two_engines(two_servers, dense, tmp_path, transport, 
 
 @pytest.fixture
 def forgetful_sglang(dense, tmp_path):
-    """One server, whose weights and cache are NaN once it has slept."""
+    """One server, which fills its weights and cache with NaN when it sleeps."""
     config = engine_config(dense[0], kind="sglang")
     needs_sglang(config)
     path = os.pathsep.join((KINDS["sglang"].environment(config, 0)["PYTHONPATH"], str(FORGETFUL)))
-    engine = config.engine.model_copy(update={"env": config.engine.env | {"PYTHONPATH": path}})
-    with running_server(config.model_copy(update={"engine": engine}), tmp_path / "log", version=0) as url:
+    config = with_settings(config, engine={"env": config.engine.env | {"PYTHONPATH": path}})
+    with running_server(config, tmp_path / "log", version=0) as url:
         yield [url]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_colocated_engines_sleep_while_the_trainer_trains(request, dense, tmp_path, kind):
-    """The memory is given back on GPUs alone; that nothing is served in between holds everywhere, and that an SGLang
-    server uses nothing that it held before it slept."""
+    """Engines serve nothing in between, and an SGLang server uses no memory from before it slept. Only GPUs free the
+    memory."""
     servers = request.getfixturevalue({"vllm": "two_servers", "sglang": "forgetful_sglang"}[kind])
     a, b = dense
     settings = {"placement": "colocated", "kind": kind}
     processes, out = publish(tmp_path, a, servers, [a, b, a], engine=settings, fingerprint=True)
     check_scores(finished(processes, out), (a, b, a), servers, TOLERANCE)
-
-
-def test_an_engine_killed_during_an_update_is_named_within_the_time_out(dense, tmp_path):
-    """Alone, there is no engine left to serve the policy: the publish fails on time instead of waiting for ever."""
-    a, b = dense
-    with running_server(engine_config(a), tmp_path / "log", version=0) as url:
-        processes, out = publish(tmp_path, a, [url], [a, b], transport="broadcast", bucket_bytes=4096, timeout_s=10)
-        while not Path(f"{out}.2").exists():
-            time.sleep(0.001)
-        listening(url).kill()
-        first, second = finished(processes, out)
-    assert first["engines"] == 1
-    assert url in second["error"]
-    assert second["seconds"] < 3 * 10
 
 
 def needs_sglang(config: Config) -> None:
@@ -182,8 +149,8 @@ def check_scores(records: list[dict], policies: Sequence[Path], urls: Sequence[s
 
 
 class FreezesAt:
-    """Before a server: `family` stands still from a moment after a request to the route `phases[number]` in publish
-    `number`, until the next publish begins."""
+    """A proxy hook that suspends `family` just after a request to the route `phases[number]` in publish `number`, until
+    the next publish begins."""
 
     def __init__(self, family: list[psutil.Process], out: Path, phases: dict[int, str]):
         self._family, self._out, self._phases = family, out, phases
@@ -239,11 +206,25 @@ def publish_frozen(
     ids=["shared_storage", "broadcast"],
 )
 def test_an_engine_frozen_in_any_phase_is_left_out(two_servers, dense, tmp_path, transport, phases):
-    """The other one continues with the new policy, and so do the trainer's ranks, whose collectives may take less time
-    than it takes to find out. The next publish has both again, or nothing would freeze in it."""
+    """The other one continues with the new policy, and so do the trainer's ranks, whose collectives time out earlier
+    than the frozen engine is noticed. The next publish has both again, or nothing would freeze in it."""
     a, b = dense
     policies = [a, WAIT, b, WAIT] * (len(phases) // 2) + [a] * (len(phases) % 2)
     settings = {"ranks": 2, "parallel": {"tensor": 2, "timeout_s": 10}, "timeout_s": 10, **transport}
     routes = [f"/dppo/{phase}" for phase in phases]
     records = publish_frozen(two_servers, tmp_path, a, routes, policies, **settings)
     check_scores(records, ((a, b) * 2)[: len(phases)], two_servers[:1], TOLERANCE)
+
+
+def test_an_engine_killed_during_an_update_is_named_within_the_time_out(two_servers, dense, tmp_path):
+    """No engine is left to serve the policy, so the publish fails on time. It ends a server, so it is the last test."""
+    a, b = dense
+    url = two_servers[1]
+    processes, out = publish(tmp_path, a, [url], [a, b], transport="broadcast", bucket_bytes=4096, timeout_s=10)
+    while not Path(f"{out}.2").exists():
+        time.sleep(0.001)
+    listening(url).kill()
+    first, second = finished(processes, out)
+    assert first["engines"] == 1
+    assert url in second["error"]
+    assert second["seconds"] < 3 * 10

@@ -1,4 +1,4 @@
-"""Real SGLang servers of a dense model in bf16: one is frozen in every phase of a publish, or keeps what it had."""
+"""Real SGLang servers of a dense model in bf16: one freezes in each phase of a publish, or keeps old weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_a_model_without_experts_kept_is_named(two_servers, policies):
     ids=["shared_storage", "broadcast"],
 )
 def test_an_engine_frozen_in_any_phase_is_left_out(two_servers, policies, transport, routes):
-    """As vLLM in test_real_engines: the other one continues, and the next publish has both again."""
+    """The same as for vLLM in test_real_engines: the other one continues, and the next publish has both again."""
     a, b = policies
     directory = a.parent.parent / f"frozen-{transport['transport']}"  # engines read only where their models are
     sequence = [b, WAIT, a, WAIT, b][: 2 * len(routes) - 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from dppo_megatron.config import Config
-from dppo_megatron.engines.kinds import build_engine
-from dppo_megatron.weights.fingerprint import Fingerprint, add, differing, group_of, in_order
-from tests.support.engines import EXPERTS, engine_config, make_model, running_server
+from dppo_megatron.weights.fingerprint import differing, group_of, in_order
+from tests.engines.test_fingerprints import fingerprint, weights_of
+from tests.support.engines import EXPERTS, engine_config, make_model, running_server, with_engine
 from tests.support.faults import Proxy
 from tests.weight_sync.test_real_engines import finished, publish
 from tests.weight_sync.trainer_process import UPDATE
@@ -30,7 +28,7 @@ KEPT: dict[str, Callable[[str], bool]] = {
     "layer 1 expert 5": lambda name: ".layers.1." in name and ".experts.5." in name,
     "lm_head": lambda name: name == "lm_head.weight",
 }
-LOAD = {  # route, where its body has the directory, and what else it has
+LOAD = {  # route, key of the directory in its body, and the rest of the body
     "vllm": ("/dppo/load_weights", "path", {"mode": "keep", "wait_s": 60}),
     "sglang": ("/update_weights_from_disk", "model_path", {"flush_cache": True}),
 }
@@ -43,7 +41,7 @@ VERSION = {  # by routes, where the body has the version
 
 
 class KeepsOld:
-    """Before a server: what `faults` says of a version the engine keeps of the one before, and reports the new one."""
+    """A proxy hook: at the versions in `faults` the engine keeps old weights, and reports the new version."""
 
     def __init__(self, kind: str, model: Path, out: Path, faults: dict[int, str]):
         self._load, self._path, self._body = LOAD[kind]
@@ -74,8 +72,7 @@ class KeepsOld:
 
 
 def weights(out: Path, version: int) -> dict[str, torch.Tensor]:
-    files = Path(f"{out}.{version}.weights").glob("*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return weights_of(Path(f"{out}.{version}.weights"))
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -111,34 +108,18 @@ def test_an_engine_that_gets_what_changed_holds_the_bits_of_the_whole(served):
     assert [number for number, share in enumerate(shares) if share is None] == [0, 4]
     assert all(0 < share < 0.01 for share in shares if share is not None)
     assert all(record["pause_s"] > 0 for record in records)
-    sent: dict[str, int] = {}
-    for name, tensor in weights(out, len(policies)).items():
-        add(sent, name, tensor)
-    assert differing(sent, asyncio.run(held(engine_config(model, kind=kind, dtype="bf16"), url))) == []
-
-
-async def held(config: Config, url: str) -> Fingerprint:
-    engine = build_engine(config, url)
-    try:
-        return await engine.weights_fingerprint()
-    finally:
-        await engine.close()
+    sent = fingerprint(weights(out, len(policies)))
+    config = engine_config(model, kind=kind, dtype="bf16")
+    assert differing(sent, with_engine(config, url, lambda engine: engine.weights_fingerprint())) == []
 
 
 def publish_faults(kind: str, model: Path, url: str, directory: Path, faults: tuple[str, ...], **weight_sync):
-    """One publish for each of `faults`, after two without any and before another; what `check_named` takes."""
+    """Publish once for each of `faults`, between sound publishes; return the input of `check_named`."""
     by_version = dict(enumerate(faults, 3))
     with Proxy(url, KeepsOld(kind, model, directory / "records.json", by_version)) as proxy:
-        processes, out = publish(
-            directory,
-            model,
-            [proxy.url],
-            [model, UPDATE, *(UPDATE for _ in faults), UPDATE],
-            engine={"kind": kind},
-            dtype="bf16",
-            timeout_s=60,
-            **weight_sync,
-        )
+        policies = [model, UPDATE, *(UPDATE for _ in faults), UPDATE]
+        settings = {"engine": {"kind": kind}, "dtype": "bf16", "timeout_s": 60, **weight_sync}
+        processes, out = publish(directory, model, [proxy.url], policies, **settings)
         return finished(processes, out, 300), out, proxy.url, by_version
 
 
@@ -154,11 +135,11 @@ def check_named(records: list[dict], out: Path, url: str, by_version: dict[int, 
             groups = changed_groups(weights(out, version - 1), weights(out, version))
             everything = ", ".join(groups[:8]) + (f" and {len(groups) - 8} more" if len(groups) > 8 else "")
             shown = everything if fault == EVERYTHING else fault
-            assert f"holds other weights than the trainer sent: {shown}. Its version says otherwise" in error
+            assert f"has other weights than the trainer sent: {shown}. Its version does not show this" in error
 
 
 def changed_groups(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> list[str]:
-    """In order; of all elements fewer than one in a hundred changed."""
+    """Return the changed groups in order, and check that fewer than one element in a hundred changed."""
     changed = {name: int((old[name] != new[name]).sum()) for name in new}
     assert sum(changed.values()) < 0.01 * sum(tensor.numel() for tensor in new.values())
     return in_order({group_of(name) for name in new if changed[name]})

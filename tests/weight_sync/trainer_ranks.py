@@ -29,7 +29,7 @@ TOKENS = np.arange(len(SCORES) + 1, dtype=np.int32)  # of the weight check
 
 @dataclass
 class Trainer:
-    """What a scenario works with on one rank; `engines` act on rank 0 alone."""
+    """The parts of a scenario on one rank; only rank 0 has `engines`."""
 
     models: Path
     run: Path
@@ -41,7 +41,7 @@ class Trainer:
         hf.load_into(self.actor.model_chunks, self.models / f"{self.actor.family}-{policy}")
 
     def move(self, share: float, seed: int) -> None:
-        """Other bits, in bf16 too, in about `share` of the weights; the same on every rank that holds a weight."""
+        """Change about `share` of the weights, in bf16 too; all ranks that have a weight change it equally."""
         generator = torch.Generator().manual_seed(seed)
         for chunk in self.actor.model_chunks:
             for parameter in chunk.parameters():
@@ -49,7 +49,7 @@ class Trainer:
                 parameter.data.mul_(1 + (draw < share) * 2.0**-6).add_((draw < share) * 2.0**-20)
 
     def difference(self, policy: str, engine: int = 0) -> float:
-        """Largest difference between what the engine holds and the policy's directory; inf where names differ."""
+        """Return the largest difference of the engine's weights from the policy's directory; inf if names differ."""
         source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
         held = self.engines[engine].weights
         if held.keys() != set(source.tensors):
@@ -57,9 +57,9 @@ class Trainer:
         return max(float((held[name] - source.tensor(name)).abs().max()) for name in held)
 
     def unlike_fp8(self, policy: str, emulated: bool) -> list[str]:
-        """Names of the tensors that the engine does not hold bit for bit as the policy's bf16 weights in FP8.
+        """Return the names of the engine's tensors that differ in a bit from the policy's bf16 weights in FP8.
 
-        `emulated`: as that export's values in bf16.
+        With `emulated`, the engine has the values of that export in bf16.
         """
         source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
         plain = ((name, source.tensor(name).bfloat16()) for name in source.tensors)

@@ -1,4 +1,4 @@
-"""Versions as what changed: any bits there and back, damage of every kind refused."""
+"""Deltas restore any bits of a version, and damaged deltas are rejected."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def moved(tensors: dict[str, torch.Tensor], share: float, seed: int) -> dict[str
 @pytest.mark.parametrize("clustered", [False, True], ids=["random", "clustered"])
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.1])
 def test_bytes_are_at_most_a_fifth_more_than_values_and_indices(tmp_path, share, clustered):
-    """Of the files, headers and checksums included; an index has 2 bytes, as a tensor of a layer needs no more between
-    two changes."""
+    """The bound is for the files with headers and checksums. An index has 2 bytes, enough for the gap between two
+    changes in a tensor of a layer."""
     generator = torch.Generator().manual_seed(0)
     names = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(2) for part in ("gate", "up", "down")]
     old = {name: torch.randn(512, 1536, generator=generator).bfloat16() for name in names}
@@ -110,19 +110,12 @@ def test_bits_count_and_not_values():
     old, new = torch.tensor([0.0, float("nan"), 1.0]), torch.tensor([-0.0, float("nan"), 1.0])
     assert change(old, new).changed == 1
     assert change(old, old.clone()) is None
-
-
-def test_what_changed_takes_no_more_than_four_bytes_of_bf16():
     old = torch.zeros(400_000).bfloat16()
-    new = old.clone()
-    new[torch.randperm(len(old))[:4000]] = 1
-    packed = change(old, new).stored("w")
-    assert sum(part.nbytes for part in packed.values()) <= 4000 * 4 + 16
     assert set(change(old, old + 1).stored("w")) == {"w", "w:checks"}, "all of it: as a whole"
 
 
 @pytest.mark.parametrize("place", [0, FAR - 1, FAR, FAR + 1, 2 * FAR, 3 * FAR + 1, 149_999])
-def test_entries_far_apart_are_reached(tmp_path, place):
+def test_entries_far_apart_are_reached(place):
     old = torch.zeros(150_000, dtype=torch.int16)
     new = old.clone()
     new[place] = 5

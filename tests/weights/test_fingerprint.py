@@ -1,4 +1,4 @@
-"""A fingerprint is that of the weights, however they lie, and of no others."""
+"""A fingerprint depends only on the weights, not on their layout in memory, and other weights have another one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def module(kind: str = "Module", **attributes: Any) -> torch.nn.Module:
 
 
 def summed(tensor: torch.Tensor) -> tuple[int, int]:
-    """By places, and regardless of the order."""
+    """Return the sum with places and the sum without."""
     return sum_of(NAME, tensor), bit_sum(tensor)
 
 
@@ -130,7 +130,7 @@ def test_every_16_bit_value_counts_as_the_fp32_of_the_same_value(dtype):
 
 
 def test_the_value_is_what_it_always_was():
-    """Checkpoints of adapters hold the sum without places; a server that stays up, that with them."""
+    """Checkpoints of adapters store the sum without places; a server that stays up uses the one with places."""
     values = torch.tensor([1.0, -2.5, 3e-5])
     assert bit_sum(values) == 0xD820159E0E9791F2
     assert bit_sum(values.bfloat16()) == 0x19716438A7AE3560
@@ -185,7 +185,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_the_workers_of_an_engine_add_up(weight, place):
     """Tensor-parallel 4 with 2 heads of keys and values: shards, replicated heads with fewer rows of scales, and norms
-    that all hold."""
+    on every worker."""
     query, key, value, out = weight[:32], weight[32:40], weight[40:48], weight[48:64]
     scales = {name: tensor[::2, :10] for name, tensor in (("q_proj", query), ("k_proj", key), ("v_proj", value))}
     expected: dict[str, int] = {}
@@ -236,8 +236,8 @@ def test_what_every_worker_of_sglang_has_is_a_copy(weight):
 
 
 def test_parameters_that_nobody_sends_do_not_count(weight):
-    """Of vLLM's latent attention, those made of kv_b_proj; of SGLang's attention in an FP8 model, the cache's scales;
-    of vLLM's experts, the router's bias."""
+    """They are made of kv_b_proj in vLLM's latent attention, the cache's scales in SGLang's attention of an FP8 model,
+    and the router's bias in vLLM's experts."""
     latent = module("MLAAttention", W_UV=weight)
     attention = module(k_scale=torch.tensor(1.0))
     attention.k_scale._skip_weight_check = True
@@ -247,7 +247,7 @@ def test_parameters_that_nobody_sends_do_not_count(weight):
 
 
 def fused(gate_up: torch.Tensor) -> int:
-    """Of the gate and up projection of an expert."""
+    """Return the sum of an expert's gate and up projection."""
     sums = [sum_of(f"layers.0.{n}_proj.weight", part) for n, part in zip(("gate", "up"), gate_up.chunk(2), strict=True)]
     return sum(sums) % 2**64
 
@@ -294,9 +294,8 @@ def test_shards_of_experts_add_up_without_what_pads_them(weight, gated, size):
 
 
 def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
-    """SGLang on Blackwell scales FP8 weights by powers of two, for DeepGEMM; of CPUs with AMX it packs what it makes of
-    kv_b_proj; vLLM pads FP8 experts by what their neighbours hold. SGLang packs weights for AMX and lays experts
-    out for a kernel."""
+    """SGLang on Blackwell scales FP8 weights by powers of two, for DeepGEMM; on CPUs with AMX it packs weights and the
+    parts of kv_b_proj; for one kernel it reorders experts. vLLM pads FP8 experts with their neighbours' values."""
     linear = module("ColumnParallelLinear", weight=weight, weight_scale_inv=weight[0])
     linear.weight_scale_inv.format_ue8m0 = True
     norm, attention = module(weight=weight[1]), module(w_kc=weight)

@@ -1,4 +1,4 @@
-"""Where versions lie: a directory of the run alone, which nobody else can reach, and and nothing is left of it."""
+"""Versions are stored in a directory that only this run can reach, and are removed at its end."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_link_of_the_users_own_stays(run, tmp_path):
     clear(run)
     run.weights.rmdir()
     run.weights.symlink_to(storage)
-    with pytest.raises(ExpectedError, match=r"leads to .*/storage, which is not there; remove the link"):
+    with pytest.raises(ExpectedError, match=r"links to .*/storage, which does not exist; remove the link"):
         lead(run, None)
 
 
@@ -117,9 +117,9 @@ UNFIT = {
     "a link": (link, "is a link or a file"),
     "a dangling link": (lambda place: place.symlink_to("nowhere"), "is a link or a file"),
     "a file": (lambda place: place.touch(), "is a link or a file"),
-    "open to others": (open_to_others, "others may read or write it"),
-    "another run's": (of_another_run, "is that of the run /another/run"),
-    "with files": (with_files, "holds files that no run wrote"),
+    "open to others": (open_to_others, "other users may read or write it"),
+    "another run's": (of_another_run, "belongs to the run /another/run"),
+    "with files": (with_files, "has files that no run wrote"),
     "replaceable": (replaceable, "any user may replace files in"),
     "nowhere": (lambda place: place.parent.rmdir(), "is no directory; make it"),
 }
@@ -153,7 +153,7 @@ def test_a_run_that_is_quicker_keeps_the_directory(run, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(place, "problem", overtaken)
-    with pytest.raises(ExpectedError, match="is that of the run /another/run"):
+    with pytest.raises(ExpectedError, match="belongs to the run /another/run"):
         lead(run, tmp_path / "memory")
     assert not run.weights.is_symlink()
 

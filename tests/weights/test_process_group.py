@@ -1,4 +1,4 @@
-"""What travels in which order in a weight group, and how a step ends that is aborted."""
+"""The order of buckets in a weight group, and the end of a step that is aborted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_scales_travel_with_their_weights_in_few_aligned_buckets():
 
 
 def test_a_bucket_under_way_ends_when_its_step_is_aborted():
-    """The sender froze: it keeps its connections, and says nothing for as long as a step may take."""
+    """The sender froze: it keeps its connections, and is silent for as long as a step may take."""
     rendezvous = WeightRendezvous.host("group", 1, 30.0, loopback=True)
     visit = partial(WeightRendezvous.connect, "127.0.0.1", rendezvous.port, "group", 1, 30.0)
     joined = partial(rendezvous.channel, "sender", 0, "gloo", "127.0.0.1", torch.device("cpu"))
@@ -68,7 +68,7 @@ def test_nccl_groups_have_no_watchdog(monkeypatch):
 
 
 def test_experts_of_a_layer_come_together_from_all_senders():
-    """A vLLM worker holds what it got of a layer's experts until it has all: that must be one layer's, not the model's.
+    """A vLLM worker buffers a layer's experts until it has all of them: that must be one layer, not the model.
 
     Four senders, as expert-parallel ranks are: the first sends the dense weights as well.
     """

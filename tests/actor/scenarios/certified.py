@@ -1,4 +1,4 @@
-"""The log-probs that `dppo-megatron certify` compares, of samples whose log-probs at their temperature are known."""
+"""Compute the log-probs that `dppo-megatron certify` compares, for samples with known log-probs."""
 
 from __future__ import annotations
 

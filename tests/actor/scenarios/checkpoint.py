@@ -17,12 +17,12 @@ from tests.support.actor_ranks import Rank
 from tests.support.crafted import RunsCode
 
 
-def refused(rank: Rank, directory: Path, *model: str, **changes: Any) -> str | None:
+def refused(rank: Rank, directory: Path, model: str = "qwen3", changes: dict[str, Any] | None = None) -> str | None:
     """Why a run of these settings does not load the checkpoint; None when it does."""
     from dppo_megatron.actor import CheckpointError
 
     try:
-        with rank.actor(*model, **changes) as actor:
+        with rank.actor(model, **(changes or {})) as actor:
             actor.load_checkpoint(directory)
     except CheckpointError as error:
         return str(error)
@@ -55,7 +55,7 @@ def checkpoint_files(rank: Rank) -> Any:
     unreadable = refused(rank, damaged)
     (damaged / "step-000001" / "run.json").write_text('{"format": 1, "step": 1, "state": [], "updates": 1}')
     damaged_record = refused(rank, damaged)
-    error = refused(rank, directory, "wider", optimizer={"beta1": 0.5}, settings={"dtype": "bf16"})
+    error = refused(rank, directory, "wider", {"optimizer": {"beta1": 0.5}, "settings": {"dtype": "bf16"}})
     left = sorted(p.name for p in directory.iterdir())
     crafted = {}
     for name in (".metadata", "common.pt", "rng/pipeline-0-tensor-0.pt"):
@@ -135,7 +135,7 @@ def resume(rank: Rank) -> Any:
 
 @contextmanager
 def said() -> Iterator[dict[str, int]]:
-    """What this rank tells the others inside: objects of torch's collectives, and bytes of agreements."""
+    """Count the objects and the bytes that this rank sends to the others inside the block."""
     from torch.distributed import distributed_c10d
 
     from dppo_megatron.common.ranks import Ranks
@@ -196,11 +196,14 @@ def late_rank(rank: Rank) -> Any:
     layout = init_layout(config)
     actor = Actor(config, layout)
     torch.distributed.barrier()
+    raised, started = rank.directory / "raised", time.perf_counter()
     if rank.rank == 1:
-        time.sleep(6)
+        while not raised.exists() and time.perf_counter() - started < 60:
+            time.sleep(0.05)
         return None
-    started = time.perf_counter()
     try:
         actor.logprobs([pack(sequences())])
     except RuntimeError as error:
         return {"seconds": time.perf_counter() - started, "error": str(error)}
+    finally:
+        raised.touch()

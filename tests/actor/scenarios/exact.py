@@ -1,4 +1,4 @@
-"""The forward pass of `engine.exact`: packed and alone, and updates beside those without it. Rank 0 has the results."""
+"""Compute packed and single sequences with `engine.exact`, and updates with and without it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def compiles(rank: Rank) -> tuple[bool, bool]:
 
 
 def merged(rank: Rank) -> Any:
-    """Log-probs of what each rank has of some logits, and what an engine makes of all of them."""
+    """Return log-probs merged from the ranks' shards of logits, and an engine's of the whole logits."""
     from dppo_megatron.vocab_parallel import token_statistics
 
     columns = -(-VOCAB // rank.world_size)

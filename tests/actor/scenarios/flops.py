@@ -1,4 +1,4 @@
-"""What torch counts when real models score and train on sequences of one length, by operator."""
+"""Count the FLOPs of real models by operator while they score and train."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from tests.support.actor_ranks import Rank
 from .parts import topk
 
 LENGTH, COUNT = 24, 3
-MODELS = {
-    "qwen3": {},
-    "qwen3_moe": {},
-    "deepseek": {},
-    "moonlight": {},
-    "lora": {"lora": {"r": 4}},
-}
+MODELS = {"qwen3": {}, "qwen3_moe": {}, "deepseek": {}, "moonlight": {}, "lora": {"lora": {"r": 4}}}
 
 
 def batch():

@@ -58,7 +58,7 @@ class Overflow:
 
 
 def overflows(rank: Rank) -> Any:
-    """One rank overflows in the second of four updates: what that one and the next do, in every layout."""
+    """Let one rank overflow in the second of three updates, in every layout."""
     results = {}
     for name, layout in layouts(rank).items():
         with actor_of(rank, **layout) as actor:
@@ -98,7 +98,7 @@ def against_fp32(rank: Rank) -> Any:
 
 
 def scale_follows(rank: Rank) -> Any:
-    """Growth after the interval; overflows down to the smallest scale, and what is counted there."""
+    """Let the scale grow after its interval, and overflow down to the smallest scale."""
     from dppo_megatron.actor import TrainingDiverged
     from dppo_megatron.actor.loss_scale import LossScale
     from dppo_megatron.config.model import LARGEST, LossScaleConfig

@@ -25,19 +25,19 @@ def settings(targets: tuple[str, ...] | None = None, **changes: Any) -> dict[str
     return {"lora": lora} | changes
 
 
-def random_adapter(actor: Any) -> dict[str, torch.Tensor]:
+def random_adapter(hf: Any, config: Any) -> dict[str, torch.Tensor]:
     """The same in every layout, with a B that is not 0."""
     from dppo_megatron.hf.peft import adapter_shapes
 
     generator = torch.Generator().manual_seed(11)
-    shapes = adapter_shapes(actor.hf, actor.config.model.lora)
+    shapes = adapter_shapes(hf, config)
     return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def fill(actor: Any) -> dict[str, torch.Tensor]:
     from dppo_megatron.hf.peft import fill_adapters
 
-    tensors = random_adapter(actor)
+    tensors = random_adapter(actor.hf, actor.config.model.lora)
     fill_adapters(actor.model_chunks, tensors, actor.hf)
     actor.optimizer.reload_model_params()
     return tensors
@@ -125,7 +125,7 @@ def grouped(rank: Rank, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def _storages(experts: Any) -> list[tuple[int, int]]:
-    """Of each projection: how many storages its weights have, and the bytes of those beyond the weights."""
+    """Return for each projection the number of storages of its weights, and their bytes beyond the weights."""
     out = []
     for name in ("linear_fc1", "linear_fc2"):
         weights = [getattr(expert, name).weight for expert in experts.local_experts]
@@ -140,7 +140,7 @@ def described(rank: Rank, model: str, targets: tuple[str, ...] | None) -> list[s
 
 
 def frozen(rank: Rank) -> list[dict[str, Any]]:
-    """What data parallelism and optimizer hold, beside what the adapters have; and the reference's share."""
+    """Return the sizes of gradient buffers and optimizer states, next to those of the adapters."""
     from dppo_megatron.actor import Reference
     from dppo_megatron.hf.lora import adapters_of
 
@@ -203,18 +203,6 @@ def continued(rank: Rank, layout: dict[str, Any], directory: Path, step: int) ->
             train(actor, sequences(), updates=2)
             actor.save_checkpoint(directory, step, {"step": step}, keep=5)
         return train(actor, sequences(seed=1), updates=2)
-
-
-def refused(rank: Rank, directory: Path, settings: dict[str, Any], model: str = "qwen3_moe") -> str:
-    """Why a run of these settings does not load the checkpoint."""
-    from dppo_megatron.actor import CheckpointError
-
-    try:
-        with rank.actor(model, settings=settings) as actor:
-            actor.load_checkpoint(directory)
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def files(rank: Rank, model: str, targets: tuple[str, ...] | None, layout: dict[str, Any]) -> dict[str, Any]:

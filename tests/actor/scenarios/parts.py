@@ -1,4 +1,4 @@
-"""What scenarios share: updates on a rank's share of some sequences, and an actor's state to compare."""
+"""Updates on a rank's share of some sequences, and an actor's state to compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def topk():
 
 
 def train(actor, parts, *, updates: int = 3, split: int = 2) -> dict[str, list[float]]:
-    """Updates on this rank's share of `parts`; what every rank must agree on."""
+    """Train on this rank's share of `parts`; return the values that all ranks must agree on."""
     rank, size = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
     batches = micro_batches(parts[rank::size], split)
     stats = [actor.train_update(batches, topk()) for _ in range(updates)]
@@ -31,6 +31,20 @@ def train(actor, parts, *, updates: int = 3, split: int = 2) -> dict[str, list[f
         "loss_tokens": [s.loss_tokens for s in stats],
         "logprobs": torch.cat(actor.logprobs([pack(parts)])),
     }
+
+
+def of_each_sequence(
+    logits_of: Callable[[torch.Tensor], torch.Tensor], parts, *, tempered: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed log-probs [T] and the nll of `parts`, each computed by itself from logits_of([1, T]) -> [T, V]."""
+    logprobs, loss = [], torch.zeros(())
+    for part in parts:
+        logits = logits_of(part["token_ids"][None])
+        logits = logits / part["temperature"][:, None] if tempered else logits
+        logprob = logits.log_softmax(-1).gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
+        logprobs.append(torch.where(part["mask"], logprob, 0.0).detach())
+        loss = loss - (part["loss_weight"] * logprob).sum()
+    return torch.cat(logprobs), loss
 
 
 def fingerprint(actor) -> dict[str, torch.Tensor]:
@@ -70,11 +84,11 @@ def resumed(
         start(actor)
         train(actor, sequences(), updates=2)
         actor.save_checkpoint(rank.directory / name, 2, {"step": 2}, keep=1)
-        expected = train(actor, sequences(seed=1), updates=2)
+        expected = train(actor, sequences(seed=1), updates=1)
         bits, draws = fingerprint(actor), torch.rand(3)
     with rank.actor(**given) as actor:
         lose(actor)
         state = actor.load_checkpoint(rank.directory / name)
-        got = train(actor, sequences(seed=1), updates=2)
+        got = train(actor, sequences(seed=1), updates=1)
         equal = everywhere(same(bits, fingerprint(actor)) and torch.equal(draws, torch.rand(3)))
     return state, equal, expected["loss"] == got["loss"]

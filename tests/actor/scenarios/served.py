@@ -1,4 +1,4 @@
-"""A decoder as a server computes it with `engine.exact`, token by token, beside the ranks. It needs no server."""
+"""Decode token by token as a server with `engine.exact` does, without a server."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def served(rank: Rank) -> Any:
                 with rank.actor(model, sections=sections, settings={"dtype": dtype}, **layout) as actor:
                     trained = torch.cat([s.logprob for s in actor.scores([pack(parts)])])
                     server = Server(rank.models / model, actor.config, DTYPES[dtype].torch)
-                scored = torch.cat([server.scores(part["token_ids"], part["temperature"]) for part in parts])
-                results[model, dtype, name] = trained, torch.where(pack(parts).mask, scored, 0)
+                if rank.rank == 0:  # a server would decode the same on each
+                    scored = torch.cat([server.scores(part["token_ids"], part["temperature"]) for part in parts])
+                    results[model, dtype, name] = trained, torch.where(pack(parts).mask, scored, 0)
     return results
 
 
 class Server:
-    """Reads what vLLM and SGLang read, and calls `Operators` where they do."""
+    """Reads the files that vLLM and SGLang read, and calls `Operators` where they do."""
 
     def __init__(self, directory: Path, config: Any, dtype: torch.dtype):
         self._operators = exact.from_environment(exact_environment(config))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.actor.scenarios.parts import everywhere, fingerprint, same, topk, train
+from tests.actor.scenarios.parts import everywhere, fingerprint, resumed, same, topk, train
 from tests.support.actor_cases import micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank
 
@@ -18,7 +18,7 @@ ASYNCHRONOUS = {"checkpoint": {"asynchronous": True, "timeout_s": 30}}
 
 
 class Gate:
-    """Holds back every write of a checkpoint until it is opened."""
+    """Blocks every write of a checkpoint until it is opened."""
 
     def __enter__(self) -> threading.Event:
         from dppo_megatron.actor.checkpoint.writer import HostFiles
@@ -39,7 +39,7 @@ class Gate:
 
 
 def asynchronous(rank: Rank) -> Any:
-    """Training goes on while a checkpoint is written, and what is written is what was there when it was saved."""
+    """Train while a checkpoint is written; it must contain the state at the time of the save."""
     directory = rank.directory / "checkpoints"
     latest = directory / "latest"
     parallel = {} if rank.world_size == 1 else {"tensor": 2}
@@ -91,7 +91,7 @@ def full(files, moved) -> None:
 
 
 def offloaded(rank: Rank) -> Any:
-    """On the host and back between two updates, with a reference policy: no bit of what follows differs."""
+    """Move an actor and its reference to the host and back between two updates."""
     from dppo_megatron.actor import Reference
 
     results = {}
@@ -121,7 +121,7 @@ def offloaded(rank: Rank) -> Any:
 
 
 def optimizer_on_host(rank: Rank) -> Any:
-    """Updates, saving and resuming with `optimizer.offload` and without: the bits, and what is held between."""
+    """Train, save and resume with and without `optimizer.offload`."""
     optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}
     layouts: dict[str, dict] = {dtype: {"settings": {"dtype": dtype}} for dtype in ("fp32", "bf16", "fp16")}
     layouts["plain"] = {"distributed_optimizer": False, "settings": {"dtype": "bf16"}}
@@ -163,7 +163,7 @@ def state_bytes(actor) -> dict[int, int]:
 
 
 def dtypes(rank: Rank) -> Any:
-    """What bf16 training keeps in fp32."""
+    """Return the dtypes of bf16 training."""
     with rank.actor(settings={"dtype": "bf16"}) as actor:
         train(actor, sequences(), updates=1)
         parameters = [p for chunk in actor.model_chunks for p in chunk.parameters()]
@@ -248,19 +248,6 @@ def _rows_that_differ(actor, parts: list[dict[str, torch.Tensor]]) -> int:
     return count
 
 
-def tensor_to_pipeline(rank: Rank) -> Any:
-    """Saved at TP 2 PP 1, continued at TP 1 PP 2: the next losses."""
-    directory = rank.directory / "checkpoints"
-    with rank.actor(tensor=2) as actor:
-        train(actor, sequences())
-        actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
-        expected = train(actor, sequences(seed=1), updates=2)
-    with rank.actor(pipeline=2) as actor:
-        state = actor.load_checkpoint(directory)
-        got = train(actor, sequences(seed=1), updates=2)
-    return {"state": state, "expected": expected, "got": got}
-
-
 def many_buckets(rank: Rank) -> Any:
     """Buffers split into buckets with padding between them: saved, and continued in the same layout and in another.
 
@@ -326,10 +313,11 @@ def megatrons_own_shards(rank: Rank) -> Any:
     return differing
 
 
-def experts_elsewhere(rank: Rank) -> Any:
-    """Experts saved in one layout and continued in another; a rank with none of them, and one with some."""
+def saved_elsewhere(rank: Rank) -> Any:
+    """Losses after saving in one layout and continuing in another. In the last, the first rank has no experts."""
     results = {}
     layouts = {
+        "tensor to pipeline": ("qwen3", {"tensor": 2}, {"pipeline": 2}),
         "gathered": ("qwen3_moe", {"expert": 2}, {}),
         "spread": ("qwen3_moe", {}, {"expert": 2}),
         "behind a dense stage": ("deepseek", {"expert": 2}, {"pipeline": 2, "first_stage_layers": 1}),
@@ -347,18 +335,9 @@ def experts_elsewhere(rank: Rank) -> Any:
 
 
 def dense_stage_then_experts(rank: Rank) -> Any:
-    """Four ranks: a stage without experts before one with them over two ranks. Saved and loaded: the same bits."""
-    layout = {"pipeline": 2, "first_stage_layers": 1, "expert": 2}
-    directory = rank.directory / "checkpoints"
-    with rank.actor("deepseek", **layout) as actor:
-        train(actor, sequences())
-        actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
-        train(actor, sequences(seed=1), updates=2)
-        bits = fingerprint(actor)
-    with rank.actor("deepseek", **layout) as actor:
-        actor.load_checkpoint(directory)
-        train(actor, sequences(seed=1), updates=2)
-        return everywhere(same(bits, fingerprint(actor)))
+    """Four ranks: a stage without experts comes before one with experts over two ranks."""
+    layout = {"model": "deepseek", "pipeline": 2, "first_stage_layers": 1, "expert": 2}
+    return resumed(rank, "experts", layout)
 
 
 def slow_disk(rank: Rank) -> Any:

@@ -23,7 +23,7 @@ LAYOUTS = {
 
 
 def traces(rank: Rank) -> Any:
-    """By model and layout: the policy's own values, and what each operator makes of noise in place of its inputs."""
+    """Return by model and layout the policy's values, and those of operators with noise as input."""
     from dppo_megatron.actor.batch.packing import sequence
     from dppo_megatron.actor.trace import CannotTrace, trace
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from dppo_megatron.objectives import build_objective
-from tests.actor.scenarios.parts import fingerprint, same, topk, train
+from tests.actor.scenarios.parts import fingerprint, of_each_sequence, same, topk, train
 from tests.support.actor_cases import VOCAB, K, micro_batches, pack, sequences, with_sampling_masks
 from tests.support.actor_ranks import Rank
 from tests.support.host_reads import no_host_reads
@@ -51,17 +51,17 @@ def idle_rank(rank: Rank) -> Any:
     if rank.world_size == 2:
         layouts = {name: {"expert": 2, "expert_dispatcher": name} for name in ("alltoall", "allgather")}
         layouts["context"] = {"context": 2}
-    results = {}
+    results, lists = {}, {"topk_ids": (K,), "rollout_topk_logprob": (K,)}
     for name, layout in layouts.items():
         with rank.actor("qwen3_moe", **layout) as actor:
-            batch = pack(sequences()) if actor.layout.data_parallel_rank == 0 else pack_sequences([], topk=K)
+            batch = pack(sequences()) if actor.layout.data_parallel_rank == 0 else pack_sequences([], like=lists)
             stats = [actor.train_update([batch], topk()) for _ in range(2)]
         results[name] = [(s.loss, s.grad_norm, s.metrics["policy/masked_share"]) for s in stats]
     return results
 
 
 def host_reads(rank: Rank) -> Any:
-    """What of LossStep and LogprobStep would make the host wait for a GPU in a micro-batch, in several layouts."""
+    """Run LossStep and LogprobStep in several layouts; a read of the host raises."""
     from dppo_megatron.actor import forward
 
     def unread(step):
@@ -91,7 +91,7 @@ def host_reads(rank: Rank) -> Any:
 
 
 def shared_prefixes(rank: Rank) -> Any:
-    """For several models: (an update that computes every sequence whole, one that computes each prompt once)."""
+    """Return by model an update with whole sequences and one that computes each prompt once."""
     import numpy as np
 
     from dppo_megatron.data.packing import TokenSequence
@@ -202,7 +202,6 @@ def variants(rank: Rank) -> Any:
     """Settings that must not change the numbers."""
     results = {}
     for name, settings in {
-        "plain": {},
         "fused": {"logits": "fused"},
         "selective": {"recompute": "selective"},
         "full": {"recompute": "full"},
@@ -220,7 +219,7 @@ def against_transformers(rank: Rank) -> Any:
 
 
 def experts_against_transformers(rank: Rank) -> Any:
-    """Models with experts alone, and over two ranks: tensor-parallel, experts apart or sharded, and replicated."""
+    """Compare models with experts on one rank and in layouts of two."""
     layouts = {"alone": {}}
     if rank.world_size == 2:
         layouts = {
@@ -235,18 +234,13 @@ def experts_against_transformers(rank: Rank) -> Any:
 
 
 def _against_transformers(rank: Rank, family: str, **layout: Any) -> dict[str, Any]:
-    """Log-probs and the nll gradient norm of a Hugging Face model: (the actor's, what transformers says)."""
+    """Return log-probs and the nll gradient norm as pairs: the actor's, and those of transformers."""
     from transformers import AutoModelForCausalLM
 
     parts = sequences()
     batch = replace(pack(parts), temperature=None)
     model = AutoModelForCausalLM.from_pretrained(rank.models / family, dtype=torch.float32)
-    expected, loss = [], 0.0
-    for part in parts:
-        logits = model(part["token_ids"][None]).logits[0]
-        logprob = logits.log_softmax(-1).gather(1, part["token_ids"].roll(-1)[:, None])[:, 0]
-        expected.append(torch.where(part["mask"], logprob, 0.0).detach())
-        loss = loss - (part["loss_weight"] * logprob).sum()
+    expected, loss = of_each_sequence(lambda ids: model(ids).logits[0], parts, tempered=False)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     with rank.actor(family, **layout) as actor:
@@ -258,7 +252,7 @@ def _against_transformers(rank: Rank, family: str, **layout: Any) -> dict[str, A
     whole = model(parts[1]["token_ids"][None]).logits[0].log_softmax(-1)[:-1]
     scored = whole.gather(1, parts[1]["token_ids"][1:, None])[:, 0].detach()
     return {
-        "logprobs": (logprobs, torch.cat(expected)),
+        "logprobs": (logprobs, expected),
         "score": (torch.as_tensor(score), scored),
         "loss": (stats.loss, float(loss)),
         "grad_norm": (stats.grad_norm, float(norm)),
@@ -271,7 +265,7 @@ def expert_biases(actor) -> list[torch.Tensor]:
 
 
 def non_finite(rank: Rank) -> Any:
-    """Infinite gradients, then NaN weights: nothing changes, and training stops after three in a row."""
+    """Train on infinite gradients, then with NaN weights, until training stops."""
     from dppo_megatron.actor import TrainingDiverged
 
     good = micro_batches(sequences(), 2)
@@ -300,7 +294,7 @@ def non_finite(rank: Rank) -> Any:
 
 
 def no_loss_rows(rank: Rank) -> Any:
-    """A micro-batch without loss rows adds nothing, and alone gives a zero gradient."""
+    """Train on a micro-batch without loss rows, with another and by itself."""
     good = pack(sequences())
     empty = replace(good, mask=torch.zeros_like(good.mask), loss_weight=torch.zeros_like(good.loss_weight))
     with rank.actor() as actor:
@@ -335,11 +329,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "tensor_fused": {"tensor": 2, "settings": {"logits": "fused"}},
     "sequence": {"tensor": 2, "sequence": True},
-    "sequence_fused_recompute": {
-        "tensor": 2,
-        "sequence": True,
-        "settings": {"logits": "fused", "recompute": "full"},
-    },
+    "sequence_fused_recompute": {"tensor": 2, "sequence": True, "settings": {"logits": "fused", "recompute": "full"}},
     "data": {},
     "data_plain_optimizer": {"distributed_optimizer": False},
     "pipeline": {"pipeline": 2},

@@ -16,7 +16,7 @@ def ranks(tp_rank: int = 0, tp_size: int = 1) -> hf.ParallelRanks:
 
 
 def fake_chunk(config: hf.HFModelConfig, tp_size: int = 1) -> nn.Module:
-    """One pipeline stage with every parameter of `config`, filled with NaN to show what was not written."""
+    """Return a pipeline stage with every parameter of `config`, filled with NaN to show unwritten ones."""
     padded = -(-config.vocab_size // tp_size) * tp_size
     weight_map = hf.WeightMap(config, hf.MegatronLayout(padded))
     chunk = nn.Module()

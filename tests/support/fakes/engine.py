@@ -135,7 +135,7 @@ class FakeEngine:
         return received
 
     async def _update(self, act: Callable[[], Result]) -> Result:
-        """What `act` returns, in a thread as in a worker; the client gives up after `timeout_s`."""
+        """Run `act` in a thread, as a worker does; the client gives up after `timeout_s`."""
 
         def work() -> Result:
             try:

@@ -26,13 +26,13 @@ _INSTANCES = itertools.count()
 
 
 def policy_scores(version: int) -> list[float]:
-    """What the trainer scores the weight check under policy `version`."""
+    """Return the trainer's scores of the weight check under policy `version`."""
     return [-1.0 - version, -0.5]
 
 
 @dataclass
 class FakeServer:
-    """Serves the weights of policy `weights` and says that it serves `claims`."""
+    """Serves the weights of policy `weights` and reports that it serves `claims`."""
 
     weights: int = 0
     claims: int = 0

@@ -140,7 +140,7 @@ class World:
         return ScriptedEngine(self.run.published, **script)
 
     def run_attempt(self, engine: ScriptedEngine, *, until_groups: int | None = None) -> None:
-        """One attempt of an orchestrator beside a trainer; killed once the bank holds `until_groups`."""
+        """Run an orchestrator and a trainer; kill them once the bank has `until_groups`."""
         asyncio.run(self._run_attempt(engine, until_groups))
 
     async def _run_attempt(self, engine: ScriptedEngine, until_groups: int | None) -> None:
@@ -192,7 +192,7 @@ class World:
                 await asyncio.gather(attempt, trainer, return_exceptions=True)
 
     async def _train(self, bank: BankWriter) -> None:
-        """Publishes version v as soon as the bank holds the batches of the v steps before it."""
+        """Publish version v as soon as the bank has the batches of the v steps before it."""
         last = self.config.train.steps if self.last_version is None else self.last_version
         last = last if self.prompts_in_all is None else 0
         for version in range(last + 1):

@@ -110,7 +110,8 @@ class Lab:
         """Output of a command in the lab."""
         environment = {**self.environment, **(environment or {})}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
-        assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        said = f"{command}: exit code {result.returncode}: {result.stdout}{result.stderr}"
+        assert not check or result.returncode == 0, said
         return result.stdout.strip()
 
     def states(self) -> dict[str, str]:

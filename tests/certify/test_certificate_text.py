@@ -1,4 +1,4 @@
-"""What a certificate says in words, and when it is over a bound."""
+"""The text of a certificate, and its check of a bound."""
 
 import math
 from dataclasses import asdict
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from dppo_megatron.certify.certificate_text import exceeds, text
 from dppo_megatron.certify.compare import compare, logprob_table
-from dppo_megatron.certify.report import exceeds, text
 
 
 def certificate(off: float, operators) -> dict:
@@ -58,4 +58,4 @@ def test_same_bits_are_said_with_how_many_values_were_compared():
 def test_the_first_operator_and_each_kind_are_named():
     said = text(certificate(0.0, operators(2**-20)))
     assert "first to differ: layer 1 mlp: 100.0% of the elements, max 8 ULP" in said
-    assert "none by more than rounding" in said
+    assert "no difference is larger than rounding" in said
