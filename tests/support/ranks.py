@@ -7,6 +7,7 @@ Megatron-core once, and for `commands` what a command imports.
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -138,6 +139,7 @@ class Ranks:
 
 def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> None:
     warnings.simplefilter("ignore")
+    gc.freeze()  # collections would search all imported modules
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     os.environ[RANKS] = Path(store).parent.name
