@@ -19,7 +19,8 @@ STEPS = 5
 @pytest.mark.slow
 def test_a_policy_that_guesses_learns_to_ask_the_calculator(tmp_path):
     changes = ["--set", f"train.steps={STEPS}"]
-    for change in ("train.steps=200", "rollout.prompts_per_step=128", "optimizer.decay=constant", "parallel.world_size=1", "parallel.tensor=1"):
+    shorter = ("train.steps=200", "rollout.prompts_per_step=128", "optimizer.decay=constant")
+    for change in (*shorter, "parallel.world_size=1", "parallel.tensor=1"):
         changes += ["--warmup-set", change]
     output = tmp_path / "output"
     with output.open("w") as file:
