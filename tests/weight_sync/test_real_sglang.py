@@ -13,6 +13,7 @@ from tests.weight_sync.test_stale_engines import EVERYTHING, NOTHING, check_name
 from tests.weight_sync.trainer_process import WAIT
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+TIMEOUT_S = 6.0
 TOLERANCE = 0.1  # of bf16; the log-probs of the two policies differ by several nats
 
 
@@ -25,6 +26,7 @@ def policies(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_servers(policies, tmp_path_factory):
     config = engine_config(policies[0], kind="sglang", dtype="bf16")
+    config = config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": TIMEOUT_S})})
     needs_sglang(config)
     logs = tmp_path_factory.mktemp("logs")
     with contextlib.ExitStack() as stack, ThreadPoolExecutor() as threads:  # they take long to start
@@ -54,6 +56,6 @@ def test_an_engine_frozen_in_any_phase_is_left_out(two_servers, policies, transp
     a, b = policies
     directory = a.parent.parent / f"frozen-{transport['transport']}"  # engines read only where their models are
     sequence = [b, WAIT, a, WAIT, b][: 2 * len(routes) - 1]
-    settings = {"engine": {"kind": "sglang"}, "dtype": "bf16", "timeout_s": 6, **transport}
+    settings = {"engine": {"kind": "sglang"}, "dtype": "bf16", "timeout_s": TIMEOUT_S, **transport}
     records = publish_frozen(two_servers, directory, a, routes, sequence, **settings)
     check_scores(records, (b, a, b)[: len(routes)], two_servers[:1], TOLERANCE)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 UPDATE, WAIT = "update", "wait"
-WAIT_S = 150.0  # SGLang answers nothing while it joins a group of which a member is frozen
+WAIT_S = 60.0
 PROBE = np.array([7, 21, 21, 50, 4, 63, 12, 30, 9, 44, 18, 2], dtype=np.int32)
 
 

@@ -177,6 +177,7 @@ class Sglang(EngineKind):
         variables = {
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(PLUGIN),
+            "DPPO_GROUP_TIMEOUT_S": f"{config.weight_sync.timeout_s:g}",
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs of the sampled distribution
             # max_position_embeddings may equal engine.max_model_len; the margin is never filled.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",

@@ -11,6 +11,7 @@ SGLang finds the metadata next to this file because the server's PYTHONPATH name
 - That route also takes a directory with a delta (`weights/delta.py`). /weights_checker prefetches one.
 - /release_memory_occupation and /resume_memory_occupation may be repeated, because a reply can be lost. Without the
   hooks SGLang's scheduler would exit on the second request.
+- A weight group over Gloo that does not form in time fails, because a server answers nothing while it joins one.
 - With `engine.exact` it computes as the trainer does (`exact_server.py`).
 """
 
@@ -21,6 +22,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +36,7 @@ CUMEM = "NCCL_CUMEM_ENABLE"  # SGLang sets it before it starts its workers
 START_TRACE = "dppo_start_trace"  # followed by the token ids
 TAKE_TRACE = "dppo_take_trace"
 EXACT = "DPPO_EXACT"  # environment variable of a server with engine.exact
+GROUP_TIMEOUT = "DPPO_GROUP_TIMEOUT_S"  # environment variable: weight_sync.timeout_s
 READ_AHEAD = "dppo_read_ahead"  # followed by the upper limit of buffered bytes, and the directory
 HAS_READ = "dppo_has_read"
 STATE = "state"  # key of the reply: one of the two values below, or the error of reading it
@@ -54,7 +57,8 @@ _managers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model -> SGLang'
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    updates = "sglang.srt.model_executor.model_runner_components.weight_updater"
+    updater = f"{updates}.WeightUpdater"
     loader = "sglang.srt.model_loader.loader.DefaultModelLoader"
     manager = "sglang.srt.lora.lora_manager.LoRAManager"
     memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -63,6 +67,7 @@ def register() -> None:
     rendezvous.TCPStore = store  # the schedulers, on one node, meet through it
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
+    HookRegistry.register(f"{updates}.init_custom_process_group", join_group, HookType.AROUND)
     HookRegistry.register(f"{loader}._get_weights_iterator", weights_iterator, HookType.AROUND)
     HookRegistry.register(f"{manager}.fetch_new_loras", fetch, HookType.AROUND)
     HookRegistry.register(f"{manager}.prepare_lora_batch", prepare, HookType.AROUND)
@@ -145,6 +150,17 @@ def has_read(model: Any) -> str:
         return READ if prefetched is None or prefetched.finished() else READING
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def join_group(original: Original, *arguments: Any, **options: Any) -> Any:
+    """Limit the wait for the members of a Gloo group, and for each of its collectives, to `GROUP_TIMEOUT`.
+
+    By default torch waits 30 minutes for a frozen member. The limit of an NCCL group is that of its watchdog, which
+    ends the process, so it stays as it is.
+    """
+    if options.get("backend") == "gloo" and GROUP_TIMEOUT in os.environ:
+        options["timeout"] = timedelta(seconds=float(os.environ[GROUP_TIMEOUT]))
+    return original(*arguments, **options)
 
 
 def update_from_disk(
