@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 HOSTILE: list[Any] = [
@@ -27,9 +28,9 @@ def change_tree(tree: Any, at: random.Random, add: Callable[[dict, random.Random
         return  # nothing to change
     kind = at.randrange(8)
     if kind <= 2:
-        parent[key] = at.choice(HOSTILE)
+        parent[key] = deepcopy(at.choice(HOSTILE))
     elif kind <= 5:
-        parent[key] = at.choice([value for value in HOSTILE if type(value) is type(node)] or HOSTILE)
+        parent[key] = deepcopy(at.choice([value for value in HOSTILE if type(value) is type(node)] or HOSTILE))
     elif kind == 6 and isinstance(parent, dict):
         letters = list(str(key) or "x")
         letters[at.randrange(len(letters))] = at.choice("xyz_.- \x07é")

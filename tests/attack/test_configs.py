@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def add_setting(tree: dict, at: random.Random) -> None:
         tree[section] = {}
     usual = Config.model_fields[section].annotation.model_fields[setting].default
     alike = [value for value in HOSTILE if type(value) is type(usual)]
-    tree[section][setting] = at.choice(alike if alike and at.random() < 0.7 else HOSTILE)
+    tree[section][setting] = deepcopy(at.choice(alike if alike and at.random() < 0.7 else HOSTILE))
 
 
 def overrides(at: random.Random) -> list[str]:
