@@ -1,6 +1,6 @@
-"""Copy the results of a study's runs from runs/needle/NAME to studies/needle/results/NAME.
+"""Copy the results of runs to studies/needle/results/NAME.
 
-python studies/needle/collect.py search      # the runs of `dppo-megatron study ... --out runs/needle/search`
+python studies/needle/collect.py search runs/needle/search      # what `dppo-megatron study ... --out` was given; several are merged
 
 - `rows/`: a JSON file for each run, as `dppo-megatron study` wrote it.
 - `steps.parquet`: a row for each step: shares of the first words among the step's samples, reward, masked tokens.
@@ -12,7 +12,6 @@ Runs that were collected before stay, also if their run directories are gone.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import pyarrow.parquet as pq
 
 from dppo_megatron.bank.reader import BankReader
 from dppo_megatron.observability.history import load_history
-from dppo_megatron.study.rows import StudyRow, read_rows
+from dppo_megatron.study.rows import StudyRow, add_row, read_rows
 from dppo_megatron.view.source import Source
 from dppo_megatron.view.trained import VALUES, TrainedTokens
 
@@ -46,21 +45,21 @@ EDGES = np.array([0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9])  # lower edges of the bin
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
-    parser.add_argument("--root", type=Path, default="runs/needle")
+    parser.add_argument("studies", type=Path, nargs="+", help="directories of studies")
     arguments = parser.parse_args()
-    runs, results = arguments.root / arguments.name, HERE / "results" / arguments.name
+    results = HERE / "results" / arguments.name
     (results / "rows").mkdir(parents=True, exist_ok=True)
     known = {_key(row) for row in read_rows(results)}
     steps, tokens = [], []
-    for row in read_rows(runs):
-        if _key(row) in known or row.status != "done":
-            continue
-        run = runs / "runs" / row.method / row.condition / f"seed-{row.seed}"
-        of = dict(zip(("method", "condition", "seed"), _key(row), strict=True))
-        steps += [of | values for values in step_rows(run)]
-        tokens += [of | values for values in token_rows(run)]
-    for path in sorted((runs / "rows").glob("*.json")):
-        shutil.copyfile(path, results / "rows" / path.name)
+    for study in arguments.studies:
+        for row in read_rows(study):
+            if _key(row) in known or row.status != "done":
+                continue
+            run = study / "runs" / row.method / row.condition / f"seed-{row.seed}"
+            of = dict(zip(("method", "condition", "seed"), _key(row), strict=True))
+            steps += [of | values for values in step_rows(run)]
+            tokens += [of | values for values in token_rows(run)]
+            add_row(results, row)
     for name, rows in (("steps", steps), ("tokens", tokens)):
         _append(results / f"{name}.parquet", rows)
     print(f"{results}: {len(read_rows(results))} runs, {len(known)} of them collected before")
