@@ -62,6 +62,11 @@ def problems(
             else:
                 files.append((file, reward))
                 notes.append(f"{setting}: {file.describe()}")
+                asked, there = config.rollout.prompts_per_step, len(file.rows)
+                if setting == "data.train" and not more and asked > there:
+                    notes.append(
+                        f"rollout.prompts_per_step = {asked}: a step uses the {there} prompts {asked / there:.3g} times"
+                    )
     return out + _answer_problems(config, files, notes)
 
 

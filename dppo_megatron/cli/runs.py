@@ -9,6 +9,7 @@ import typer
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.config import read_config, save_resolved, with_absolute_paths
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
 from .arguments import ConfigFile, Overrides, Resume, Urls
@@ -134,5 +135,7 @@ def evaluate(
     config = load_config(config_file, overrides or ())
     if model is None and not urls:
         model = RunDir(config.run.dir).final_model
+        if not model.exists():
+            raise ExpectedError(f"run.dir = {config.run.dir}: no trained model; train it, or evaluate with --model DIR")
     for name, metrics in evaluate_model(config, model, str(config_file), urls=urls or (), resume=resume).items():
         typer.echo(f"{model or ', '.join(urls or ())}: {describe(name, metrics)}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -158,7 +159,9 @@ def plain_words(error: Any) -> str:
     if kind == "missing":
         return "required, not set"
     if kind == "tuple_type":
-        return f"must be a list; write [{', '.join(str(value).split()) if isinstance(value, (str, int)) else '...'}]"
+        if isinstance(value, int):
+            return f"must be a list; write [{value}] for one entry, e.g. [1, 2, 3] for several"
+        return f"must be a list; write [{', '.join(value.split()) if isinstance(value, str) else '...'}]"
     if kind == "dict_type":
         return "must be a section of settings; write {NAME: VALUE}"
     if kind in ("string_type", "path_type") and isinstance(value, (int, float)):
@@ -167,12 +170,22 @@ def plain_words(error: Any) -> str:
 
 
 def _fields(location: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the section at `location`; empty if it is not a section."""
+    """Return the fields of the section at `location`, also of one in a list or mapping; empty if it is no section."""
     section: Any = Config
     for key in location:
-        field = getattr(section, "model_fields", {}).get(key)
-        section = field and field.annotation
+        if fields := getattr(section, "model_fields", {}):
+            section = _without_none(fields[key].annotation) if key in fields else None
+        else:  # dict[str, EvalSet] -> EvalSet
+            kinds = [kind for kind in get_args(section) if hasattr(kind, "model_fields")]
+            section = kinds[0] if kinds else None
     return getattr(section, "model_fields", {})
+
+
+def _without_none(kind: Any) -> Any:
+    """Return X of `X | None`, and any other type unchanged."""
+    if isinstance(kind, UnionType):
+        return next(part for part in get_args(kind) if part is not NoneType)
+    return kind
 
 
 def _nearest(location: list[str], value: Any) -> str:

@@ -107,8 +107,16 @@ class LossScaleConfig(Section):
     smallest: Scale = setting(1.0, "lower limit, to which overflows halve the scale; a power of two")
 
 
+def _adam_rate(value: float) -> float:
+    if value > 0.1:
+        raise refusal("Adam changes every weight by about lr in an update, and above 0.1 destroys any model; 1e-3?")
+    return value
+
+
 class OptimizerConfig(Section):
-    lr: Positive = setting(1e-6, "learning rate of Adam; adapters and tiny models need 1e-4 to 1e-3")
+    lr: Annotated[Positive, AfterValidator(_adam_rate)] = setting(
+        1e-6, "learning rate of Adam; adapters and tiny models need 1e-4 to 1e-3"
+    )
     min_lr: Float = setting(0.0, "learning rate at which a decay ends", ge=0, le=1e6)
     warmup_updates: CountFromZero = setting(0, "optimizer updates of linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = setting("constant", "of lr, down to min_lr at the end")

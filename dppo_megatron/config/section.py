@@ -53,6 +53,8 @@ def _a_url(value: str) -> str:
         valid = False
     if not valid:
         raise refusal("must be http://HOST:PORT, with a port of at most 65535")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise refusal(f"must be http://HOST:PORT; remove {value.partition(parts.netloc)[2]}")
     return value
 
 

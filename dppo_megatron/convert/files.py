@@ -17,16 +17,23 @@ def fingerprint_of(directory: Path) -> dict[str, Any]:
     return {"directory": str(directory.resolve()), "files": files}
 
 
-def checkpoint_at(path: Path) -> Path:
-    """Return `path` itself, or the newest checkpoint if it is a run or its `checkpoints` directory.
-
-    Raises `ModelError` if there is no Megatron checkpoint.
-    """
+def find_checkpoint(path: Path) -> Path | None:
+    """Return what `checkpoint_at` returns, or None."""
     for directory in (path, path / "checkpoints"):
         latest = directory / "latest"
         found = directory / latest.read_text(errors="replace").strip() if latest.is_file() else directory
         if is_torch_dist(found):
             return found
+    return None
+
+
+def checkpoint_at(path: Path) -> Path:
+    """Return `path` itself, or the newest checkpoint if it is a run or its `checkpoints` directory.
+
+    Raises `ModelError` if there is no Megatron checkpoint.
+    """
+    if found := find_checkpoint(path):
+        return found
     why = "not a Megatron torch_dist checkpoint, nor a run that has one" if path.exists() else "no such directory"
     if (path / "config.json").exists():
         raise ModelError(str(path), ["a Hugging Face directory, no Megatron checkpoint; hf-to-megatron converts it"])

@@ -15,7 +15,7 @@ from dppo_megatron.hf.torch_dist_place import MODEL
 from dppo_megatron.hf.torch_dist_writer import Chunk, TorchDistFile, write_torch_dist_metadata
 from dppo_megatron.hf.weight_source import cast_problem, source_problems
 
-from .files import fingerprint_of
+from .files import find_checkpoint, fingerprint_of
 from .layout import SourceRank, TargetLayout
 
 _OVERHEAD = 4096  # bytes of a stored tensor's archive and metadata
@@ -30,6 +30,11 @@ class ToMegatron:
 
     def __init__(self, source: Path, destination: Path, layout: TargetLayout, dtype: torch.dtype | None = None):
         self.source, self.destination = source, destination
+        if checkpoint := find_checkpoint(source):
+            raise ModelError(
+                str(source),
+                [f"a Megatron checkpoint, no Hugging Face directory; `megatron-to-hf {checkpoint}` converts it"],
+            )
         self.config = read_hf_config(source)
         self.layout = layout
         self._dtype = dtype

@@ -96,9 +96,19 @@ def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str,
     except ImportError:
         raise PromptFileError(file, problem="needs pyarrow: pip install pyarrow") from None
     except (OSError, ValueError, WorkerError) as error:
-        problem = bounded(getattr(error, "strerror", None) or str(error), 1000)
+        problem = bounded(getattr(error, "strerror", None) or str(error), 1000).rstrip(".")
         remedy = "" if ";" in problem else "; it may be damaged, write it again"
+        if file.suffix == ".parquet" and _begins_like_json(file):
+            remedy = "; it begins like JSON, so rename it to .jsonl"
         raise PromptFileError(file, problem=f"cannot read the table: {problem}{remedy}") from None
+
+
+def _begins_like_json(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(64).lstrip().startswith((b"{", b"["))
+    except OSError:
+        return False
 
 
 def _dataset_files(directory: Path) -> list[Path]:

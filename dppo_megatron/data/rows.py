@@ -118,13 +118,17 @@ def column(columns: dict[str, Any], name: str, setting: str) -> Any:
     if name in columns:
         return columns[name]
     value: Any = columns
+    found = ""
     for part in name.split("."):
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, list) and part.isascii() and part.isdigit() and int(part[:9]) < len(value):
             value = value[int(part)]
         else:
-            raise ValueError(f"no column {name!r} ({setting}); it has {shorten_list(map(repr, columns)) or 'none'}")
+            within = f"its {found[:-1]!r}" if value is not columns else "it"
+            keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+            raise ValueError(f"no column {name!r} ({setting}); {within} has {shorten_list(map(repr, keys)) or 'none'}")
+        found += f"{part}."
     return value
 
 

@@ -52,7 +52,11 @@ def constant_reward(step: ExaminedStep, past: Past) -> Evidence:
     return f"all {len(rewards)} samples have the reward {value:g}"
 
 
-@check("no learning signal", "`data filter --pass-rate`, a larger rollout.group_size, or rollout.dynamic_sampling")
+@check(
+    "no learning signal",
+    "a lower optimizer.lr if the reward fell since the first steps; else `data filter --pass-rate`, a larger "
+    "rollout.group_size, or rollout.dynamic_sampling",
+)
 def no_learning_signal(step: ExaminedStep, past: Past) -> Evidence:
     groups = len(step.entries) or step.setting("rollout.prompts_per_step", int)
     without, norm = step.value("rollout/groups_without_signal"), step.value("train/grad_norm")
@@ -191,10 +195,13 @@ def truncated(step: ExaminedStep, past: Past) -> Evidence:
     share = step.value("rollout/truncated_share")
     if share is None or share < 0.5:
         return None
+    rewards, cut = step.rewards, step.rewards_of_truncated
+    if len(cut) and cut.mean() - rewards.min() > 0.5 * (rewards.mean() - rewards.min()) > 0:
+        return None  # they answer before the limit
     limit = "rollout.max_response_tokens"
     if step.setting("environment.max_turn_tokens", int):
         limit += " or environment.max_turn_tokens"
-    return f"{share:.0%} of the responses end at {limit}, without a reward for their answer"
+    return f"{share:.0%} of the responses end at {limit}"
 
 
 @check("out of turns", "raise environment.max_turns, or let the environment end a trajectory that is done")

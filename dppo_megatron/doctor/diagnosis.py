@@ -11,7 +11,7 @@ from dppo_megatron.observability.history import ReportError, load_history
 from dppo_megatron.observability.logs import root_cause
 from dppo_megatron.observability.names import is_step_record
 from dppo_megatron.observability.tail import JsonlFollower
-from dppo_megatron.run_dir import RunDir
+from dppo_megatron.run_dir import RunDir, run_below
 
 from .checks import CHECKS
 from .steps import ExaminedStep, Past
@@ -134,7 +134,9 @@ def diagnose(run_dir: Path | str) -> Examination:
         # A failed process ends the other processes, which write their logs after it.
         logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)
         if not (cause := next(filter(None, map(root_cause, logs)), None)):
-            raise ReportError(f"{run.metrics} has no step: name the directory of a run that trained")
+            if not run.metrics.exists():
+                raise ReportError(f"{run.root}: not a run{run_below(run.root) or '; name the run.dir of a run'}")
+            raise ReportError(f"{run.metrics} has no step yet, and {run.logs} has no exception: wait, or train first")
         examination.findings[NO_STEP.name] = replace(NO_STEP, evidence=cause)
     return examination
 

@@ -43,6 +43,13 @@ class ExaminedStep:
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     @cached_property
+    def rewards_of_truncated(self) -> np.ndarray:
+        """Return the rewards of samples with `rollout.max_response_tokens` tokens, fp32; empty with an environment."""
+        limit = self.setting("rollout.max_response_tokens", int)
+        parts = [e.rewards[(e.response_lengths == limit) & ~e.reward_failed] for e in self.entries if limit]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    @cached_property
     def newest_version(self) -> int | None:
         return max((entry.max_version for entry in self.entries), default=None)
 

@@ -20,7 +20,8 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b
 SERVER_START = "starting the server of node"  # an engine's log also contains the logs of earlier servers
 SERVER_STOP = "asks the server to end"  # later lines are not errors
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # prefix of lines from vLLM's processes
-_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout|Diverged)\b|^\S+: error: ")
+# Also our own exceptions, such as NoReward, whose names are of several words.
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout)\b|^([A-Z][a-z]+){2,}(?<!Warning): |^\S+: error: ")
 _CONSEQUENCE = re.compile(
     r"root cause|^(EngineStart|EngineDead|BrokenPipe|ConnectionReset|Cancelled)Error|^ServiceTimeout"
 )

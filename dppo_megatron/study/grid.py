@@ -73,9 +73,13 @@ def read_study(path: Path, directory: Path) -> Study:
     except ValidationError as error:
         for e in error.errors():
             name, unknown = ".".join(map(str, e["loc"])) or "the file", e["type"] == "extra_forbidden"
-            problems.append(
-                f"{name}: {f'unknown; {nearest(name, StudyFile.model_fields)}' if unknown else plain_words(e)}"
-            )
+            if unknown:
+                why = f"unknown; {nearest(name, StudyFile.model_fields)}"
+            elif e["type"] == "dict_type" and name in ("methods", "conditions"):
+                why = "must be a mapping; write {NAME: {SETTING: VALUE}}, e.g. {small: {optimizer.lr: 1.0e-6}}"
+            else:
+                why = plain_words(e)
+            problems.append(f"{name}: {why}")
     if problems:
         raise ConfigError(str(path), problems)
     cells = tuple(_cells(file, directory))

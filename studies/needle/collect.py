@@ -1,6 +1,6 @@
 """Copy the results of runs to studies/needle/results/NAME.
 
-python studies/needle/collect.py search runs/needle/search      # what `dppo-megatron study ... --out` was given; several are merged
+python studies/needle/collect.py search runs/needle/search      # one or more `--out` of `dppo-megatron study`
 
 - `rows/`: a JSON file for each run, as `dppo-megatron study` wrote it.
 - `steps.parquet`: a row for each step: shares of the first words among the step's samples, reward, masked tokens.

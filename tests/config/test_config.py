@@ -73,7 +73,7 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
     ("override", "meant"),
     [
         ("objective=dppo", "objective = 'dppo': a section of settings, not a value; write e.g. objective.name"),
-        ("data.more=[1]", "data.more.0 = 1: a section of settings, not a value; write {NAME: VALUE}"),
+        ("data.more=[1]", "data.more.0 = 1: a section of settings, not a value; write e.g. data.more.0.path"),
         ("learning_rate=1", "did you mean optimizer.lr?"),
         ("train.learning_rate=1", "did you mean optimizer.lr?"),
         ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),

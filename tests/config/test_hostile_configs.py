@@ -86,6 +86,13 @@ def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(s
         ("engine.port=65536", "engine.port = 65536"),
         ("engine.urls=[http://127.0.0.1:70000]", "http://HOST:PORT, with a port of at most 65535"),
         ("engine.urls=[127.0.0.1]", "http://HOST:PORT"),
+        ("engine.urls=[http://127.0.0.1:8000/v1]", "must be http://HOST:PORT; remove /v1"),
+        ("optimizer.lr=1e3", "optimizer.lr = 1000.0: Adam changes every weight by about lr in an update"),
+        (
+            "eval.sets={a: {path: x, samples: 8}}",
+            "eval.sets.a.samples: unknown setting; valid here: path, prompt_template",
+        ),
+        ("data.more=[{path: x, wieght: 2}]", "data.more.0.wieght: unknown setting; did you mean data.more.0.weight?"),
         ("engine.env={A=B: c}", "engine.env.A=B"),
         ("run.dir=", "run.dir = '': is empty"),
         (f"run.dir={'d' * 300}", "longer than a path may be"),

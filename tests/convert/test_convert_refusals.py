@@ -91,6 +91,12 @@ def test_full_disk_is_noticed_before_writing(source, checkpoint, convert, tmp_pa
     assert untouched(tmp_path)
 
 
+def test_a_checkpoint_as_source_names_the_command_for_it(checkpoint, convert, tmp_path):
+    (found,) = problems(convert, "hf-to-megatron", checkpoint, tmp_path / "target")
+    assert found.startswith("a Megatron checkpoint, no Hugging Face directory; `megatron-to-hf ")
+    assert untouched(tmp_path)
+
+
 def test_impossible_layouts_are_listed(source, convert, tmp_path):
     arguments = ("--tensor", 3, "--pipeline", 5, "--expert", 2)
     assert problems(convert, "hf-to-megatron", source, tmp_path / "target", *arguments) == (

@@ -83,8 +83,10 @@ def test_columns_by_path(tmp_path, tokenizers):
     path.write_text(json.dumps(row))
     for name, text in [("a.b", "x"), ("a.c.0.d", "z")]:
         assert source(path, tokenizers[0], prompt_column=name).prompt(0).text == text
-    for name in ("a.x", "a.c.1.d", "a.c.-1", "a.b.c", "a.c.d", "", "."):
-        with pytest.raises(PromptFileError, match=r"line 1: no column .*; it has 'a\.b', 'a', 'answer'"):
+    in_list, in_row = r"its 'a\.c' has 0", r"it has 'a\.b', 'a', 'answer'"
+    missing = {"a.x": "its 'a' has 'b', 'c'", "a.c.1.d": in_list, "a.c.-1": in_list, "a.b.c": r"its 'a\.b' has none"}
+    for name, there in (missing | {"a.c.d": in_list, "": in_row, ".": in_row}).items():
+        with pytest.raises(PromptFileError, match=rf"line 1: no column .*; {there}"):
             source(path, tokenizers[0], prompt_column=name)
 
 

@@ -106,6 +106,21 @@ def test_every_malformed_line_is_reported_at_once(tmp_path, tokenizer):
         assert expected in message
 
 
+def test_a_missing_field_of_a_column_is_named_with_those_that_are_there(tmp_path, tokenizer):
+    path = tmp_path / "verl.jsonl"
+    path.write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2", "style": "rule"}}\n')
+    expected = r"no column 'reward_model.answer' .*; its 'reward_model' has 'ground_truth', 'style'"
+    with pytest.raises(PromptFileError, match=expected):
+        source(path, tokenizer, answer_column="reward_model.answer")
+
+
+def test_json_lines_with_the_name_of_a_parquet_file(tmp_path, tokenizer):
+    path = tmp_path / "train.parquet"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    with pytest.raises(PromptFileError, match=r"it begins like JSON, so rename it to \.jsonl"):
+        source(path, tokenizer)
+
+
 def test_a_file_that_is_all_wrong_stays_readable(tmp_path, tokenizer):
     path = tmp_path / "bad.jsonl"
     path.write_text("".join(f'{{"column {number}": 1}}\n' for number in range(3000)))

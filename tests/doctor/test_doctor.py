@@ -19,6 +19,7 @@ from dppo_megatron.bank import BankWriter
 from dppo_megatron.cli import app
 from dppo_megatron.doctor import Examination, diagnose
 from dppo_megatron.doctor.checks import CHECKS
+from dppo_megatron.observability.history import ReportError
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.tokenizers import save_character_model
 
@@ -273,6 +274,48 @@ def test_a_healthy_run_has_no_finding(change, tmp_path, model):
     examination = diagnose(write_run(tmp_path, model, change))
     assert examination.findings == {}
     assert examination.unread == ""
+
+
+@pytest.mark.parametrize("reward_of_long", [1.0, 0.0])
+def test_truncated_responses_with_rewards_are_healthy(reward_of_long, tmp_path, model):
+    """Three of four samples have 40 tokens, the limit."""
+    long = np.arange(SAMPLES) % 4 > 0
+
+    def change(step: int, row: Row, groups: Groups) -> Groups:
+        row["rollout/truncated_share"] = 0.75
+        rewards = np.where(long, reward_of_long, 1 - reward_of_long).astype(np.float32)
+        return [
+            replace(g, rewards=rewards, rollouts=tuple(cut(r, at) for r, at in zip(g.rollouts, long, strict=True)))
+            for g in groups
+        ]
+
+    run = write_run(tmp_path, model, change)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["rollout"]["max_response_tokens"] = 40
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert ("truncation" in diagnose(run).findings) == (reward_of_long == 0)
+
+
+def cut(rollout: Rollout, whole: bool) -> Rollout:
+    """Return the rollout, or its first 39 tokens."""
+    if whole:
+        return rollout
+    values = {
+        name: getattr(rollout, name)[:39]
+        for name in ("token_ids", "rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob")
+    }
+    return replace(rollout, **values, routed_experts=rollout.routed_experts[:-1])
+
+
+def test_a_run_that_ended_before_its_first_step_names_the_exception(tmp_path):
+    with pytest.raises(ReportError, match=r"nothing: not a run; name the run\.dir of a run"):
+        diagnose(tmp_path / "nothing")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "publish/bytes": 3.0}\n')
+    with pytest.raises(ReportError, match=r"has no step yet, and .*logs has no exception"):
+        diagnose(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "orchestrator.log").write_text("NoReward: step 0: every reward failed\n")
+    assert diagnose(tmp_path).findings["no step"].evidence.startswith("NoReward: step 0: every reward failed (")
 
 
 def test_a_run_that_goes_on_is_told_once(tmp_path, model):

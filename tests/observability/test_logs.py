@@ -130,7 +130,11 @@ PYDANTIC = "pydantic_core.ValidationError: 1 validation error for X\n  Value err
             "usage: x\nvllm: error: unrecognized arguments: --no\n",
             "vllm: error: unrecognized arguments: --no ({}, line 2)",
         ),
-        (EARLIER + "all is well\n", None),
+        (
+            "NoReward: step 0: every reward failed; correct it\n",
+            "NoReward: step 0: every reward failed; correct it ({}, line 1)",
+        ),
+        (EARLIER + "all is well\nUserWarning: slow\n", None),
     ],
 )
 def test_the_cause_of_an_engine_that_does_not_start(tmp_path, text, cause):
