@@ -41,8 +41,9 @@ def settings_page() -> str:
 def _rows(prefix: str, section: dict[str, Any], schema: dict[str, Any]) -> Iterator[str]:
     for name, field in section["properties"].items():
         setting, inner, suffix = f"{prefix}.{name}", _resolved(field, schema), ""
-        if "additionalProperties" in inner and "$ref" in str(inner["additionalProperties"]):
-            inner, suffix = _resolved(inner["additionalProperties"], schema), ".NAME"
+        of_names = [inner.get("additionalProperties"), *inner.get("patternProperties", {}).values()]
+        if entry := next((one for one in of_names if isinstance(one, dict) and "$ref" in one), None):
+            inner, suffix = _resolved(entry, schema), ".NAME"
         elif inner.get("type") == "array" and "$ref" in inner["items"]:
             inner, suffix = _resolved(inner["items"], schema), ".N"
         if "properties" in inner and inner["title"] != "RewardConfig":

@@ -31,7 +31,7 @@ from .section import (
 
 class EngineConfig(Section):
     kind: Literal["vllm", "sglang"] = setting("vllm", "the inference server")
-    urls: tuple[Url, ...] = setting((), "engines already running; empty = started with the run")
+    urls: tuple[Url, ...] = setting((), "engines already running, http://HOST:PORT; empty = started with the run")
     secret_file: Path | None = setting(
         None, "file with the secret that requests must send; default: RUN/secret, which is created"
     )
