@@ -32,7 +32,7 @@ def queried(monkeypatch) -> list[str]:
 
     class Child:
         def __init__(self, name, command, log, env, lock):
-            register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}/{env['CUDA_VISIBLE_DEVICES']}", 1)
+            register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}.{env['CUDA_VISIBLE_DEVICES']}", 1)
 
         def signal(self, number):
             pass
@@ -66,7 +66,7 @@ def test_models_of_one_name_have_engines_of_their_own(config, queried, tmp_path)
     for run in ("a", "b"):
         found = evaluate.evaluate_model(config, model(tmp_path / run / "model"), "config.yaml")
         assert found == {"heldout": {"eval/accuracy": 0.5}}
-    assert queried == ["http://model-1/4", "http://model-1/6", "http://model-2/4", "http://model-2/6"]
+    assert queried == ["http://model-1.4", "http://model-1.6", "http://model-2.4", "http://model-2.6"]
 
 
 @pytest.mark.parametrize("change", [{"objective": {"name": "nll"}}, {"rollout": {"bank": "bank"}}])
@@ -74,7 +74,7 @@ def test_runs_without_engines_of_their_own_are_evaluated(config, queried, tmp_pa
     config = Config.model_validate(config.model_dump() | change)
     assert not config.samples
     evaluate.evaluate_model(config, model(tmp_path / "model"), "config.yaml")
-    assert queried == ["http://model-1/4", "http://model-1/6"]
+    assert queried == ["http://model-1.4", "http://model-1.6"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_as_many_engines_start_as_the_gpus_hold(config, queried, tmp_path, capsy
         evaluate.evaluate_model(config, model(tmp_path / "model"), "config.yaml")
         said = f"engine.count = {engine['count']}: 2 GPUs are visible; lowered to {len(each)}\n"
         assert capsys.readouterr().out == said
-    assert queried == [f"http://model-1/{gpus}" for gpus in each or ()]
+    assert queried == [f"http://model-1.{gpus}" for gpus in each or ()]
 
 
 def test_every_recipe_is_sampled_on_one_node_of_eight_gpus(tmp_path, monkeypatch):
