@@ -50,7 +50,7 @@ def main() -> int:
     results = HERE / "results" / arguments.name
     (results / "rows").mkdir(parents=True, exist_ok=True)
     known = {_key(row) for row in read_rows(results)}
-    steps, tokens = [], []
+    new, steps, tokens = [], [], []
     for study in arguments.studies:
         for row in read_rows(study):
             if _key(row) in known or row.status != "done":
@@ -59,9 +59,11 @@ def main() -> int:
             of = dict(zip(("method", "condition", "seed"), _key(row), strict=True))
             steps += [of | values for values in step_rows(run)]
             tokens += [of | values for values in token_rows(run)]
-            add_row(results, row)
+            new.append(row)
     for name, rows in (("steps", steps), ("tokens", tokens)):
         _append(results / f"{name}.parquet", rows)
+    for row in new:  # last, because a run with a row counts as collected
+        add_row(results, row)
     print(f"{results}: {len(read_rows(results))} runs, {len(known)} of them collected before")
     return 0
 
@@ -107,6 +109,8 @@ def _key(row: StudyRow) -> tuple[str, str, int]:
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     if rows:
         new = pa.Table.from_pylist(rows)
+        fields = [field.with_type(pa.float64()) if pa.types.is_null(field.type) else field for field in new.schema]
+        new = new.cast(pa.schema(fields))  # a column of None only has no type
         pq.write_table(pa.concat_tables([pq.read_table(path), new]) if path.exists() else new, path)
 
 
