@@ -21,7 +21,7 @@ SERVER_START = "starting the server of node"  # an engine's log also contains th
 SERVER_STOP = "asks the server to end"  # later lines are not errors
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # prefix of lines from vLLM's processes
 # Also our own exceptions, such as NoReward, whose names are of several words.
-_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout)\b|^([A-Z][a-z]+){2,}(?<!Warning): |^\S+: error: ")
+_EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Timeout)\b|^(\w+\.)*([A-Z][a-z]+){2,}(?<!Warning): |^\S+: error: ")
 _CONSEQUENCE = re.compile(
     r"root cause|^(EngineStart|EngineDead|BrokenPipe|ConnectionReset|Cancelled)Error|^ServiceTimeout"
 )

@@ -134,6 +134,7 @@ PYDANTIC = "pydantic_core.ValidationError: 1 validation error for X\n  Value err
             "NoReward: step 0: every reward failed; correct it\n",
             "NoReward: step 0: every reward failed; correct it ({}, line 1)",
         ),
+        ("a.b.TrainingDiverged: loss is nan\n", "a.b.TrainingDiverged: loss is nan ({}, line 1)"),
         (EARLIER + "all is well\nUserWarning: slow\n", None),
     ],
 )
