@@ -95,7 +95,10 @@ def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardCon
                 prompts = [Prompt(0, r.number - 1, r.token_ids, r.text, r.answer, r.columns, r.source) for r in firsts]
                 for name, failure in rewards.try_once(prompts):
                     line = f"reward.name = {name}: called with row 1's prompt and answer: {failure.detail}"
-                    (out if UNFIT in line else notes).append(line)
+                    if UNFIT in line:
+                        out.append(line)
+                    else:
+                        notes.append(f"warning: samples whose reward raises are not trained on; {line}")
         except RewardError:
             continue  # `reward_problems` reports it
     return out

@@ -113,11 +113,19 @@ class EngineConfig(Section):
         return self.quantization == "fp8_block"
 
 
+def _not_greedy(value: Any) -> Any:
+    if type(value) in (int, float) and 0 <= value < 0.01:
+        raise refusal("samples of a group would be equal, so that no advantage is left; use e.g. 1.0 (eval is greedy)")
+    return value
+
+
 class RolloutConfig(Section):
     prompts_per_step: Count = setting(64, "prompts, and so groups, of a step")
     group_size: Count = setting(8, "samples per prompt")
     max_response_tokens: Count = setting(1024, "a longer response is cut there, and counts as truncated")
-    temperature: Float = setting(1.0, "for sampling and log-probs; vLLM raises smaller values to 0.01", ge=0.01, le=100)
+    temperature: Annotated[Float, BeforeValidator(_not_greedy)] = setting(
+        1.0, "for sampling and log-probs; vLLM raises smaller values to 0.01", ge=0.01, le=100
+    )
     top_p: Float = setting(
         1.0,
         "below 1: sample from the fewest tokens with this total probability; engines report the sampling mask of "

@@ -164,6 +164,8 @@ def plain_words(error: Any) -> str:
         return f"must be a list; write [{', '.join(value.split()) if isinstance(value, str) else '...'}]"
     if kind == "dict_type":
         return "must be a section of settings; write {NAME: VALUE}"
+    if kind == "string_type" and isinstance(value, dict):
+        return "must be text, but ': ' makes it a section; put it in quotes, also inside --set 'NAME=\"...\"'"
     if kind in ("string_type", "path_type") and isinstance(value, (int, float)):
         return f'must be text; put it in quotes, "{value}"'
     return error["msg"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from dppo_megatron.common.dtypes import FloatName
 
@@ -15,10 +15,16 @@ from .section import Count, CountFromZero, FilePath, Float, Positive, Processes,
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def _layer_names(value: Any) -> Any:
+    if value in ("all-linear", ["all-linear"]):
+        raise refusal("PEFT's word for all linear layers, which have adapters by default; remove the setting")
+    return value
+
+
 class LoraConfig(Section):
     r: CountFromZero = setting(0, "rank of the adapters; 0 = no adapters, all weights are trained")
     alpha: Positive = setting(16.0, "an adapter is scaled by alpha / r")
-    targets: tuple[Annotated[str, Field(min_length=1)], ...] = setting(
+    targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_layer_names)] = setting(
         LINEAR,
         "linear layers with an adapter, by the last parts of their Hugging Face names, as in PEFT",
         min_length=1,

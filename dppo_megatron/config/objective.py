@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_va
 
 from dppo_megatron.objectives import PRESETS, ObjectiveError
 from dppo_megatron.objectives.settings import (
+    OTHER_BOUNDS,
     AdvantageKind,
     AggregationKind,
     CreditKind,
@@ -56,6 +57,9 @@ class ObjectiveConfig(Section):
         if name is not None and name not in PRESETS:
             return settings  # a user's own objective
         wrong = {axis: why for axis, value in settings.items() if (why := axis_problem(axis, value))}
+        if name is not None:
+            bound = "epsilon_low and epsilon_high" if PRESETS[name].settings.divergence == "ratio" else "delta"
+            wrong |= dict.fromkeys(wrong.keys() & OTHER_BOUNDS, f"objective {name} has {bound} instead")
         if wrong:
             raise ValidationError.from_exception_data(
                 "objective.settings",

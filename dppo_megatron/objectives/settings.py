@@ -288,6 +288,8 @@ _OTHER_NAMES = {
 }
 # Names in TRL, verl, OpenRLHF, slime, NeMo-RL and others, and our axis for each.
 OTHER_NAMES = {name: ours for ours, names in _OTHER_NAMES.items() for name in names.split()}
+# The names whose axis depends on the method's divergence.
+OTHER_BOUNDS = {name for name, ours in OTHER_NAMES.items() if ours.startswith("delta ")} - AXIS_ALIASES.keys()
 
 
 def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSettings:

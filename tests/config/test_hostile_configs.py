@@ -75,7 +75,7 @@ def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(s
     ("override", "expected"),
     [
         ("rollout.temperature=1e-300", "rollout.temperature"),
-        ("rollout.temperature=0.001", "greater than or equal to 0.01"),
+        ("rollout.temperature=0.001", "use e.g. 1.0"),
         ("optimizer.eps=1e-60", "optimizer.eps"),
         ("optimizer.min_lr=.inf", "optimizer.min_lr"),
         ("rollout.stop_token_ids=[2, -1]", "rollout.stop_token_ids.1 = -1"),

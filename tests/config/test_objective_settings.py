@@ -69,7 +69,7 @@ def test_an_unknown_method_suggests_the_nearest_and_does_not_hide_its_axes(tmp_p
         ({"epsilon": "wide"}, "objective.settings.epsilon = 'wide': must be a finite number or None"),
         ({"divergence": "tv"}, "objective.settings.divergence = 'tv': is not one of binary_tv"),
         ({"anchor": "recompute"}, "is not one of rollout, old, recomputed (= old). did you mean 'recomputed'"),
-        ({"clip_ratio": 0.2}, "did you mean objective.settings.delta (of a ratio, epsilon_low and"),
+        ({"clip_ratio": 0.2}, "objective dppo_binary_tv has delta instead"),
     ],
 )
 def test_ill_typed_axes_are_named_with_what_they_accept(tmp_path, settings, expected):

@@ -76,6 +76,10 @@ def test_end_of_sequence_may_be_one_or_several():
 def test_directory_refusals(tmp_path):
     with pytest.raises(hf.ModelError, match="no such directory"):
         hf.read_hf_config(tmp_path / "absent")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(hf.ModelError, match="a PEFT adapter, no model"):
+        hf.read_hf_config(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(
         hf.ModelError, match=r"no config\.json.*pass a model's directory \(`hf download NAME --local-dir"
     ):
