@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 COLOURS = {
     "pg_is": "#999999",
+    "grpo": "#CC79A7",
     "clip_higher": "#D55E00",
     "clip_higher_exempt": "#E69F00",
     "dppo_binary_tv": "#0072B2",
@@ -121,14 +122,14 @@ def draw(judged: Curves, path: Path) -> Path:
 
 
 def _draw_curves(axes: Axes, judged: Curves, condition: str, name: str) -> None:
-    """Draw the mean over seeds of each method in COLOURS, and the range of the seeds."""
+    """Draw the mean over seeds of each method in COLOURS, and a thin line for each seed."""
     for method, colour in COLOURS.items():
         curves = [curve for key, curve in judged.items() if key[:2] == (method, condition)]
         if curves:
             values = [[step[name] for step in seeds] for seeds in zip(*curves, strict=False)]
             steps = range(1, len(values) + 1)
-            axes.plot(steps, list(map(mean, values)), color=colour, label=method, lw=1.8)
-            axes.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, lw=0)
+            axes.plot(steps, list(map(mean, values)), color=colour, label=method, lw=2.2)
+            axes.plot(steps, values, color=colour, alpha=0.25, lw=0.6)
 
 
 def _draw_doses(axes: Axes, judged: Curves) -> None:
