@@ -56,7 +56,10 @@ def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str
                 file, problem="cannot read the prompt file: a device or a pipe, which may have no end"
             )
         if file.suffix in (".csv", ".tsv"):
-            raise PromptFileError(file, problem="only JSONL and parquet are read: pandas.read_csv(IN).to_parquet(OUT)")
+            raise PromptFileError(
+                file,
+                problem="only JSONL and parquet are read: pyarrow.parquet.write_table(pyarrow.csv.read_csv(IN), OUT)",
+            )
         number = first - 1
         for number, columns in _table(file, first, held) if file.suffix in _TABLES else _json_lines(file, first):
             yield number, columns

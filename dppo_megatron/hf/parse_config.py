@@ -48,6 +48,9 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
         if (directory / "adapter_config.json").is_file():
             problem = "a PEFT adapter, no model; model.path is its base model, and model.lora.adapter this directory"
             raise ModelError(str(directory), [problem]) from None
+        if any(directory.glob("*.distcp")):
+            problem = "a Megatron checkpoint; set model.weights to it, and model.path to its Hugging Face model"
+            raise ModelError(str(directory), [problem]) from None
         file, place = ("config.json ", directory) if any(directory.glob("*.safetensors")) else ("", "DIR")
         remedy = f"pass a model's directory (`hf download NAME {file}--local-dir {place}`)"
         raise ModelError(str(directory), [f"no config.json: not a Hugging Face model directory; {remedy}"]) from None

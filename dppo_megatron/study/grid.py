@@ -76,13 +76,20 @@ def read_study(path: Path, directory: Path) -> Study:
             if unknown:
                 why = f"unknown; {nearest(name, StudyFile.model_fields)}"
             elif e["type"] == "dict_type" and name in ("methods", "conditions"):
-                why = "must be a mapping; write {NAME: {SETTING: VALUE}}, e.g. {small: {optimizer.lr: 1.0e-6}}"
+                example = "grpo: {objective.name: grpo}" if name == "methods" else "small: {optimizer.lr: 1.0e-6}"
+                why = f"must be a mapping; write {{NAME: {{SETTING: VALUE}}}}, e.g. {{{example}}}"
             else:
                 why = plain_words(e)
             problems.append(f"{name}: {why}")
     if problems:
         raise ConfigError(str(path), problems)
     cells = tuple(_cells(file, directory))
+    first: dict[tuple[str, int, str], str] = {}
+    for cell in cells:
+        other = first.setdefault((cell.condition, cell.seed, cell.hash), cell.method)
+        if other != cell.method:
+            why = f"the same settings as {other} in condition {cell.condition}; set e.g. objective.name"
+            raise ConfigError(str(path), [f"methods.{cell.method} = {file.methods[cell.method]}: {why}"])
     evaluation = cells[0].config.eval.sets or cells[0].config.data.eval
     known = [metric.name for metric in METRICS if metric.name.startswith("eval/")]
     if re.fullmatch("eval/[^/]+", file.metric) and file.metric not in known:

@@ -267,7 +267,7 @@ def test_malformed_prompt_lines_are_numbered(tree, tmp_path):
     ("name", "problem"),
     [
         ("prompts.jsonl", "empty"),
-        ("prompts.csv", "only JSONL and parquet are read: pandas.read_csv(IN).to_parquet(OUT)"),
+        ("prompts.csv", "only JSONL and parquet are read: pyarrow.parquet.write_table(pyarrow.csv.read_csv(IN), OUT)"),
         ("absent/dataset", "; one of the Hub: `hf download NAME --repo-type dataset --local-dir DIR`"),
     ],
 )

@@ -80,6 +80,10 @@ def test_directory_refusals(tmp_path):
     with pytest.raises(hf.ModelError, match="a PEFT adapter, no model"):
         hf.read_hf_config(tmp_path)
     (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "__0_0.distcp").touch()
+    with pytest.raises(hf.ModelError, match="a Megatron checkpoint; set model"):
+        hf.read_hf_config(tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
     with pytest.raises(
         hf.ModelError, match=r"no config\.json.*pass a model's directory \(`hf download NAME --local-dir"
     ):

@@ -72,6 +72,7 @@ def test_every_method_under_every_condition_with_every_seed(study, tmp_path):
         ({"seeds": []}, "seeds"),
         ({"seeds": 3}, r"seeds: must be a list; write \[3\] for one entry, e.g. \[1, 2, 3\] for several"),
         ({"methods": ["a"]}, r"methods: must be a mapping; write {NAME: {SETTING: VALUE}}"),
+        ({"methods": {"a": {}, "b": {}}}, "methods.b = {}: the same settings as a in condition"),
         (b"base: x", "methods: required, not set"),
         ({"metods": {}}, "metods: unknown; did you mean 'methods'?"),
         ({"methods": {"a b": {}}}, "methods"),
