@@ -13,6 +13,7 @@ from dppo_megatron.objectives.settings import (
     AggregationKind,
     CreditKind,
     axis_problem,
+    bounds_of,
     canonical,
     nearest,
     override,
@@ -58,8 +59,13 @@ class ObjectiveConfig(Section):
             return settings  # a user's own objective
         wrong = {axis: why for axis, value in settings.items() if (why := axis_problem(axis, value))}
         if name is not None:
-            bound = "epsilon_low and epsilon_high" if PRESETS[name].settings.divergence == "ratio" else "delta"
-            wrong |= dict.fromkeys(wrong.keys() & OTHER_BOUNDS, f"objective {name} has {bound} instead")
+            bounds = " and ".join(bounds_of(PRESETS[name].settings))
+            why = (
+                f"objective {name} has {bounds} instead"
+                if bounds
+                else f"objective {name} has no trust region; remove it"
+            )
+            wrong |= dict.fromkeys(wrong.keys() & OTHER_BOUNDS, why)
         if wrong:
             raise ValidationError.from_exception_data(
                 "objective.settings",

@@ -83,8 +83,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
     try:
         columns = json.loads(text, object_pairs_hook=each_once)
     except json.JSONDecodeError as error:
-        problem = error.msg.removesuffix(" enclosed in double quotes")
-        raise ValueError(f"not JSON: {problem.removesuffix(' at')} at character {error.pos + 1}") from None
+        problem = error.msg.removesuffix(" enclosed in double quotes").removesuffix(" at")
+        raise ValueError(f"not JSON: {problem} at character {error.pos + 1}") from None
     except RecursionError:
         raise ValueError(f"nested more than {_DEEPEST} levels deep") from None
     if not isinstance(columns, dict):

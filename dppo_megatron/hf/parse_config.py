@@ -47,13 +47,13 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
     except FileNotFoundError:
         if (directory / "adapter_config.json").is_file():
             problem = "a PEFT adapter, no model; model.path is its base model, and model.lora.adapter this directory"
-            raise ModelError(str(directory), [problem]) from None
-        if any(directory.glob("*.distcp")):
+        elif any(directory.glob("*.distcp")):
             problem = "a Megatron checkpoint; set model.weights to it, and model.path to its Hugging Face model"
-            raise ModelError(str(directory), [problem]) from None
-        file, place = ("config.json ", directory) if any(directory.glob("*.safetensors")) else ("", "DIR")
-        remedy = f"pass a model's directory (`hf download NAME {file}--local-dir {place}`)"
-        raise ModelError(str(directory), [f"no config.json: not a Hugging Face model directory; {remedy}"]) from None
+        else:
+            file, place = ("config.json ", directory) if any(directory.glob("*.safetensors")) else ("", "DIR")
+            remedy = f"pass a model's directory (`hf download NAME {file}--local-dir {place}`)"
+            problem = f"no config.json: not a Hugging Face model directory; {remedy}"
+        raise ModelError(str(directory), [problem]) from None
     except ValueError as error:
         raise ModelError(str(path), [str(error)]) from None
     return parse_hf_config(raw, str(path))

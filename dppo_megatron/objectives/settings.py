@@ -274,9 +274,9 @@ _HINTS = get_type_hints(ObjectiveSettings, include_extras=True)
 # Names accepted in addition to the axes, and the axes that each sets.
 AXIS_ALIASES = {"epsilon": ("epsilon_low", "epsilon_high")}
 
+_BOUNDS = "delta (of a ratio, epsilon_low and epsilon_high)"
 _OTHER_NAMES = {
-    "delta (of a ratio, epsilon_low and epsilon_high)": "clip clip_coef clip_eps clip_epsilon clip_param clip_range "
-    "clip_ratio cliprange eps_clip epsilon",
+    _BOUNDS: "clip clip_coef clip_eps clip_epsilon clip_param clip_range clip_ratio cliprange eps_clip epsilon",
     "epsilon_low": "clip_low clip_ratio_low cliprange_low clip_range_low eps_low eps_clip_low ratio_clip_min",
     "epsilon_high": "clip_high clip_ratio_high cliprange_high clip_range_high eps_high eps_clip_high ratio_clip_max",
     "dual_clip": "clip_ratio_c eps_clip_c ratio_clip_c",
@@ -288,8 +288,8 @@ _OTHER_NAMES = {
 }
 # Names in TRL, verl, OpenRLHF, slime, NeMo-RL and others, and our axis for each.
 OTHER_NAMES = {name: ours for ours, names in _OTHER_NAMES.items() for name in names.split()}
-# The names whose axis depends on the method's divergence.
-OTHER_BOUNDS = {name for name, ours in OTHER_NAMES.items() if ours.startswith("delta ")} - AXIS_ALIASES.keys()
+# The names whose axis depends on the method; `bounds_of` returns it.
+OTHER_BOUNDS = {name for name, ours in OTHER_NAMES.items() if ours == _BOUNDS} - AXIS_ALIASES.keys()
 
 
 def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSettings:
@@ -312,6 +312,12 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
         if branch is not None and name not in given and not BRANCHES[branch][0](draft):
             merged[name] = field.default
     return ObjectiveSettings(**merged)
+
+
+def bounds_of(settings: ObjectiveSettings) -> list[str]:
+    """Return the axes that bound the method's trust region; none if it has no region."""
+    axes = ("delta", "epsilon_low", "epsilon_high")
+    return [axis for axis in axes if BRANCHES[AXES[axis].metadata["of"]][0](settings)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -112,6 +112,10 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
             "objective={name: ppo, settings: {clip_range: 0.2}}",
             "objective ppo has epsilon_low and epsilon_high instead",
         ),
+        (
+            "objective={name: pg_is, settings: {clip_range: 0.2}}",
+            "clip_range = 0.2: objective pg_is has no trust region; remove it",
+        ),
         ("rollout.temperature=0", "use e.g. 1.0 (eval is greedy)"),
         ("model.lora.targets=all-linear", "remove the setting"),
         ("data.prompt_template=Question: {prompt}", "must be text, but ': ' makes it a section"),

@@ -76,14 +76,14 @@ def test_end_of_sequence_may_be_one_or_several():
 def test_directory_refusals(tmp_path):
     with pytest.raises(hf.ModelError, match="no such directory"):
         hf.read_hf_config(tmp_path / "absent")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(hf.ModelError, match="a PEFT adapter, no model"):
-        hf.read_hf_config(tmp_path)
-    (tmp_path / "adapter_config.json").unlink()
-    (tmp_path / "__0_0.distcp").touch()
-    with pytest.raises(hf.ModelError, match="a Megatron checkpoint; set model"):
-        hf.read_hf_config(tmp_path)
-    (tmp_path / "__0_0.distcp").unlink()
+    for file, kind in (
+        ("adapter_config.json", "a PEFT adapter, no model"),
+        ("__0_0.distcp", "a Megatron checkpoint; set"),
+    ):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / file).touch()
+        with pytest.raises(hf.ModelError, match=kind):
+            hf.read_hf_config(tmp_path / kind)
     with pytest.raises(
         hf.ModelError, match=r"no config\.json.*pass a model's directory \(`hf download NAME --local-dir"
     ):
