@@ -40,7 +40,7 @@ def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
     Raises `CannotTrace` under context parallelism.
     """
     if actor.layout.context_size > 1:
-        raise CannotTrace("parallel.context > 1: a rank has parts of each sequence; set it to 1")
+        raise CannotTrace("parallel.context > 1: a trace needs whole sequences, and each rank has parts; set it to 1")
     recorder = _TraceRecorder(actor, len(batch.token_ids), given or {})
     with recorder.hooks():
         actor.scores([batch])

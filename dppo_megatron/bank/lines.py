@@ -18,8 +18,8 @@ from .blob import Encoded
 from .entry import BankEntry
 from .shapes import Shapes
 
-# Every record begins with `kind`, `position` and `row`, so that a scan need not parse the rest. In a group's line, the
-# place of its blob follows.
+# Every record begins with `kind`, `position` and `row`, so that a scan can skip the rest of the line. In a group's
+# line, offset and size of its blob follow.
 RECORD = re.compile(rb'\{"kind":"(group|dropped)","position":(\d{1,18}),"row":(\d{1,18})[,}]')
 PLACE = re.compile(rb'\{"kind":"group","position":\d{1,18},"row":\d{1,18},"offset":(\d{1,18}),"bytes":(\d{1,18}),')
 GROUP_START = b'{"kind":"group",'

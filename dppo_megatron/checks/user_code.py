@@ -32,6 +32,7 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
     out = []
     if objective.settings.supervised != chosen.supervised:
         out.append(_other_batches(chosen.name, objective.settings.supervised))
+    out += _column_problems(chosen.name, objective.needs_columns)
     if objective.needs_topk and config.rollout.topk_logprobs == 0:
         out.append(
             f"rollout.topk_logprobs = 0: objective {chosen.name} compares top-K tokens; set it to the K it should "
@@ -43,6 +44,22 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
             "without this adapter, not the start of training; merge it into model.path"
         )
     return out
+
+
+def _column_problems(name: str, columns: Any) -> list[str]:
+    """Return why the columns that an objective needs cannot be given to it."""
+    from dppo_megatron.objectives.settings import nearest
+    from dppo_megatron.types import COLUMNS
+
+    where = f"objective.name = {name}: needs_columns = {columns!r}"
+    if isinstance(columns, str) or not all(isinstance(column, str) for column in columns):
+        return [f"{where}: write a tuple of names"]
+    known = {column.name: column for column in COLUMNS if column.packed}
+    return [
+        f"{where}: {column!r} is no column of a batch: {nearest(column, known)}"
+        for column in columns
+        if column not in known
+    ]
 
 
 def _other_batches(name: str, supervised: bool) -> str:

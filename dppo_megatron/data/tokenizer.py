@@ -86,7 +86,10 @@ def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < _MOST_TOKENS]:
-                raise TokenizerError(f"{directory / name}: eos_token_id = {shown(wrong[0])}: is no token; correct it")
+                raise TokenizerError(
+                    f"{directory / name}: eos_token_id = {shown(wrong[0])}: not a token id; write the id of the token "
+                    "that ends a response"
+                )
             found.update(ids)
             break
     if tokenizer.eos_token_id is not None:

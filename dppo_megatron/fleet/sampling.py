@@ -77,12 +77,14 @@ class Sampler:
         `request` gives every attempt its own seeds and id; `what` names the group in messages. Raises `InvalidSample`
         when all attempts were invalid, otherwise as `generate`.
         """
+        problem: InvalidSample | None = None
         for attempt in range(SEED_ATTEMPTS):
             try:
                 return await self.generate(request(attempt))
             except InvalidSample as error:
                 log.warning("%s: rejected an invalid sample (%s)", what, error)
-        raise InvalidSample(f"{what}: the engine returned an invalid group {SEED_ATTEMPTS} times; see its log")
+                problem = error
+        raise InvalidSample(f"{what}: the engine returned an invalid group {SEED_ATTEMPTS} times; the last: {problem}")
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Return the `n` samples in the order of `seeds`, all complete.

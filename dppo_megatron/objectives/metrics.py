@@ -63,7 +63,10 @@ def min_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
 
 
 def quantiles_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """Return the histogram of a non-negative `value` over `where`, in fixed bins so that merging is exact."""
+    """Return the histogram of a non-negative `value` over `where`, in fixed bins so that merging is exact.
+
+    Bins are 12 % wide between 1e-8 and 100. For a ratio near 1 use |ln r|.
+    """
     decades = value.detach().double().clamp(min=1e-30).log10() - _LOWEST_DECADE
     # A nan has no bin of its own and goes to the lowest; the count of non-finite tokens reports it.
     bin_ = (decades * _BINS_PER_DECADE).nan_to_num(nan=-1.0).floor().clamp(-1, _BINS - 2).long() + 1

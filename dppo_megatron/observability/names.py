@@ -113,7 +113,7 @@ _ROWS = (
     ("engine/restarts", "count", "times an engine came back as another instance"),
     ("engine/caught_up", "count", "times the orchestrator verified an engine's weights itself"),
     ("engine/retried_requests", "count", "requests sent again because an engine failed"),
-    ("engine/unconfirmed", "count", "engines that a publish could not verify because they did not answer"),
+    ("engine/unconfirmed", "count", "engines that a publish left out: no answer, a failed load, or other weights"),
     ("time/step_s", "s", "wall time of the step"),
     # parts of the step are disjoint; the rest of time/step_s is "other"
     ("time/wait_s", "s", "part of the step: waiting for its rollouts"),

@@ -46,8 +46,8 @@ def adapt(function: Callable[..., Any], name: str) -> Reward:
     for parameter, meaning, others in zip(named, ("prompt", "response"), _MISPLACED, strict=False):
         if parameter in others:
             raise RewardError(
-                f"reward.name = {name}: its parameter {parameter} would get the {meaning}; take (prompt, "
-                "response_text), where prompt.answer is the row's answer, or parameters of verl or TRL"
+                f"reward.name = {name}: the {meaning} would be passed as parameter {parameter}; name the parameters "
+                "(prompt, response_text), where prompt.answer is the row's answer, or as verl or TRL does"
             )
     return function
 

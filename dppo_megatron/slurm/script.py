@@ -1,6 +1,6 @@
-"""Writes batch scripts from one template: of a run, from its config, and of the repository's slurm/ for sites to edit.
+"""Writes batch scripts from one template: the script of a run, and the examples in slurm/ that a site edits.
 
-`python -m dppo_megatron.slurm.script slurm` writes the latter into slurm/.
+`python -m dppo_megatron.slurm.script slurm` writes the examples.
 """
 
 from __future__ import annotations

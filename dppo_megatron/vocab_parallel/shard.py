@@ -12,7 +12,7 @@ from torch import Tensor
 from .collectives import all_gather
 from .compiled import worthwhile
 
-HEADER = 4  # first id, columns, vocab_size (-1: all), checksum of the ids
+HEADER = 4  # numbers before the values: first id, columns, vocab_size (-1: unlimited), checksum of the token ids
 
 
 @dataclass(frozen=True)

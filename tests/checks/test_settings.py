@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from dppo_megatron.checks import exact, settings_problems, user_code
 from dppo_megatron.config import Config
 from dppo_megatron.config.load import _apply_overrides
 from dppo_megatron.hf import parse_hf_config
+from dppo_megatron.objectives import Objective, ObjectiveSettings
 from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
 from tests.support.configs import make_config
 
@@ -118,6 +121,25 @@ def test_a_reference_must_be_what_training_starts_from(kl):
     found = user_code.objective_problems(config(f"{LORA} model.lora.adapter=other {kl}"), [])
     assert any("model.lora.adapter = other: the reference of" in problem for problem in found) == bool(kl)
     assert user_code.objective_problems(config(LORA + kl), []) == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        (("topk_id",), "'topk_id' is no column of a batch: did you mean 'topk_ids'?"),
+        ("rollout_logprob", "write a tuple of names"),
+        (("rollout_logprob",), None),
+    ],
+)
+def test_an_objective_needs_columns_that_exist(monkeypatch, columns, problem):
+    module = types.ModuleType("reads_a_column")
+    kind = type("Reads", (Objective,), {"needs_columns": columns})
+    module.reads = kind("reads", ObjectiveSettings(delta=0.15))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = user_code.objective_problems(config("objective.name=reads_a_column:reads"), [])
+    assert [text for text in found if "needs_columns" in text] == (
+        [] if problem is None else [f"objective.name = reads_a_column:reads: needs_columns = {columns!r}: {problem}"]
+    )
 
 
 def of_model(model: dict, settings: str = EXACT, *, elsewhere: bool = False) -> list[str]:

@@ -87,8 +87,8 @@ def test_the_objective_of_contributing_is_one(tmp_path, monkeypatch):
 
 
 def test_the_objective_of_contributing_reads_its_column(tmp_path, monkeypatch):
-    objective = own_objective(tmp_path, monkeypatch, "distilled")
+    objective = own_objective(tmp_path, monkeypatch, "compared")
     logprob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    teacher = torch.tensor([-1.5, -2.0, float("nan")])
-    objective(teacher_logprob=teacher, **given(logprob)).loss.sum().backward()
+    second = torch.tensor([-1.5, -2.0, float("nan")])
+    objective(second_logprob=second, **given(logprob)).loss.sum().backward()
     assert logprob.grad.tolist() == [-1.0 + 2 * 0.5, 1.0, 0.0]

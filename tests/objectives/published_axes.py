@@ -120,7 +120,7 @@ def response_k2(w: World, t: Tensor) -> Tensor:
 
 
 _PENALTY = {"delta": 0.5}
-# Axes that no preset sets: label -> (preset, overrides, written loss).
+# Axes that no preset sets, and presets of our own: label -> (preset, overrides, written loss).
 ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
     "binary_tv": ("dppo_binary_tv", {"delta": 0.05}, dppo(total_variation, 0.05, topk=False)),
     "binary_kl": ("dppo_binary_kl", {"delta": 0.02}, dppo(kl, 0.02, topk=False)),

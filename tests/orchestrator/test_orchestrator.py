@@ -161,7 +161,7 @@ def test_invalid_samples_are_drawn_again_with_other_seeds(world):
 
 def test_an_engine_that_only_returns_invalid_samples_stops_the_run(world):
     w = world(steps=1)
-    with pytest.raises(InvalidSample, match="prompt 2: the engine returned an invalid group 3 times"):
+    with pytest.raises(InvalidSample, match="prompt 2: the engine returned an invalid group 3 times; the last: "):
         w.run_attempt(w.engine(corrupts=lambda request: trains(request) and position(request) == 2))
 
 

@@ -102,11 +102,11 @@ def test_functions_of_verl_run_unmodified(prompt):
         ("data_source, solution_str, extra_info=None, **more", "sums text {'a': 1}"),
         ("p, text", None),
         ("prompt, response_text, ground_truth=1, extra_info=2", None),
-        ("completion, gold", "parameter completion would get the prompt"),
-        ("response, answer", "parameter response would get the prompt"),
-        ("text, label", "parameter text would get the prompt"),
-        ("prompt, ground_truth", "parameter ground_truth would get the response"),
-        ("solution_str, answer", "parameter solution_str would get the prompt"),
+        ("completion, gold", "the prompt would be passed as parameter completion"),
+        ("response, answer", "the prompt would be passed as parameter response"),
+        ("text, label", "the prompt would be passed as parameter text"),
+        ("prompt, ground_truth", "the response would be passed as parameter ground_truth"),
+        ("solution_str, answer", "the prompt would be passed as parameter solution_str"),
     ],
 )
 def test_the_names_of_parameters_say_what_a_function_is_given(prompt, monkeypatch, parameters, given):
@@ -116,8 +116,8 @@ def test_the_names_of_parameters_say_what_a_function_is_given(prompt, monkeypatc
     module.reward = eval(f"lambda {parameters}: got.append(({', '.join(names)},)) or 0.0", {"got": got})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     row = replace(prompt("42", extra_info={"a": 1}), source="sums")
-    if given and "would get" in given:
-        with pytest.raises(RewardError, match=f"reward.name = named_by_parameters:reward: its {given}; take"):
+    if given and "would be passed" in given:
+        with pytest.raises(RewardError, match=f"reward.name = named_by_parameters:reward: {given}; name"):
             load_reward("named_by_parameters:reward")
         return
     load_reward("named_by_parameters:reward")(row, "text")

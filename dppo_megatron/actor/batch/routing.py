@@ -94,7 +94,7 @@ class _LayerReplay(RouterReplay):
         self.recorded: list[Tensor] | None = None
 
     def take(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Store the experts of the micro-batch that the layer is called with; a forward pre-hook of the layer."""
+        """Keep the micro-batch's recorded experts for the router of `layer`. Runs as the layer's forward pre-hook."""
         packed = kwargs.get("packed_seq_params")
         self.batch = None if packed is None else packed.replay
 

@@ -85,7 +85,8 @@ class ExpertsReader:
     def __init__(self, engine: EngineClient, config: VllmConfig):
         self._engine = engine
         # vLLM itself stores the experts of every cached block under the block's hash, and drops both when the cache is
-        # reset, as after every update (vllm/distributed/aux_output_connector). Our recorder lacks cached positions.
+        # reset, as after every update (vllm/distributed/aux_output_connector). Our recorder has no experts of positions
+        # that vLLM takes from its prefix cache.
         self.native = config.aux_output_config.enabled
         self.available = self.native or (
             config.model_config.is_moe and config.device_config.device_type == "cpu" and not config.use_v2_model_runner
