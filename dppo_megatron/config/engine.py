@@ -75,6 +75,12 @@ class EngineConfig(Section):
         "engine and trainer use the same operators, so their log-probs are bitwise equal; for dense models on CPUs, "
         "slower on both sides",
     )
+    draft_tokens: Annotated[Int, Field(ge=0, le=128)] = setting(
+        0,
+        "tokens that an engine drafts at most from earlier samples of the prompt; it samples every drafted position "
+        "itself, so tokens and log-probs are those of a run without drafts; 0 = off; for vllm on CPUs",
+    )
+    draft_batch: Count = setting(8, "draft_tokens: drafts are made while at most this many sequences run on an engine")
     extra_args: tuple[str, ...] = setting((), "appended to the server's command line")
     env: dict[EnvironmentName, str] = Field(default_factory=dict, description="environment variables of the server")
     start_timeout_s: Seconds = setting(600.0, "an engine that does not answer by then has failed")

@@ -73,6 +73,9 @@ class GenerateRequest:
     min_p: float = 0.0  # sample only from tokens with at least this share of the highest probability
     sampling_mask: bool = False  # return the tokens that top_p, top_k and min_p left at each position
     flags: tuple[str, ...] = ()  # values of `Column.asked_by` that are no field: return these columns too
+    # Earlier samples of the prompt, int32, each after the last tokens of the prompt. An engine with engine.draft_tokens
+    # may draft from them; the samples do not depend on them.
+    drafts: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dppo_megatron.engines.byte_budget import ByteBudget
     from dppo_megatron.engines.protocol import Engine
 
+DRAFTS = "dppo_megatron.engines.vllm.extension.drafts.BankDrafts"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 
 
@@ -126,6 +127,10 @@ class Vllm(EngineKind):
                 argv.append("--enable-return-routed-experts")
             if config.rollout.has_sampling_mask:
                 argv.append("--return-sampling-mask")
+        if engine.draft_tokens:
+            drafts = {"method": "custom_class", "model": DRAFTS, "num_speculative_tokens": engine.draft_tokens}
+            argv += ["--speculative-config", json.dumps(drafts), "--per-request-spec-decode-metrics", "summary"]
+            argv += ["--additional-config", json.dumps({"dppo_draft_batch": engine.draft_batch})]
         if config.weight_sync.lora == "adapter":
             rank = min(rank for rank in LORA_RANKS if rank >= config.model.lora.r)
             argv += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from dppo_megatron.common.dtypes import DTYPES
@@ -40,10 +41,12 @@ class GenerateBody(Body):
     min_p: float = 0.0
     sampling_mask: bool = False
     flags: tuple[Text, ...] = ()
+    drafts: list[list[Int32]] = []
 
     def request(self) -> GenerateRequest:
         """Return the request. Raises ValueError for values that `GenerateRequest` rejects."""
-        return GenerateRequest(**dict(self))
+        drafts = tuple(np.array(tokens, np.int32) for tokens in self.drafts)
+        return GenerateRequest(**dict(self) | {"drafts": drafts})
 
 
 class ScoreBody(Body):

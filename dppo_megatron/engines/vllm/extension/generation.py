@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import GroupSamples, parse_version
 
+from .drafts import GIVEN
 from .experts import RECORDED, ExpertsReader
 from .sampling_masks import RECORDED as MASKS
 from .sampling_masks import MaskReader
@@ -29,15 +30,20 @@ async def sample_group(
     experts: ExpertsReader,
     masks: MaskReader,
     adapter: LoRARequest | None,
+    drafts: bool = False,
 ) -> GroupSamples:
     """Return all samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine.
 
-    Each sample is a request of its own, because vLLM's own `n` above 1 numbers the seeds itself.
+    drafts: whether the workers draft (`drafts.py`). Each sample is a request of its own, because vLLM's own `n` above 1 numbers the seeds itself.
     """
     prompt = request.token_ids.tolist()
     names = child_ids(request)
     try:
         params = [_params(request, seed, experts, masks) for seed in request.seeds]
+        if drafts:
+            for each in params:
+                each.extra_args = {GIVEN: []}
+            params[0].extra_args = {GIVEN: [tokens.tobytes() for tokens in request.drafts]}
         samples = await _finals(engine, prompt, params, names, adapter)
         recorded: dict[str, np.ndarray] = {}
         if request.routed_experts:

@@ -37,6 +37,7 @@ from dppo_megatron.engines.samples import parse_version
 from dppo_megatron.weights.manifest import BadWeights
 
 from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, ScoreBody, parse
+from .drafts import has_drafts
 from .experts import ExpertsReader
 from .generation import child_ids, sample_group, score
 from .sampling_masks import MaskReader
@@ -70,6 +71,7 @@ class DppoRoutes:
         self._updater: WeightUpdater
         self._experts: ExpertsReader
         self._masks: MaskReader
+        self._drafts: bool
 
     def attach_router(self, app: FastAPI) -> None:
         for path, handler, method in (
@@ -102,6 +104,9 @@ class DppoRoutes:
         self._masks = MaskReader(engine_client, engine_client.vllm_config)
         if self._masks.available:
             await self._masks.start()
+        self._drafts = has_drafts(engine_client.vllm_config)
+        if self._drafts:
+            await engine_client.collective_rpc("dppo_draft")
         if version >= 0:
             await engine_client.update_weight_version(str(version))
 
@@ -136,7 +141,7 @@ class DppoRoutes:
         self._updater.check_consistent()
         self._admit(group)
         try:
-            work = sample_group(self._engine, group, self._experts, self._masks, self._updater.adapter)
+            work = sample_group(self._engine, group, self._experts, self._masks, self._updater.adapter, self._drafts)
             samples = await _unless_gone(request, work)
         finally:
             del self._running[group.request_id]

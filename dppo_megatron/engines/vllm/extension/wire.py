@@ -74,9 +74,14 @@ def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def encode_request(request: GenerateRequest) -> bytes:
-    # Servers of earlier versions know no flags.
-    values = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "flags" or request.flags}
-    return json.dumps({**values, "token_ids": request.token_ids.tolist()}).encode()
+    values = {f.name: getattr(request, f.name) for f in fields(request)}
+    for name in ("flags", "drafts"):  # servers of earlier versions know neither
+        if not values[name]:
+            del values[name]
+    arrays = {"token_ids": request.token_ids.tolist()}
+    if request.drafts:
+        arrays["drafts"] = [tokens.tolist() for tokens in request.drafts]
+    return json.dumps(values | arrays).encode()
 
 
 def encode_trace(logprobs: np.ndarray, workers: list[list[tuple[int, str, bytes, str, tuple[int, ...]]]]) -> bytes:

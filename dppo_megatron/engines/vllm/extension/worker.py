@@ -230,6 +230,10 @@ class WorkerExtension:
         records = [self._dppo_experts.take(name) for name in names]
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
+    def dppo_draft(self) -> None:
+        """Start drafting from earlier samples; the server has `BankDrafts`."""
+        self.model_runner.drafter.attach(self.model_runner)
+
     def dppo_record_masks(self) -> None:
         """Start recording the sampling masks of requests that ask for it."""
         self._dppo_masks = MaskRecorder(self.model_runner)

@@ -1,0 +1,91 @@
+"""Guess the next tokens of a sample from earlier samples of its prompt. Depends only on numpy.
+
+A guess is only a draft: the engine samples every drafted position itself, so a wrong draft costs time, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SUFFIXES = (16, 8, 4, 2)  # lengths of the suffixes that are looked up, the longest first
+MOST_TOKENS = 1 << 15  # of one prompt; the index takes about 800 bytes for each
+MOST_PLACES = 64  # occurrences of one suffix that a draft follows, the newest ones
+WORTH = 0.25  # smallest probability of acceptance for which a position is drafted
+_END = -1  # after the last token of each sequence
+
+
+class SuffixIndex:
+    """Finds the longest suffix of a sample that occurred before, and follows the most frequent continuation.
+
+    It is the part of a suffix trie over `add`ed sequences that drafts use: nodes of the depths in `SUFFIXES`, and below
+    them the continuations, read from the sequences themselves. Sequences are indexed at the first draft.
+
+    A continuation that k of n occurrences share is accepted with an estimated probability of k / n, times a factor that
+    is learned from the accepted drafts of this prompt. A draft ends where the product falls below `WORTH`; so a prompt
+    with low acceptance gets no drafts.
+
+    Example: after adding [5, 7, 2, 9] and [5, 7, 2, 4, 6], the suffix [5, 7] continues with 2 in both, and then with 4,
+    the newer one of 9 and 4.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: list[np.ndarray] = []
+        self._indexed = 0  # number of sequences that are indexed
+        self._tokens: list[int] = []  # these end to end, each with _END after it
+        self._places: dict[bytes, list[int]] = {}  # suffix -> the places in `_tokens` that follow it
+        self._expected, self._accepted = 10.0, 8.0  # sums over tested tokens; the start values are the prior
+
+    def add(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Add a sequence: a response, after the last tokens of its prompt. The oldest ones above `MOST_TOKENS` go."""
+        self._sequences.append(np.asarray(tokens, np.int32)[:MOST_TOKENS])
+        while sum(map(len, self._sequences)) > MOST_TOKENS:
+            del self._sequences[0]
+            self.shrink()
+
+    def shrink(self) -> None:
+        """Free the memory of the index; the next draft makes it again."""
+        self._indexed, self._tokens, self._places = 0, [], {}
+
+    def draft(self, suffix: np.ndarray, most: int) -> tuple[list[int], list[float]]:
+        """Return at most `most` likely next tokens after a sample, and the share of occurrences that has each.
+
+        suffix: [at least max(SUFFIXES), or all] int32, the last tokens of the sample with its prompt.
+        """
+        self._index()
+        key = np.ascontiguousarray(suffix, np.int32).tobytes()
+        found = next((f for n in SUFFIXES if (f := self._places.get(key[-4 * n :])) and len(key) >= 4 * n), None)
+        tokens: list[int] = []
+        shares: list[float] = []
+        if not found:
+            return tokens, shares
+        places, factor, probability = found[-MOST_PLACES:], min(self._accepted / self._expected, 1.0), 1.0
+        while len(tokens) < most:
+            following: dict[int, list[int]] = {}
+            for place in places:
+                following.setdefault(self._tokens[place], []).append(place + 1)
+            token, continued = max(following.items(), key=lambda item: (len(item[1]), item[1][-1]))
+            share = len(continued) / len(places)
+            probability *= share * factor
+            if token == _END or probability < WORTH:
+                break
+            tokens.append(token)
+            shares.append(share)
+            places = continued
+        return tokens, shares
+
+    def tested(self, shares: Sequence[float], accepted: int) -> None:
+        """Learn that the first `accepted` tokens of a draft were sampled, and the next one, if any, was not."""
+        self._expected += sum(shares[: accepted + 1])
+        self._accepted += accepted
+
+    def _index(self) -> None:
+        for tokens in self._sequences[self._indexed :]:
+            start, key = len(self._tokens), tokens.tobytes()
+            self._tokens += [*tokens.tolist(), _END]
+            for end in range(min(SUFFIXES), len(tokens)):
+                for n in SUFFIXES:
+                    if n <= end:
+                        self._places.setdefault(key[4 * (end - n) : 4 * end], []).append(start + end)
+        self._indexed = len(self._sequences)

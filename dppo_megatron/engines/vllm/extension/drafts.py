@@ -1,0 +1,203 @@
+"""Draft tokens from earlier samples of a prompt in a vLLM worker, and verify them without changing any token.
+
+vLLM's own verification draws as often as there are drafts, so a seed gives other tokens with other drafts. Here every
+drafted position is sampled from the target, with the draw that a run without drafts uses at this position, and a draft
+is accepted if it equals the sampled token.
+
+Without drafts vLLM 0.32 draws once per token from a generator of the request (on CPUs). So the draw of a position is the
+one of that number in the generator's stream. Rows of a request share its generator and draw in order; afterwards
+the generator is set back to the draws of the tokens that were kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.outputs import SamplerOutput
+
+from dppo_megatron.engines.drafts import SUFFIXES, SuffixIndex
+
+from .experts import name_of
+
+GIVEN = "dppo_drafts"
+"""Key of a request's `extra_args`: sequences as int32 bytes, which drafts may follow; empty if another has them."""
+BATCH = "dppo_draft_batch"
+"""Key of vLLM's additional config: drafts are made while at most this many sequences run."""
+MOST_GROUPS = 512  # groups with members to come or to finish, whose sequences are kept
+
+
+def has_drafts(config: VllmConfig) -> bool:
+    """Return whether the server was started with `BankDrafts`."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.model == f"{__name__}.{BankDrafts.__name__}"
+
+
+class _Running(NamedTuple):
+    """Describes a running request: its group, and its tokens, which grow."""
+
+    group: str
+    prompt: Sequence[int]
+    response: list[int]
+
+
+class BankDrafts:
+    """Proposes and verifies drafts; vLLM creates it by its name, and `attach` connects it with the model runner (V1).
+
+    It follows sequences that a request brings, and finished samples of the same group. Groups are named by the
+    requests' ids, GROUP/SAMPLE. A request without `GIVEN` is sampled as without drafts.
+    """
+
+    def __init__(self, config: VllmConfig):
+        self._most = config.num_speculative_tokens
+        self._batch = int(config.additional_config.get(BATCH, 0))
+        self._longest = config.model_config.max_model_len
+        self._runner: Any = None
+        self._running: dict[str, _Running] = {}  # by the id of the request
+        self._groups: OrderedDict[str, SuffixIndex] = OrderedDict()
+        self._shares: dict[str, list[float]] = {}  # of the drafts that were proposed last
+
+    def load_model(self, *_: Any) -> None:
+        """Do nothing: there is no draft model."""
+
+    def attach(self, runner: Any) -> None:
+        """Verify the drafts of `runner`, which has this proposer, and begin to propose."""
+        self._runner = runner
+        runner._sample = partial(self._sample, runner._sample)
+        # vLLM proposes zeros near the end of the model's length; `propose` limits the drafts itself.
+        runner.effective_drafter_max_model_len = sys.maxsize
+
+    def propose(
+        self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        """Return the drafts of each request of the batch.
+
+        sampled: the new tokens of each request; num_tokens [B]; token_ids [B, L] int32: the tokens of each request.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled]
+        if self._runner is None:
+            return drafts
+        self._follow()
+        self._shares.clear()
+        if len(sampled) > self._batch:
+            return drafts
+        for row, (request_id, new) in enumerate(zip(self._runner.input_batch.req_ids, sampled, strict=True)):
+            running = self._running.get(request_id)
+            if running is None or not new or (index := self._groups.get(running.group)) is None:
+                continue
+            # One more token than the drafts is sampled.
+            left = self._runner.requests[request_id].sampling_params.max_tokens - len(running.response)
+            end = int(num_tokens[row])
+            most = min(self._most, left - 1, self._longest - end - 1)
+            if most > 0:
+                drafts[row], shares = index.draft(token_ids[row, max(0, end - max(SUFFIXES)) : end], most)
+                self._shares[request_id] = shares
+        return drafts
+
+    def _follow(self) -> None:
+        """Notice new requests, and add the samples of finished ones to their groups."""
+        requests = self._runner.requests
+        for request_id in self._runner.input_batch.req_ids:
+            if request_id not in self._running and (found := _given(requests[request_id])) is not None:
+                state = requests[request_id]
+                group = name_of(request_id).rpartition("/")[0]
+                self._running[request_id] = _Running(group, state.prompt_token_ids, state.output_token_ids)
+                index = self._groups.setdefault(group, SuffixIndex())
+                for sequence in found:
+                    index.add(np.frombuffer(sequence, np.int32))
+        for request_id in self._running.keys() - requests.keys():
+            group, prompt, response = self._running.pop(request_id)
+            if (index := self._groups.get(group)) is not None:
+                index.add([*prompt[-max(SUFFIXES) :], *response])
+                if not any(running.group == group for running in self._running.values()):
+                    index.shrink()
+        while len(self._groups) > MOST_GROUPS:
+            self._groups.popitem(last=False)
+
+    def _sample(self, sample: Callable[..., SamplerOutput], logits: Any, drafted: Any) -> SamplerOutput:
+        """Sample the target at every row, and keep each request's tokens up to the first that is not its draft.
+
+        logits: [rows, V], for each request one row after each of its drafts and one before them.
+        """
+        if drafted is None or not drafted.max_spec_len:
+            return sample(logits, None)
+        batch, counts = self._runner.input_batch, np.array(drafted.num_draft_tokens) + 1
+        given, starts = batch.sampling_metadata, np.cumsum(counts) - counts
+        if any(request_id not in self._running for request_id in batch.req_ids):
+            # Another request's settings, such as penalties, may depend on its row. The first rows are exact for all.
+            found = self._runner.sampler(logits=logits[torch.from_numpy(starts)], sampling_metadata=given)
+            return _kept(found, np.ones_like(counts), np.arange(len(counts)), drafted.max_spec_len + 1)
+        states = {row: g.get_state() for row, g in given.generators.items() if counts[row] > 1}
+        found = self._runner.sampler(logits=logits, sampling_metadata=_for_rows(given, counts))
+        tokens, drafts = found.sampled_token_ids[:, 0].tolist(), drafted.draft_token_ids.tolist()
+        kept = np.ones_like(counts)
+        for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+            own = drafts[start - row : start - row + count - 1]
+            accepted = next((i for i, token in enumerate(own) if token != tokens[start + i]), len(own))
+            kept[row] = accepted + 1
+            if own:
+                self._learn(batch.req_ids[row], len(own), accepted)
+        for row, state in states.items():
+            _set_back(given.generators[row], state, drawn=int(counts[row]), kept=int(kept[row]))
+        return _kept(found, kept, starts, drafted.max_spec_len + 1)
+
+    def _learn(self, request_id: str, drafted: int, accepted: int) -> None:
+        index, shares = self._groups.get(self._running[request_id].group), self._shares.get(request_id)
+        if index is not None and shares:
+            index.tested(shares[:drafted], accepted)
+
+
+def _given(state: Any) -> list[bytes] | None:
+    """Return the sequences that a request brings; None if it takes no part."""
+    return (state.sampling_params.extra_args or {}).get(GIVEN)
+
+
+def _for_rows(given: Any, counts: np.ndarray) -> Any:
+    """Return the sampling metadata of each request once for each of its rows. Rows of a request share its generator."""
+    requests = np.repeat(np.arange(len(counts)), counts)
+    index = torch.from_numpy(requests)
+    tensors = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k")}
+    return replace(
+        given,
+        **{name: None if tensor is None else tensor[index] for name, tensor in tensors.items()},
+        generators={row: given.generators[r] for row, r in enumerate(requests.tolist()) if r in given.generators},
+    )
+
+
+def _kept(found: SamplerOutput, kept: np.ndarray, starts: np.ndarray, width: int) -> SamplerOutput:
+    """Return the first `kept` tokens of each request, from the rows at `starts`, as vLLM's rejection sampler does.
+
+    Tokens are [B, width], -1 where there is none, and log-probs [B width, K + 1].
+    """
+    places = np.arange(width) + starts[:, None]
+    absent = torch.from_numpy(np.arange(width) >= kept[:, None])
+    rows = torch.from_numpy(places.clip(max=len(found.sampled_token_ids) - 1).flatten())
+    tokens = found.sampled_token_ids[rows, 0].view(len(kept), width).masked_fill(absent, -1)
+    logprobs = found.logprobs_tensors
+    if logprobs is not None:
+        names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+        logprobs = logprobs._replace(**{name: getattr(logprobs, name)[rows] for name in names})
+    return replace(found, sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+
+def _set_back(generator: torch.Generator, state: torch.Tensor, *, drawn: int, kept: int) -> None:
+    """Set a generator to the draws of `kept` tokens after `state`; the sampler has made `drawn` draws.
+
+    Raises RuntimeError if the sampler draws otherwise than that of vLLM 0.32 on CPUs.
+    """
+    after = generator.get_state()
+    generator.set_state(state)
+    for number in range(1, drawn + 1):
+        torch.randint(0, 2**31, (1,), generator=generator)
+        if number == kept:
+            state = generator.get_state()
+    if not torch.equal(generator.get_state(), after):
+        raise RuntimeError("vLLM's sampler does not draw once per token; set engine.draft_tokens to 0")
+    generator.set_state(state)
