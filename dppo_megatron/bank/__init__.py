@@ -5,6 +5,7 @@ use `BankReader`. The training order is the order of appending: step s trains on
 describes the files.
 """
 
+from .earlier import EarlierSamples
 from .entry import BankEntry
 from .errors import BankCorruption, BankError, BankLocked, BankTimeout, BankWriteError
 from .files import ReadBuffer
@@ -21,6 +22,7 @@ __all__ = [
     "BankTimeout",
     "BankWriteError",
     "BankWriter",
+    "EarlierSamples",
     "ReadBuffer",
     "give_leave",
     "is_retired",

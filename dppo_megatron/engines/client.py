@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ class HttpEngine:
         self._generate_timeout_s = config.request_timeout_s
         self._update_timeout_s = config.weight_sync.timeout_s
         self._calls = EngineCalls(self.url, read_secret(config), unknown_route)
+        self.counts: Counter[str] = Counter()
         self._limits: EngineInfo | None = None
         self._first_use = asyncio.Lock()
 

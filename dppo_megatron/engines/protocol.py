@@ -6,6 +6,7 @@ it has no part in rewards or training. Every call has a timeout and raises `Engi
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -140,6 +141,10 @@ class Engine(Protocol):
     """
 
     url: str
+    counts: Counter[str]
+    """Work since the caller cleared it, as far as the server reports it: `prompt_tokens` and those of them in the prefix
+    cache, `cached_tokens`; `sampled_tokens`; steps with drafts of a sample, `draft_steps`, the drafted tokens, `drafted`,
+    and those of them that were sampled, `accepted`."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Return the `n` samples, in the order of `seeds`. Raises `InvalidSample` and `EngineRefused`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class GroupSamples:
     finish_reasons: tuple[str, ...]  # [n]
     token_ids: np.ndarray  # [S] int32
     columns: dict[str, np.ndarray]
+    counts: dict[str, int] = field(default_factory=dict)  # the work for them, by the names in `Engine.counts`
 
     @classmethod
     def of(cls, samples: Sequence[Rollout]) -> GroupSamples:

@@ -138,6 +138,11 @@ class MonitoredEngine:
             )
         return rollouts
 
+    def take_counts(self) -> Counter[str]:
+        """Return the work of the client's calls since the last call."""
+        taken, self._client.counts = self._client.counts, Counter()
+        return taken
+
     def serve(self, policy: PublishedPolicy) -> None:
         """Set the published policy that the engine is to serve."""
         self.policy = policy

@@ -98,7 +98,8 @@ class EnginePool:
         """Return the counts of events since the last call, and the number of engines that serve now."""
         counted = {name: float(self._counts[name]) for name in ("engine/deaths", "engine/restarts", "engine/caught_up")}
         self._counts.clear()
-        return {"engine/serving": float(len(self._serving())), **counted}
+        work = _work([engine.take_counts() for engine in self._engines.values()])
+        return {"engine/serving": float(len(self._serving())), **counted, **work}
 
     def _serving(self, avoid: Collection[str] = ()) -> list[MonitoredEngine]:
         return [e for e in self._engines.values() if e.health.state is State.SERVING and e.name not in avoid]
@@ -153,6 +154,21 @@ class EnginePool:
     def _on_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _work(engines: Sequence[Counter[str]]) -> dict[str, float]:
+    """Return metrics of the work that the engines report, those of features in use only."""
+    hits = [c["cached_tokens"] / c["prompt_tokens"] for c in engines if c["prompt_tokens"]]
+    total: Counter[str] = sum(engines, Counter())
+    found = {}
+    if hits:
+        found["engine/prefix_hits"] = total["cached_tokens"] / total["prompt_tokens"]
+        found["engine/prefix_hits_min"] = min(hits)
+    if total["drafted"]:
+        found["drafts/accepted_share"] = total["accepted"] / total["drafted"]
+        found["drafts/accepted_per_step"] = total["accepted"] / total["draft_steps"]
+        found["drafts/saved_share"] = total["accepted"] / total["sampled_tokens"]
+    return found
 
 
 class FixedEngines:

@@ -114,6 +114,11 @@ _ROWS = (
     ("engine/caught_up", "count", "times the orchestrator verified an engine's weights itself"),
     ("engine/retried_requests", "count", "requests sent again because an engine failed"),
     ("engine/unconfirmed", "count", "engines that a publish left out: no answer, a failed load, or other weights"),
+    ("engine/prefix_hits", "share", "prompt tokens that engines found in their prefix caches (vLLM)"),
+    ("engine/prefix_hits_min", "share", "the same of the engine with the fewest hits"),
+    ("drafts/accepted_share", "share", "drafted tokens that were sampled (engine.draft_tokens)"),
+    ("drafts/accepted_per_step", "tokens", "drafted tokens that were sampled, per sample and step with drafts"),
+    ("drafts/saved_share", "share", "response tokens that needed no decoding step of their own"),
     ("time/step_s", "s", "wall time of the step"),
     # parts of the step are disjoint; the rest of time/step_s is "other"
     ("time/wait_s", "s", "part of the step: waiting for its rollouts"),

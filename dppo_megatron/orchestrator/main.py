@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from dppo_megatron.bank import BankWriter
+from dppo_megatron.bank import BankWriter, EarlierSamples
 from dppo_megatron.common.process import raise_open_files_limit
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.data.prompts import PromptSource, training_prompts
@@ -154,6 +154,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
                 journals=journals,
                 prompts_in_all=prompts,
                 budget=budget,
+                earlier=EarlierSamples(run.bank) if config.engine.draft_tokens else None,
             ).run()
 
 

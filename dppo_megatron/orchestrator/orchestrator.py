@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.bank import BankTimeout, BankWriter
+from dppo_megatron.bank import BankTimeout, BankWriter, EarlierSamples
 from dppo_megatron.config import Config
 from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.protocol import GenerateRequest
@@ -82,6 +82,7 @@ class Orchestrator:
     journals: Journals | None = None  # has the finished turns
     prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = as many as a trainer needs
     budget: ByteBudget | None = None  # shared with the engine clients
+    earlier: EarlierSamples | None = None  # drafts for the engines
 
     def __post_init__(self) -> None:
         rollout, episodes = self.config.rollout, self.episodes
@@ -259,11 +260,13 @@ class Orchestrator:
         return RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature)
 
     async def _sample(self, prompt: Prompt) -> Sequence[Rollout]:
+        drafts = () if self.earlier is None else await asyncio.to_thread(self.earlier.of, prompt)
+
         def request(attempt: int) -> GenerateRequest:
             words = np.random.SeedSequence([self.config.run.seed, prompt.position, attempt])
             seeds = [int(word) >> 1 for word in words.generate_state(self.config.rollout.group_size)]
             name = f"group-{prompt.position}-{attempt}"
-            return self._training_request(request_id=name, token_ids=prompt.token_ids, seeds=seeds)
+            return self._training_request(request_id=name, token_ids=prompt.token_ids, seeds=seeds, drafts=drafts)
 
         return await self.sampler.sample(request, f"prompt {prompt.position}")
 

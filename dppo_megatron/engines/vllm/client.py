@@ -59,6 +59,7 @@ class VllmEngine(HttpEngine):
                 slot=slot,
             )
             samples = await decoded(self._decode_samples, reply, what, request, sent.request_id, limits)
+        self.counts.update(samples.counts)
         return samples.rollouts(len(request.token_ids))
 
     def _decode_samples(
@@ -71,7 +72,7 @@ class VllmEngine(HttpEngine):
             raise InvalidSample(f"engine {self.url}: {what}: the reply is to {header.get('request_id')!r}")
         try:
             samples = decode_samples(header, arrays)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise InvalidSample(f"engine {self.url}: {what}: the reply lacks {error}") from error
         try:
             samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)

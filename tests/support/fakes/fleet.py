@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,7 @@ class FakeEngine:
 
     def __init__(self, url: str, server: FakeServer):
         self.url = url
+        self.counts: Counter[str] = Counter()
         self._server = server
         self._instance: str | None = None  # that it first sampled from
 

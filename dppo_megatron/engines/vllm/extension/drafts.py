@@ -57,7 +57,8 @@ class BankDrafts:
 
     def __init__(self, config: VllmConfig):
         self._most = config.num_speculative_tokens
-        self._batch = int(config.additional_config.get(BATCH, 0))
+        given: Any = config.additional_config
+        self._batch = int(given.get(BATCH, 0))
         self._longest = config.model_config.max_model_len
         self._runner: Any = None
         self._running: dict[str, _Running] = {}  # by the id of the request
@@ -114,10 +115,11 @@ class BankDrafts:
                     index.add(np.frombuffer(sequence, np.int32))
         for request_id in self._running.keys() - requests.keys():
             group, prompt, response = self._running.pop(request_id)
-            if (index := self._groups.get(group)) is not None:
-                index.add([*prompt[-max(SUFFIXES) :], *response])
+            finished = self._groups.get(group)
+            if finished is not None:
+                finished.add([*prompt[-max(SUFFIXES) :], *response])
                 if not any(running.group == group for running in self._running.values()):
-                    index.shrink()
+                    finished.shrink()
         while len(self._groups) > MOST_GROUPS:
             self._groups.popitem(last=False)
 

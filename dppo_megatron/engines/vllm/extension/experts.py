@@ -88,8 +88,9 @@ class ExpertsReader:
         # reset, as after every update (vllm/distributed/aux_output_connector). Our recorder has no experts of positions
         # that vLLM takes from its prefix cache.
         self.native = config.aux_output_config.enabled
-        self.available = self.native or (
-            config.model_config.is_moe and config.device_config.device_type == "cpu" and not config.use_v2_model_runner
+        records = config.device_config.device_type == "cpu" and not config.use_v2_model_runner
+        self.available = config.speculative_config is None and (
+            self.native or (config.model_config.is_moe and records)
         )
         self._layers: list[int] = []
         self._k = config.model_config.get_num_experts_per_tok() if self.available else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -44,7 +45,8 @@ async def sample_group(
             for each in params:
                 each.extra_args = {GIVEN: []}
             params[0].extra_args = {GIVEN: [tokens.tobytes() for tokens in request.drafts]}
-        samples = await _finals(engine, prompt, params, names, adapter)
+        outputs = await _finals(engine, prompt, params, names, adapter)
+        samples = [output.outputs[0] for output in outputs]
         recorded: dict[str, np.ndarray] = {}
         if request.routed_experts:
             recorded["routed_experts"] = await experts.read(samples, names, len(prompt))
@@ -57,7 +59,7 @@ async def sample_group(
         if request.sampling_mask:
             await masks.forget(names)
         raise
-    return _flatten(samples, request.topk, recorded)
+    return replace(_flatten(samples, request.topk, recorded), counts=_counts(outputs, len(prompt)))
 
 
 def child_ids(request: GenerateRequest) -> list[str]:
@@ -123,7 +125,7 @@ async def _finals(
     params: list[SamplingParams],
     names: list[str],
     adapter: LoRARequest | None,
-) -> list[CompletionOutput]:
+) -> list[RequestOutput]:
     try:
         async with asyncio.TaskGroup() as tasks:
             children = [
@@ -132,7 +134,7 @@ async def _finals(
             ]
     except ExceptionGroup as error:
         raise error.exceptions[0] from None
-    return [child.result().outputs[0] for child in children]
+    return [child.result() for child in children]
 
 
 async def _final(
@@ -143,6 +145,20 @@ async def _final(
     if not outputs or not outputs[-1].finished:
         raise RuntimeError(f"request {request_id} ended without a result")
     return outputs[-1]
+
+
+def _counts(outputs: Sequence[RequestOutput], prompt_tokens: int) -> dict[str, int]:
+    """Return the work for the samples of a group, as `Engine.counts` names it."""
+    samples = [output.outputs[0] for output in outputs]
+    drafts = [sample.spec_decode_metrics for sample in samples if sample.spec_decode_metrics is not None]
+    return {
+        "prompt_tokens": prompt_tokens * len(outputs),
+        "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
+        "sampled_tokens": sum(len(sample.token_ids) for sample in samples),
+        "draft_steps": sum(sum(each.histogram) for each in drafts),
+        "drafted": sum(each.num_draft_tokens for each in drafts),
+        "accepted": sum(number * steps for each in drafts for number, steps in enumerate(each.histogram)),
+    }
 
 
 def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.ndarray]) -> GroupSamples:

@@ -43,16 +43,17 @@ def decode_reply(reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np
 def encode_samples(header: dict[str, Any], samples: GroupSamples) -> bytes:
     """Encode the samples of one group with all columns that they have."""
     arrays = {"lengths": samples.lengths, "token_ids": samples.token_ids, **samples.columns}
-    return encode_reply({**header, "finish_reasons": samples.finish_reasons}, arrays)
+    return encode_reply({**header, "finish_reasons": samples.finish_reasons, "counts": samples.counts}, arrays)
 
 
 def decode_samples(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> GroupSamples:
     """Decode the result of `decode_reply` for `encode_samples`; ignore columns that `COLUMNS` does not list.
 
-    Raises KeyError and TypeError for anything else.
+    Raises KeyError, TypeError and ValueError for anything else.
     """
     columns = {column.name: arrays[column.name] for column in COLUMNS if column.name in arrays}
-    return GroupSamples(arrays["lengths"], tuple(header["finish_reasons"]), arrays["token_ids"], columns)
+    counts = {str(name): int(count) for name, count in dict(header.get("counts", ())).items()}
+    return GroupSamples(arrays["lengths"], tuple(header["finish_reasons"]), arrays["token_ids"], columns, counts)
 
 
 def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:

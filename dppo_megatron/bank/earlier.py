@@ -1,0 +1,62 @@
+"""Find the earlier samples of a prompt in a bank."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from dppo_megatron.types import Prompt
+
+from .errors import BankError
+from .reader import BankReader
+from .retention import is_retired
+
+log = logging.getLogger(__name__)
+
+GROUPS = 2  # newest groups of a prompt that are read
+PROMPT_TOKENS = 16  # last tokens of the prompt before each sample
+
+
+class EarlierSamples:
+    """Reads the newest samples of a prompt from the bank in `directory`, which need not exist yet.
+
+    Keeps the numbers of the newest groups of each row in memory. Calls may come from several threads.
+    """
+
+    def __init__(self, directory: str | Path):
+        self._directory = Path(directory)
+        self._reader = BankReader(directory)
+        self._known = 0  # groups whose rows are known
+        self._numbers: dict[int, list[int]] = {}  # row -> numbers of its newest groups
+        self._lock = Lock()
+
+    def of(self, prompt: Prompt) -> tuple[np.ndarray, ...]:
+        """Return the samples of the prompt's newest groups, each after the last tokens of the prompt, [.] int32.
+
+        Groups that were deleted or cannot be read are left out.
+        """
+        with self._lock:
+            try:
+                self._follow()
+                numbers = self._numbers.get(prompt.row, ())
+                return tuple(sample for number in numbers for sample in self._read(number, prompt))
+            except BankError as error:
+                log.warning("no drafts from the bank: %s", error)
+                return ()
+
+    def _follow(self) -> None:
+        for entry in self._reader.entries(self._known, self._reader.refresh()):
+            self._numbers[entry.row] = [*self._numbers.get(entry.row, []), entry.number][-GROUPS:]
+        self._known = self._reader.num_groups
+
+    def _read(self, number: int, prompt: Prompt) -> list[np.ndarray]:
+        (entry,) = self._reader.entries(number, number + 1)
+        if is_retired(self._directory, entry.segment):
+            return []
+        group = self._reader.read(entry, parts=("core",))
+        if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # that row of another file
+            return []
+        return [np.concatenate([prompt.token_ids[-PROMPT_TOKENS:], r.token_ids]) for r in group.rollouts]
