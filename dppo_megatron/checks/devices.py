@@ -88,6 +88,8 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
             f"engine.quantization = {engine.quantization}: needs a GPU, {engine.kind} does not multiply in FP8 on "
             "CPUs; set it to none, or to fp8_block_emulated to study its mismatch"
         ]
+    if engines and (found := kind_of(config).gpu_problems(config)):
+        return found
     if engines and engine.nodes > 1:
         return [f"engine.nodes = {engine.nodes}: this machine's GPUs are those of one node; set it to 1"]
     if not trains:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
 
 LAST_PORT = 65535
+SPECULATIVE = ("--speculative", "--spec-", "-sc")  # vLLM's and SGLang's flags
 OF_ONE_MACHINE = ("/dev/shm", "/run", "/tmp")
 MOST_LORA_RANK = 512
 MOST_SENDERS = 32  # each needs a communicator with its own buffers in every engine worker
@@ -31,6 +32,11 @@ def problems(config: Config) -> list[str]:
         out.append(
             f"engine.port = {e.port}: with engine.count = {e.count} the last port would be "
             f"{e.port + config.started_engines - 1}, above {LAST_PORT}; set it to a lower one, or to 0 for free ones"
+        )
+    if given := [argument for argument in e.extra_args if argument.startswith(SPECULATIVE)]:
+        out.append(
+            f"engine.extra_args = {given[0]}: a server's own speculative decoding draws other tokens for a seed, and "
+            "with some settings from another distribution than its log-probs; remove it, or set engine.draft_tokens"
         )
     out += kind_of(config).problems(config)
     if e.placement == "colocated":

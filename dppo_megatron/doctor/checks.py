@@ -126,7 +126,9 @@ def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
 
 
 @check(
-    "log-probs of another temperature", "the engine must return log-probs after temperature: check engine.extra_args"
+    "log-probs of another temperature",
+    "the engine must return log-probs after temperature, and verify drafts without loss (no synthetic acceptance, no "
+    "greedy verification): check engine.extra_args and the servers of engine.urls",
 )
 def other_temperature(step: ExaminedStep, past: Past) -> Evidence:
     """Check that the most likely token of the engine's lists is drawn as often as its log-prob predicts."""

@@ -142,9 +142,9 @@ class Engine(Protocol):
 
     url: str
     counts: Counter[str]
-    """Work since the caller cleared it, as far as the server reports it: `prompt_tokens` and those of them in the prefix
-    cache, `cached_tokens`; `sampled_tokens`; steps with drafts of a sample, `draft_steps`, the drafted tokens, `drafted`,
-    and those of them that were sampled, `accepted`."""
+    """Work since the caller cleared it, as far as the server reports it: `prompt_tokens`, and those of them in the
+    prefix cache, `cached_tokens`; `sampled_tokens`; `draft_steps`, the steps of a sample with drafts; `drafted`, their
+    tokens, and those of them that were sampled, `accepted`."""
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Return the `n` samples, in the order of `seeds`. Raises `InvalidSample` and `EngineRefused`."""

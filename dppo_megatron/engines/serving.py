@@ -78,6 +78,10 @@ class EngineKind(ABC):
         """Return why this kind cannot serve these settings on a machine without GPUs."""
         return []
 
+    def gpu_problems(self, config: Config) -> list[str]:
+        """Return why this kind cannot serve these settings on GPUs."""
+        return []
+
     def more_packages(self, config: Config, *, cuda: bool) -> dict[str, str]:
         """Return the packages that the interpreter needs besides the server, each with the problem if it is missing.
 

@@ -52,6 +52,12 @@ def test_cpus_serve_whole_sets_of_experts():
     assert gpu_problems(config(expert_parallel=True, kind="sglang"), []) == []
 
 
+def test_drafts_are_refused_on_gpus():
+    (problem,) = gpu_problems(config(draft_tokens=4), EIGHT)
+    assert problem.startswith("engine.draft_tokens = 4: vLLM's model runner for GPUs draws in another way")
+    assert gpu_problems(config(draft_tokens=4), []) == []
+
+
 @pytest.mark.parametrize("engine", [{"count": 5}, {"count": 1, "tensor_parallel": 8}])
 def test_too_few_gpus_are_refused_with_the_sum(engine):
     assert "8 are visible" in "".join(gpu_problems(config(**engine), EIGHT))

@@ -27,6 +27,7 @@ def config(settings: str) -> Config:
 
 
 EXACT = "engine.exact=true engine.dtype=bf16 "
+DRAFTS = "engine.draft_tokens=4 "
 LORA = "model.lora.r=8 "
 ADAPTER = LORA + "weight_sync.lora=adapter "
 BROADCAST = "weight_sync.transport=broadcast "
@@ -54,6 +55,15 @@ IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
         (EXACT + "parallel.tensor=4 parallel.world_size=4", "set parallel.tensor (now 4) to 1 or 2"),
         (EXACT + "parallel.context=2 parallel.world_size=2", "set parallel.context to 1"),
         (EXACT + "rollout.top_p=0.9 rollout.top_k=8", "top_k and min_p to 1, -1 and 0"),
+        (DRAFTS, None),
+        (DRAFTS + "rollout.top_k=50", "sampling masks of drafted positions are not recorded"),
+        (DRAFTS + "rollout.routing_replay=true", "the experts of drafted positions are not recorded"),
+        (DRAFTS + ADAPTER, "it is not tested with adapters"),
+        (DRAFTS + "engine.tensor_parallel=2", "it is not tested on several devices of one engine (now 2)"),
+        (DRAFTS + "engine.kind=sglang", "takes the likeliest token at any temperature when it verifies drafts"),
+        ("engine.extra_args=[--speculative-config=x]", "engine.extra_args = --speculative-config=x: a server's own"),
+        ("engine.extra_args=[-sc=x]", "engine.extra_args = -sc=x: a server's own"),
+        ("engine.kind=sglang engine.extra_args=[--speculative-algorithm=NGRAM]", "draws other tokens for a seed"),
         (LORA, None),
         (ADAPTER, None),
         (ADAPTER + "model.lora.r=0", "the run trains no adapters (model.lora.r = 0)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,14 +77,13 @@ class Decoding:
     """Decodes requests with vLLM's own sampler, as its model runner does; `draft` guesses the next tokens of each."""
 
     def __init__(self, lengths, foreign=False):
+        import torch
         from vllm.platforms import current_platform
         from vllm.v1.sample.logits_processor import LogitsProcessors
         from vllm.v1.sample.metadata import SamplingMetadata
         from vllm.v1.sample.sampler import Sampler
 
         from dppo_megatron.engines.vllm.extension.drafts import GIVEN, BankDrafts
-
-        import torch
 
         current_platform.import_kernels()
         self.torch, n = torch, len(lengths)
@@ -108,8 +108,13 @@ class Decoding:
         }
         batch = SimpleNamespace(req_ids=self.names, sampling_metadata=metadata)
         self.runner = SimpleNamespace(
-            input_batch=batch, requests=requests, sampler=Sampler("processed_logprobs"), _sample=self.plain
+            input_batch=batch,
+            requests=requests,
+            sampler=Sampler("processed_logprobs"),
+            _sample=self.plain,
+            device=torch.device("cpu"),
         )
+        self.runner.device = torch.device("cpu")
         config = SimpleNamespace(
             num_speculative_tokens=8,
             additional_config={"dppo_draft_batch": 8},
@@ -151,7 +156,8 @@ class Decoding:
                 ]
             self.steps += 1
         ends = [slice(0, n) for n in self.lengths]
-        return [t[1:][end] for t, end in zip(self.tokens, ends)], [l[end] for l, end in zip(self.logprobs, ends)]
+        tokens = [own[1:][end] for own, end in zip(self.tokens, ends, strict=True)]
+        return tokens, [own[end] for own, end in zip(self.logprobs, ends, strict=True)]
 
 
 LENGTHS = (30, 24, 18, 30, 26)
@@ -221,3 +227,34 @@ def test_a_sampler_that_draws_otherwise_ends_the_engine(without):
     decoding.runner.sampler.topk_topp_sampler.use_fp64_gumbel = True
     with pytest.raises(RuntimeError, match=r"draw once per token; set engine.draft_tokens to 0"):
         decoding.run(guesses(without))
+
+
+SETTINGS = {
+    "device_config": {"device_type": "cpu"},
+    "scheduler_config": {"enable_chunked_prefill": False},
+    "parallel_config": {"data_parallel_size": 1},
+    "model_config": {"runner_type": "generate"},
+}
+OURS = "dppo_megatron.engines.vllm.extension.drafts.BankDrafts"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (None, None),
+        ({"model": OURS}, None),
+        ({"model": OURS, "rejection_sample_method": "synthetic"}, "rejection_sample_method = synthetic"),
+        ({"model": "eagle", "method": "eagle3"}, r"\(eagle3\) draws other tokens for a seed"),
+    ],
+)
+def test_speculative_settings_of_a_server_are_checked(settings, problem):
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from dppo_megatron.engines.vllm.extension.routes import _unfit_settings
+
+    config = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in SETTINGS.items()})
+    method = {"rejection_sample_method": "standard", "method": "custom_class"}
+    config.speculative_config = None if settings is None else SimpleNamespace(**method | settings)
+    assert [bool(re.search(problem, found)) for found in _unfit_settings(config)] == [True] * (problem is not None)
+    if settings == {"model": OURS}:
+        config.device_config.device_type = "cuda"
+        assert "have not been run on GPUs" in "".join(_unfit_settings(config))

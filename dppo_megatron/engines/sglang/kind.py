@@ -49,6 +49,11 @@ class Sglang(EngineKind):
                 f"engine.quantization = {e.quantization}: not with engine.urls of SGLang servers, whose weights are "
                 "checked against a model that the run makes for engines it starts; let it start them, or use vllm"
             )
+        if e.draft_tokens:
+            out.append(
+                f"engine.draft_tokens = {e.draft_tokens}: SGLang on CPUs takes the likeliest token at any temperature "
+                "when it verifies drafts, and elsewhere other tokens for a seed; set it to 0, or engine.kind to vllm"
+            )
         if r.min_p > 0 and e.seeded:
             out.append(
                 f"rollout.min_p = {r.min_p}: SGLang draws with seeds or with min_p, and exits if a request has both; "

@@ -18,8 +18,10 @@ from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, EngineKind
 if TYPE_CHECKING:
     from dppo_megatron.engines.byte_budget import ByteBudget
     from dppo_megatron.engines.protocol import Engine
+    from dppo_megatron.hf import HFModelConfig
 
 DRAFTS = "dppo_megatron.engines.vllm.extension.drafts.BankDrafts"
+ON_GPUS = "vLLM's model runner for GPUs draws in another way, and drafts have not been run there"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 
 
@@ -41,7 +43,30 @@ class Vllm(EngineKind):
                 f"engine.pipeline_parallel = {e.pipeline_parallel}: vLLM returns no experts from several stages "
                 "(rollout.routing_replay = true); set it to 1 and use engine.tensor_parallel"
             )
-        return out
+        return out + self._draft_problems(config)
+
+    def _draft_problems(self, config: Config) -> list[str]:
+        e, r = config.engine, config.rollout
+        if not e.draft_tokens:
+            return []
+        why_not = (
+            (r.has_sampling_mask, "sampling masks of drafted positions are not recorded (rollout.top_p, top_k, min_p)"),
+            (r.routing_replay, "the experts of drafted positions are not recorded (rollout.routing_replay = true)"),
+            (config.weight_sync.lora == "adapter", "it is not tested with adapters (weight_sync.lora = adapter)"),
+            (e.devices > 1, f"it is not tested on several devices of one engine (now {e.devices})"),
+        )
+        return [f"engine.draft_tokens = {e.draft_tokens}: {why}; set it to 0" for is_so, why in why_not if is_so]
+
+    def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
+        if not config.engine.draft_tokens or hf.mla is None:
+            return []
+        return [
+            f"engine.draft_tokens = {config.engine.draft_tokens}: it is not tested with latent attention; set it to 0"
+        ]
+
+    def gpu_problems(self, config: Config) -> list[str]:
+        tokens = config.engine.draft_tokens
+        return [f"engine.draft_tokens = {tokens}: {ON_GPUS}; set it to 0"] if tokens else []
 
     def cpu_problems(self, config: Config) -> list[str]:
         if not config.engine.expert_parallel:

@@ -4,9 +4,9 @@ vLLM's own verification draws as often as there are drafts, so a seed gives othe
 drafted position is sampled from the target, with the draw that a run without drafts uses at this position, and a draft
 is accepted if it equals the sampled token.
 
-Without drafts vLLM 0.32 draws once per token from a generator of the request (on CPUs). So the draw of a position is the
-one of that number in the generator's stream. Rows of a request share its generator and draw in order; afterwards
-the generator is set back to the draws of the tokens that were kept.
+Without drafts vLLM 0.32 draws once per token from a generator of the request (on CPUs). So the draw of a position has
+its number in the generator's stream. Rows of a request share its generator and draw in order; afterwards the generator
+is set back to the draws of the tokens that were kept.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class BankDrafts:
         """Do nothing: there is no draft model."""
 
     def attach(self, runner: Any) -> None:
-        """Verify the drafts of `runner`, which has this proposer, and begin to propose."""
+        """Verify the drafts of `runner`, which has this proposer, and begin to propose. Raises RuntimeError on GPUs."""
+        if runner.device.type != "cpu":
+            raise RuntimeError("drafts have not been run on GPUs; set engine.draft_tokens to 0")
         self._runner = runner
         runner._sample = partial(self._sample, runner._sample)
         # vLLM proposes zeros near the end of the model's length; `propose` limits the drafts itself.

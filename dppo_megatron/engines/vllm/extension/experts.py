@@ -89,9 +89,7 @@ class ExpertsReader:
         # that vLLM takes from its prefix cache.
         self.native = config.aux_output_config.enabled
         records = config.device_config.device_type == "cpu" and not config.use_v2_model_runner
-        self.available = config.speculative_config is None and (
-            self.native or (config.model_config.is_moe and records)
-        )
+        self.available = config.speculative_config is None and (self.native or (config.model_config.is_moe and records))
         self._layers: list[int] = []
         self._k = config.model_config.get_num_experts_per_tok() if self.available else 0
 

@@ -35,7 +35,8 @@ async def sample_group(
 ) -> GroupSamples:
     """Return all samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine.
 
-    drafts: whether the workers draft (`drafts.py`). Each sample is a request of its own, because vLLM's own `n` above 1 numbers the seeds itself.
+    drafts: whether the workers draft (`drafts.py`). Each sample is a request of its own, because vLLM's own `n` above 1
+    numbers the seeds itself.
     """
     prompt = request.token_ids.tolist()
     names = child_ids(request)

@@ -255,6 +255,19 @@ def _unfit_settings(config: VllmConfig) -> list[str]:
             "vLLM reports only the answer of the first of its data-parallel replicas, so a weight update that failed "
             "in another would not be noticed; start one server for each replica instead of --data-parallel-size"
         )
+    speculative = config.speculative_config
+    if speculative is not None and speculative.rejection_sample_method == "synthetic":
+        problems.append(
+            "it accepts drafts at a given rate (rejection_sample_method = synthetic), so samples do not follow their "
+            "log-probs; start it without --speculative-config"
+        )
+    elif speculative is not None and not has_drafts(config):
+        problems.append(
+            f"speculative decoding ({speculative.method}) draws other tokens for a seed; start it without "
+            "--speculative-config, or with that of engine.draft_tokens"
+        )
+    elif speculative is not None and config.device_config.device_type != "cpu":
+        problems.append("drafts have not been run on GPUs (engine.draft_tokens); start it without --speculative-config")
     if config.model_config.runner_type != "generate":
         problems.append(f"it runs the model as {config.model_config.runner_type}; start it with --runner generate")
     return problems
