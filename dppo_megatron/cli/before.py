@@ -59,6 +59,12 @@ def plan(
     store_mb_per_s: Annotated[
         float, typer.Option(min=1e-3, help="--lengths: speed of the orchestrator, see benchmarks/scale.py")
     ] = 100.0,
+    speculation: Annotated[
+        Path | None, typer.Option(help="run: predict the gain of engine.draft_tokens from its stored samples")
+    ] = None,
+    step_ms: Annotated[
+        str | None, typer.Option(help="--speculation: rows and milliseconds of decoding steps, '1:9 8:12 32:25'")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Print the memory that each rank of a layout needs, and the best changes when it does not fit.
@@ -66,6 +72,7 @@ def plan(
     Needs config.json at model.path, and no weights, GPUs or network. Exit code 1 when the layout does not fit.
     """
     from dppo_megatron.plan import Cluster, RankBuilder, advise, hardware, make_plan, report
+    from dppo_megatron.plan.drafts import drafts_report
     from dppo_megatron.plan.pace import pace_report, pace_settings, read_lengths
 
     config = read_config(config_file, overrides or ())
@@ -78,6 +85,8 @@ def plan(
             config, made.hf, tokens_per_s=tokens_per_s, train_s=train_s, store_mb_per_s=store_mb_per_s
         )
         typer.echo("\n" + "\n".join(pace_report(read_lengths(lengths, config.rollout.group_size), settings)))
+    if speculation is not None:
+        typer.echo("\n" + "\n".join(drafts_report(speculation, config, step_ms)))
     raise typer.Exit(0 if made.fits else 1)
 
 

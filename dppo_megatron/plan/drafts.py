@@ -1,0 +1,175 @@
+"""Predicts the gain of `engine.draft_tokens` by decoding the stored samples of a run again, with drafts.
+
+A stored token is a draw from its policy. So a draft is accepted here if it equals the stored token, which happens with
+the probability that the policy gave it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+
+from dppo_megatron.bank import BankReader
+from dppo_megatron.bank.earlier import GROUPS, PROMPT_TOKENS
+from dppo_megatron.config import Config
+from dppo_megatron.engines.drafts import SUFFIXES, SuffixIndex
+from dppo_megatron.errors import ExpectedError
+
+MOST_GROUPS = 256  # newest groups that are decoded again
+TOKENS = 64  # tokens of a row of the table
+DEFAULT_TOKENS = 8  # drafted tokens if the config drafts none
+
+StepTime = Callable[[int], float]
+"""Returns the seconds of a decoding step by the number of its rows: one for each sample, and one for each draft."""
+
+
+class DraftsError(ExpectedError, ValueError):
+    """Raised for a run or step times that cannot be used; the message names the option and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """Contains the samples of a prompt and of its earlier groups, [.] int32 each, after the end of the prompt."""
+
+    prompt: np.ndarray  # [at most PROMPT_TOKENS] int32
+    samples: list[np.ndarray]
+    earlier: list[np.ndarray]
+    epoch: int  # earlier groups of the prompt in the bank
+
+
+@dataclass(slots=True)
+class Decoded:
+    """Contains the result of decoding samples again. accepted: (epoch, place) of each step with drafts -> tokens."""
+
+    seconds: float
+    drafted: int
+    accepted: dict[tuple[int, int], list[int]]
+
+
+def parse_step_times(text: str) -> StepTime:
+    """Return the step time that "ROWS:MS ROWS:MS ..." describes, linear in between. Raises `DraftsError`."""
+    try:
+        points = sorted((int(rows), float(ms) / 1e3) for rows, ms in (word.split(":") for word in text.split()))
+        rows, seconds = zip(*points, strict=True)
+    except ValueError:
+        raise DraftsError(f"--step-ms {text!r}: expected rows and milliseconds such as '1:9 8:12 32:25'") from None
+    if rows[0] < 1 or seconds[0] <= 0:
+        raise DraftsError(f"--step-ms {text!r}: rows and milliseconds must be above 0")
+    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2]) if len(set(rows)) == len(rows) > 1 else 0.0
+    return lambda wanted: float(np.interp(wanted, rows, seconds)) + max(0, wanted - rows[-1]) * slope
+
+
+def read_groups(run: Path) -> list[StoredGroup]:
+    """Return the newest groups of a run's bank in their order. Raises `DraftsError` and `BankError`."""
+    reader = BankReader(run / "bank" if (run / "bank").is_dir() else run)
+    entries = reader.entries(0, reader.refresh())
+    numbers: defaultdict[int, list[int]] = defaultdict(list)
+    before: list[list[int]] = []
+    for entry in entries:
+        before.append(list(numbers[entry.row]))
+        numbers[entry.row].append(entry.number)
+    if not entries:
+        raise DraftsError(f"--speculation {run}: no bank with groups; name a run or its bank")
+    found = []
+    for entry in entries[-MOST_GROUPS:]:
+        group = reader.read(entry, parts=("core",))
+        tail = group.prompt.token_ids[-PROMPT_TOKENS:]
+        of_prompt = (reader.read(entries[number], parts=("core",)) for number in before[entry.number][-GROUPS:])
+        earlier = [
+            np.concatenate([tail, rollout.token_ids])
+            for other in of_prompt
+            if np.array_equal(other.prompt.token_ids, group.prompt.token_ids)
+            for rollout in other.rollouts
+        ]
+        samples = [rollout.token_ids for rollout in group.rollouts if len(rollout.token_ids)]
+        found.append(StoredGroup(tail, samples, earlier, len(before[entry.number])))
+    return found
+
+
+def decode(groups: Sequence[StoredGroup], *, running: int, batch: int, most: int, step_s: StepTime) -> Decoded:
+    """Decode all samples on one engine, at most `running` at once, with at most `most` drafts of each in a step.
+
+    Drafts are made while at most `batch` samples run; they follow earlier samples and finished ones of the same group.
+    """
+    queue = ((group, tokens) for group in groups for tokens in group.samples)
+    indexes = {id(group): SuffixIndex() for group in groups}
+    for group in groups:
+        for tokens in group.earlier:
+            indexes[id(group)].add(tokens)
+    active: list[tuple[StoredGroup, np.ndarray]] = []
+    done: list[int] = []
+    result = Decoded(0.0, 0, defaultdict(list))
+    while True:
+        for group, tokens in islice(queue, running - len(active)):
+            active.append((group, np.concatenate([group.prompt, tokens])))
+            done.append(len(group.prompt))
+        if not active:
+            return result
+        rows = len(active)
+        drafts = most > 0 and rows <= batch
+        for number, (group, tokens) in enumerate(active):
+            place, accepted = done[number], 0
+            room = min(most, len(tokens) - place - 1) if drafts else 0
+            if room > 0:
+                index = indexes[id(group)]
+                draft, shares = index.draft(tokens[max(0, place - max(SUFFIXES)) : place], room)
+                if draft:
+                    wrong = np.flatnonzero(tokens[place : place + len(draft)] != draft)
+                    accepted = int(wrong[0]) if len(wrong) else len(draft)
+                    index.tested(shares, accepted)
+                    rows += len(draft)
+                    result.drafted += len(draft)
+                result.accepted[group.epoch, (place - len(group.prompt)) // TOKENS].append(accepted)
+            done[number] += accepted + 1
+        result.seconds += step_s(rows)
+        for number in reversed(range(len(active))):
+            if done[number] >= len(active[number][1]):
+                group, tokens = active.pop(number)
+                done.pop(number)
+                indexes[id(group)].add(tokens)
+
+
+def drafts_report(run: Path, config: Config, step_ms: str | None) -> Iterator[str]:
+    """Yield the lines that `plan --speculation` prints."""
+    groups, batch = read_groups(run), config.engine.draft_batch
+    most = config.engine.draft_tokens or DEFAULT_TOKENS
+    found = decode(groups, running=batch, batch=batch, most=most, step_s=lambda rows: 0.0)
+    total = sum(len(tokens) for group in groups for tokens in group.samples)
+    accepted = sum(map(sum, found.accepted.values()))
+    yield (
+        f"{len(groups)} groups of {run}, {total:,} tokens, up to {most} drafted tokens, without a gate: "
+        f"{accepted / max(1, total):.0%} of the tokens need no step of their own, "
+        f"{accepted / max(1, found.drafted):.0%} of the drafted ones are accepted"
+    )
+    yield f"accepted tokens of a step, by earlier groups of the prompt and place in the response (of {TOKENS} tokens):"
+    for epoch in sorted({epoch for epoch, _ in found.accepted}):
+        places = sorted(place for known, place in found.accepted if known == epoch)
+        means = "  ".join(f"{place * TOKENS}: {mean(found.accepted[epoch, place]):.2f}" for place in places[:8])
+        yield f"  {epoch} earlier   {means}"
+    if step_ms is None:
+        yield "name the engine's step times by --step-ms to predict the gain; benchmarks/speculation.py measures them"
+        return
+    plain, drafted = gain(groups, config, parse_step_times(step_ms), most)
+    yield (
+        f"decoding a step's samples takes {plain:.1f} s without drafts and {drafted:.1f} s with engine.draft_tokens = "
+        f"{most} and engine.draft_batch = {batch}: {plain / drafted:.2f} x as fast"
+    )
+
+
+def gain(groups: Sequence[StoredGroup], config: Config, step_s: StepTime, most: int) -> tuple[float, float]:
+    """Return the mean seconds of one engine to decode its samples of a training step, without and with drafts."""
+    size, engines, engine = config.rollout.prompts_per_step, config.engine.count, config.engine
+    running = min(engine.max_num_seqs, -(-config.rollout.max_concurrent_groups * config.rollout.group_size // engines))
+    first = len(groups) % size if len(groups) > size else 0
+    steps = [groups[i : i + size][::engines] for i in range(first, len(groups), size)]
+    plain, drafted = (
+        mean(decode(step, running=running, batch=engine.draft_batch, most=m, step_s=step_s).seconds for step in steps)
+        for m in (0, most)
+    )
+    return plain, drafted
