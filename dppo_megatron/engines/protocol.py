@@ -77,6 +77,9 @@ class GenerateRequest:
     # Earlier samples of the prompt, int32, each after the last tokens of the prompt. An engine with engine.draft_tokens
     # may draft from them; the samples do not depend on them.
     drafts: tuple[np.ndarray, ...] = ()
+    # Names that requests with a common prefix share, the widest first, e.g. group and conversation. The pool sends them
+    # to one engine; the engine does not see them.
+    affinity: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))

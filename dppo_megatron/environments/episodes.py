@@ -111,7 +111,10 @@ class Episodes:
         recorded: bool,
     ) -> list[Trajectory]:
         name = request.request_id
-        firsts = [replace(request, request_id=f"{name}.{i}", n=1, seeds=(s,)) for i, s in enumerate(request.seeds)]
+        firsts = [
+            replace(request, request_id=f"{name}.{i}", n=1, seeds=(s,), affinity=(name, f"{name}.{i}"))
+            for i, s in enumerate(request.seeds)
+        ]
         all_wanted = [
             TrajectoryRequest(prompt, first, rewards, own, order, recorded)
             for first, own in zip(firsts, turns, strict=True)

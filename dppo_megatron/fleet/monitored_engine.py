@@ -55,7 +55,7 @@ class MonitoredEngine:
         self.name = service.name
         self.health = EngineHealth(rules, since=time.monotonic())
         self.policy: PublishedPolicy | None = None  # the policy that the engine is to serve
-        self.running = 0
+        self.running = 0  # samples
         self._config = config
         self._build = build
         self._check = check
@@ -120,14 +120,14 @@ class MonitoredEngine:
         _, admitted = self.health.verified
         call = asyncio.ensure_future(self._client.generate(request))
         gone = asyncio.ensure_future(self._lost.wait())
-        self.running += 1
+        self.running += request.n
         try:
             await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise EngineUnavailable(f"{self.name} died or moved during {request.request_id}: {self.health.reason}")
             rollouts = call.result()
         finally:
-            self.running -= 1
+            self.running -= request.n
             call.cancel()
             gone.cancel()
         oldest = min((int(r.versions.min()) for r in rollouts if len(r.versions)), default=admitted)

@@ -14,6 +14,7 @@ from dppo_megatron.engines.protocol import Engine, EngineUnavailable, GenerateRe
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
+from .affinity import PrefixRouter
 from .health import HealthRules, State
 from .monitored_engine import MonitoredEngine
 from .registry import Service
@@ -29,7 +30,7 @@ class NoEngineServes(EngineUnavailable):
 
 
 class EnginePool:
-    """Monitors the engines of a run; `select` returns the least loaded one that serves the published policy.
+    """Monitors the engines of a run; `select` returns one that serves the published policy, as `PrefixRouter` chooses.
 
     `services` returns the registered engines by name; it is read again every `engine.health_interval_s`. An engine that
     returns, or is behind, is loaded with the published weights and scored before it gets a request.
@@ -60,6 +61,7 @@ class EnginePool:
         self._engines: dict[str, MonitoredEngine] = {}
         self._policy: PublishedPolicy | None = None  # the policy that the engines last received
         self._changed = asyncio.Event()
+        self._router = PrefixRouter()
         self._counts: Counter[str] = Counter()
         self._reader: asyncio.Task[None]  # reads the registered engines until `__aexit__`
 
@@ -74,8 +76,8 @@ class EnginePool:
         for engine in self._engines.values():
             await engine.close()
 
-    async def select(self, request_id: str, failures: Failures) -> MonitoredEngine | None:
-        """Return the least loaded engine that serves the published policy; wait if there is none.
+    async def select(self, request: GenerateRequest, failures: Failures) -> MonitoredEngine | None:
+        """Return the engine that serves the published policy and suits the request best; wait if there is none.
 
         Avoids an engine that returned an invalid sample; one that failed otherwise may have recovered. Returns None if
         only avoided engines are alive. Raises `NoEngineServes` after `engine.unavailable_timeout_s`.
@@ -85,11 +87,11 @@ class EnginePool:
         while True:
             self._follow_policy()
             if serving := self._serving(avoid):
-                return min(serving, key=lambda engine: engine.running)
+                return self._router.choose(request, serving)
             if avoid and not any(e.health.alive for e in self._engines.values() if e.name not in avoid):
                 return None
             if time.monotonic() > deadline:
-                raise NoEngineServes(self._why_none(request_id))
+                raise NoEngineServes(self._why_none(request.request_id))
             with contextlib.suppress(TimeoutError):  # wait_for may swallow a cancellation in Python 3.11
                 async with asyncio.timeout(RECHECK_S):
                     await self._changed.wait()
@@ -174,15 +176,16 @@ def _work(engines: Sequence[Counter[str]]) -> dict[str, float]:
 class FixedEngines:
     """Provides engines that serve the same weights throughout and are not monitored, as in `dppo-megatron eval`.
 
-    Each request goes to the engine with the fewest running requests that has not failed this request.
+    Each request goes to an engine that has not failed it, as `PrefixRouter` chooses.
     """
 
     def __init__(self, engines: Sequence[Engine]):
         self._engines = tuple(_FixedEngine(f"engine-{i}", engine) for i, engine in enumerate(engines))
+        self._router = PrefixRouter()
 
-    async def select(self, request_id: str, failures: Failures) -> _FixedEngine | None:
+    async def select(self, request: GenerateRequest, failures: Failures) -> _FixedEngine | None:
         left = [engine for engine in self._engines if engine.name not in failures]
-        return min(left, key=lambda engine: engine.running, default=None)
+        return self._router.choose(request, left) if left else None
 
     def take_metrics(self) -> dict[str, float]:
         return {}
@@ -195,8 +198,8 @@ class _FixedEngine:
         self._engine = engine
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        self.running += 1
+        self.running += request.n
         try:
             return await self._engine.generate(request)
         finally:
-            self.running -= 1
+            self.running -= request.n

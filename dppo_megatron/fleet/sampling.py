@@ -55,7 +55,7 @@ class SamplingEngine(Protocol):
 class SamplingEngines(Protocol):
     """Provides engines that can receive requests: `EnginePool` or `FixedEngines`."""
 
-    async def select(self, request_id: str, failures: Failures) -> SamplingEngine | None:
+    async def select(self, request: GenerateRequest, failures: Failures) -> SamplingEngine | None:
         """Return the engine for the next attempt; None when no engine is left that might answer."""
         ...
 
@@ -118,7 +118,7 @@ class Sampler:
         """Send the request, unchanged, to one engine after another until one answers."""
         failures: dict[str, EngineError] = {}
         for attempt in range(ENGINE_ATTEMPTS):
-            engine = await self._engines.select(request.request_id, failures)
+            engine = await self._engines.select(request, failures)
             if engine is None:
                 break
             # The server may still be ending the previous attempt, and accepts each id once.

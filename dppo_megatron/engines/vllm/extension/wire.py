@@ -75,7 +75,7 @@ def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def encode_request(request: GenerateRequest) -> bytes:
-    values = {f.name: getattr(request, f.name) for f in fields(request)}
+    values = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "affinity"}
     for name in ("flags", "drafts"):  # servers of earlier versions know neither
         if not values[name]:
             del values[name]

@@ -1,0 +1,58 @@
+"""Choose the engine that has the prefix of a request in its cache, as long as its load permits it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Protocol, TypeVar
+
+from dppo_megatron.engines.protocol import GenerateRequest
+
+BOUND = 1.25  # no request is sent to an engine that would then have more than this multiple of the mean load
+MOST_NAMES = 1 << 16  # groups and conversations with a known engine
+
+
+class LoadedEngine(Protocol):
+    name: str
+    running: int  # samples
+
+
+EngineT = TypeVar("EngineT", bound=LoadedEngine)
+
+
+class PrefixRouter:
+    """Chooses an engine by `GenerateRequest.affinity`, the names of the requests that share a prefix, widest first.
+
+    A request goes to the engine that had the last request of its conversation, else of its group. Otherwise rendezvous
+    hashing decides: each engine has a rank for a group, so a death or a return moves only the groups of that engine. An
+    engine above `BOUND` is passed over. Requests without affinity go to the engine with the fewest running samples.
+
+    Example: with affinity ("group-5", "group-5.3") the turn goes to the engine of the last turn of conversation 3; its
+    first turn to the engine that has the prompt of group 5.
+    """
+
+    def __init__(self) -> None:
+        self._engines: OrderedDict[str, str] = OrderedDict()  # name in an affinity -> name of the engine
+
+    def choose(self, request: GenerateRequest, engines: Sequence[EngineT]) -> EngineT:
+        """Return one of `engines`, which must not be empty, and remember it for the request's conversation."""
+        least = min(engines, key=lambda engine: engine.running)
+        if not request.affinity:
+            return least
+        load = sum(engine.running for engine in engines) + request.n
+        most = max(request.n, BOUND * load / len(engines))
+        fit = {engine.name: engine for engine in engines if engine.running + request.n <= most} or {least.name: least}
+        last = (self._engines.get(name) for name in reversed(request.affinity))
+        chosen = next((name for name in last if name in fit), None)
+        if chosen is None:
+            chosen = max(fit, key=lambda name: _rank(request.affinity[0], name))
+        self._engines[request.affinity[-1]] = chosen
+        self._engines.setdefault(request.affinity[0], chosen)
+        while len(self._engines) > MOST_NAMES:
+            self._engines.popitem(last=False)
+        return fit[chosen]
+
+
+def _rank(group: str, engine: str) -> bytes:
+    return blake2b(f"{group}\n{engine}".encode(), digest_size=8).digest()
