@@ -1,14 +1,15 @@
 """Measure the saving of `engine.draft_tokens`: sampling by a vLLM server with drafts from the epoch before and without.
 
-    python benchmarks/speculation.py [--size 20M] [--running 1 4 8 32] [--rounds 3] [--nats 0.3]
+    python benchmarks/speculation.py [--size 20M] [--running 8 16 32] [--rounds 3] [--nats 0.3]
 
-Two servers have the same random model. Its samples are as predictable as those of a trained one, because they are
-sampled at the temperature at which a token has `--nats` nats in the mean. Lengths have a long tail. An epoch samples
-each prompt SAMPLES times, at most `running` samples at once, and its drafts are the samples of the epoch before. Both
-servers sample the same requests, one after the other, in an order that alternates. A ratio above 1 is a saving. CPU
-seconds are those of the server, which other work on the machine changes less than the wall time. "predicted" is the
-gain that `plan --speculation` computes from the step times measured here and the samples of the epochs.
-Samples of both servers are compared: without engine.exact they may differ after a near-tie.
+Two servers have the same random model. It is sampled at the temperature at which a token has `--nats` nats in the mean.
+One token in 64 ends a sample, so lengths have a long tail. An epoch samples each prompt SAMPLES times, at most
+`running` samples at once, and its drafts are the samples of the epoch before. Both servers sample the same requests,
+one after the other, in an order that alternates. A ratio above 1 is a saving. CPU seconds are those of the server,
+which other work on the machine changes less than the wall time. "predicted" is the gain that `plan --speculation`
+computes from the step times measured here and from the samples. The samples of both servers are compared: without
+engine.exact they may differ after a near-tie. The samples of a trained model have more in common than those of a random
+one with as many nats.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -41,6 +43,9 @@ PROMPTS, SAMPLES, LONGEST, DRAFT_TOKENS = 4, 8, 256, 8
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
+Group = Sequence[Rollout]
+
+
 @dataclass(frozen=True)
 class Cost:
     wall_s: float
@@ -48,16 +53,14 @@ class Cost:
 
 
 def requests(epoch: int, vocabulary: int, temperature: float) -> list[GenerateRequest]:
-    """Return each sample as a request of its own, with its own length."""
-    prompts = np.random.default_rng(0).integers(2, vocabulary, (PROMPTS, 32)).astype(np.int32)
-    generator = np.random.default_rng([1, epoch])
-    lengths = np.exp(generator.normal(np.log(48), 0.9, (PROMPTS, SAMPLES))).clip(4, LONGEST).astype(int)
+    """Return a request for each prompt. One token in 64 of the vocabulary ends a sample."""
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(2, vocabulary, (PROMPTS, 32)).astype(np.int32)
+    stop = tuple(generator.choice(vocabulary, vocabulary // 64, replace=False).tolist())
+    seeds = [tuple(range(first, first + SAMPLES)) for first in range(1000 * epoch, 1000 * epoch + 10 * PROMPTS, 10)]
     return [
-        GenerateRequest(
-            f"{epoch}-{p}-{s}", prompts[p], 1, (1000 * epoch + 10 * p + s,), temperature, int(lengths[p, s])
-        )
+        GenerateRequest(f"{epoch}-{p}", prompts[p], SAMPLES, seeds[p], temperature, LONGEST, stop)
         for p in range(PROMPTS)
-        for s in range(SAMPLES)
     ]
 
 
@@ -70,16 +73,16 @@ def server_of(url: str) -> psutil.Process:
 
 async def sample(
     engine: Engine, server: psutil.Process, wanted: list[GenerateRequest], running: int, name: str
-) -> tuple[Cost, list[Rollout]]:
-    room = asyncio.Semaphore(running)
+) -> tuple[Cost, list[Group]]:
+    room = asyncio.Semaphore(running // SAMPLES)
 
-    async def one(request: GenerateRequest) -> Rollout:
+    async def one(request: GenerateRequest) -> Group:
         async with room:
-            return (await engine.generate(replace(request, request_id=f"{name}-{request.request_id}")))[0]
+            return await engine.generate(replace(request, request_id=f"{name}-{request.request_id}"))
 
     cpu, began = cpu_seconds(server), time.perf_counter()
-    rollouts = await asyncio.gather(*map(one, wanted))
-    return Cost(time.perf_counter() - began, cpu_seconds(server) - cpu), rollouts
+    groups = await asyncio.gather(*map(one, wanted))
+    return Cost(time.perf_counter() - began, cpu_seconds(server) - cpu), groups
 
 
 def cpu_seconds(server: psutil.Process) -> float:
@@ -95,10 +98,11 @@ def sharpen(model: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def with_drafts(wanted: list[GenerateRequest], earlier: list[Rollout]) -> list[GenerateRequest]:
-    drafts = [np.concatenate([r.token_ids[-16:], e.token_ids]) for r, e in zip(wanted, earlier, strict=True)]
-    groups = [tuple(drafts[i : i + SAMPLES]) for i in range(0, len(drafts), SAMPLES)]
-    return [replace(request, drafts=groups[i // SAMPLES]) for i, request in enumerate(wanted)]
+def with_drafts(wanted: list[GenerateRequest], earlier: list[Group]) -> list[GenerateRequest]:
+    return [
+        replace(w, drafts=tuple(np.concatenate([w.token_ids[-16:], r.token_ids]) for r in group))
+        for w, group in zip(wanted, earlier, strict=True)
+    ]
 
 
 async def temperature_of(engine: Engine, vocabulary: int, nats: float) -> float:
@@ -106,7 +110,7 @@ async def temperature_of(engine: Engine, vocabulary: int, nats: float) -> float:
     low, high = 0.02, 2.0
     for _ in range(8):
         middle = (low * high) ** 0.5
-        found = await asyncio.gather(*(map(engine.generate, requests(0, vocabulary, middle)[::3])))
+        found = await asyncio.gather(*map(engine.generate, requests(0, vocabulary, middle)))
         mean = -np.concatenate([r.rollout_logprob for group in found for r in group]).mean()
         low, high = (middle, high) if mean < nats else (low, middle)
     return middle
@@ -115,26 +119,26 @@ async def temperature_of(engine: Engine, vocabulary: int, nats: float) -> float:
 async def step_times(engine: Engine, vocabulary: int) -> str:
     """Return the milliseconds of decoding steps by their rows, as `plan --step-ms` takes them."""
     (request, *_), found = requests(0, vocabulary, 1.0), []
+    request = replace(request, stop_token_ids=())
     for rows in ROWS:
-        times = []
-        for tokens in (8, 40, 8, 40):
-            name, began = f"t{rows}-{len(times)}", time.perf_counter()
+        times: dict[int, list[float]] = {8: [], 40: []}  # by tokens
+        for tokens in [*times] * 3:
+            name, began = f"t{rows}-{tokens}-{len(times[tokens])}", time.perf_counter()
             asked = replace(request, request_id=name, n=rows, seeds=tuple(range(rows)), max_tokens=tokens)
             await engine.generate(asked)
-            times.append(time.perf_counter() - began)
-        found.append((rows, 1e3 * min(times[1] - times[0], times[3] - times[2]) / 32))
-    return " ".join(f"{rows}:{max(ms, 0.01):.2f}" for rows, ms in found)
+            times[tokens].append(time.perf_counter() - began)
+        found.append((rows, 1e3 * max(min(times[40]) - min(times[8]), 1e-6) / 32))
+    return " ".join(f"{rows}:{ms:.2f}" for rows, ms in found)
 
 
-def predicted(wanted: list[GenerateRequest], rollouts: list[Rollout], running: int, step_ms: str) -> float:
+def predicted(wanted: list[GenerateRequest], groups: list[Group], running: int, step_ms: str) -> float:
     """Return the gain that `plan --speculation` predicts for these samples."""
-    groups = [
-        StoredGroup(w.token_ids[-16:], [r.token_ids for r in rollouts[i : i + SAMPLES]], list(w.drafts), 1)
-        for i, w in enumerate(wanted)
-        if i % SAMPLES == 0
+    stored = [
+        StoredGroup(w.token_ids[-16:], [r.token_ids for r in group], list(w.drafts), 1)
+        for w, group in zip(wanted, groups, strict=True)
     ]
     step_s = parse_step_times(step_ms)
-    plain, drafted = (decode(groups, running=running, batch=8, most=most, step_s=step_s) for most in (0, DRAFT_TOKENS))
+    plain, drafted = (decode(stored, running=running, batch=8, most=most, step_s=step_s) for most in (0, DRAFT_TOKENS))
     return plain.seconds / drafted.seconds
 
 
@@ -160,7 +164,8 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
             for name in ("without", "with") if number % 2 else ("with", "without"):
                 cost, found[name] = await sample(engines[name], servers[name], wanted, running, f"e2-{running}")
                 costs[name].append(cost)
-            same += [np.array_equal(a.token_ids, b.token_ids) for a, b in zip(*found.values(), strict=True)]
+            pairs = [pair for groups in zip(*found.values(), strict=True) for pair in zip(*groups, strict=True)]
+            same += [np.array_equal(a.token_ids, b.token_ids) for a, b in pairs]
             gains.append(predicted(wanted, found["without"], running, step_ms))
             earlier = found["without"]
         counts = engines["with"].counts
@@ -182,7 +187,7 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="20M")
-    parser.add_argument("--running", nargs="+", type=int, default=[1, 4, 8, 32])
+    parser.add_argument("--running", nargs="+", type=int, default=[8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nats", type=float, default=0.3)
     arguments = parser.parse_args()

@@ -6,14 +6,36 @@ A guess is only a draft: the engine samples every drafted position itself, so a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 SUFFIXES = (16, 8, 4, 2)  # lengths of the suffixes that are looked up, the longest first
 MOST_TOKENS = 1 << 15  # of one prompt; the index takes about 800 bytes for each
-MOST_PLACES = 64  # occurrences of one suffix that a draft follows, the newest ones
+MOST_PLACES = 16  # occurrences of one suffix that a draft follows, the newest ones
+PRIOR = 10.0  # tested tokens that the rate of all prompts counts for a new one
+LOWEST = 0.35  # at least this rate is assumed for a new prompt, so that it gets a few drafts
+MEMORY = 1000.0  # tested tokens after which older ones count half
 WORTH = 0.25  # smallest probability of acceptance for which a position is drafted
 _END = -1  # after the last token of each sequence
+
+
+@dataclass
+class Acceptance:
+    """Counts tested tokens: how many were expected to be accepted, by their shares, and how many were."""
+
+    expected: float = 50.0
+    accepted: float = 40.0
+
+    @property
+    def rate(self) -> float:
+        return min(self.accepted / self.expected, 1.0)
+
+    def add(self, expected: float, accepted: int) -> None:
+        if self.expected > MEMORY:
+            self.expected, self.accepted = self.expected / 2, self.accepted / 2
+        self.expected += expected
+        self.accepted += accepted
 
 
 class SuffixIndex:
@@ -22,20 +44,22 @@ class SuffixIndex:
     It is the part of a suffix trie over `add`ed sequences that drafts use: nodes of the depths in `SUFFIXES`, and below
     them the continuations, read from the sequences themselves. Sequences are indexed at the first draft.
 
-    A continuation that k of n occurrences share is accepted with an estimated probability of k / n, times a factor that
-    is learned from the accepted drafts of this prompt. A draft ends where the product falls below `WORTH`; so a prompt
-    with low acceptance gets no drafts.
+    A continuation that k of n occurrences share is accepted with an estimated probability of k / n, times a rate. It is
+    learned from the drafts of this prompt, and begins as that of all prompts. A draft ends where the product falls below
+    `WORTH`; so a prompt with low acceptance gets no drafts.
 
     Example: after adding [5, 7, 2, 9] and [5, 7, 2, 4, 6], the suffix [5, 7] continues with 2 in both, and then with 4,
     the newer one of 9 and 4.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, overall: Acceptance | None = None) -> None:
+        """overall: shared by the indexes of all prompts."""
         self._sequences: list[np.ndarray] = []
         self._indexed = 0  # number of sequences that are indexed
         self._tokens: list[int] = []  # these end to end, each with _END after it
         self._places: dict[bytes, list[int]] = {}  # suffix -> the places in `_tokens` that follow it
-        self._expected, self._accepted = 10.0, 8.0  # sums over tested tokens; the start values are the prior
+        self._overall = overall or Acceptance()
+        self._own: Acceptance | None = None  # since the first draft
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Add a sequence: a response, after the last tokens of its prompt. The oldest ones above `MOST_TOKENS` go."""
@@ -60,14 +84,15 @@ class SuffixIndex:
         shares: list[float] = []
         if not found:
             return tokens, shares
-        places, factor, probability = found[-MOST_PLACES:], min(self._accepted / self._expected, 1.0), 1.0
+        self._own = self._own or Acceptance(PRIOR, PRIOR * max(LOWEST, self._overall.rate))
+        places, rate, probability = found[-MOST_PLACES:], self._own.rate, 1.0
         while len(tokens) < most:
             following: dict[int, list[int]] = {}
             for place in places:
                 following.setdefault(self._tokens[place], []).append(place + 1)
             token, continued = max(following.items(), key=lambda item: (len(item[1]), item[1][-1]))
             share = len(continued) / len(places)
-            probability *= share * factor
+            probability *= share * rate
             if token == _END or probability < WORTH:
                 break
             tokens.append(token)
@@ -77,8 +102,8 @@ class SuffixIndex:
 
     def tested(self, shares: Sequence[float], accepted: int) -> None:
         """Learn that the first `accepted` tokens of a draft were sampled, and the next one, if any, was not."""
-        self._expected += sum(shares[: accepted + 1])
-        self._accepted += accepted
+        for counts in filter(None, (self._own, self._overall)):
+            counts.add(sum(shares[: accepted + 1]), accepted)
 
     def _index(self) -> None:
         for tokens in self._sequences[self._indexed :]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.drafts import MOST_TOKENS, SuffixIndex
+from dppo_megatron.engines.drafts import MOST_TOKENS, Acceptance, SuffixIndex
 
 
 def index_of(*sequences, most=4):
@@ -42,13 +42,26 @@ def test_a_draft_ends_where_the_sequence_ended_and_where_it_is_unlikely():
 
 def test_a_prompt_with_low_acceptance_gets_no_drafts_and_one_with_high_acceptance_longer_ones():
     good, bad = SuffixIndex(), SuffixIndex()
+    suffix = np.array([0, 1], np.int32)
     for index, accepted in ((good, 5), (bad, 0)):
         index.add(list(range(40)))
+        assert index.draft(suffix, 30)[0]
         for _ in range(40):
             index.tested([1.0] * 5, accepted)
-    suffix = np.array([0, 1], np.int32)
     assert len(good.draft(suffix, 30)[0]) > 20
     assert bad.draft(suffix, 30)[0] == []
+
+
+def test_a_new_prompt_begins_with_the_acceptance_of_all():
+    overall = Acceptance()
+    first, second = SuffixIndex(overall), SuffixIndex(overall)
+    suffix = np.array([0, 1], np.int32)
+    for index in (first, second):
+        index.add(list(range(40)))
+    assert first.draft(suffix, 30)[0]
+    for _ in range(200):
+        first.tested([1.0], 0)
+    assert len(second.draft(suffix, 30)[0]) == 1  # it is tried once more
 
 
 def test_the_memory_of_a_prompt_is_bounded_and_the_oldest_sequences_go():
@@ -196,7 +209,8 @@ def test_beside_a_request_of_another_route_nothing_is_accepted_and_nothing_chang
 
 def keyed_by_step(drafts, monkeypatch):
     """Noise of the step instead of the position: a rejected draft consumes its draw."""
-    monkeypatch.setattr(drafts, "_set_back", lambda *_, **__: None)
+    monkeypatch.setattr(drafts, "_set_back", lambda *_: None)
+    monkeypatch.setattr(drafts, "_check_draws", lambda *_: None)
 
 
 def accepted_unsampled(drafts, monkeypatch):

@@ -23,7 +23,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.outputs import SamplerOutput
 
-from dppo_megatron.engines.drafts import SUFFIXES, SuffixIndex
+from dppo_megatron.engines.drafts import SUFFIXES, Acceptance, SuffixIndex
 
 from .experts import name_of
 
@@ -63,6 +63,8 @@ class BankDrafts:
         self._runner: Any = None
         self._running: dict[str, _Running] = {}  # by the id of the request
         self._groups: OrderedDict[str, SuffixIndex] = OrderedDict()
+        self._acceptance = Acceptance()
+        self._checked = False  # whether the sampler's draws were compared with ours
         self._shares: dict[str, list[float]] = {}  # of the drafts that were proposed last
 
     def load_model(self, *_: Any) -> None:
@@ -112,7 +114,7 @@ class BankDrafts:
                 state = requests[request_id]
                 group = name_of(request_id).rpartition("/")[0]
                 self._running[request_id] = _Running(group, state.prompt_token_ids, state.output_token_ids)
-                index = self._groups.setdefault(group, SuffixIndex())
+                index = self._groups.setdefault(group, SuffixIndex(self._acceptance))
                 for sequence in found:
                     index.add(np.frombuffer(sequence, np.int32))
         for request_id in self._running.keys() - requests.keys():
@@ -149,7 +151,11 @@ class BankDrafts:
             if own:
                 self._learn(batch.req_ids[row], len(own), accepted)
         for row, state in states.items():
-            _set_back(given.generators[row], state, drawn=int(counts[row]), kept=int(kept[row]))
+            if not self._checked:
+                _check_draws(given.generators[row], state, int(counts[row]))
+                self._checked = True
+            if kept[row] < counts[row]:
+                _set_back(given.generators[row], state, int(kept[row]))
         return _kept(found, kept, starts, drafted.max_spec_len + 1)
 
     def _learn(self, request_id: str, drafted: int, accepted: int) -> None:
@@ -191,17 +197,16 @@ def _kept(found: SamplerOutput, kept: np.ndarray, starts: np.ndarray, width: int
     return replace(found, sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
 
-def _set_back(generator: torch.Generator, state: torch.Tensor, *, drawn: int, kept: int) -> None:
-    """Set a generator to the draws of `kept` tokens after `state`; the sampler has made `drawn` draws.
-
-    Raises RuntimeError if the sampler draws otherwise than that of vLLM 0.32 on CPUs.
-    """
-    after = generator.get_state()
+def _set_back(generator: torch.Generator, state: torch.Tensor, kept: int) -> None:
+    """Set a generator to the draws of `kept` tokens after `state`, as vLLM's sampler makes them on CPUs."""
     generator.set_state(state)
-    for number in range(1, drawn + 1):
+    for _ in range(kept):
         torch.randint(0, 2**31, (1,), generator=generator)
-        if number == kept:
-            state = generator.get_state()
-    if not torch.equal(generator.get_state(), after):
+
+
+def _check_draws(generator: torch.Generator, state: torch.Tensor, drawn: int) -> None:
+    """Raise RuntimeError if the sampler, which drew `drawn` tokens after `state`, does not draw as `_set_back`."""
+    after = torch.Generator()
+    _set_back(after, state, drawn)
+    if not torch.equal(after.get_state(), generator.get_state()):
         raise RuntimeError("vLLM's sampler does not draw once per token; set engine.draft_tokens to 0")
-    generator.set_state(state)

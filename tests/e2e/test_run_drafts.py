@@ -1,0 +1,71 @@
+"""With `engine.exact` a run with `engine.draft_tokens` has the bits of one without, also when it is killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dppo_megatron.bank import BankReader
+from tests.support.runs import (
+    GROUPS,
+    STEPS,
+    config_tree,
+    descendants,
+    records,
+    run,
+    start,
+    steps_done,
+    wait_until,
+    weights_digest,
+    write_config,
+)
+
+pytestmark = pytest.mark.engines
+LAYOUTS = [pytest.param(2, id="two ranks"), pytest.param(1, id="one rank", marks=pytest.mark.slow)]
+
+
+def config_of(task: Path, directory: Path, ranks: int, draft_tokens: int) -> Path:
+    rows = directory.parent / "rows.jsonl"
+    rows.write_text("".join((task / "train.jsonl").read_text().splitlines(keepends=True)[: 2 * GROUPS]))
+    tree = config_tree(task, directory)
+    tree["parallel"] |= {"world_size": ranks, "tensor": ranks}
+    tree["data"]["train"] = str(rows)  # two epochs
+    tree["rollout"] |= {"max_response_tokens": 24, "temperature": 0.2, "topk_logprobs": 4}
+    tree["engine"] |= {"exact": True, "draft_tokens": draft_tokens, "draft_batch": 64}
+    return write_config(tree, directory.parent / f"{directory.name}.yaml")
+
+
+def stored(directory: Path) -> dict[int, list]:
+    """Return the columns of all samples, by prompt position."""
+    reader = BankReader(directory / "bank")
+    groups = [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+    return {g.prompt.position: [(r.token_ids, *r.columns.values()) for r in g.rollouts] for g in groups}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_a_run_with_drafts_that_is_killed_has_the_bits_of_one_without(task, tmp_path, ranks):
+    without, drafted = tmp_path / "without", tmp_path / "drafted"
+    run("train", config_of(task, without, ranks, 0))
+    config = config_of(task, drafted, ranks, 4)
+    process = start("train", config, output=tmp_path / "out")
+    wait_until(lambda: len(steps_done(drafted)) >= STEPS // 2, "two steps", process, tmp_path / "out")
+    for member in [*descendants(process), process]:
+        os.kill(member.pid, signal.SIGKILL)
+    process.wait()
+    run("train", config, "--resume")
+
+    expected, found = stored(without), stored(drafted)
+    assert len(expected) == STEPS * GROUPS == len(found)
+    for position, samples in expected.items():
+        for sample, same in zip(samples, found[position], strict=True):
+            for column, other in zip(sample, same, strict=True):
+                np.testing.assert_array_equal(column, other)
+    assert weights_digest(without) == weights_digest(drafted)
+    assert {record["mismatch/kl"] for record in records(drafted) if "mismatch/kl" in record} == {0}
+    accepted = [r["drafts/accepted_share"] for r in records(drafted) if "drafts/accepted_share" in r]
+    assert max(accepted) > 0
+    assert not any("drafts/accepted_share" in record for record in records(without))
