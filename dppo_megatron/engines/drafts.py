@@ -21,7 +21,7 @@ _END = -1  # after the last token of each sequence
 
 
 @dataclass
-class Acceptance:
+class DraftRate:
     """Counts tested tokens: how many were expected to be accepted, by their shares, and how many were."""
 
     expected: float = 50.0
@@ -45,21 +45,21 @@ class SuffixIndex:
     them the continuations, read from the sequences themselves. Sequences are indexed at the first draft.
 
     A continuation that k of n occurrences share is accepted with an estimated probability of k / n, times a rate. It is
-    learned from the drafts of this prompt, and begins as that of all prompts. A draft ends where the product falls below
-    `WORTH`; so a prompt with low acceptance gets no drafts.
+    learned from the drafts of this prompt, and begins as that of all prompts. A draft ends where the product falls
+    below `WORTH`; so a prompt with low acceptance gets no drafts.
 
     Example: after adding [5, 7, 2, 9] and [5, 7, 2, 4, 6], the suffix [5, 7] continues with 2 in both, and then with 4,
     the newer one of 9 and 4.
     """
 
-    def __init__(self, overall: Acceptance | None = None) -> None:
+    def __init__(self, overall: DraftRate | None = None) -> None:
         """overall: shared by the indexes of all prompts."""
         self._sequences: list[np.ndarray] = []
         self._indexed = 0  # number of sequences that are indexed
         self._tokens: list[int] = []  # these end to end, each with _END after it
         self._places: dict[bytes, list[int]] = {}  # suffix -> the places in `_tokens` that follow it
-        self._overall = overall or Acceptance()
-        self._own: Acceptance | None = None  # since the first draft
+        self._overall = overall or DraftRate()
+        self._own: DraftRate | None = None  # since the first draft
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Add a sequence: a response, after the last tokens of its prompt. The oldest ones above `MOST_TOKENS` go."""
@@ -84,7 +84,7 @@ class SuffixIndex:
         shares: list[float] = []
         if not found:
             return tokens, shares
-        self._own = self._own or Acceptance(PRIOR, PRIOR * max(LOWEST, self._overall.rate))
+        self._own = self._own or DraftRate(PRIOR, PRIOR * max(LOWEST, self._overall.rate))
         places, rate, probability = found[-MOST_PLACES:], self._own.rate, 1.0
         while len(tokens) < most:
             following: dict[int, list[int]] = {}

@@ -18,7 +18,7 @@ import numpy as np
 from dppo_megatron.bank import BankReader
 from dppo_megatron.bank.earlier import GROUPS, PROMPT_TOKENS
 from dppo_megatron.config import Config
-from dppo_megatron.engines.drafts import SUFFIXES, Acceptance, SuffixIndex
+from dppo_megatron.engines.drafts import SUFFIXES, DraftRate, SuffixIndex
 from dppo_megatron.errors import ExpectedError
 
 MOST_GROUPS = 256  # newest groups that are decoded again
@@ -98,7 +98,7 @@ def decode(groups: Sequence[StoredGroup], *, running: int, batch: int, most: int
     Drafts are made while at most `batch` samples run; they follow earlier samples and finished ones of the same group.
     """
     queue = ((group, tokens) for group in groups for tokens in group.samples)
-    acceptance = Acceptance()
+    acceptance = DraftRate()
     indexes = {id(group): SuffixIndex(acceptance) for group in groups}
     for group in groups:
         for tokens in group.earlier:

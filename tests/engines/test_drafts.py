@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.drafts import MOST_TOKENS, Acceptance, SuffixIndex
+from dppo_megatron.engines.drafts import MOST_TOKENS, DraftRate, SuffixIndex
+from dppo_megatron.engines.vllm.extension.bodies import GenerateBody, parse
+from dppo_megatron.engines.vllm.extension.wire import encode_request
+from tests.support.engines import group
 
 
 def index_of(*sequences, most=4):
@@ -53,7 +57,7 @@ def test_a_prompt_with_low_acceptance_gets_no_drafts_and_one_with_high_acceptanc
 
 
 def test_a_new_prompt_begins_with_the_acceptance_of_all():
-    overall = Acceptance()
+    overall = DraftRate()
     first, second = SuffixIndex(overall), SuffixIndex(overall)
     suffix = np.array([0, 1], np.int32)
     for index in (first, second):
@@ -272,3 +276,13 @@ def test_speculative_settings_of_a_server_are_checked(settings, problem):
     if settings == {"model": OURS}:
         config.device_config.device_type = "cuda"
         assert "have not been run on GPUs" in "".join(_unfit_settings(config))
+
+
+def test_drafts_reach_the_server_and_the_names_of_conversations_do_not():
+    request = replace(group("d"), drafts=(np.array([5, 7]), np.array([9])), affinity=("g", "g.1"))
+    body = encode_request(request)
+    sent = parse(GenerateBody, body).request()
+    assert [tokens.tolist() for tokens in sent.drafts] == [[5, 7], [9]]
+    assert {tokens.dtype for tokens in sent.drafts} == {np.dtype(np.int32)}
+    assert b"affinity" not in body
+    assert b"drafts" not in encode_request(group("d"))  # servers of earlier versions do not know them

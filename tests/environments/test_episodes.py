@@ -141,6 +141,8 @@ def test_turns_alternate_and_their_rewards_add_up(tokenizer):
     second = [r for r in requests if r.request_id.split(".")[2].startswith("1")]
     assert [tokenizer.decode(r.token_ids) for r in second] == ["Hiab<eos>[ab]"] * 2
     assert len({seed for r in requests for seed in r.seeds}) == len(requests) == 4
+    of_turns = {r.request_id.rpartition(".")[0]: r.affinity for r in requests}
+    assert of_turns == {f"group-0.{i}": ("group-0", f"group-0.{i}") for i in range(2)}
 
 
 @pytest.mark.slow

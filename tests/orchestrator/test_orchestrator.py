@@ -8,6 +8,7 @@ import os
 import random
 import resource
 
+import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankWriteError
@@ -18,6 +19,7 @@ from dppo_megatron.engines.protocol import EngineUnavailable, InvalidSample
 from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.orchestrator.dynamic_sampling import NoReward, NoSignal
 from dppo_megatron.orchestrator.main import allow_open_files
+from dppo_megatron.types import Prompt
 from dppo_megatron.weights.published import PolicyTimeout, PublishedFollower, PublishedPolicy
 from tests.support.fakes.orchestrator import World, sampling_config
 
@@ -49,6 +51,19 @@ def world(tmp_path):
         return World(config, hopeless or never, broken or never, training_s, last_version)
 
     return make
+
+
+def test_the_samples_of_an_epoch_are_the_drafts_of_the_next(world, monkeypatch):
+    four_rows = lambda _, p: Prompt(p, p % 4, np.array([p % 4, 9], np.int32), "", "")  # noqa: E731
+    monkeypatch.setattr("tests.support.fakes.orchestrator.Prompts.prompt", four_rows)
+    w = world(steps=2)
+    w.config = with_settings(w.config, engine={"draft_tokens": 4})
+    engine = w.engine()
+    w.run_attempt(engine)
+    samples = {g.prompt.position: [[*g.prompt.token_ids, *r.token_ids] for r in g.rollouts] for g in w.groups()}
+    for request in filter(trains, engine.requests):
+        number = int(request.request_id.split("-")[1])
+        assert [tokens.tolist() for tokens in request.drafts] == samples.get(number - 4, [])
 
 
 def test_every_step_is_sampled_by_its_own_policy_in_prompt_order(world):

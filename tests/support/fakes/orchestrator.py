@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.bank import BankReader, BankWriter
+from dppo_megatron.bank import BankReader, BankWriter, EarlierSamples
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
@@ -178,6 +178,7 @@ class World:
                 episodes=None if self.episodes is None else self.episodes(sampler),
                 journals=self.journals,
                 prompts_in_all=self.prompts_in_all,
+                earlier=EarlierSamples(run.bank) if config.engine.draft_tokens else None,
                 **parts,
             )
             attempt = asyncio.create_task(orchestrator.run())

@@ -23,7 +23,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.outputs import SamplerOutput
 
-from dppo_megatron.engines.drafts import SUFFIXES, Acceptance, SuffixIndex
+from dppo_megatron.engines.drafts import SUFFIXES, DraftRate, SuffixIndex
 
 from .experts import name_of
 
@@ -63,7 +63,7 @@ class BankDrafts:
         self._runner: Any = None
         self._running: dict[str, _Running] = {}  # by the id of the request
         self._groups: OrderedDict[str, SuffixIndex] = OrderedDict()
-        self._acceptance = Acceptance()
+        self._acceptance = DraftRate()
         self._checked = False  # whether the sampler's draws were compared with ours
         self._shares: dict[str, list[float]] = {}  # of the drafts that were proposed last
 
