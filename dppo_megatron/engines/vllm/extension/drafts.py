@@ -134,6 +134,7 @@ class BankDrafts:
         """
         if drafted is None or not drafted.max_spec_len:
             return sample(logits, None)
+        self._follow()
         batch, counts = self._runner.input_batch, np.array(drafted.num_draft_tokens) + 1
         given, starts = batch.sampling_metadata, np.cumsum(counts) - counts
         if any(request_id not in self._running for request_id in batch.req_ids):
