@@ -154,7 +154,7 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
     print(f"temperature {temperature:.3f}, {arguments.nats} nats a token; {PROMPTS} prompts x {SAMPLES} samples")
     step_ms = await step_times(engines["without"], servers["without"], vocabulary)
     print(f"CPU ms of a step by its rows: {step_ms}")
-    print("running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  same samples")
+    print("running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  saved  same samples")
     for running in arguments.running:
         _, earlier = await sample(
             engines["without"], servers["without"], requests(1, vocabulary, temperature), running, f"e1-{running}"
@@ -181,7 +181,8 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
         print(
             f"{running:>7}{means[0]:>11.2f}{means[1]:>7.2f}{means[2]:>8.2f}{means[3]:>7.2f}{wall:>7.2f}{cpu:>11.2f}"
             f"{median(gains):>11.2f}{counts['accepted'] / max(1, counts['draft_steps']):>15.2f}"
-            f"{counts['accepted'] / max(1, counts['drafted']):>7.2f}{np.mean(same):>14.2f}",
+            f"{counts['accepted'] / max(1, counts['drafted']):>7.2f}"
+            f"{counts['accepted'] / counts['sampled_tokens']:>7.2f}{np.mean(same):>14.2f}",
             flush=True,
         )
     for engine in engines.values():
