@@ -154,7 +154,8 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
     print(f"temperature {temperature:.3f}, {arguments.nats} nats a token; {PROMPTS} prompts x {SAMPLES} samples")
     step_ms = await step_times(engines["without"], servers["without"], vocabulary)
     print(f"CPU ms of a step by its rows: {step_ms}")
-    print("running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  saved  same samples")
+    head = "running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  saved"
+    print(f"{head}  same samples")
     for running in arguments.running:
         _, earlier = await sample(
             engines["without"], servers["without"], requests(1, vocabulary, temperature), running, f"e1-{running}"

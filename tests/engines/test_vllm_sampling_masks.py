@@ -117,6 +117,7 @@ def reader(*, native: bool) -> ExpertsReader:
         model_config=SimpleNamespace(is_moe=True, get_num_experts_per_tok=lambda: 2),
         device_config=SimpleNamespace(device_type="cuda" if native else "cpu"),
         use_v2_model_runner=False,
+        speculative_config=None,
     )
     return ExpertsReader(EngineClient, config)
 
