@@ -46,6 +46,26 @@ class TopKLogprobs:
 
 
 @dataclass(frozen=True)
+class TeacherLogprobs:
+    """Contains log-probs of the tokens that a teacher found most likely, under the teacher and the policy in training.
+
+    ids                [T, K] int32/int64, global token ids of the teacher's top K; -1 = absent. No id twice.
+    teacher_logprob    [T, K] fp32/fp64, by the teacher. Ignored where absent.
+    sampled_logprob    [T] fp32/fp64, of the sampled token by the teacher.
+    logprob            [T, K] fp32/fp64, ln pi. Ignored where absent. Carries a gradient.
+    other_logprob      [T] ln of pi's mass outside the list united with the sampled token. Carries a gradient.
+    target_ids         [T] int, the sampled token.
+    """
+
+    ids: Int[Tensor, "T K"]
+    teacher_logprob: Float[Tensor, "T K"]
+    sampled_logprob: Float[Tensor, " T"]
+    logprob: Float[Tensor, "T K"]
+    other_logprob: Float[Tensor, " T"]
+    target_ids: Int[Tensor, " T"]
+
+
+@dataclass(frozen=True)
 class ObjectiveOutput:
     """Contains the result of an objective for every token.
 
@@ -115,6 +135,11 @@ class ObjectiveProtocol(Protocol):
         return penalises or s.centering != "none"
 
     @property
+    def needs_teacher(self) -> bool:
+        """Return whether the objective needs `teacher`: a teacher's list of likely tokens, scored by the trainer."""
+        return self.settings.distillation != "none"
+
+    @property
     def needs_entropy(self) -> bool:
         """Return whether the objective needs `entropy` with a gradient. Otherwise it may still be passed as metric."""
         return self.settings.entropy_coefficient > 0
@@ -143,7 +168,11 @@ class ObjectiveProtocol(Protocol):
         """Return whether tokens with A = 0 have a gradient too, so that responses without an advantage are computed."""
         s = self.settings
         penalises = "quadratic" in s.control and s.penalty_weight == "one"
-        return self.needs_reference or self.needs_entropy or s.rollout_kl != "none" or penalises
+        return self.needs_reference or self.needs_teacher or self.needs_entropy or s.rollout_kl != "none" or penalises
+
+    def at_step(self, step: int) -> ObjectiveProtocol:
+        """Return this objective for the training step `step`, from 0; called only if `needs_teacher`."""
+        return self
 
     def statistic_sums(
         self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
@@ -167,6 +196,7 @@ class ObjectiveProtocol(Protocol):
         rollout_logprob: Float[Tensor, " T"] | None = None,
         advantage: Float[Tensor, " T"] | None = None,
         topk: TopKLogprobs | None = None,
+        teacher: TeacherLogprobs | None = None,
         old_logprob: Float[Tensor, " T"] | None = None,
         sequence_ids: Int[Tensor, " T"] | None = None,
         reference_logprob: Float[Tensor, " T"] | None = None,

@@ -51,6 +51,13 @@ _RESPONSES = {
     "harmful": "the tokens of a response that diverge further are dropped",
     "negative": "all tokens of a response with A < 0 are dropped",
 }
+_REST = "over the teacher's top K, the sampled token and the rest"
+_TEACHERS = {
+    "forward_kl": f"KL(teacher || pi) {_REST}",
+    "reverse_kl": f"KL(pi || teacher) {_REST}",
+    "jensen_shannon": f"Jensen-Shannon divergence, {{s.jensen_shannon_weight:g}} teacher in the mixture, {_REST}",
+    "sampled": "ln(teacher / pi) of the sampled token in A",
+}
 _BATCH = (
     "  batch: tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) are dropped, those with the largest "
     "|ln old / mu| first, until the mean of {square} over the batch is below {budget:g}{kept}"
@@ -82,8 +89,20 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
         }[s.rollout_kl]
         share = " (1 - effective share)" if s.batch_statistic == "effective_size" else ""
         yield f"  rollout policy: + {s.rollout_kl_coefficient:g}{share} {term} on every token, r = pi / mu"
+    if s.distillation != "none":
+        yield from _distillation(s)
     if s.entropy_coefficient:
         yield f"  entropy: - {s.entropy_coefficient:g} entropy(pi)"
+
+
+def _distillation(s: ObjectiveSettings) -> Iterator[str]:
+    weight = f"{s.distillation_coefficient:g}"
+    if s.distillation_steps is not None:
+        weight += f", over {s.distillation_steps:g} steps to {s.distillation_end or 0:g},"
+    clip = "" if s.distillation_clip is None else f", at most {s.distillation_clip:g} a token"
+    yield f"  distillation: + {weight} {_TEACHERS[s.distillation].format(s=s)}{clip}"
+    if s.advantage_weight != 1:
+        yield f"  advantage: times {s.advantage_weight:g}" + ("" if s.advantage_weight else ", distillation alone")
 
 
 def axes(s: ObjectiveSettings) -> dict[str, str]:
@@ -129,6 +148,8 @@ def additions(s: ObjectiveSettings) -> list[str]:
         f"{s.mismatch} mismatch": s.mismatch != "none",
         f"rejection by {s.rejection}": s.rejection != "none",
         f"KL to mu, {s.rollout_kl_coefficient:g}": s.rollout_kl != "none",
+        f"{s.distillation.replace('_', ' ')} from a teacher, {s.distillation_coefficient:g}": s.distillation != "none",
+        f"A times {s.advantage_weight:g}": s.advantage_weight != 1,
     }
     return [words for words, holds in shown.items() if holds]
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .batch_statistic import beyond_budget, statistic_sums, statistic_value
 from .centering import expected_score
-from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, missing_attributes
+from .contract import ObjectiveOutput, ObjectiveProtocol, TeacherLogprobs, TopKLogprobs, missing_attributes
 from .corrections import mismatch_weight, reference_kl, rejected, rollout_kl
 from .describe import describe
+from .distillation import Taught, distill
 from .inputs import Buckets, Tokens, check_and_clean, make_buckets
 from .policy_term import join, policy_term, product, term_slope, term_value, weight_over_plain_ratio
 from .presets import PRESETS
@@ -34,6 +35,14 @@ class Objective(ObjectiveProtocol):
     name: str
     settings: ObjectiveSettings
     statistic: Tensor | None = None  # number of the whole batch, see `with_statistic`
+    scheduled: float | None = None  # weight of the distillation in this step; None = distillation_coefficient
+
+    def at_step(self, step: int) -> Objective:
+        s = self.settings
+        if s.distillation_steps is None:
+            return self
+        done = min(1.0, step / s.distillation_steps)
+        return replace(self, scheduled=(1 - done) * s.distillation_coefficient + done * (s.distillation_end or 0.0))
 
     def statistic_sums(
         self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
@@ -47,10 +56,12 @@ class Objective(ObjectiveProtocol):
     def describe(self) -> str:
         return describe(self.name, self.settings)
 
-    def __call__(self, *, topk: TopKLogprobs | None = None, **given: Tensor | None) -> ObjectiveOutput:
+    def __call__(
+        self, *, topk: TopKLogprobs | None = None, teacher: TeacherLogprobs | None = None, **given: Tensor | None
+    ) -> ObjectiveOutput:
         """Return the loss of each sampled token; `ObjectiveProtocol.__call__` describes the inputs.
 
-            loss = join(value, slope) + penalty + centering + KL + rollout KL - entropy
+            loss = join(value, slope) + penalty + centering + KL + rollout KL - entropy + distillation
 
         Three rules drop tokens from the first three terms: the mismatch mask, the rejection of a response, and the
         response region with the batch's budget. A dropped token is only reported as `masked_tokens` if a region dropped
@@ -60,7 +71,7 @@ class Objective(ObjectiveProtocol):
         Raises ObjectiveError for inputs that are missing, unknown, misshapen, or of 16-bit precision.
         """
         s = self.settings
-        tokens = check_and_clean(self, **given)
+        tokens, taught = self._taught(check_and_clean(self, **given), teacher)
         buckets = self._buckets(tokens, topk)
         statistic = self._statistic(tokens)
         effective_size = statistic if s.batch_statistic == "effective_size" else None
@@ -95,6 +106,9 @@ class Objective(ObjectiveProtocol):
             loss = loss + s.rollout_kl_coefficient * trust * rollout_kl(s, tokens, buckets)
         if self.needs_entropy:
             loss = loss - s.entropy_coefficient * tokens.entropy
+        untaught = by_mismatch | taken_out | (term.position.beyond & s.masks)
+        if taught is not None:
+            loss = loss + self.coefficient * torch.where(untaught, torch.zeros_like(loss), taught.loss)
 
         known = s.importance != "none"
         results = TokenResults(
@@ -115,8 +129,27 @@ class Objective(ObjectiveProtocol):
             weight=results.weight,
             masked_tokens=results.outside & (tokens.advantage != 0),
             divergence=torch.where(tokens.mask, results.divergence, tokens.zeros),
-            metrics=token_metrics(s, tokens, buckets, results),
+            metrics=token_metrics(s, tokens, buckets, results)
+            | ({} if taught is None else taught.metrics(self.coefficient, untaught, tokens.mask)),
         )
+
+    @property
+    def coefficient(self) -> float:
+        """Return the weight of the distillation."""
+        return self.settings.distillation_coefficient if self.scheduled is None else self.scheduled
+
+    def _taught(self, tokens: Tokens, teacher: TeacherLogprobs | None) -> tuple[Tokens, Taught | None]:
+        """Return the tokens with the advantage of the settings, and the distillation."""
+        s = self.settings
+        if not self.needs_teacher:
+            return tokens, None
+        if teacher is None:
+            raise ObjectiveError(f"{self.name} needs teacher, a teacher's list of likely tokens")
+        if s.distillation != "sampled" and tokens.logprob.requires_grad and not teacher.logprob.requires_grad:
+            raise ObjectiveError(f"{self.name} needs a gradient through teacher.logprob, which carries none")
+        taught = distill(self.name, s, tokens, teacher)
+        advantage = s.advantage_weight * tokens.advantage + self.coefficient * taught.advantage
+        return replace(tokens, advantage=advantage), taught
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
         """Return the batch's statistic; if none was given, that of this call's tokens."""

@@ -315,6 +315,30 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "P3O, arXiv 2605.12380",
             *_STD_TOKENS,
         ),
+        "distill_reverse_kl": Preset(
+            S(
+                control="none",
+                importance="none",
+                distillation="reverse_kl",
+                distillation_coefficient=1.0,
+                advantage_weight=0.0,
+            ),
+            "KL(pi || teacher) over the teacher's top K on the policy's own samples; no reward",
+            "on-policy distillation, GKD, arXiv 2306.13649",
+            aggregation="token_mean",
+        ),
+        "distill_dppo": Preset(
+            S(
+                divergence="binary_tv",
+                delta=0.15,
+                distillation="sampled",
+                distillation_coefficient=1.0,
+                advantage_weight=0.0,
+            ),
+            "DPPO with ln(teacher / pi) of the sampled token as the advantage; no reward",
+            "this project",
+            aggregation="token_mean",
+        ),
         "nll": Preset(
             S(control="none", importance="none", supervised=True),
             "negative log-likelihood of given answers",
