@@ -57,7 +57,8 @@ def distill(name: str, s: ObjectiveSettings, tokens: Tokens, teacher: TeacherLog
         jensen_shannon  b sum t ln(t / m) + (1 - b) sum p ln(p / m)                        (1 - b) p ln(p / m)
                         m = b t + (1 - b) p  (GKD, arXiv 2306.13649)
 
-    The slopes omit multiples of p, which add nothing because sum p grad ln p = 0. A token with D above
+    If pi has no mass outside the list and the sampled token, as with a sampling mask that the list covers, the teacher
+    is renormalised over them. The slopes omit multiples of p, which add nothing because sum p grad ln p = 0. A token with D above
     `distillation_clip` has its loss and gradient scaled by clip / D. A rest of the teacher below the rounding of 1 -
     sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
     """
@@ -71,9 +72,11 @@ def distill(name: str, s: ObjectiveSettings, tokens: Tokens, teacher: TeacherLog
     with torch.no_grad():
         p = ln_p.exp() * present
         t = torch.cat([buckets.anchor, buckets.anchor_other[:, None]], dim=1) * present
-        least = buckets.noise if s.distillation != "forward_kl" else torch.finfo(t.dtype).tiny
-        ln_rest = buckets.anchor_other.clamp(min=least).log()
-        ln_t = torch.cat([buckets.anchor_logprob, ln_rest[:, None]], dim=1) * present
+        tiny = torch.finfo(t.dtype).tiny
+        total = t.sum(dim=1, keepdim=True).clamp(min=tiny)
+        ln_rest = buckets.anchor_other.clamp(min=tiny if s.distillation == "forward_kl" else buckets.noise).log()
+        ln_t = (torch.cat([buckets.anchor_logprob, ln_rest[:, None]], dim=1) - total.log()) * present
+        t = t / total
         if s.distillation == "jensen_shannon":
             b = s.jensen_shannon_weight
             ln_m = torch.logaddexp(ln_t + math.log(b), ln_p + math.log(1 - b))
