@@ -130,15 +130,17 @@ def apply_objective(
     collectives.
     """
     topk, ids, rollout = None, rows.topk_ids, rows.rollout_topk_logprob
-    taught: dict[str, Any] = {}
+    more: dict[str, Any] = {name: rows.tensors[name] for name in objective.needs_columns}
     if objective.needs_teacher and topk_logprob is not None and other_logprob is not None:
         topk_logprob, of_teacher = topk_logprob.tensor_split([0 if ids is None else ids.shape[1]], dim=1)
         teacher_ids, of_both = rows.tensors["teacher_ids"], other_logprob
         if ids is not None:
             other_logprob = _with_other_list(of_both, ids, teacher_ids, of_teacher, rows.target_ids)
             of_both = _with_other_list(of_both, teacher_ids, ids, topk_logprob, rows.target_ids)
-        lists = (teacher_ids, rows.teacher_topk_logprob, rows.teacher_logprob, of_teacher, of_both, rows.target_ids)
-        taught["teacher"] = TeacherLogprobs(*lists)
+        own = rows.tensors["teacher_topk_logprob"], rows.tensors["teacher_logprob"]
+        more["teacher"] = TeacherLogprobs(teacher_ids, *own, of_teacher, of_both, rows.target_ids)
+    if objective.needs_positions:
+        more["positions"] = rows.position_ids
     if topk_logprob is not None and other_logprob is not None and ids is not None and rollout is not None:
         topk = TopKLogprobs(
             ids=ids,
@@ -160,9 +162,7 @@ def apply_objective(
         reference_logprob=rows.reference_logprob,
         sequence_ids=sequence_ids,
         entropy=entropy,
-        **taught,
-        **({"positions": rows.position_ids} if objective.needs_positions else {}),
-        **{name: rows.tensors[name] for name in objective.needs_columns},
+        **more,
     )
 
 

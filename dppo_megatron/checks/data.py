@@ -61,6 +61,8 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
+                if setting.startswith("data.") and setting != "data.eval":
+                    out += _without_teacher(config, {row.source for row in file.rows})
                 notes.append(f"{setting}: {file.describe()}")
                 asked, there = config.rollout.prompts_per_step, len(file.rows)
                 if setting == "data.train" and not more and asked > there:
@@ -68,6 +70,12 @@ def problems(
                         f"rollout.prompts_per_step = {asked}: a step uses the {there} prompts {asked / there:.3g} times"
                     )
     return out + _answer_problems(config, files, notes)
+
+
+def _without_teacher(config: Config, sources: set[str]) -> list[str]:
+    chosen = config.distillation
+    absent = sorted(source for source in sources if chosen.teachers and chosen.of_source(source) is None)
+    return [f"distillation.teachers: no sources have {source!r}; add it to those of a teacher" for source in absent]
 
 
 def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]], notes: list[str]) -> list[str]:

@@ -53,10 +53,8 @@ class GroupSamples:
         """Raise `InvalidSample`, naming the sample and the fault, unless these samples can answer `request`."""
         self._check_columns(request)
         check = _Check(request.request_id, self.lengths)
-        logprob = self.columns["rollout_logprob"]
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
-        check.tokens(~np.isfinite(logprob), "log-prob is missing or not finite")
-        check.tokens(logprob > LOGPROB_TOLERANCE, "log-prob above 0")
+        self._check_logprobs(check)
         check.tokens(self.columns["versions"] < 0, "token carries no policy version")
         self._check_ends(request, check, max_model_len)
         if request.sampling_mask:
@@ -67,6 +65,17 @@ class GroupSamples:
             experts = np.sort(self.columns["routed_experts"], axis=2)
             if (experts[:, :, 1:] == experts[:, :, :-1]).any():
                 raise InvalidSample(f"group {request.request_id}: a token is routed to the same expert twice")
+
+    def check_lists(self, name: str, vocab_size: int) -> None:
+        """Raise `InvalidSample`, naming the fault, unless log-probs and top-K lists can be those of a distribution."""
+        check = _Check(name, self.lengths)
+        self._check_logprobs(check)
+        self._check_topk(check, vocab_size)
+
+    def _check_logprobs(self, check: _Check) -> None:
+        logprob = self.columns["rollout_logprob"]
+        check.tokens(~np.isfinite(logprob), "log-prob is missing or not finite")
+        check.tokens(logprob > LOGPROB_TOLERANCE, "log-prob above 0")
 
     def _check_columns(self, request: GenerateRequest) -> None:
         group = f"group {request.request_id}"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dppo_megatron.checks.devices import engine_devices, visible_devices
+from dppo_megatron.checks.devices import engine_devices, teacher_devices, visible_devices
 from dppo_megatron.common.file_lock import FileLock
 from dppo_megatron.common.process import Child
 from dppo_megatron.config import Config
@@ -54,10 +54,21 @@ def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
     """Return every process of a run, the ranks one by one. They read the config from the run directory."""
     path = str(RunDir(config.run.dir).config)
     return RunPlan(
-        engines=engine_plans(config),
+        engines=[*engine_plans(config), *teacher_plans(config)],
         orchestrator=ProcessPlan("orchestrator", ("orchestrator", path)) if config.samples else None,
         trainers=rank_plans(config, "trainer", ("trainer", path, *(["--resume"] if resume else []))),
     )
+
+
+def teacher_plans(config: Config) -> list[ProcessPlan]:
+    """Return the teachers that the run serves, each with its GPUs."""
+    path, visible = str(RunDir(config.run.dir).config), visible_devices()
+    plans = []
+    for name in config.started_teachers:
+        devices = teacher_devices(config, name, visible)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        plans.append(ProcessPlan(f"teacher-{name}", ("engine", path, "--teacher", name), environment))
+    return plans
 
 
 def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[ProcessPlan]:

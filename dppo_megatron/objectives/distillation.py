@@ -57,8 +57,8 @@ def distill(name: str, s: ObjectiveSettings, tokens: Tokens, teacher: TeacherLog
         jensen_shannon  b sum t ln(t / m) + (1 - b) sum p ln(p / m)                        (1 - b) p ln(p / m)
                         m = b t + (1 - b) p  (GKD, arXiv 2306.13649)
 
-    If pi has no mass outside the list and the sampled token, as with a sampling mask that the list covers, the teacher
-    is renormalised over them. The slopes omit multiples of p, which add nothing because sum p grad ln p = 0. A token with D above
+    The slopes omit multiples of p, which add nothing because sum p grad ln p = 0. If pi has no rest, as with a sampling
+    mask that the list covers, the teacher is renormalised over the other events. A token with D above
     `distillation_clip` has its loss and gradient scaled by clip / D. A rest of the teacher below the rounding of 1 -
     sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
     """
