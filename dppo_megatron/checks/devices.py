@@ -45,14 +45,6 @@ def engine_devices(config: Config, index: int, visible: list[str], *, trains: bo
     return visible[first : first + each]
 
 
-def teacher_devices(config: Config, name: str, visible: list[str]) -> list[str]:
-    """Return the GPUs of a teacher that the run serves, after those of ranks and engines."""
-    names, each = list(config.started_teachers), [t.tensor_parallel for t in config.started_teachers.values()]
-    number = names.index(name)
-    first = devices_needed(config) - sum(each[number:])
-    return visible[first : first + each[number]]
-
-
 def problems(config: Config) -> list[str]:
     """Return why ranks and the engines to start do not fit on this machine's GPUs, and ports that are taken."""
     from dppo_megatron.fleet.registry import port_in_use
@@ -153,7 +145,7 @@ def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
 
 def devices_needed(config: Config) -> int:
     """Return the number of devices of ranks, started engines and teachers; colocated engines use the ranks'."""
-    teachers = sum(teacher.tensor_parallel for teacher in config.started_teachers.values())
+    teachers = sum(config.distillation.teachers[name].tensor_parallel for name in config.started_teachers)
     if config.engine.placement == "colocated":
         return max(config.parallel.world_size, config.engine_devices) + teachers
     return config.parallel.world_size + config.engine_devices + teachers

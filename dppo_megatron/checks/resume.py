@@ -15,8 +15,7 @@ RESUMABLE_CHANGES = (
     "weight_sync", "run.stall_timeout_s", "train.micro_batch_tokens", "train.share_prefixes", "optimizer.lr",
     "optimizer.min_lr", "optimizer.offload", "model.recompute", "model.logits", "model.batch_invariant_head",
     "rollout.max_concurrent_groups", "rollout.max_prompts_per_group", "reward.timeout_s", "reward.workers",
-    "distillation.request_timeout_s", "distillation.unavailable_timeout_s", "distillation.max_requests",
-    "distillation.teachers.*.urls", "distillation.teachers.*.secret_file", "distillation.teachers.*.tensor_parallel",
+    "distillation.*_timeout_s", "distillation.teachers.*.urls", "distillation.teachers.*.secret_file",
     "environment.timeout_s", "environment.trajectory_timeout_s", "environment.workers", "environment.host",
 )  # fmt: skip
 

@@ -35,9 +35,8 @@ def _requested(config: Config, notes: list[str]) -> list[str]:
     s, p = config.slurm, config.parallel
     engines = config.started_engines
     out = [
-        f"distillation.teachers.{name}.path = {teacher.path}: a Slurm job serves no teachers; start a server of it in "
-        "another job, and set urls instead"
-        for name, teacher in config.started_teachers.items()
+        f"distillation.teachers.{name}.path = {path}: a job serves no teachers; start its server elsewhere and set urls"
+        for name, path in config.started_teachers.items()
     ]
     if p.world_size % s.trainer_nodes:
         out.append(

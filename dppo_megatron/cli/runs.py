@@ -109,15 +109,11 @@ def engine(
     index: Annotated[int, typer.Option(help="number of this engine, below engine.count")] = 0,
     node: Annotated[int | None, typer.Option(help="run only this node of an engine over engine.nodes nodes")] = None,
     meeting: Annotated[str, typer.Option(help="with --node: name that all nodes of this start share")] = "",
-    teacher: Annotated[str | None, typer.Option(help="serve this one of distillation.teachers instead")] = None,
 ) -> None:
     """Run one inference server of the run in the foreground, and register it once it answers."""
     from dppo_megatron.launch.engine import run_engine
 
-    config = load_config(config_file, overrides or ())
-    if teacher is not None and teacher not in config.started_teachers:
-        raise ExpectedError(f"distillation.teachers.{teacher}.path: not set, so there is no teacher to serve")
-    raise typer.Exit(run_engine(config, index, node=node, meeting=meeting, teacher=teacher))
+    raise typer.Exit(run_engine(load_config(config_file, overrides or ()), index, node=node, meeting=meeting))
 
 
 @app.command(name="eval")

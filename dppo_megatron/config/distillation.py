@@ -12,35 +12,26 @@ TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
 class TeacherConfig(Section):
-    """Describes a teacher with the tokens of `model.path`: running servers, a model to serve, or the policy itself."""
-
-    urls: tuple[Url, ...] = setting((), "stock servers of the teacher, already running; they share the requests")
+    urls: tuple[Url, ...] = setting((), "stock servers of the teacher that are already running")
     path: FilePath | None = setting(
-        None,
-        "Hugging Face directory of a teacher that the run serves as it serves engines; without urls and path the "
-        "engines score with the policy that they serve",
+        None, "Hugging Face model that the run serves; without urls and path the policy's engines are the teacher"
     )
     kind: Literal["vllm", "sglang"] | None = setting(None, "the inference server; default: engine.kind")
     tensor_parallel: Processes = setting(1, "path: GPUs of its server")
-    secret_file: FilePath | None = setting(None, "urls: file with the key that requests send as a bearer token")
-    sources: tuple[str, ...] = setting((), "only for rows of these data sources; empty = all other rows")
+    secret_file: FilePath | None = setting(None, "urls: file with the bearer token of the servers; default: none")
+    sources: tuple[str, ...] = setting((), "only for rows of these data sources; empty = all others")
     prompt_template: str | None = setting(
-        None,
-        "text around the prompt that only the teacher reads; {prompt} and {answer} are replaced; default: the prompt "
-        "of the policy",
+        None, "text around the prompt for this teacher, with {prompt} and {answer}; default: the policy's prompt"
     )
 
 
 class DistillationConfig(Section):
     topk: Count = setting(20, "K most likely tokens that a teacher returns for each sampled token", le=2**16)
     teachers: dict[TeacherName, TeacherConfig] = Field(
-        default_factory=dict, description="the teachers by name; objective.settings.distillation uses them"
+        default_factory=dict, description="teachers by name, for objective.settings.distillation"
     )
-    request_timeout_s: Seconds = setting(600.0, "a request that a teacher does not answer by then is sent again")
-    unavailable_timeout_s: Seconds = setting(
-        1800.0, "a group that no server of its teacher has scored by then ends the run, which can be resumed"
-    )
-    max_requests: Count = setting(32, "requests that a teacher has at once")
+    request_timeout_s: Seconds = setting(600.0, "a request without an answer for this long is sent again")
+    unavailable_timeout_s: Seconds = setting(1800.0, "a group that is not scored by then ends the run; resume it")
 
     def of_source(self, source: str) -> str | None:
         """Return the name of the teacher for rows of this data source; None if there is none."""

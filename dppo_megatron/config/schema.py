@@ -6,11 +6,12 @@ one. The type of a field has the rules for its value; `dppo_megatron.checks` has
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from .distillation import DistillationConfig, TeacherConfig
+from .distillation import DistillationConfig
 from .engine import EngineConfig, RolloutConfig, WeightSyncConfig
 from .model import AcceptanceConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from .objective import ObjectiveConfig
@@ -111,10 +112,10 @@ class Config(Section):
         return self.engine.count if self.samples and not self.engine.urls else 0
 
     @property
-    def started_teachers(self) -> dict[str, TeacherConfig]:
-        """Return the teachers that the run serves itself, by name."""
+    def started_teachers(self) -> dict[str, Path]:
+        """Return the models of the teachers that the run serves, by name."""
         teachers = self.distillation.teachers if self.samples else {}
-        return {name: teacher for name, teacher in teachers.items() if teacher.path is not None}
+        return {name: teacher.path for name, teacher in teachers.items() if teacher.path is not None}
 
     @property
     def engine_devices(self) -> int:

@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-
 from dppo_megatron.config import Config
 from dppo_megatron.run_dir import RunDir
 
@@ -32,21 +30,6 @@ class Node(NamedTuple):
     rank: int
     host: str
     port: int
-
-
-class ScoredTokens(NamedTuple):
-    """Contains log-probs fp32 of the tokens of a sequence after the first: logprob [S - 1], ids and topk [S - 1, K]."""
-
-    logprob: np.ndarray
-    ids: np.ndarray  # int32, the most likely first
-    topk_logprob: np.ndarray
-
-    @classmethod
-    def of(cls, logprobs: list[float], lists: list[list[tuple[int, float]]]) -> ScoredTokens:
-        """Build the arrays from values of every position; None counts as NaN."""
-        pairs = np.array(lists, np.float64).reshape(len(logprobs), -1, 2)
-        ids, topk = pairs[:, :, 0].astype(np.int32), pairs[:, :, 1].astype(np.float32)
-        return cls(np.array(logprobs, np.float32), ids, topk)
 
 
 class EngineKind(ABC):
@@ -80,14 +63,14 @@ class EngineKind(ABC):
         """
 
     @abstractmethod
-    def lists_request(self, sequences: list[list[int]], k: int) -> tuple[str, dict[str, Any]]:
-        """Return route and body that ask a stock server for the K most likely tokens of every position."""
+    def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
+        """Return route and body that ask a stock server for the K most likely tokens at every position."""
 
     @abstractmethod
-    def decode_lists(self, reply: bytes | bytearray, sequences: list[list[int]], k: int) -> list[ScoredTokens]:
-        """Return the scores of the reply to `lists_request`, at temperature 1, unchecked.
+    def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
+        """Return the log-probs of the tokens after the first, and at each [(id, log-prob), ...] of the K most likely.
 
-        Raises ValueError, KeyError, TypeError or IndexError for any other reply.
+        Raises ValueError, KeyError, TypeError or IndexError for any other reply than the one to `lists_request`.
         """
 
     def problems(self, config: Config) -> list[str]:

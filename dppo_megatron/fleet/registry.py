@@ -98,14 +98,6 @@ def engine_names(config: Config) -> Sequence[str]:
     return [f"engine-{i}" for i in range(config.engine.count)]
 
 
-def teacher_urls(config: Config, run: RunDir, name: str) -> list[str]:
-    """Return the URL of the registered server of a teacher; of the engines, if the policy is its own teacher."""
-    if config.distillation.teachers[name].path is None:
-        return [service.url for service in engine_services(config, run).values()]
-    service = read_as(Service, run.services / f"teacher-{name}.json")
-    return [] if service is None else [service.url]
-
-
 def engine_log(index: int, node: int) -> str:
     """Return the name of the log of an engine's node: engine-0 for its first, then engine-0.1, engine-0.2, ..."""
     return f"engine-{index}.{node}" if node else f"engine-{index}"

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import end_with_parent, exit_reason
 from dppo_megatron.common.retry import RetryBudget, retry_async, wait_until
-from dppo_megatron.config import Config, with_settings
-from dppo_megatron.config.model import LoraConfig
+from dppo_megatron.config import Config
 from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
@@ -30,7 +28,6 @@ from dppo_megatron.engines.serving import Node, start_model
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import while_healthy
 from dppo_megatron.fleet.registry import engine_log, forget, free_port, port_in_use, read_when_written, register
-from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, root_cause, setup_logging
 from dppo_megatron.run_dir import RunDir
@@ -114,33 +111,11 @@ def command(config: Config, start: EngineStart, node: int) -> list[str]:
     return server_command(config, start.port, Path(start.model), start.version, place)
 
 
-def teacher_config(config: Config, name: str) -> Config:
-    """Return the config of a run whose only engine serves the teacher, on one node."""
-    teacher, engine = config.distillation.teachers[name], config.engine
-    assert teacher.path is not None  # one of `started_teachers`
-    # It reads one token more than an engine, and its own template may be longer than the policy's.
-    longest = engine.max_model_len + 1 + (config.data.max_prompt_tokens if teacher.prompt_template else 0)
-    own: dict[str, Any] = {"count": 1, "nodes": 1, "pipeline_parallel": 1, "expert_parallel": False, "port": 0}
-    own |= {"placement": "disaggregated", "quantization": "none", "exact": False, "kind": teacher.kind or engine.kind}
-    own |= {"tensor_parallel": teacher.tensor_parallel, "max_logprobs": config.distillation.topk}
-    own["max_model_len"] = min(longest, read_hf_config(teacher.path).max_position_embeddings)
-    return with_settings(
-        config,
-        model={"path": teacher.path, "weights": None, "lora": LoraConfig()},
-        engine=own,
-        rollout={"routing_replay": False, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
-        weight_sync={"lora": "merged"},
-    )
-
-
-def run_engine(
-    config: Config, index: int, *, node: int | None = None, meeting: str = "", teacher: str | None = None
-) -> int:
+def run_engine(config: Config, index: int, *, node: int | None = None, meeting: str = "") -> int:
     """Start engine `index`, register it as `engine-<index>` when healthy, and return the server's exit code.
 
     For an engine of several nodes, all servers run on this machine, or with `node` only that node's. The other nodes do
-    the same, with the same `meeting`, a name that no other start of an engine uses. With `teacher` it serves that
-    teacher of `distillation.teachers` as `teacher-<name>` instead. Servers join this process's session
+    the same, with the same `meeting`, a name that no other start of an engine uses. Servers join this process's session
     and output. SIGTERM and SIGINT end them, and when one ends, all end.
 
     Raises `EngineStartError` when a server ends while starting or the engine does not answer within
@@ -149,51 +124,48 @@ def run_engine(
     """
     run = RunDir(config.run.dir)
     run.make()
-    name = f"engine-{index}" if teacher is None else f"teacher-{teacher}"
-    setup_logging(engine_log(index, node or 0) if teacher is None else name, run.root)
-    if teacher is not None:
-        config = teacher_config(config, teacher)
+    setup_logging(engine_log(index, node or 0), run.root)
     make_secret(config)
     path = run.services / f"{meeting}.json"
     if node:
         timeout_s, log_0 = config.engine.start_timeout_s, run.log(engine_log(index, 0))
         start = read_when_written(EngineStart, path, timeout_s, "engine.start_timeout_s", log_0)
     else:
-        policy = (config.model.path, 0) if teacher is not None else _policy_to_serve(config, run, index)
-        start = _start(config, index, *policy)
+        start = _start(config, run, index)
         if node is not None:
             write_json(path, asdict(start))
     servers = Servers.start(config, start, range(config.engine.nodes) if node is None else [node])
     _pass_on_signals(servers)
     try:
-        code = _wait_for_end(servers) if node else _serve(config, run, name, start, servers)
+        code = _wait_for_end(servers) if node else _serve(config, run, index, start, servers)
     finally:
         servers.kill()
         servers.wait()
-    log.info("%s: the server ended (%s)", name, exit_reason(code))
+    log.info("engine-%d: the server ended (%s)", index, exit_reason(code))
     if code == 0 and config.engine.nodes > 1 and not servers.stopping:
         return 1  # a node exits with 0 when another node is gone
     return code if code >= 0 else 128 - code
 
 
-def _start(config: Config, index: int, model: Path, version: int) -> EngineStart:
+def _start(config: Config, run: RunDir, index: int) -> EngineStart:
     host = config.engine.host
     port = config.engine.port + index if config.engine.port else free_port(host)
     if port_in_use(host, port):
         raise EngineStartError(f"engine.port = {port}: already in use on {host}; choose another or 0 for a free one")
+    model, version = _policy_to_serve(config, run, index)
     return EngineStart(str(model), version, port, host, free_port(host) if config.engine.nodes > 1 else 0)
 
 
-def _serve(config: Config, run: RunDir, name: str, start: EngineStart, server: Servers) -> int:
+def _serve(config: Config, run: RunDir, index: int, start: EngineStart, server: Servers) -> int:
     """Register the server from its first answer until it ends; return its exit code."""
     url, started = f"http://{config.engine.host}:{start.port}", time.monotonic()
-    _wait_healthy(config, url, server, run.log(name))
-    log.info("%s answers at %s after %.1f s", name, url, time.monotonic() - started)
-    register(run, name, url, server.pid)
+    _wait_healthy(config, url, server, run.log(engine_log(index, 0)))
+    log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
+    register(run, f"engine-{index}", url, server.pid)
     try:
         return asyncio.run(_watch(config, url, server))
     finally:
-        forget(run, name, server.pid)
+        forget(run, f"engine-{index}", server.pid)
 
 
 def _wait_for_end(server: Servers) -> int:

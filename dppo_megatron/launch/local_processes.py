@@ -8,11 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dppo_megatron.checks.devices import engine_devices, teacher_devices, visible_devices
+from dppo_megatron.checks.devices import devices_needed, engine_devices, visible_devices
 from dppo_megatron.common.file_lock import FileLock
 from dppo_megatron.common.process import Child
-from dppo_megatron.config import Config
-from dppo_megatron.fleet.registry import engine_names, free_port
+from dppo_megatron.config import Config, save_resolved, with_absolute_paths
+from dppo_megatron.engines.secret import make_secret
+from dppo_megatron.engines.teachers import teacher_config
+from dppo_megatron.fleet.registry import engine_names, forget_all, free_port
 from dppo_megatron.run_dir import RunDir
 
 from .launcher import RunPlan
@@ -61,13 +63,18 @@ def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
 
 
 def teacher_plans(config: Config) -> list[ProcessPlan]:
-    """Return the teachers that the run serves, each with its GPUs."""
-    path, visible = str(RunDir(config.run.dir).config), visible_devices()
-    plans = []
-    for name in config.started_teachers:
-        devices = teacher_devices(config, name, visible)
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        plans.append(ProcessPlan(f"teacher-{name}", ("engine", path, "--teacher", name), environment))
+    """Return the teachers that the run serves, on the last GPUs. Writes a config, secret and run directory for each."""
+    visible, plans = visible_devices()[: devices_needed(config)], []
+    for name in reversed(config.started_teachers):
+        own = teacher_config(config, name)
+        run, count = RunDir(own.run.dir), own.engine.tensor_parallel
+        run.make()
+        forget_all(run)
+        save_resolved(with_absolute_paths(own), run.config)
+        make_secret(own)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible[-count:])} if visible else {}
+        plans.append(ProcessPlan(f"teacher-{name}", ("engine", str(run.config)), environment))
+        visible = visible[:-count]
     return plans
 
 

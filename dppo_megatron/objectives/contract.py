@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopKLogprobs:
-    """Contains log-probs of the tokens that the rollout policy found most likely, under both policies.
+    """Contains log-probs of the tokens that the rollout policy, or a teacher, found most likely, under both policies.
 
     ids                  [T, K] int32/int64, global token ids of TopK(mu, K); -1 = absent. No id twice, except
                          that the sampled token may or may not be among them.
-    rollout_logprob      [T, K] fp32/fp64, ln mu. Ignored where absent.
+    rollout_logprob      [T, K] fp32/fp64, ln mu; of a teacher's list, by the teacher. Ignored where absent.
     logprob              [T, K] fp32/fp64, ln pi. Ignored where absent. Carries a gradient when the method
                          needs one.
-    other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel.
+    other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel. Carries a
+                         gradient in a teacher's list.
     target_ids           [T] int, the sampled token.
     vocab_size           size of the whole vocabulary, or [T] of the set each was drawn from, for the uniform
                          tail of the predictive direction and for score centering with a region in probabilities.
@@ -43,26 +44,6 @@ class TopKLogprobs:
     vocab_size: int | Int[Tensor, " T"] | None = None
     old_logprob: Float[Tensor, "T K"] | None = None
     old_other_logprob: Float[Tensor, " T"] | None = None
-
-
-@dataclass(frozen=True)
-class TeacherLogprobs:
-    """Contains log-probs of the tokens that a teacher found most likely, under the teacher and the policy in training.
-
-    ids                [T, K] int32/int64, global token ids of the teacher's top K; -1 = absent. No id twice.
-    teacher_logprob    [T, K] fp32/fp64, by the teacher. Ignored where absent.
-    sampled_logprob    [T] fp32/fp64, of the sampled token by the teacher.
-    logprob            [T, K] fp32/fp64, ln pi. Ignored where absent. Carries a gradient.
-    other_logprob      [T] ln of pi's mass outside the list united with the sampled token. Carries a gradient.
-    target_ids         [T] int, the sampled token.
-    """
-
-    ids: Int[Tensor, "T K"]
-    teacher_logprob: Float[Tensor, "T K"]
-    sampled_logprob: Float[Tensor, " T"]
-    logprob: Float[Tensor, "T K"]
-    other_logprob: Float[Tensor, " T"]
-    target_ids: Int[Tensor, " T"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +117,7 @@ class ObjectiveProtocol(Protocol):
 
     @property
     def needs_teacher(self) -> bool:
-        """Return whether the objective needs `teacher`: a teacher's list of likely tokens, scored by the trainer."""
+        """Return whether the objective needs `teacher_logprob` and `teacher`, a teacher's list, with a gradient."""
         return self.settings.distillation != "none"
 
     @property
@@ -196,7 +177,8 @@ class ObjectiveProtocol(Protocol):
         rollout_logprob: Float[Tensor, " T"] | None = None,
         advantage: Float[Tensor, " T"] | None = None,
         topk: TopKLogprobs | None = None,
-        teacher: TeacherLogprobs | None = None,
+        teacher: TopKLogprobs | None = None,
+        teacher_logprob: Float[Tensor, " T"] | None = None,
         old_logprob: Float[Tensor, " T"] | None = None,
         sequence_ids: Int[Tensor, " T"] | None = None,
         reference_logprob: Float[Tensor, " T"] | None = None,
@@ -205,7 +187,7 @@ class ObjectiveProtocol(Protocol):
     ) -> ObjectiveOutput:
         """Return the loss of each sampled token.
 
-        All [T]. logprob, rollout_logprob, old_logprob, reference_logprob: fp32/fp64 ln p of the sampled token,
+        All [T]. logprob and rollout_, old_, reference_, teacher_logprob: fp32/fp64 ln p of the sampled token,
         temperature applied. mask: bool or 0/1, tokens that carry loss; other values, nan included, add nothing to loss,
         gradient or metrics. sequence_ids: numbered from 0 and below T. positions: order within a sequence; None = the
         order of the tokens. `needs_columns` are further arguments. No collectives, no synchronisation with the host.

@@ -51,12 +51,11 @@ _RESPONSES = {
     "harmful": "the tokens of a response that diverge further are dropped",
     "negative": "all tokens of a response with A < 0 are dropped",
 }
-_REST = "over the teacher's top K, the sampled token and the rest"
 _TEACHERS = {
-    "forward_kl": f"KL(teacher || pi) {_REST}",
-    "reverse_kl": f"KL(pi || teacher) {_REST}",
-    "jensen_shannon": f"Jensen-Shannon divergence, {{s.jensen_shannon_weight:g}} teacher in the mixture, {_REST}",
-    "sampled": "ln(teacher / pi) of the sampled token in A",
+    "forward_kl": "KL(teacher || pi) over the teacher's top K, the sampled token and the rest",
+    "reverse_kl": "KL(pi || teacher) over the teacher's top K, the sampled token and the rest",
+    "jensen_shannon": "Jensen-Shannon divergence over the teacher's top K, the sampled token and the rest",
+    "sampled": "ln(teacher / pi) of the sampled token, in A",
 }
 _BATCH = (
     "  batch: tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) are dropped, those with the largest "
@@ -90,19 +89,13 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
         share = " (1 - effective share)" if s.batch_statistic == "effective_size" else ""
         yield f"  rollout policy: + {s.rollout_kl_coefficient:g}{share} {term} on every token, r = pi / mu"
     if s.distillation != "none":
-        yield from _distillation(s)
+        weight = f"{s.distillation_coefficient:g}"
+        if s.distillation_steps is not None:
+            weight += f", over {s.distillation_steps:g} steps to {s.distillation_end or 0:g},"
+        limit = "" if s.distillation_clip is None else f", at most {s.distillation_clip:g} a token"
+        yield f"  distillation: + {weight} {_TEACHERS[s.distillation]}{limit}; A times {s.advantage_weight:g}"
     if s.entropy_coefficient:
         yield f"  entropy: - {s.entropy_coefficient:g} entropy(pi)"
-
-
-def _distillation(s: ObjectiveSettings) -> Iterator[str]:
-    weight = f"{s.distillation_coefficient:g}"
-    if s.distillation_steps is not None:
-        weight += f", over {s.distillation_steps:g} steps to {s.distillation_end or 0:g},"
-    clip = "" if s.distillation_clip is None else f", at most {s.distillation_clip:g} a token"
-    yield f"  distillation: + {weight} {_TEACHERS[s.distillation].format(s=s)}{clip}"
-    if s.advantage_weight != 1:
-        yield f"  advantage: times {s.advantage_weight:g}" + ("" if s.advantage_weight else ", distillation alone")
 
 
 def axes(s: ObjectiveSettings) -> dict[str, str]:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .contract import TeacherLogprobs
-from .inputs import Tokens, teacher_buckets
+from .inputs import Buckets, Tokens
 from .metrics import Metric, mean_metric
 from .settings import ObjectiveSettings
 
@@ -20,33 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Taught:
-    """Contains the distillation of every token, all [T].
+    """Contains the distillation of every token, all [T]; only `loss` has a gradient.
 
-    loss: its term before the coefficient, with gradient; 0 for 'sampled'. advantage: what 'sampled' adds to A, else 0.
-    divergence: D before the clip. gap: ln pi - ln teacher of the sampled token, an estimate of KL(pi || teacher).
-    teacher_rest, policy_rest: mass outside the list and the sampled token. Only `loss` has a gradient.
+    loss: the weighted divergence, 0 for 'sampled'. advantage: addition to A, 0 for the others. measured: by metric.
     """
 
     loss: Float[Tensor, " T"]
     advantage: Float[Tensor, " T"]
-    divergence: Float[Tensor, " T"]
-    gap: Float[Tensor, " T"]
-    teacher_rest: Float[Tensor, " T"]
-    policy_rest: Float[Tensor, " T"]
+    measured: dict[str, Tensor]
 
-    def metrics(self, coefficient: float, dropped: Tensor, mask: Tensor) -> dict[str, Metric]:
+    def metrics(self, dropped: Tensor, mask: Tensor) -> dict[str, Metric]:
         """Return the metrics of a call. dropped: [T] tokens that masks leave out."""
-        return {
-            "distillation/divergence": mean_metric(self.divergence, mask),
-            "distillation/sampled_kl": mean_metric(self.gap, mask),
-            "distillation/tail_mass_teacher": mean_metric(self.teacher_rest, mask),
-            "distillation/tail_mass_policy": mean_metric(self.policy_rest, mask),
-            "distillation/dropped_share": mean_metric(dropped, mask),
-            "distillation/coefficient": mean_metric(torch.full_like(self.gap, coefficient), mask),
-        }
+        measured = self.measured | {"dropped_share": dropped}
+        return {f"distillation/{name}": mean_metric(value, mask) for name, value in measured.items()}
 
 
-def distill(name: str, s: ObjectiveSettings, tokens: Tokens, teacher: TeacherLogprobs) -> Taught:
+def distill(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, step: int) -> Taught:
     """Return the term of `distillation`. p = pi and t = teacher over disjoint events v that cover the vocabulary.
 
     The events are the tokens of the teacher's list, the sampled token, and all others as one. Merging tokens never
@@ -62,39 +50,38 @@ def distill(name: str, s: ObjectiveSettings, tokens: Tokens, teacher: TeacherLog
     `distillation_clip` has its loss and gradient scaled by clip / D. A rest of the teacher below the rounding of 1 -
     sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
     """
-    buckets = teacher_buckets(name, tokens, teacher)
-    sampled = buckets.anchor_logprob[:, -1]
-    gap = torch.where(tokens.mask, tokens.detached_logprob - sampled, tokens.zeros)
-    rest_exists = tokens.mask & buckets.policy_other_logprob.isfinite()
-    present = torch.cat([buckets.present, rest_exists[:, None]], dim=1)
-    ln_p = torch.cat([buckets.policy_logprob, buckets.policy_other_logprob[:, None]], dim=1)
-    ln_p = torch.where(present, ln_p, 0.0)
+    done = 0.0 if s.distillation_steps is None else min(1.0, step / s.distillation_steps)
+    weight = (1 - done) * s.distillation_coefficient + done * (s.distillation_end or 0.0)
+    kind, clip, b = s.distillation, s.distillation_clip or math.inf, s.jensen_shannon_weight
+    gap = torch.where(tokens.mask, tokens.detached_logprob - buckets.anchor_logprob[:, -1], 0.0)
+    rest = buckets.policy_other_logprob[:, None]
+    present = torch.cat([buckets.present, tokens.mask[:, None] & rest.isfinite()], dim=1)
+    ln_p = torch.where(present, torch.cat([buckets.policy_logprob, rest], dim=1), 0.0)
     with torch.no_grad():
         p = ln_p.exp() * present
         t = torch.cat([buckets.anchor, buckets.anchor_other[:, None]], dim=1) * present
         tiny = torch.finfo(t.dtype).tiny
         total = t.sum(dim=1, keepdim=True).clamp(min=tiny)
-        ln_rest = buckets.anchor_other.clamp(min=tiny if s.distillation == "forward_kl" else buckets.noise).log()
+        ln_rest = buckets.anchor_other.clamp(min=tiny if kind == "forward_kl" else buckets.noise).log()
         ln_t = (torch.cat([buckets.anchor_logprob, ln_rest[:, None]], dim=1) - total.log()) * present
         t = t / total
-        if s.distillation == "jensen_shannon":
-            b = s.jensen_shannon_weight
+        if kind == "forward_kl":
+            slope, terms = -t, t * (ln_t - ln_p)
+        elif kind == "jensen_shannon":
             ln_m = torch.logaddexp(ln_t + math.log(b), ln_p + math.log(1 - b))
             slope = (1 - b) * p * (ln_p - ln_m)
-            divergence = (b * t * (ln_t - ln_m) + slope).sum(dim=1)
-        elif s.distillation == "forward_kl":
-            slope = -t
-            divergence = (t * (ln_t - ln_p)).sum(dim=1)
+            terms = slope + b * t * (ln_t - ln_m)
         else:
-            slope = p * (ln_p - ln_t)
-            divergence = slope.sum(dim=1)
-        divergence = divergence.clamp(min=0.0)
-        scale = torch.ones_like(divergence)
-        if s.distillation_clip is not None:
-            scale = s.distillation_clip / divergence.clamp(min=s.distillation_clip)
-    loss, advantage = tokens.zeros, tokens.zeros
-    if s.distillation == "sampled":
-        advantage = -gap if s.distillation_clip is None else -gap.clamp(-s.distillation_clip, s.distillation_clip)
-    else:
-        loss = scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1))
-    return Taught(loss, advantage, divergence, gap, t[:, -1], p[:, -1])
+            slope = terms = p * (ln_p - ln_t)
+        divergence = terms.sum(dim=1).clamp(min=0.0)
+        scale = weight * (clip / divergence.clamp(min=clip) if clip < math.inf else torch.ones_like(divergence))
+    measured = {
+        "divergence": divergence,
+        "sampled_kl": gap,
+        "tail_mass_teacher": t[:, -1],
+        "tail_mass_policy": p[:, -1],
+    }
+    if kind == "sampled":
+        return Taught(tokens.zeros, -weight * gap.clamp(-clip, clip), measured)
+    loss = scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1))
+    return Taught(loss, tokens.zeros, measured)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from .contract import ObjectiveProtocol, TeacherLogprobs, TopKLogprobs
+from .contract import ObjectiveProtocol, TopKLogprobs
 from .settings import ObjectiveError, nearest
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Tokens:
     rollout_logprob: Float[Tensor, " T"] | None = None
     old_logprob: Float[Tensor, " T"] | None = None
     reference_logprob: Float[Tensor, " T"] | None = None
+    teacher_logprob: Float[Tensor, " T"] | None = None
     entropy: Float[Tensor, " T"] | None = None  # keeps its gradient, if it has one
     sequence_ids: Int[Tensor, " T"] | None = None
     positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = the order of the tokens
@@ -77,6 +78,7 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
         "old_logprob": objective.needs_old,
         "sequence_ids": objective.needs_sequences,
         "reference_logprob": objective.needs_reference,
+        "teacher_logprob": objective.needs_teacher,
         "entropy": objective.needs_entropy,
     }
     inputs = [key for key, needed in required.items() if needed]
@@ -97,7 +99,7 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
             raise ObjectiveError(f"{name}: {key} has shape {tuple(value.shape)}, logprob has {tuple(logprob.shape)}")
     for key, value in {"logprob": logprob, **present}.items():
         if key.endswith("logprob"):
-            _reject_coarse(f"{name}: {key}", value)
+            _reject_coarse(name, key, value)
 
     keep = mask != 0
     order = {key: present.pop(key) for key in ("sequence_ids", "positions") if key in present}
@@ -111,53 +113,37 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
     return Tokens(mask=keep, detached_logprob=clean["logprob"].detach(), **fixed, **order)
 
 
-def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs) -> Buckets:
-    """Return the top K and the sampled token as disjoint columns, under pi and the anchor of the settings."""
+def make_buckets(
+    objective: ObjectiveProtocol,
+    tokens: Tokens,
+    topk: TopKLogprobs,
+    anchor: Literal["settings", "teacher"] = "settings",
+) -> Buckets:
+    """Return the top K and the sampled token as disjoint columns, under pi and the anchor.
+
+    With a teacher as the anchor, `policy_other_logprob` carries a gradient too.
+    """
     name = objective.name
-    old = objective.settings.anchor == "old"
+    if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
+        raise ObjectiveError(
+            f"{name}: topk.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]"
+        )
+    taught = anchor == "teacher"
+    old = objective.settings.anchor == "old" and not taught
     if old and topk.old_logprob is None:
         raise ObjectiveError(f"{name} with anchor='old' needs topk.old_logprob")
     anchor_list = topk.old_logprob if old else topk.rollout_logprob
-    anchor_sampled = tokens.old_logprob if old else tokens.rollout_logprob
-    found = _union(f"{name}: topk", tokens, topk, "rollout_logprob", anchor_list, anchor_sampled)
-    found = replace(found, policy_other_logprob=found.policy_other_logprob.detach(), vocab_size=topk.vocab_size)
-    if not old or topk.old_other_logprob is None:
-        return found
-    # If the list covers all mass, any difference of the anchor's sum from 1 is rounding.
-    listed = ~tokens.mask | (topk.other_logprob.detach() == float("-inf"))
-    other = torch.where(listed, 0.0, topk.old_other_logprob.detach().to(found.anchor_other.dtype).exp())
-    return replace(found, anchor_other=other, anchor_other_logprob=torch.where(other > 0, other, 1.0).log())
-
-
-def teacher_buckets(name: str, tokens: Tokens, teacher: TeacherLogprobs) -> Buckets:
-    """Return the teacher's top K and the sampled token as disjoint columns, with the teacher as the anchor.
-
-    `policy_other_logprob` carries a gradient.
-    """
-    return _union(
-        f"{name}: teacher", tokens, teacher, "teacher_logprob", teacher.teacher_logprob, teacher.sampled_logprob
-    )
-
-
-def _union(
-    what: str,
-    tokens: Tokens,
-    topk: TopKLogprobs | TeacherLogprobs,
-    anchor_name: str,
-    anchor_list: Tensor,
-    anchor_sampled: Tensor,
-) -> Buckets:
-    """Return the list united with the sampled token. what, anchor_name: names in errors."""
-    if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
-        raise ObjectiveError(f"{what}.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]")
-    for key, value in (("logprob", topk.logprob), (anchor_name, anchor_list)):
+    anchor_sampled = tokens.old_logprob if old else tokens.teacher_logprob if taught else tokens.rollout_logprob
+    other = topk.other_logprob if taught else topk.other_logprob.detach()
+    for key, value in (("logprob", topk.logprob), ("rollout_logprob", anchor_list)):
         if value.shape != topk.ids.shape:
-            raise ObjectiveError(f"{what}.{key} has shape {tuple(value.shape)}, ids has {tuple(topk.ids.shape)}")
-        _reject_coarse(f"{what}.{key}", value)
-    of_tokens = {"other_logprob": topk.other_logprob, "target_ids": topk.target_ids, "sampled token": anchor_sampled}
-    for key, value in of_tokens.items():
+            raise ObjectiveError(
+                f"{name}: topk.{key} has shape {tuple(value.shape)}, topk.ids has {tuple(topk.ids.shape)}"
+            )
+        _reject_coarse(name, f"topk.{key}", value)
+    for key, value in (("other_logprob", topk.other_logprob), ("target_ids", topk.target_ids)):
         if value.shape != tokens.mask.shape:
-            raise ObjectiveError(f"{what}.{key} has shape {tuple(value.shape)}, expected [T]")
+            raise ObjectiveError(f"{name}: topk.{key} has shape {tuple(value.shape)}, expected [T]")
 
     dtype, keep = tokens.detached_logprob.dtype, tokens.mask[:, None]
     is_target = topk.ids == topk.target_ids[:, None]
@@ -167,32 +153,34 @@ def _union(
 
     def columns(values: Tensor, sampled: Tensor) -> Tensor:
         values = torch.where(in_topk, values, torch.zeros_like(values)).to(dtype)
-        return torch.cat([values, torch.where(tokens.mask, sampled.to(dtype), 0.0)[:, None]], dim=1)
+        return torch.cat([values, sampled[:, None]], dim=1)
 
-    anchor = columns(anchor_list, anchor_sampled).detach()
+    ln_anchor = columns(anchor_list, anchor_sampled).detach()
     # Each probability has the rounding of the coarser of its two sources.
     eps = max(torch.finfo(anchor_list.dtype).eps, torch.finfo(dtype).eps)
     noise = 4 * eps * present.shape[1]
-    remainder = 1 - (anchor.exp() * present).sum(dim=1)
+    remainder = 1 - (ln_anchor.exp() * present).sum(dim=1)
     anchor_other = torch.where(remainder > noise, remainder, torch.zeros_like(remainder))
+    if old and topk.old_other_logprob is not None:
+        anchor_other = topk.old_other_logprob.detach().to(dtype).exp()
     # If the list covers all mass, any difference of the anchor's sum from 1 is rounding.
-    anchor_other = torch.where(topk.other_logprob.detach() == float("-inf"), 0.0, anchor_other)
+    anchor_other = torch.where(other.detach() == float("-inf"), 0.0, anchor_other)
     return Buckets(
         present=present,
-        anchor_logprob=anchor,
+        anchor_logprob=ln_anchor,
         policy_logprob=columns(topk.logprob, tokens.logprob),
         anchor_other=torch.where(tokens.mask, anchor_other, torch.zeros_like(anchor_other)),
         anchor_other_logprob=torch.where(anchor_other > 0, anchor_other, 1.0).log(),
-        policy_other_logprob=torch.where(tokens.mask, topk.other_logprob.to(dtype), 0.0),
+        policy_other_logprob=torch.where(tokens.mask, other.to(dtype), 0.0),
         sampled_in_topk=(is_target & (topk.ids >= 0)).any(dim=1),
-        vocab_size=None,
+        vocab_size=topk.vocab_size,
         noise=noise,
     )
 
 
-def _reject_coarse(what: str, value: Tensor) -> None:
+def _reject_coarse(name: str, key: str, value: Tensor) -> None:
     if value.dtype not in (torch.float32, torch.float64):
         raise ObjectiveError(
-            f"{what} is {value.dtype}; log-probs must be float32 or float64. Rounded to 16 bits they "
+            f"{name}: {key} is {value.dtype}; log-probs must be float32 or float64. Rounded to 16 bits they "
             "give a token up to 3e-2 of spurious divergence and the tail a negative mass"
         )

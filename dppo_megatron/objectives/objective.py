@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .batch_statistic import beyond_budget, statistic_sums, statistic_value
 from .centering import expected_score
-from .contract import ObjectiveOutput, ObjectiveProtocol, TeacherLogprobs, TopKLogprobs, missing_attributes
+from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, missing_attributes
 from .corrections import mismatch_weight, reference_kl, rejected, rollout_kl
 from .describe import describe
 from .distillation import Taught, distill
@@ -35,14 +35,10 @@ class Objective(ObjectiveProtocol):
     name: str
     settings: ObjectiveSettings
     statistic: Tensor | None = None  # number of the whole batch, see `with_statistic`
-    scheduled: float | None = None  # weight of the distillation in this step; None = distillation_coefficient
+    step: int = 0  # of training, for distillation_steps
 
     def at_step(self, step: int) -> Objective:
-        s = self.settings
-        if s.distillation_steps is None:
-            return self
-        done = min(1.0, step / s.distillation_steps)
-        return replace(self, scheduled=(1 - done) * s.distillation_coefficient + done * (s.distillation_end or 0.0))
+        return replace(self, step=step)
 
     def statistic_sums(
         self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
@@ -57,7 +53,7 @@ class Objective(ObjectiveProtocol):
         return describe(self.name, self.settings)
 
     def __call__(
-        self, *, topk: TopKLogprobs | None = None, teacher: TeacherLogprobs | None = None, **given: Tensor | None
+        self, *, topk: TopKLogprobs | None = None, teacher: TopKLogprobs | None = None, **given: Tensor | None
     ) -> ObjectiveOutput:
         """Return the loss of each sampled token; `ObjectiveProtocol.__call__` describes the inputs.
 
@@ -71,7 +67,10 @@ class Objective(ObjectiveProtocol):
         Raises ObjectiveError for inputs that are missing, unknown, misshapen, or of 16-bit precision.
         """
         s = self.settings
-        tokens, taught = self._taught(check_and_clean(self, **given), teacher)
+        tokens = check_and_clean(self, **given)
+        taught = self._taught(tokens, teacher)
+        if taught is not None:
+            tokens = replace(tokens, advantage=s.advantage_weight * tokens.advantage + taught.advantage)
         buckets = self._buckets(tokens, topk)
         statistic = self._statistic(tokens)
         effective_size = statistic if s.batch_statistic == "effective_size" else None
@@ -106,9 +105,11 @@ class Objective(ObjectiveProtocol):
             loss = loss + s.rollout_kl_coefficient * trust * rollout_kl(s, tokens, buckets)
         if self.needs_entropy:
             loss = loss - s.entropy_coefficient * tokens.entropy
-        untaught = by_mismatch | taken_out | (term.position.beyond & s.masks)
+        metrics = {}
         if taught is not None:
-            loss = loss + self.coefficient * torch.where(untaught, torch.zeros_like(loss), taught.loss)
+            untaught = by_mismatch | taken_out | (term.position.beyond & s.masks)
+            loss = loss + torch.where(untaught, torch.zeros_like(loss), taught.loss)
+            metrics = taught.metrics(untaught, tokens.mask)
 
         known = s.importance != "none"
         results = TokenResults(
@@ -129,27 +130,17 @@ class Objective(ObjectiveProtocol):
             weight=results.weight,
             masked_tokens=results.outside & (tokens.advantage != 0),
             divergence=torch.where(tokens.mask, results.divergence, tokens.zeros),
-            metrics=token_metrics(s, tokens, buckets, results)
-            | ({} if taught is None else taught.metrics(self.coefficient, untaught, tokens.mask)),
+            metrics=token_metrics(s, tokens, buckets, results) | metrics,
         )
 
-    @property
-    def coefficient(self) -> float:
-        """Return the weight of the distillation."""
-        return self.settings.distillation_coefficient if self.scheduled is None else self.scheduled
-
-    def _taught(self, tokens: Tokens, teacher: TeacherLogprobs | None) -> tuple[Tokens, Taught | None]:
-        """Return the tokens with the advantage of the settings, and the distillation."""
-        s = self.settings
+    def _taught(self, tokens: Tokens, teacher: TopKLogprobs | None) -> Taught | None:
         if not self.needs_teacher:
-            return tokens, None
+            return None
         if teacher is None:
             raise ObjectiveError(f"{self.name} needs teacher, a teacher's list of likely tokens")
-        if s.distillation != "sampled" and tokens.logprob.requires_grad and not teacher.logprob.requires_grad:
+        if tokens.logprob.requires_grad and not teacher.logprob.requires_grad:
             raise ObjectiveError(f"{self.name} needs a gradient through teacher.logprob, which carries none")
-        taught = distill(self.name, s, tokens, teacher)
-        advantage = s.advantage_weight * tokens.advantage + self.coefficient * taught.advantage
-        return replace(tokens, advantage=advantage), taught
+        return distill(self.settings, tokens, make_buckets(self, tokens, teacher, "teacher"), self.step)
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
         """Return the batch's statistic; if none was given, that of this call's tokens."""

@@ -4,7 +4,7 @@
 
 from .advantages import RewardMoments, group_advantages, group_has_signal, reward_moments, turn_advantages
 from .aggregation import sequence_weights
-from .contract import ObjectiveOutput, ObjectiveProtocol, TeacherLogprobs, TopKLogprobs
+from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs
 from .corrections import keep_finished, sequence_ids_from_cu_seqlens, soft_overlong_penalty
 from .metrics import (
     Metric,

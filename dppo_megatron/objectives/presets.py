@@ -27,6 +27,7 @@ class Preset:
 _DPPO, _DRPO, _SPO = "DPPO, arXiv 2602.04879", "DRPO, arXiv 2606.09821", "SPO, arXiv 2401.16025"
 _SC = "score centering, arXiv 2609.20807"
 _TRM = "trust region masking, arXiv 2512.23075"
+_DISTILLED: dict[str, Any] = {"distillation_coefficient": 1.0, "advantage_weight": 0.0}
 _STD_TOKENS, _STD_SEQUENCES = ("group_mean_std", "token_mean"), ("group_mean_std", "seq_mean_token_mean")
 
 
@@ -316,27 +317,15 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             *_STD_TOKENS,
         ),
         "distill_reverse_kl": Preset(
-            S(
-                control="none",
-                importance="none",
-                distillation="reverse_kl",
-                distillation_coefficient=1.0,
-                advantage_weight=0.0,
-            ),
-            "KL(pi || teacher) over the teacher's top K on the policy's own samples; no reward",
-            "on-policy distillation, GKD, arXiv 2306.13649",
+            S(control="none", importance="none", distillation="reverse_kl", **_DISTILLED),
+            "KL(pi || teacher) over the teacher's top K, on the policy's own samples; no reward",
+            "on-policy GKD, arXiv 2306.13649",
             aggregation="token_mean",
         ),
         "distill_dppo": Preset(
-            S(
-                divergence="binary_tv",
-                delta=0.15,
-                distillation="sampled",
-                distillation_coefficient=1.0,
-                advantage_weight=0.0,
-            ),
+            S(divergence="binary_tv", delta=0.15, distillation="sampled", **_DISTILLED),
             "DPPO with ln(teacher / pi) of the sampled token as the advantage; no reward",
-            "this project",
+            f"{_DPPO}, with a teacher",
             aggregation="token_mean",
         ),
         "nll": Preset(

@@ -8,7 +8,6 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 from dppo_megatron.bank import BankWriter
@@ -19,13 +18,12 @@ from dppo_megatron.data.tokenizer import end_token_ids, load_tokenizer
 from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
-from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.serving import start_model
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.pool import EnginePool, FixedEngines
-from dppo_megatron.fleet.registry import engine_services, engine_urls, teacher_urls
+from dppo_megatron.fleet.registry import engine_services, engine_urls
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.hf import read_hf_config
@@ -37,7 +35,7 @@ from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 from .evaluation import Evaluated, Evaluator
 from .metrics import StepRecorder
 from .orchestrator import Orchestrator
-from .teachers import Teachers
+from .teachers import MOST_REQUESTS, Teachers
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ def allow_open_files(config: Config) -> None:
     rollout = config.rollout
     # An update may interrupt all samples, and each continues in its own request. Evaluations run at the same time.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
-    needed += len(config.distillation.teachers) * config.distillation.max_requests
+    needed += len(config.distillation.teachers) * MOST_REQUESTS
     if config.environment.source is not None:
         needed += config.environment.workers + 2 * rollout.max_concurrent_groups  # the journals
     limit = raise_open_files_limit(needed)
@@ -139,9 +137,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
         played = dict if episodes is None else episodes.take_metrics
         teachers = None
         if config.distillation.teachers:
-            known = partial(teacher_urls, config, run)
-            teachers = Teachers(config, setting.tokenizer, setting.vocab_size, known, read_secret(config))
-            pools.push_async_callback(teachers.close)
+            teachers = await pools.enter_async_context(Teachers(config, setting.tokenizer, setting.vocab_size))
         async with pool:
             await Orchestrator(
                 config,

@@ -1,265 +1,190 @@
-"""Ask teachers for their most likely tokens at every sampled token of a group, before the group is stored.
+"""Ask teachers for the most likely tokens at every sampled token of a group, before the group is stored.
 
-| event | request | limit |
-|---|---|---|
-| server dies, times out, fails | sent to the teacher's next server | `distillation.unavailable_timeout_s` |
-| reply is not of these tokens, or no distribution | the same | `INVALID_ATTEMPTS`, then the run ends |
-| server rejects it or has another tokenizer | not repeated: the run ends with the error | |
-
-A group stays in memory meanwhile. If the run ends, its prompt is not in the bank, so a resumed run samples it again.
+A request goes to the teacher's next server after a failure, for `distillation.unavailable_timeout_s`, or after a reply
+that is no distribution over its tokens, `INVALID_ATTEMPTS` times. A rejected request or another tokenizer ends the run.
+A prompt whose group is not scored is not in the bank, so a resumed run samples it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.config import Config
-from dppo_megatron.config.distillation import TeacherConfig
 from dppo_megatron.data.prompts import renderer
 from dppo_megatron.data.rows import column
+from dppo_megatron.engines import protocol
 from dppo_megatron.engines.http import EngineCalls, decoded
-from dppo_megatron.engines.kinds import KINDS
-from dppo_megatron.engines.protocol import (
-    EngineError,
-    EngineIncompatible,
-    EngineRefused,
-    EngineUnavailable,
-    InvalidSample,
-)
+from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.engines.samples import GroupSamples
-from dppo_megatron.engines.serving import ScoredTokens
+from dppo_megatron.engines.secret import read_secret
+from dppo_megatron.engines.teachers import teacher_config
+from dppo_megatron.fleet.registry import engine_services
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
-INVALID_ATTEMPTS = 8  # replies to one request that are no distributions over its tokens
-REQUEST_TOKENS = 8192  # a request has more only if one sequence has
+INVALID_ATTEMPTS = 8
+MOST_REQUESTS = 32  # that a teacher has at once
 PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
-ANY_ID = 2**31 - 1
-
-
-@dataclass
-class _Teacher:
-    name: str
-    settings: TeacherConfig
-    kind: str
-    secret: str | None
-    started: Callable[[], Sequence[str]]  # its servers now, without urls
-    slots: asyncio.Semaphore
-    turn: Any = field(default_factory=itertools.count)
-    calls: dict[str, EngineCalls] = field(default_factory=dict)
-    verified: set[str] = field(default_factory=set)  # servers with the policy's tokens
 
 
 class Teachers:
-    """Adds the teacher's columns to samples. `close` ends its connections.
+    """Adds the teacher's columns to groups of samples. A context: leaving it ends the connections."""
 
-    started: URLs of a teacher's servers that the run knows, by the teacher's name. secret: of these servers.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: Any,
-        vocab_size: int,
-        started: Callable[[str], Sequence[str]],
-        secret: str | None,
-    ):
-        self._config = config
-        self._chosen = chosen = config.distillation
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+    def __init__(self, config: Config, tokenizer: Any, vocab_size: int):
+        self._config, self._chosen = config, config.distillation
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._slots = {name: asyncio.Semaphore(MOST_REQUESTS) for name in self._chosen.teachers}
+        self._calls: dict[tuple[str, str], EngineCalls] = {}  # by teacher and URL
+        self._verified: set[EngineCalls] = set()  # servers with the policy's tokens
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._teachers = {
-            name: _Teacher(
-                name,
-                teacher,
-                teacher.kind or config.engine.kind,
-                teacher.secret_file.read_text().strip() if teacher.secret_file else None if teacher.urls else secret,
-                partial(started, name),
-                asyncio.Semaphore(chosen.max_requests),
-            )
-            for name, teacher in chosen.teachers.items()
-        }
 
-    async def close(self) -> None:
-        for teacher in self._teachers.values():
-            for calls in teacher.calls.values():
-                await calls.close()
+    async def __aenter__(self) -> Teachers:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for calls in self._calls.values():
+            await calls.close()
 
     async def add(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """Return the samples of one group with teacher_logprob, teacher_ids and teacher_topk_logprob.
+        """Return the samples of a group with teacher_logprob, teacher_ids and teacher_topk_logprob.
 
-        Equal samples are scored once. Raises `EngineError` naming the teacher when it cannot score them.
+        Equal samples are scored once. Raises `EngineError` naming the teacher if it does not score them.
         """
-        name = self._chosen.of_source(prompt.source)
-        if name is None:
-            raise EngineIncompatible(f"distillation.teachers: none for the data source {prompt.source!r}")
-        teacher = self._teachers[name]
-        opening = await asyncio.to_thread(self._opening, teacher, prompt)
-        wanted = {r.token_ids.tobytes(): [*opening, *r.token_ids.tolist()] for r in rollouts if len(r.versions)}
-        pieces: list[list[bytes]] = [[]]
-        size = 0
-        for key, sequence in wanted.items():
-            if pieces[-1] and size + len(sequence) > REQUEST_TOKENS:
-                pieces, size = [*pieces, []], 0
-            pieces[-1].append(key)
-            size += len(sequence)
-        asked = [piece for piece in pieces if piece]
-        replies = await asyncio.gather(*(self._ask(teacher, prompt, [wanted[key] for key in piece]) for piece in asked))
-        scored = {
-            key: found
-            for piece, reply in zip(asked, replies, strict=True)
-            for key, found in zip(piece, reply, strict=True)
-        }
+        if (name := self._chosen.of_source(prompt.source)) is None:
+            raise protocol.EngineIncompatible(
+                f"distillation.teachers: no sources have {prompt.source!r}; add it to one"
+            )
+        opening = await asyncio.to_thread(self._opening, name, prompt)
+        responses = {r.token_ids.tobytes(): r.token_ids.tolist() for r in rollouts if len(r.versions)}
+        asked = [self._ask(name, prompt, [*opening, *tokens]) for tokens in responses.values()]
+        scored = dict(zip(responses, await asyncio.gather(*asked), strict=True))
         return tuple(self._with_columns(name, r, scored.get(r.token_ids.tobytes())) for r in rollouts)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the means of each teacher over the tokens that it scored since the last call, and its failures."""
+        """Return the means over the tokens that each teacher scored since the last call, and the repeated requests."""
         sums, metrics = self._sums, {"teacher/retried_requests": self._sums["retried"]}
-        for name in self._teachers:
+        for name in self._chosen.teachers:
             if tokens := sums[f"{name}/tokens"]:
-                metrics[f"teacher/{name}/kl"] = sums[f"{name}/kl"] / tokens
-                metrics[f"teacher/{name}/tail_mass"] = sums[f"{name}/tail_mass"] / tokens
+                metrics |= {f"teacher/{name}/{of}": sums[f"{name}/{of}"] / tokens for of in ("kl", "tail_mass")}
         sums.clear()
         return metrics
 
-    def _opening(self, teacher: _Teacher, prompt: Prompt) -> list[int]:
+    def _opening(self, name: str, prompt: Prompt) -> list[int]:
         """Return the tokens before a response as the teacher reads them."""
-        template, data = teacher.settings.prompt_template, self._config.data
+        template, data = self._chosen.teachers[name].prompt_template, self._config.data
         if template is None:
             return prompt.token_ids.tolist()
         data = data.model_copy(update={"prompt_template": template.replace("{answer}", prompt.answer)})
-        value = column(prompt.columns, data.prompt_column, "data.prompt_column")
-        (text,) = renderer(self._tokenizer, data)([value])
+        (text,) = renderer(self._tokenizer, data)([column(prompt.columns, data.prompt_column, "data.prompt_column")])
         if isinstance(text, ValueError):
-            raise EngineIncompatible(f"distillation.teachers.{teacher.name}.prompt_template: row {prompt.row}: {text}")
+            raise protocol.EngineIncompatible(f"distillation.teachers.{name}.prompt_template: row {prompt.row}: {text}")
         return self._tokenizer.encode(text, add_special_tokens=not data.chat_template)
 
-    async def _ask(self, teacher: _Teacher, prompt: Prompt, sequences: list[list[int]]) -> list[ScoredTokens]:
-        """Return the scores of sequences from the first server that answers."""
-        invalid, first, setting = 0, next(teacher.turn), f"distillation.teachers.{teacher.name}"
+    async def _ask(self, name: str, prompt: Prompt, tokens: list[int]) -> dict[str, np.ndarray]:
+        """Return the columns of the tokens of a sequence after the first, from the first server that answers."""
+        invalid, own, setting = 0, teacher_config(self._config, name), f"distillation.teachers.{name}"
 
-        async def attempt(number: int) -> list[ScoredTokens]:
+        async def attempt(number: int) -> dict[str, np.ndarray]:
             nonlocal invalid
-            async with teacher.slots:
-                urls = teacher.settings.urls or teacher.started()
-                if not urls:
-                    raise EngineUnavailable(f"{setting}: no server of it answers yet; see its log")
-                url = urls[(first + number) % len(urls)]
+            async with self._slots[name]:
+                services = list(engine_services(own, RunDir(own.run.dir)).values())
+                if not services:
+                    raise protocol.EngineUnavailable(f"its server is not registered in {own.run.dir}")
+                url = services[(prompt.position + number) % len(services)].url
                 try:
-                    return await self._score(teacher, url, prompt, sequences)
-                except EngineError as error:
-                    teacher.verified.discard(url)  # another server may answer there next
-                    invalid += isinstance(error, InvalidSample)
+                    return await self._score(name, own, url, prompt, tokens)
+                except protocol.EngineError as error:
+                    self._verified.discard(self._calls[name, url])  # another server may answer there next
+                    invalid += isinstance(error, protocol.InvalidSample)
                     raise
 
-        def count(error: Exception) -> None:
+        def repeated(error: Exception) -> None:
             self._sums["retried"] += 1
-            log.warning("asking teacher %s again about prompt %d: %s", teacher.name, prompt.position, error)
+            log.warning("%s: asked again about prompt %d: %s", setting, prompt.position, error)
 
-        budget = RetryBudget(
-            timeout_s=self._chosen.unavailable_timeout_s, first_pause_s=0.1, longest_pause_s=15.0, jitter=True
-        )
-        fatal = (EngineRefused, EngineIncompatible)
+        limit_s = self._chosen.unavailable_timeout_s
+        budget = RetryBudget(timeout_s=limit_s, first_pause_s=0.1, longest_pause_s=15.0, jitter=True)
+        final = protocol.EngineRefused, protocol.EngineIncompatible
+        spent = lambda: invalid >= INVALID_ATTEMPTS  # noqa: E731
         try:
             return await retry_async(
-                attempt,
-                budget,
-                on=EngineError,
-                unless=fatal,
-                give_up=lambda: invalid >= INVALID_ATTEMPTS,
-                on_retry=count,
+                attempt, budget, on=protocol.EngineError, unless=final, give_up=spent, on_retry=repeated
             )
-        except EngineError as error:
-            advice = "resume the run when it answers"
-            if isinstance(error, EngineRefused):
-                advice = (
-                    f"it must return distillation.topk = {self._chosen.topk} log-probs of prompt tokens (vLLM: "
-                    "--max-logprobs), and read one token more than the longest prompt and response"
+        except protocol.EngineError as error:
+            remedy = "resume the run when it does"
+            if isinstance(error, protocol.EngineRefused):
+                remedy = (
+                    f"it must list distillation.topk = {self._chosen.topk} tokens (vLLM: --max-logprobs) and read one "
                 )
-            raise type(error)(f"{setting}: prompt {prompt.position} is not scored: {error}; {advice}") from None
+                remedy += "token more than the longest sequence"
+            raise type(error)(f"{setting}: it does not score prompt {prompt.position}: {error}; {remedy}") from None
 
     async def _score(
-        self, teacher: _Teacher, url: str, prompt: Prompt, sequences: list[list[int]]
-    ) -> list[ScoredTokens]:
-        if url not in teacher.calls:
-            teacher.calls[url] = EngineCalls(url, teacher.secret, f"is it a {teacher.kind} server?")
-        calls, kind, k = teacher.calls[url], KINDS[teacher.kind], self._chosen.topk
-        if teacher.settings.urls and url not in teacher.verified:
-            await self._verify(teacher, calls, prompt)
-            teacher.verified.add(url)
-        what = f"scoring of {len(sequences)} sequences"
-        path, body = kind.lists_request(sequences, k)
-        remedy = " (distillation.request_timeout_s)"
-        reply = await calls.call(what, path, self._chosen.request_timeout_s, body=body, timeout_remedy=remedy)
+        self, name: str, own: Config, url: str, prompt: Prompt, tokens: list[int]
+    ) -> dict[str, np.ndarray]:
+        kind, k, given = kind_of(own), self._chosen.topk, self._chosen.teachers[name]
+        if (name, url) not in self._calls:
+            secret = None if given.urls and given.secret_file is None else read_secret(own)
+            self._calls[name, url] = EngineCalls(url, secret, f"is it a {own.engine.kind} server?")
+        calls, what = self._calls[name, url], f"scoring of {len(tokens)} tokens"
+        if given.urls and calls not in self._verified:
+            await self._verify(calls, prompt)
+            self._verified.add(calls)
+        path, body = kind.lists_request(tokens, k)
+        limit, setting = self._chosen.request_timeout_s, " (distillation.request_timeout_s)"
+        reply = await calls.call(what, path, limit, body=body, timeout_remedy=setting)
 
-        def checked(reply: bytes | bytearray) -> list[ScoredTokens]:
-            found = kind.decode_lists(reply, sequences, k)
-            for tokens, scores in zip(sequences, found, strict=True):
-                if scores.ids.shape != (len(tokens) - 1, k):
-                    raise ValueError(f"lists of shape {scores.ids.shape}, expected {(len(tokens) - 1, k)}")
-                columns = {"rollout_logprob": scores.logprob, "topk_ids": scores.ids}
-                columns["rollout_topk_logprob"] = scores.topk_logprob
-                own = np.array(tokens[1:], np.int32)
-                GroupSamples(np.array([len(own)]), ("stop",), own, columns).check_lists(what, ANY_ID)
-            return found
+        def checked(reply: bytes | bytearray) -> dict[str, np.ndarray]:
+            logprobs, lists = kind.decode_lists(json.loads(reply), tokens, k)
+            pairs, own = np.array(lists, np.float64).reshape(len(tokens) - 1, k, 2), np.array(tokens[1:], np.int32)
+            columns = {"rollout_logprob": np.array(logprobs, np.float32), "topk_ids": pairs[:, :, 0].astype(np.int32)}
+            columns["rollout_topk_logprob"] = pairs[:, :, 1].astype(np.float32)
+            samples = GroupSamples(np.array([len(own)]), ("stop",), own, columns)
+            samples.check_logprobs(what)
+            samples.check_topk(what, 2**31 - 1)
+            return columns
 
         try:
             return await decoded(checked, reply)
-        except InvalidSample as error:
-            raise InvalidSample(f"{url}: {error}") from None
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise InvalidSample(f"{url}: {what}: the reply lacks or garbles {error!r}") from None
+        except (protocol.InvalidSample, ValueError, KeyError, TypeError, IndexError) as error:
+            raise protocol.InvalidSample(f"engine {url}: {what}: invalid reply: {error!r}") from None
 
-    async def _verify(self, teacher: _Teacher, calls: EngineCalls, prompt: Prompt) -> None:
+    async def _verify(self, calls: EngineCalls, prompt: Prompt) -> None:
         """Raise `EngineIncompatible` if the server encodes text to other ids than the policy's tokenizer."""
-        text = f"{prompt.text}{PROBE}"
+        text = prompt.text + PROBE
         own = self._tokenizer.encode(text, add_special_tokens=False)
-        asked = {"prompt": text, "add_special_tokens": False}
-        tokens = (await calls.json("its tokenizer", "/tokenize", body=asked)).get("tokens")
-        if tokens != own:
-            raise EngineIncompatible(
-                f"{calls.url} has another tokenizer than model.path: it encodes {PROBE!r} after the prompt's text as "
-                f"{str(tokens)[-80:]}, the policy as {str(own)[-80:]}, so its log-probs are of other tokens; use a "
-                "teacher of the same family"
+        reply = await calls.json("its tokenizer", "/tokenize", body={"prompt": text, "add_special_tokens": False})
+        if (tokens := reply.get("tokens")) != own:
+            raise protocol.EngineIncompatible(
+                f"engine {calls.url} has another tokenizer than model.path: {PROBE!r} ends in {str(tokens)[-60:]}, not "
+                f"{str(own)[-60:]}, so its log-probs are of other tokens; use a teacher of the same family"
             )
 
-    def _with_columns(self, name: str, rollout: Rollout, scored: ScoredTokens | None) -> Rollout:
-        k, size = self._chosen.topk, len(rollout.token_ids)
-        if scored is None:  # nothing was sampled
-            empty = np.zeros((0, k), np.int32)
-            return replace(
-                rollout,
-                teacher_logprob=np.zeros(0, np.float32),
-                teacher_ids=empty,
-                teacher_topk_logprob=empty.astype(np.float32),
-            )
-        logprob, ids, topk = (values[len(values) - size :] for values in scored)
-        if rollout.sampled is not None:
-            logprob, ids, topk = logprob[rollout.sampled], ids[rollout.sampled], topk[rollout.sampled]
-        ids = np.where(ids < self._vocab_size, ids, -1)  # rows of a padded embedding
-        if rollout.sampling_mask_counts is not None:  # other tokens have no probability: they belong to the rest
-            places = np.arange(len(ids)) * self._vocab_size
-            kept = np.repeat(places, rollout.sampling_mask_counts) + rollout.sampling_mask_ids
-            ids = np.where(np.isin(places[:, None] + ids, kept) & (ids >= 0), ids, -1)
-        tail = 1.0 - np.exp(topk.astype(np.float64)).sum(axis=1)
+    def _with_columns(self, name: str, rollout: Rollout, scores: dict[str, np.ndarray] | None) -> Rollout:
+        if scores is None:  # nothing was sampled
+            empty = np.zeros((0, self._chosen.topk), np.float32)
+            logprob, ids, topk = empty[:, 0], empty.astype(np.int32), empty
+        else:
+            last = len(scores["topk_ids"]) - len(rollout.token_ids)
+            rows = slice(last, None) if rollout.sampled is None else last + np.flatnonzero(rollout.sampled)
+            logprob, ids, topk = (scores[of][rows] for of in ("rollout_logprob", "topk_ids", "rollout_topk_logprob"))
+        known = ids < self._vocab_size  # others are those of a padded embedding
+        if (counts := rollout.sampling_mask_counts) is not None:  # tokens outside the mask belong to the rest
+            first = np.arange(len(ids)) * self._vocab_size
+            known &= np.isin(first[:, None] + ids, np.repeat(first, counts) + rollout.sampling_mask_ids)
         self._sums[f"{name}/tokens"] += len(ids)
         self._sums[f"{name}/kl"] += float((rollout.rollout_logprob - logprob).sum(dtype=np.float64))
-        self._sums[f"{name}/tail_mass"] += float(tail.clip(min=0).sum())
-        return replace(
-            rollout,
-            teacher_logprob=np.ascontiguousarray(logprob),
-            teacher_ids=ids.astype(np.int32),
-            teacher_topk_logprob=np.ascontiguousarray(topk),
-        )
+        self._sums[f"{name}/tail_mass"] += float((1 - np.exp(topk.astype(np.float64)).sum(axis=1)).sum())
+        ids = np.where(known, ids, -1).astype(np.int32)
+        return replace(rollout, teacher_logprob=logprob, teacher_ids=ids, teacher_topk_logprob=topk)

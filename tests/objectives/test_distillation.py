@@ -15,7 +15,7 @@ from dppo_megatron.actor import apply_objective, forward
 from dppo_megatron.objectives import (
     ObjectiveError,
     ObjectiveSettings,
-    TeacherLogprobs,
+    TopKLogprobs,
     build_objective,
     reduce_metrics,
 )
@@ -278,12 +278,19 @@ def test_the_sampled_kl_is_an_advantage_with_ratio_and_mask():
 
 
 def test_the_weight_follows_its_schedule():
+    g = given()
+    stats = token_statistics((g["hidden"] @ g["weight"].T).requires_grad_(), g["target"], g["ids"])
+    batch = rows(g, engine=False)
+    plain = build_objective("distill_reverse_kl", distillation_coefficient=2.0)
     objective = build_objective(
         "distill_reverse_kl", distillation_coefficient=2.0, distillation_steps=10.0, distillation_end=0.5
     )
-    assert [objective.at_step(step).coefficient for step in (0, 5, 10, 99)] == [2.0, 1.25, 0.5, 0.5]
-    constant = build_objective("distill_reverse_kl")
-    assert constant.at_step(7) is constant
+
+    def weight(step: int) -> float:
+        losses = [taught(each, batch, stats).loss.sum() for each in (objective.at_step(step), plain.at_step(step))]
+        return float(losses[0] / losses[1])
+
+    assert [weight(step) for step in (0, 5, 10, 99)] == pytest.approx([1.0, 0.625, 0.25, 0.25])
 
 
 @pytest.mark.parametrize("label", ["forward_kl", "reverse_kl", "jensen_shannon"])
@@ -295,9 +302,13 @@ def test_it_is_zero_with_zero_gradient_at_the_teacher_in_single_precision(label)
     ln_t, target = logits.log_softmax(1), torch.tensor([1, 2])
     ids, sampled = ln_t.topk(4).indices, ln_t.gather(1, target[:, None])[:, 0]
     stats = token_statistics(logits.requires_grad_(), target, ids)
-    lists = (ids, ln_t.gather(1, ids), sampled, stats.topk_logprob, stats.other_logprob, target)
+    teacher = TopKLogprobs(ids, ln_t.gather(1, ids), stats.topk_logprob, stats.other_logprob, target)
     out = build_objective("pg_is", **settings(label))(
-        logprob=stats.logprob, mask=torch.ones(2), advantage=torch.zeros(2), teacher=TeacherLogprobs(*lists)
+        logprob=stats.logprob,
+        mask=torch.ones(2),
+        advantage=torch.zeros(2),
+        teacher=teacher,
+        teacher_logprob=sampled,
     )
     out.loss.sum().backward()
     assert out.loss.abs().max() < 1e-6
@@ -324,11 +335,14 @@ def test_wrong_combinations_and_inputs_are_named():
     g = given()
     objective, batch = build_objective("distill_reverse_kl"), rows(g)
     call = {"logprob": torch.zeros(T), "mask": batch.mask, "advantage": batch.advantage.float()}
-    with pytest.raises(ObjectiveError, match="needs teacher"):
+    with pytest.raises(ObjectiveError, match="needs teacher_logprob"):
         objective(**call)
-    lists = [batch.teacher_ids, batch.teacher_topk_logprob.float(), batch.teacher_logprob.float()]
-    with pytest.raises(ObjectiveError, match="teacher.logprob has shape"):
-        objective(**call, teacher=TeacherLogprobs(*lists, torch.zeros(T, K + 1), torch.zeros(T), batch.target_ids))
+    call |= {"teacher_logprob": batch.teacher_logprob.float()}
+    with pytest.raises(ObjectiveError, match="needs teacher, a"):
+        objective(**call)
+    lists = [batch.teacher_ids, batch.teacher_topk_logprob.float()]
+    with pytest.raises(ObjectiveError, match=r"topk\.logprob has shape"):
+        objective(**call, teacher=TopKLogprobs(*lists, torch.zeros(T, K + 1), torch.zeros(T), batch.target_ids))
     call["logprob"].requires_grad_()
-    with pytest.raises(ObjectiveError, match="gradient through teacher.logprob"):
-        objective(**call, teacher=TeacherLogprobs(*lists, torch.zeros(T, K), torch.zeros(T), batch.target_ids))
+    with pytest.raises(ObjectiveError, match=r"gradient through teacher\.logprob"):
+        objective(**call, teacher=TopKLogprobs(*lists, torch.zeros(T, K), torch.zeros(T), batch.target_ids))

@@ -5,7 +5,6 @@ This module starts no process, and imports torch only inside functions that need
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -14,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.engines.serving import (
-    CPU_KV_CACHE_BYTES,
-    Device,
-    EngineKind,
-    Node,
-    ScoredTokens,
-    cpu_threads,
-    device_here,
-)
+from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, EngineKind, Node, cpu_threads, device_here
 
 if TYPE_CHECKING:
     from dppo_megatron.engines.byte_budget import ByteBudget
@@ -107,19 +98,15 @@ class Sglang(EngineKind):
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
         return bucket
 
-    def lists_request(self, sequences: list[list[int]], k: int) -> tuple[str, dict[str, Any]]:
+    def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
         sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
         asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
-        return "/generate", {"input_ids": sequences, "sampling_params": sampling, **asked}
+        return "/generate", {"input_ids": tokens, "sampling_params": sampling, **asked}
 
-    def decode_lists(self, reply: bytes | bytearray, sequences: list[list[int]], k: int) -> list[ScoredTokens]:
-        found = []
-        for tokens, output in zip(sequences, json.loads(reply), strict=True):
-            meta = output["meta_info"]  # entries are [log-prob, id, text]; the first position has none
-            own = [entry[0] for entry, _ in zip(meta["input_token_logprobs"], tokens, strict=True)][1:]
-            lists = [[(entry[1], entry[0]) for entry in entries] for entries in meta["input_top_logprobs"][1:]]
-            found.append(ScoredTokens.of(own, lists))
-        return found
+    def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
+        meta = reply["meta_info"]  # entries are [log-prob, id, text]; the first position has none
+        own = [entry[0] for entry, _ in zip(meta["input_token_logprobs"], tokens, strict=True)]
+        return own[1:], [[(e[1], e[0]) for e in entries] for entries in meta["input_top_logprobs"][1:]]
 
     def python(self, config: Config) -> Path:
         """Return `engine.python`, else that of `.venv-sglang` next to this environment, else this interpreter.

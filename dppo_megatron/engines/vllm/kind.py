@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE
-from dppo_megatron.engines.serving import (
-    CPU_KV_CACHE_BYTES,
-    Device,
-    EngineKind,
-    Node,
-    ScoredTokens,
-    cpu_threads,
-    device_here,
-)
+from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, EngineKind, Node, cpu_threads, device_here
 
 if TYPE_CHECKING:
     from dppo_megatron.engines.byte_budget import ByteBudget
@@ -67,23 +59,14 @@ class Vllm(EngineKind):
         # shard of the largest module. When weights arrive on the GPU by broadcast, the whole unsharded module is added.
         return 2 * -(-module // config.engine.tensor_parallel) + (module + bucket if bucket else 0)
 
-    def lists_request(self, sequences: list[list[int]], k: int) -> tuple[str, dict[str, Any]]:
-        # It samples at least one token, which is not used.
-        asked = {"prompt": sequences, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
-        return "/v1/completions", asked
+    def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
+        return "/v1/completions", {"prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
 
-    def decode_lists(self, reply: bytes | bytearray, sequences: list[list[int]], k: int) -> list[ScoredTokens]:
-        choices, found = sorted(json.loads(reply)["choices"], key=lambda choice: choice["index"]), []
-        for tokens, choice in zip(sequences, choices, strict=True):
-            # Each position after the first: id -> entry, of the K most likely tokens and of the sequence's own.
-            positions = choice["prompt_logprobs"][1:]
-            own = [entries[str(token)]["logprob"] for token, entries in zip(tokens[1:], positions, strict=True)]
-            lists = [
-                sorted((e["rank"], int(token), e["logprob"]) for token, e in entries.items() if e["rank"] <= k)
-                for entries in positions
-            ]
-            found.append(ScoredTokens.of(own, [[entry[1:] for entry in each] for each in lists]))
-        return found
+    def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
+        places = reply["choices"][0]["prompt_logprobs"][1:]  # id -> entry, of the K most likely tokens and the own one
+        own = [at[str(token)]["logprob"] for token, at in zip(tokens[1:], places, strict=True)]
+        ranked = [sorted((e["rank"], int(i), e["logprob"]) for i, e in at.items() if e["rank"] <= k) for at in places]
+        return own, [[entry[1:] for entry in at] for at in ranked]
 
     def python(self, config: Config) -> Path:
         """Return `engine.python`, or this interpreter."""
