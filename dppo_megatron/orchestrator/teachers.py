@@ -44,6 +44,7 @@ class Teachers:
     def __init__(self, config: Config, tokenizer: Any, vocab_size: int):
         self._config, self._chosen = config, config.distillation
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._own = {name: teacher_config(config, name) for name in self._chosen.teachers}
         self._slots = {name: asyncio.Semaphore(MOST_REQUESTS) for name in self._chosen.teachers}
         self._calls: dict[tuple[str, str], EngineCalls] = {}  # by teacher and URL
         self._verified: set[EngineCalls] = set()  # servers with the policy's tokens
@@ -93,7 +94,7 @@ class Teachers:
 
     async def _ask(self, name: str, prompt: Prompt, tokens: list[int]) -> dict[str, np.ndarray]:
         """Return the columns of the tokens of a sequence after the first, from the first server that answers."""
-        invalid, own, setting = 0, teacher_config(self._config, name), f"distillation.teachers.{name}"
+        invalid, own, setting = 0, self._own[name], f"distillation.teachers.{name}"
 
         async def attempt(number: int) -> dict[str, np.ndarray]:
             nonlocal invalid
