@@ -280,9 +280,6 @@ class TokenBatch(TokenColumns):
     temperature: torch.Tensor | None = None  # [T] fp32; None = 1
     topk_ids: torch.Tensor | None = None  # [T, K] int32, -1 = absent
     rollout_topk_logprob: torch.Tensor | None = None  # [T, K] fp32
-    teacher_logprob: torch.Tensor | None = None  # [T] fp32, of the target by the teacher
-    teacher_ids: torch.Tensor | None = None  # [T, K of the teacher] int32, -1 = absent
-    teacher_topk_logprob: torch.Tensor | None = None  # [T, K of the teacher] fp32
     # Sampling masks of all targets, end to end; None = the whole vocabulary for each target.
     sampling_mask_ids: torch.Tensor | None = None  # [sum of sampling_mask_counts] int32
     sampling_mask_counts: torch.Tensor | None = None  # [T] int32, 0 where mask is False

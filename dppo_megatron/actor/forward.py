@@ -136,8 +136,8 @@ def apply_objective(
         if ids is not None:
             other_logprob = _with_other_list(of_both, ids, teacher_ids, of_teacher, rows.target_ids)
             of_both = _with_other_list(of_both, teacher_ids, ids, topk_logprob, rows.target_ids)
-        of_list, more["teacher_logprob"] = rows.tensors["teacher_topk_logprob"], rows.teacher_logprob
-        more["teacher"] = TopKLogprobs(teacher_ids, of_list, of_teacher, of_both, rows.target_ids)
+        more["teacher_logprob"], listed = (rows.tensors[f"teacher_{name}"] for name in ("logprob", "topk_logprob"))
+        more["teacher"] = TopKLogprobs(teacher_ids, listed, of_teacher, of_both, rows.target_ids)
     if objective.needs_positions:
         more["positions"] = rows.position_ids
     if topk_logprob is not None and other_logprob is not None and ids is not None and rollout is not None:

@@ -61,8 +61,9 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
-                if setting.startswith("data.") and setting != "data.eval":
-                    out += _without_teacher(config, {row.source for row in file.rows})
+                taught, sources = config.distillation, {row.source for row in file.rows}
+                if taught.teachers and setting in dict(named) and None in map(taught.of_source, sources):
+                    out.append(f"distillation.teachers: {setting} has rows of sources without one; name one for each")
                 notes.append(f"{setting}: {file.describe()}")
                 asked, there = config.rollout.prompts_per_step, len(file.rows)
                 if setting == "data.train" and not more and asked > there:
@@ -70,12 +71,6 @@ def problems(
                         f"rollout.prompts_per_step = {asked}: a step uses the {there} prompts {asked / there:.3g} times"
                     )
     return out + _answer_problems(config, files, notes)
-
-
-def _without_teacher(config: Config, sources: set[str]) -> list[str]:
-    chosen = config.distillation
-    absent = sorted(source for source in sources if chosen.teachers and chosen.of_source(source) is None)
-    return [f"distillation.teachers: no sources have {source!r}; add it to those of a teacher" for source in absent]
 
 
 def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]], notes: list[str]) -> list[str]:

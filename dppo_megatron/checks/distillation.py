@@ -20,14 +20,15 @@ def problems(config: Config) -> list[str]:
     if twice := [source for source, count in claimed.items() if count > 1]:
         out.append(f"distillation.teachers: several claim rows of source {', '.join(twice)}; name one for each")
     for name, teacher in chosen.teachers.items():
-        setting, template = f"distillation.teachers.{name}", teacher.prompt_template
-        if teacher.urls and teacher.path is not None:
-            out.append(f"{setting}.path = {teacher.path}: urls name running servers; remove one of the two")
+        template = teacher.prompt_template
+        if (teacher.urls and teacher.path) or not (teacher.urls or teacher.path or template):
+            out.append(
+                f"distillation.teachers.{name}: set one of urls and path; without them the policy teaches itself, and "
+                "needs a prompt_template"
+            )
         if template is not None and ("{prompt}" not in template or config.environment.source is not None):
             why = "must contain {prompt}, and no environment can continue it; change or remove it"
-            out.append(f"{setting}.prompt_template = {template!r}: {why}")
-        if not teacher.urls and teacher.path is None and template is None:
-            out.append(f"{setting} = {{}}: the policy agrees with itself; set urls, path or prompt_template")
+            out.append(f"distillation.teachers.{name}.prompt_template = {template!r}: {why}")
     return out
 
 

@@ -39,13 +39,13 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
             "compare, e.g. 20"
         )
     taught = objective.needs_teacher or any(name.startswith("teacher_") for name in objective.needs_columns)
-    if taught and config.samples and not config.distillation.teachers:
-        out.append(f"distillation.teachers = {{}}: objective {chosen.name} learns from a teacher; name one")
-    if config.distillation.teachers and not taught:
-        out.append(
-            f"distillation.teachers: objective {chosen.name} uses none; set objective.settings.distillation and "
-            "distillation_coefficient, or remove them"
+    if config.samples and taught != bool(config.distillation.teachers):
+        why = (
+            "learns from a teacher; name one"
+            if taught
+            else "uses none; set objective.settings.distillation, or remove it"
         )
+        out.append(f"distillation.teachers = {sorted(config.distillation.teachers)}: objective {chosen.name} {why}")
     if objective.needs_reference and config.model.lora.r and config.model.lora.adapter is not None:
         out.append(
             f"model.lora.adapter = {config.model.lora.adapter}: the reference of {chosen.name} would be the model "

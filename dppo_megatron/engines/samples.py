@@ -53,14 +53,14 @@ class GroupSamples:
         """Raise `InvalidSample`, naming the sample and the fault, unless these samples can answer `request`."""
         self._check_columns(request)
         check = _Check(request.request_id, self.lengths)
-        self.check_logprobs(request.request_id)
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
+        self._check_logprobs(check)
         check.tokens(self.columns["versions"] < 0, "token carries no policy version")
         self._check_ends(request, check, max_model_len)
         if request.sampling_mask:
             self._check_mask(check, vocab_size)
         if request.topk:
-            self.check_topk(request.request_id, vocab_size)
+            self._check_topk(check, vocab_size)
         if request.routed_experts:
             experts = np.sort(self.columns["routed_experts"], axis=2)
             if (experts[:, :, 1:] == experts[:, :, :-1]).any():
@@ -101,15 +101,17 @@ class GroupSamples:
         check.tokens(is_stop & ~is_last, "more tokens follow a stop token")
         check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is not a stop token")
 
-    def check_logprobs(self, name: str) -> None:
-        """Raise `InvalidSample` unless the log-probs of the tokens of group `name` are log-probs."""
-        check, logprob = _Check(name, self.lengths), self.columns["rollout_logprob"]
+    def check_lists(self, name: str, vocab_size: int) -> None:
+        """Raise `InvalidSample` unless log-probs and top-K lists are those of distributions. name: of the group."""
+        self._check_logprobs(_Check(name, self.lengths))
+        self._check_topk(_Check(name, self.lengths), vocab_size)
+
+    def _check_logprobs(self, check: _Check) -> None:
+        logprob = self.columns["rollout_logprob"]
         check.tokens(~np.isfinite(logprob), "log-prob is missing or not finite")
         check.tokens(logprob > LOGPROB_TOLERANCE, "log-prob above 0")
 
-    def check_topk(self, name: str, vocab_size: int) -> None:
-        """Raise `InvalidSample` unless the top-K lists of group `name` are those of distributions."""
-        check = _Check(name, self.lengths)
+    def _check_topk(self, check: _Check, vocab_size: int) -> None:
         ids, logprobs = self.columns["topk_ids"], self.columns["rollout_topk_logprob"]
         listed = np.ones(ids.shape, dtype=bool)
         if (counts := self.columns.get("sampling_mask_counts")) is not None:  # other tokens have probability 0

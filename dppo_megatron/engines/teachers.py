@@ -18,18 +18,19 @@ def teacher_config(config: Config, name: str) -> Config:
     from dppo_megatron.hf import read_hf_config
 
     teacher, engine = config.distillation.teachers[name], config.engine
-    own: dict[str, Any] = {"kind": teacher.kind or engine.kind, "secret_file": teacher.secret_file}
-    if teacher.urls:
-        return with_settings(config, engine=own | {"urls": teacher.urls})
+    own: dict[str, Any] = {
+        "urls": teacher.urls,
+        "kind": teacher.kind or engine.kind,
+        "secret_file": teacher.secret_file,
+    }
     if teacher.path is None:
-        return config
+        return with_settings(config, engine=own) if teacher.urls else config
     # A server samples a token after those that it scores, and a teacher's own prompt may be longer.
     longest = engine.max_model_len + 1 + (config.data.max_prompt_tokens if teacher.prompt_template else 0)
-    own |= {"count": 1, "nodes": 1, "pipeline_parallel": 1, "expert_parallel": False, "port": 0, "urls": ()}
-    own |= {"placement": "disaggregated", "quantization": "none", "exact": False}
-    own |= {"tensor_parallel": teacher.tensor_parallel, "max_logprobs": config.distillation.topk}
-    own["max_model_len"] = min(longest, read_hf_config(teacher.path).max_position_embeddings)
-    plain = {"topk_logprobs": 0, "routing_replay": False, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_staleness": 0}
+    own |= {"max_model_len": min(longest, read_hf_config(teacher.path).max_position_embeddings), "port": 0}
+    own |= {"tensor_parallel": teacher.tensor_parallel, "max_logprobs": config.distillation.topk, "exact": False}
+    own |= dict.fromkeys(("count", "nodes", "pipeline_parallel"), 1)
+    own |= {"expert_parallel": False, "placement": "disaggregated", "quantization": "none"}
     return with_settings(
         config,
         run={"dir": config.run.dir / "teachers" / name},
@@ -37,6 +38,6 @@ def teacher_config(config: Config, name: str) -> Config:
         objective=ObjectiveConfig(),
         distillation=DistillationConfig(),
         engine=own,
-        rollout=plain,
+        rollout={"topk_logprobs": 0, "routing_replay": False, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
         weight_sync={"lora": "merged", "directory": None},
     )

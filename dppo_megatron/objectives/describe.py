@@ -51,12 +51,6 @@ _RESPONSES = {
     "harmful": "the tokens of a response that diverge further are dropped",
     "negative": "all tokens of a response with A < 0 are dropped",
 }
-_TEACHERS = {
-    "forward_kl": "KL(teacher || pi) over the teacher's top K, the sampled token and the rest",
-    "reverse_kl": "KL(pi || teacher) over the teacher's top K, the sampled token and the rest",
-    "jensen_shannon": "Jensen-Shannon divergence over the teacher's top K, the sampled token and the rest",
-    "sampled": "ln(teacher / pi) of the sampled token, in A",
-}
 _BATCH = (
     "  batch: tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) are dropped, those with the largest "
     "|ln old / mu| first, until the mean of {square} over the batch is below {budget:g}{kept}"
@@ -89,11 +83,11 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
         share = " (1 - effective share)" if s.batch_statistic == "effective_size" else ""
         yield f"  rollout policy: + {s.rollout_kl_coefficient:g}{share} {term} on every token, r = pi / mu"
     if s.distillation != "none":
-        weight = f"{s.distillation_coefficient:g}"
+        weight, limit = f"{s.distillation_coefficient:g}", _bound(s.distillation_clip, "inf")
         if s.distillation_steps is not None:
             weight += f", over {s.distillation_steps:g} steps to {s.distillation_end or 0:g},"
-        limit = "" if s.distillation_clip is None else f", at most {s.distillation_clip:g} a token"
-        yield f"  distillation: + {weight} {_TEACHERS[s.distillation]}{limit}; A times {s.advantage_weight:g}"
+        where = "ln(teacher / pi) in A" if s.distillation == "sampled" else "over the teacher's top K and the rest"
+        yield f"  distillation: + {weight} {s.distillation}, {where}, at most {limit}; A times {s.advantage_weight:g}"
     if s.entropy_coefficient:
         yield f"  entropy: - {s.entropy_coefficient:g} entropy(pi)"
 

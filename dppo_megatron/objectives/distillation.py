@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .inputs import Buckets, Tokens
-from .metrics import Metric, mean_metric
 from .settings import ObjectiveSettings
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-@dataclass(frozen=True)
-class Taught:
-    """Contains the distillation of every token, all [T]; only `loss` has a gradient.
+def distill(
+    s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, step: int
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], dict[str, Tensor]]:
+    """Return the weighted divergence [T] with gradient, the addition [T] to A, and values [T] to measure, by name.
 
-    loss: the weighted divergence, 0 for 'sampled'. advantage: addition to A, 0 for the others. measured: by metric.
-    """
-
-    loss: Float[Tensor, " T"]
-    advantage: Float[Tensor, " T"]
-    measured: dict[str, Tensor]
-
-    def metrics(self, dropped: Tensor, mask: Tensor) -> dict[str, Metric]:
-        """Return the metrics of a call. dropped: [T] tokens that masks leave out."""
-        measured = self.measured | {"dropped_share": dropped}
-        return {f"distillation/{name}": mean_metric(value, mask) for name, value in measured.items()}
-
-
-def distill(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, step: int) -> Taught:
-    """Return the term of `distillation`. p = pi and t = teacher over disjoint events v that cover the vocabulary.
-
-    The events are the tokens of the teacher's list, the sampled token, and all others as one. Merging tokens never
-    raises a divergence, so each is a lower bound of the one over the vocabulary, and equal to it if K is all of it.
+    With p = pi and t = teacher over disjoint events v: the tokens of the teacher's list, the sampled token, and all
+    others as one. Merging tokens never raises a divergence, so each is a lower bound of the one over the vocabulary,
+    and equal to it if K is all of it.
 
         forward_kl      sum t ln(t / p)                                    d D / d ln p = -t
         reverse_kl      sum p ln(p / t)                                                    p ln(p / t)
@@ -82,6 +66,5 @@ def distill(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, step: int) -
         "tail_mass_policy": p[:, -1],
     }
     if kind == "sampled":
-        return Taught(tokens.zeros, -weight * gap.clamp(-clip, clip), measured)
-    loss = scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1))
-    return Taught(loss, tokens.zeros, measured)
+        return tokens.zeros, -weight * gap.clamp(-clip, clip), measured
+    return scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1)), tokens.zeros, measured

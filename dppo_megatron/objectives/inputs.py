@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -113,22 +113,16 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
     return Tokens(mask=keep, detached_logprob=clean["logprob"].detach(), **fixed, **order)
 
 
-def make_buckets(
-    objective: ObjectiveProtocol,
-    tokens: Tokens,
-    topk: TopKLogprobs,
-    anchor: Literal["settings", "teacher"] = "settings",
-) -> Buckets:
-    """Return the top K and the sampled token as disjoint columns, under pi and the anchor.
+def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs, taught: bool = False) -> Buckets:
+    """Return the top K and the sampled token as disjoint columns, under pi and the anchor of the settings.
 
-    With a teacher as the anchor, `policy_other_logprob` carries a gradient too.
+    taught: the anchor is the teacher, and `policy_other_logprob` carries a gradient too.
     """
     name = objective.name
     if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
         raise ObjectiveError(
             f"{name}: topk.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]"
         )
-    taught = anchor == "teacher"
     old = objective.settings.anchor == "old" and not taught
     if old and topk.old_logprob is None:
         raise ObjectiveError(f"{name} with anchor='old' needs topk.old_logprob")
@@ -155,11 +149,11 @@ def make_buckets(
         values = torch.where(in_topk, values, torch.zeros_like(values)).to(dtype)
         return torch.cat([values, sampled[:, None]], dim=1)
 
-    ln_anchor = columns(anchor_list, anchor_sampled).detach()
+    anchor = columns(anchor_list, anchor_sampled).detach()
     # Each probability has the rounding of the coarser of its two sources.
     eps = max(torch.finfo(anchor_list.dtype).eps, torch.finfo(dtype).eps)
     noise = 4 * eps * present.shape[1]
-    remainder = 1 - (ln_anchor.exp() * present).sum(dim=1)
+    remainder = 1 - (anchor.exp() * present).sum(dim=1)
     anchor_other = torch.where(remainder > noise, remainder, torch.zeros_like(remainder))
     if old and topk.old_other_logprob is not None:
         anchor_other = topk.old_other_logprob.detach().to(dtype).exp()
@@ -167,7 +161,7 @@ def make_buckets(
     anchor_other = torch.where(other.detach() == float("-inf"), 0.0, anchor_other)
     return Buckets(
         present=present,
-        anchor_logprob=ln_anchor,
+        anchor_logprob=anchor,
         policy_logprob=columns(topk.logprob, tokens.logprob),
         anchor_other=torch.where(tokens.mask, anchor_other, torch.zeros_like(anchor_other)),
         anchor_other_logprob=torch.where(anchor_other > 0, anchor_other, 1.0).log(),

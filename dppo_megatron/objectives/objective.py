@@ -16,8 +16,9 @@ from .centering import expected_score
 from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, missing_attributes
 from .corrections import mismatch_weight, reference_kl, rejected, rollout_kl
 from .describe import describe
-from .distillation import Taught, distill
+from .distillation import distill
 from .inputs import Buckets, Tokens, check_and_clean, make_buckets
+from .metrics import mean_metric
 from .policy_term import join, policy_term, product, term_slope, term_value, weight_over_plain_ratio
 from .presets import PRESETS
 from .settings import ObjectiveError, ObjectiveSettings, nearest, override
@@ -68,9 +69,9 @@ class Objective(ObjectiveProtocol):
         """
         s = self.settings
         tokens = check_and_clean(self, **given)
-        taught = self._taught(tokens, teacher)
-        if taught is not None:
-            tokens = replace(tokens, advantage=s.advantage_weight * tokens.advantage + taught.advantage)
+        if self.needs_teacher:
+            taught, advantage, measured = self._distill(tokens, teacher)
+            tokens = replace(tokens, advantage=s.advantage_weight * tokens.advantage + advantage)
         buckets = self._buckets(tokens, topk)
         statistic = self._statistic(tokens)
         effective_size = statistic if s.batch_statistic == "effective_size" else None
@@ -106,10 +107,11 @@ class Objective(ObjectiveProtocol):
         if self.needs_entropy:
             loss = loss - s.entropy_coefficient * tokens.entropy
         metrics = {}
-        if taught is not None:
+        if self.needs_teacher:
             untaught = by_mismatch | taken_out | (term.position.beyond & s.masks)
-            loss = loss + torch.where(untaught, torch.zeros_like(loss), taught.loss)
-            metrics = taught.metrics(untaught, tokens.mask)
+            loss = loss + torch.where(untaught, torch.zeros_like(loss), taught)
+            measured = measured | {"dropped_share": untaught}
+            metrics = {f"distillation/{name}": mean_metric(value, tokens.mask) for name, value in measured.items()}
 
         known = s.importance != "none"
         results = TokenResults(
@@ -133,14 +135,14 @@ class Objective(ObjectiveProtocol):
             metrics=token_metrics(s, tokens, buckets, results) | metrics,
         )
 
-    def _taught(self, tokens: Tokens, teacher: TopKLogprobs | None) -> Taught | None:
-        if not self.needs_teacher:
-            return None
+    def _distill(
+        self, tokens: Tokens, teacher: TopKLogprobs | None
+    ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], dict[str, Tensor]]:
         if teacher is None:
             raise ObjectiveError(f"{self.name} needs teacher, a teacher's list of likely tokens")
         if tokens.logprob.requires_grad and not teacher.logprob.requires_grad:
             raise ObjectiveError(f"{self.name} needs a gradient through teacher.logprob, which carries none")
-        return distill(self.settings, tokens, make_buckets(self, tokens, teacher, "teacher"), self.step)
+        return distill(self.settings, tokens, make_buckets(self, tokens, teacher, taught=True), self.step)
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
         """Return the batch's statistic; if none was given, that of this call's tokens."""

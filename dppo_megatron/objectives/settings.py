@@ -223,23 +223,19 @@ class ObjectiveSettings:
 
     # Distillation from a teacher, off by default.
     distillation: Literal["none", "forward_kl", "reverse_kl", "jensen_shannon", "sampled"] = _axis(
-        "divergence from a teacher over its top K and the rest: KL(teacher || pi), KL(pi || teacher), between both; or "
-        "'sampled': ln teacher / pi of the sampled token is added to A",
+        "over the teacher's top K: KL(teacher || pi), KL(pi || teacher), between both; or add ln(teacher / pi) to A",
         "none",
     )
     distillation_coefficient: Weight = _axis("weight of the distillation", 0.0, needed_by="distillation")
     distillation_clip: Positive = _axis(
-        "a larger divergence of a token, or |ln teacher / pi|, counts as this; None = no limit", of="distillation"
+        "largest divergence of a token, or |ln(teacher / pi)|; None = no limit", of="distillation"
     )
     distillation_steps: Positive = _axis(
-        "training steps over which the weight changes linearly to distillation_end; None = it is constant",
-        of="distillation",
+        "steps over which the weight changes to distillation_end; None = constant", of="distillation"
     )
     distillation_end: NotNegative = _axis("the weight after distillation_steps; None = 0", of="distillation schedule")
     jensen_shannon_weight: Weight = _axis(
-        "share of the teacher in the mixture, below 1: near 0 it is forward KL, near 1 reverse KL",
-        0.5,
-        needed_by="jensen shannon",
+        "share of the teacher in the mixture, below 1", 0.5, needed_by="jensen shannon"
     )
     advantage_weight: Weight = _axis("factor of A; 0 = distillation alone", 1.0, of="distillation")
 

@@ -137,7 +137,8 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
         played = dict if episodes is None else episodes.take_metrics
         teachers = None
         if config.distillation.teachers:
-            teachers = await pools.enter_async_context(Teachers(config, setting.tokenizer, setting.vocab_size))
+            teachers = Teachers(config, setting.tokenizer, setting.vocab_size)
+            pools.push_async_callback(teachers.close)
         async with pool:
             await Orchestrator(
                 config,

@@ -93,7 +93,7 @@ class Orchestrator:
         self._training_request = training_requests(self.config, self.stop_token_ids)
         self._evaluations: set[asyncio.Task] = set()  # running ones
         self._writes: deque[Future] = deque()  # pending writes, in order
-        self._scoring = 0  # running groups that are sampled and wait for their teacher
+        self._scoring: set[int] = set()  # positions of running groups that only wait for their teacher
         self._bound = StalenessBound(rollout.prompts_per_step, rollout.max_staleness)
 
     async def run(self) -> None:
@@ -116,7 +116,7 @@ class Orchestrator:
                     await self._wait_for(self._bound.needed_version(min(begun, wanted - 1)))
                 await self._evaluate_if_due()
                 most = rollout.max_concurrent_groups if len(self._writes) <= MOST_WRITES else 0
-                while begun < wanted and len(running) - self._scoring < most and self._may_begin(begun):
+                while begun < wanted and len(running) - len(self._scoring) < most and self._may_begin(begun):
                     self.recorder.count_started(begun // rollout.prompts_per_step)
                     prompt = self.prompts.prompt(next(positions))
                     last_step = self._bound.last_step(self._oldest_version(prompt, begun))
@@ -264,15 +264,16 @@ class Orchestrator:
 
     async def _taught(self, group: RolloutGroup) -> RolloutGroup:
         """Return the group with its teacher's columns. Meanwhile another group may be sampled in its place."""
-        if self.teachers is None:
-            return group
-        self._scoring += 1
-        try:
-            rollouts = await self.teachers.add(group.prompt, group.rollouts)
-        finally:
-            self._scoring -= 1
-        self._waiting.release(group.prompt.position)
-        return replace(group, rollouts=await self._waiting.keep(group.prompt.position, rollouts))
+        position = group.prompt.position
+        if self.teachers is not None:
+            self._scoring.add(position)
+            try:
+                rollouts = await self.teachers.add(group.prompt, group.rollouts)
+            finally:
+                self._scoring.remove(position)
+            self._waiting.release(position)
+            group = replace(group, rollouts=await self._waiting.keep(position, rollouts))
+        return group
 
     async def _sample(self, prompt: Prompt) -> Sequence[Rollout]:
         def request(attempt: int) -> GenerateRequest:

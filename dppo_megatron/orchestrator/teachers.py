@@ -1,13 +1,14 @@
 """Ask teachers for the most likely tokens at every sampled token of a group, before the group is stored.
 
 A request goes to the teacher's next server after a failure, for `distillation.unavailable_timeout_s`, or after a reply
-that is no distribution over its tokens, `INVALID_ATTEMPTS` times. A rejected request or another tokenizer ends the run.
+that is no distribution over its tokens, as `INVALID` allows. A rejected request or another tokenizer ends the run.
 A prompt whose group is not scored is not in the bank, so a resumed run samples it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections import defaultdict
@@ -33,13 +34,14 @@ from dppo_megatron.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
-INVALID_ATTEMPTS = 8
+INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # of replies that are no distributions
 MOST_REQUESTS = 32  # that a teacher has at once
 PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
+Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the first, named as those of an engine
 
 
 class Teachers:
-    """Adds the teacher's columns to groups of samples. A context: leaving it ends the connections."""
+    """Adds the teacher's columns to groups of samples; `close` ends the connections."""
 
     def __init__(self, config: Config, tokenizer: Any, vocab_size: int):
         self._config, self._chosen = config, config.distillation
@@ -50,12 +52,8 @@ class Teachers:
         self._verified: set[EngineCalls] = set()  # servers with the policy's tokens
         self._sums: defaultdict[str, float] = defaultdict(float)
 
-    async def __aenter__(self) -> Teachers:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for calls in self._calls.values():
-            await calls.close()
+    async def close(self) -> None:
+        await asyncio.gather(*(calls.close() for calls in self._calls.values()))
 
     async def add(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """Return the samples of a group with teacher_logprob, teacher_ids and teacher_topk_logprob.
@@ -70,7 +68,8 @@ class Teachers:
         responses = {r.token_ids.tobytes(): r.token_ids.tolist() for r in rollouts if len(r.versions)}
         asked = [self._ask(name, prompt, [*opening, *tokens]) for tokens in responses.values()]
         scored = dict(zip(responses, await asyncio.gather(*asked), strict=True))
-        return tuple(self._with_columns(name, r, scored.get(r.token_ids.tobytes())) for r in rollouts)
+        nothing = _checked([0], self._chosen.topk, [], [])  # of a trajectory without a turn
+        return tuple(self._with_columns(name, r, scored.get(r.token_ids.tobytes(), nothing)) for r in rollouts)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the means over the tokens that each teacher scored since the last call, and the repeated requests."""
@@ -92,73 +91,54 @@ class Teachers:
             raise protocol.EngineIncompatible(f"distillation.teachers.{name}.prompt_template: row {prompt.row}: {text}")
         return self._tokenizer.encode(text, add_special_tokens=not data.chat_template)
 
-    async def _ask(self, name: str, prompt: Prompt, tokens: list[int]) -> dict[str, np.ndarray]:
-        """Return the columns of the tokens of a sequence after the first, from the first server that answers."""
-        invalid, own, setting = 0, self._own[name], f"distillation.teachers.{name}"
-
-        async def attempt(number: int) -> dict[str, np.ndarray]:
-            nonlocal invalid
-            async with self._slots[name]:
-                services = list(engine_services(own, RunDir(own.run.dir)).values())
-                if not services:
-                    raise protocol.EngineUnavailable(f"its server is not registered in {own.run.dir}")
-                url = services[(prompt.position + number) % len(services)].url
-                try:
-                    return await self._score(name, own, url, prompt, tokens)
-                except protocol.EngineError as error:
-                    self._verified.discard(self._calls[name, url])  # another server may answer there next
-                    invalid += isinstance(error, protocol.InvalidSample)
-                    raise
+    async def _ask(self, name: str, prompt: Prompt, tokens: list[int]) -> Scores:
+        """Return the scores of a sequence from the first server that answers."""
+        setting, turn = f"distillation.teachers.{name}", itertools.count(prompt.position)
 
         def repeated(error: Exception) -> None:
             self._sums["retried"] += 1
             log.warning("%s: asked again about prompt %d: %s", setting, prompt.position, error)
 
+        async def attempt(_: int) -> Scores:
+            async with self._slots[name]:
+                return await self._score(name, prompt, tokens, next(turn))
+
+        async def valid(_: int) -> Scores:
+            return await retry_async(attempt, INVALID, on=protocol.InvalidSample, on_retry=repeated)
+
         limit_s = self._chosen.unavailable_timeout_s
         budget = RetryBudget(timeout_s=limit_s, first_pause_s=0.1, longest_pause_s=15.0, jitter=True)
-        final = protocol.EngineRefused, protocol.EngineIncompatible
-        spent = lambda: invalid >= INVALID_ATTEMPTS  # noqa: E731
+        final = protocol.EngineRefused, protocol.EngineIncompatible, protocol.InvalidSample
         try:
-            return await retry_async(
-                attempt, budget, on=protocol.EngineError, unless=final, give_up=spent, on_retry=repeated
-            )
+            return await retry_async(valid, budget, on=protocol.EngineError, unless=final, on_retry=repeated)
         except protocol.EngineError as error:
-            remedy = "resume the run when it does"
-            if isinstance(error, protocol.EngineRefused):
-                remedy = (
-                    f"it must list distillation.topk = {self._chosen.topk} tokens (vLLM: --max-logprobs) and read one "
-                )
-                remedy += "token more than the longest sequence"
-            raise type(error)(f"{setting}: it does not score prompt {prompt.position}: {error}; {remedy}") from None
+            needs = f"list distillation.topk = {self._chosen.topk} tokens (vLLM: --max-logprobs) and sample one more"
+            what = f"{setting}: it does not score the {len(tokens)} tokens of prompt {prompt.position}"
+            raise type(error)(f"{what}: {error}; it must {needs}; then resume the run") from None
 
-    async def _score(
-        self, name: str, own: Config, url: str, prompt: Prompt, tokens: list[int]
-    ) -> dict[str, np.ndarray]:
-        kind, k, given = kind_of(own), self._chosen.topk, self._chosen.teachers[name]
+    async def _score(self, name: str, prompt: Prompt, tokens: list[int], turn: int) -> Scores:
+        given, own, k = self._chosen.teachers[name], self._own[name], self._chosen.topk
+        if not (services := list(engine_services(own, RunDir(own.run.dir)).values())):
+            raise protocol.EngineUnavailable(f"its server is not registered in {own.run.dir}; see its log")
+        url, kind = services[turn % len(services)].url, kind_of(own)
         if (name, url) not in self._calls:
             secret = None if given.urls and given.secret_file is None else read_secret(own)
             self._calls[name, url] = EngineCalls(url, secret, f"is it a {own.engine.kind} server?")
         calls, what = self._calls[name, url], f"scoring of {len(tokens)} tokens"
-        if given.urls and calls not in self._verified:
-            await self._verify(calls, prompt)
-            self._verified.add(calls)
         path, body = kind.lists_request(tokens, k)
-        limit, setting = self._chosen.request_timeout_s, " (distillation.request_timeout_s)"
-        reply = await calls.call(what, path, limit, body=body, timeout_remedy=setting)
-
-        def checked(reply: bytes | bytearray) -> dict[str, np.ndarray]:
-            logprobs, lists = kind.decode_lists(json.loads(reply), tokens, k)
-            pairs, own = np.array(lists, np.float64).reshape(len(tokens) - 1, k, 2), np.array(tokens[1:], np.int32)
-            columns = {"rollout_logprob": np.array(logprobs, np.float32), "topk_ids": pairs[:, :, 0].astype(np.int32)}
-            columns["rollout_topk_logprob"] = pairs[:, :, 1].astype(np.float32)
-            samples = GroupSamples(np.array([len(own)]), ("stop",), own, columns)
-            samples.check_logprobs(what)
-            samples.check_topk(what, 2**31 - 1)
-            return columns
-
+        limit_s, setting = self._chosen.request_timeout_s, " (distillation.request_timeout_s)"
         try:
-            return await decoded(checked, reply)
-        except (protocol.InvalidSample, ValueError, KeyError, TypeError, IndexError) as error:
+            if given.urls and calls not in self._verified:
+                await self._verify(calls, prompt)
+            self._verified.add(calls)
+            reply = await calls.call(what, path, limit_s, body=body, timeout_remedy=setting)
+            return await decoded(
+                lambda text: _checked(tokens, k, *kind.decode_lists(json.loads(text), tokens, k)), reply
+            )
+        except protocol.EngineError:
+            self._verified.discard(calls)  # another server may answer there next
+            raise
+        except (ValueError, KeyError, TypeError, IndexError) as error:
             raise protocol.InvalidSample(f"engine {url}: {what}: invalid reply: {error!r}") from None
 
     async def _verify(self, calls: EngineCalls, prompt: Prompt) -> None:
@@ -172,14 +152,10 @@ class Teachers:
                 f"{str(own)[-60:]}, so its log-probs are of other tokens; use a teacher of the same family"
             )
 
-    def _with_columns(self, name: str, rollout: Rollout, scores: dict[str, np.ndarray] | None) -> Rollout:
-        if scores is None:  # nothing was sampled
-            empty = np.zeros((0, self._chosen.topk), np.float32)
-            logprob, ids, topk = empty[:, 0], empty.astype(np.int32), empty
-        else:
-            last = len(scores["topk_ids"]) - len(rollout.token_ids)
-            rows = slice(last, None) if rollout.sampled is None else last + np.flatnonzero(rollout.sampled)
-            logprob, ids, topk = (scores[of][rows] for of in ("rollout_logprob", "topk_ids", "rollout_topk_logprob"))
+    def _with_columns(self, name: str, rollout: Rollout, scores: Scores) -> Rollout:
+        last = len(scores["topk_ids"]) - len(rollout.token_ids)
+        rows = slice(last, None) if rollout.sampled is None else last + np.flatnonzero(rollout.sampled)
+        logprob, ids, topk = (scores[of][rows] for of in ("rollout_logprob", "topk_ids", "rollout_topk_logprob"))
         known = ids < self._vocab_size  # others are those of a padded embedding
         if (counts := rollout.sampling_mask_counts) is not None:  # tokens outside the mask belong to the rest
             first = np.arange(len(ids)) * self._vocab_size
@@ -189,3 +165,12 @@ class Teachers:
         self._sums[f"{name}/tail_mass"] += float((1 - np.exp(topk.astype(np.float64)).sum(axis=1)).sum())
         ids = np.where(known, ids, -1).astype(np.int32)
         return replace(rollout, teacher_logprob=logprob, teacher_ids=ids, teacher_topk_logprob=topk)
+
+
+def _checked(tokens: list[int], k: int, logprobs: list, lists: list) -> Scores:
+    """Return the values of `EngineKind.decode_lists` as arrays. Raises `InvalidSample` and ValueError."""
+    pairs, own = np.array(lists, np.float64).reshape(len(tokens) - 1, k, 2), np.array(tokens[1:], np.int32)
+    scores = {"rollout_logprob": np.array(logprobs, np.float32), "topk_ids": pairs[:, :, 0].astype(np.int32)}
+    scores["rollout_topk_logprob"] = pairs[:, :, 1].astype(np.float32)
+    GroupSamples(np.array([len(own)]), ("stop",), own, scores).check_lists("its list", 2**31 - 1)
+    return scores

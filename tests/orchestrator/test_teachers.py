@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from dppo_megatron.checks import settings_problems
+from dppo_megatron.common.retry import RetryBudget
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, InvalidSample
 from dppo_megatron.engines.secret import make_secret
@@ -134,8 +135,11 @@ def scored(config: Config, server: Server, asked: Prompt, rollouts: list[Rollout
             )
             for name in config.started_teachers:
                 register(RunDir(teacher_config(here, name).run.dir), "engine-0", server.url, 1)
-            async with Teachers(here, Encoder(), VOCAB) as teachers:
+            teachers = Teachers(here, Encoder(), VOCAB)
+            try:
                 return await teachers.add(asked, rollouts), teachers.take_metrics()
+            finally:
+                await teachers.close()
 
     return asyncio.run(main())
 
@@ -246,7 +250,7 @@ def test_a_fault_costs_retries_and_no_group(tmp_path, fault, monkeypatch):
     ids=["tokenizer", "K", "nan", "fewer", "silent"],
 )
 def test_what_does_not_pass_ends_the_run_by_name(tmp_path, monkeypatch, server, settings, error, words):
-    monkeypatch.setattr(module, "INVALID_ATTEMPTS", 3)
+    monkeypatch.setattr(module, "INVALID", RetryBudget(attempts=3))
     with pytest.raises(error, match=words):
         scored(teaching(tmp_path, URL, **settings), server, prompt(), [rollout([9, 4])])
     if error is InvalidSample:
@@ -277,7 +281,7 @@ def test_a_run_that_loses_its_teacher_is_resumed_without_losing_a_group(tmp_path
     run(undisturbed, quiet, undisturbed.engine())
     server = Server(fault=lambda n: "fails" if n > 13 else "")
     w = world(tmp_path / "two", server)
-    with pytest.raises(EngineError, match=r"distillation.teachers.a: it does not score prompt .*out of memory.*resume"):
+    with pytest.raises(EngineError, match=r"distillation.teachers.a: it does not score .*out of memory.*resume"):
         run(w, server, w.engine())
     assert 0 < len(w.groups()) < 8
     server.fault = lambda n: ""
@@ -320,6 +324,6 @@ def test_settings_that_teach_nothing_are_named():
     assert "several claim rows of source x" in problems(
         {"a": {**url, "sources": ["x"]}, "b": {**url, "sources": ["x"]}}
     )
-    assert "urls name running servers" in problems({"a": {**url, "path": "model"}})
+    assert "a: set one of urls and path" in problems({"a": {**url, "path": "model"}})
     assert "must contain {prompt}" in problems({"a": {**url, "prompt_template": "x"}})
-    assert "a = {}: the policy agrees with itself" in problems({"a": {}})
+    assert "a: set one of urls and path" in problems({"a": {}})

@@ -195,7 +195,7 @@ class World:
                     task.cancel()
                 await asyncio.gather(attempt, trainer, return_exceptions=True)
                 if teachers is not None:
-                    await teachers.__aexit__()
+                    await teachers.close()
 
     async def _train(self, bank: BankWriter) -> None:
         """Publish version v as soon as the bank has the batches of the v steps before it."""
