@@ -27,7 +27,6 @@ class Preset:
 _DPPO, _DRPO, _SPO = "DPPO, arXiv 2602.04879", "DRPO, arXiv 2606.09821", "SPO, arXiv 2401.16025"
 _SC = "score centering, arXiv 2609.20807"
 _TRM = "trust region masking, arXiv 2512.23075"
-_DISTILLED: dict[str, Any] = {"distillation_coefficient": 1.0, "advantage_weight": 0.0}
 _STD_TOKENS, _STD_SEQUENCES = ("group_mean_std", "token_mean"), ("group_mean_std", "seq_mean_token_mean")
 
 
@@ -315,18 +314,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "the batch's effective share of samples caps the ratio; 1 minus this share weights a KL to the engine",
             "P3O, arXiv 2605.12380",
             *_STD_TOKENS,
-        ),
-        "distill_reverse_kl": Preset(
-            S(control="none", importance="none", distillation="reverse_kl", **_DISTILLED),
-            "KL(pi || teacher) over the teacher's top K, on the policy's own samples; no reward",
-            "on-policy GKD, arXiv 2306.13649",
-            aggregation="token_mean",
-        ),
-        "distill_dppo": Preset(
-            S(divergence="binary_tv", delta=0.15, distillation="sampled", **_DISTILLED),
-            "DPPO with ln(teacher / pi) of the sampled token as the advantage; no reward",
-            f"{_DPPO}, with a teacher",
-            aggregation="token_mean",
         ),
         "nll": Preset(
             S(control="none", importance="none", supervised=True),

@@ -280,11 +280,10 @@ def test_the_sampled_kl_is_an_advantage_with_ratio_and_mask():
 def test_the_weight_follows_its_schedule():
     g = given()
     stats = token_statistics((g["hidden"] @ g["weight"].T).requires_grad_(), g["target"], g["ids"])
-    batch = rows(g, engine=False)
-    plain = build_objective("distill_reverse_kl", distillation_coefficient=2.0)
-    objective = build_objective(
-        "distill_reverse_kl", distillation_coefficient=2.0, distillation_steps=10.0, distillation_end=0.5
-    )
+    batch, alone = rows(g, engine=False), settings("reverse_kl")
+    plain = build_objective("pg_is", **(alone | {"distillation_coefficient": 2.0}))
+    schedule = {"distillation_coefficient": 2.0, "distillation_steps": 10.0, "distillation_end": 0.5}
+    objective = build_objective("pg_is", **(alone | schedule))
 
     def weight(step: int) -> float:
         losses = [taught(each, batch, stats).loss.sum() for each in (objective.at_step(step), plain.at_step(step))]
@@ -333,7 +332,7 @@ def test_wrong_combinations_and_inputs_are_named():
         with pytest.raises(ObjectiveError, match=words):
             build_objective("pg_is", **axes)
     g = given()
-    objective, batch = build_objective("distill_reverse_kl"), rows(g)
+    objective, batch = build_objective("pg_is", **settings("reverse_kl")), rows(g)
     call = {"logprob": torch.zeros(T), "mask": batch.mask, "advantage": batch.advantage.float()}
     with pytest.raises(ObjectiveError, match="needs teacher_logprob"):
         objective(**call)
