@@ -126,7 +126,13 @@ def rows(g: dict[str, Any], dtype: torch.dtype = torch.float64, *, engine: bool 
     if g["kept"]:
         more["sampling_mask_ids"] = g["inside"].nonzero()[:, 1].int()
         more["sampling_mask_counts"] = g["inside"].sum(1).int()
-    return TokenBatch(
+    taught = {
+        "teacher_ids": listed["ids"],
+        "teacher_topk_logprob": column(of_list),
+        "teacher_logprob": column(g["teacher"].gather(1, g["target"][:, None])[:, 0]),
+    }
+    return TokenBatch.of(
+        {**taught, **more},
         token_ids=g["target"],
         position_ids=torch.arange(T),
         cu_seqlens=torch.tensor([0, T]),
@@ -135,10 +141,6 @@ def rows(g: dict[str, Any], dtype: torch.dtype = torch.float64, *, engine: bool 
         loss_weight=torch.ones(T),
         advantage=g["advantage"].to(dtype),
         rollout_logprob=column(g["mu"].gather(1, g["target"][:, None])[:, 0]),
-        teacher_ids=listed["ids"],
-        teacher_topk_logprob=column(of_list),
-        teacher_logprob=column(g["teacher"].gather(1, g["target"][:, None])[:, 0]),
-        **more,
     )
 
 
@@ -336,10 +338,10 @@ def test_wrong_combinations_and_inputs_are_named():
     call = {"logprob": torch.zeros(T), "mask": batch.mask, "advantage": batch.advantage.float()}
     with pytest.raises(ObjectiveError, match="needs teacher_logprob"):
         objective(**call)
-    call |= {"teacher_logprob": batch.teacher_logprob.float()}
+    call |= {"teacher_logprob": batch.extra["teacher_logprob"].float()}
     with pytest.raises(ObjectiveError, match="needs teacher, a"):
         objective(**call)
-    lists = [batch.teacher_ids, batch.teacher_topk_logprob.float()]
+    lists = [batch.extra["teacher_ids"], batch.extra["teacher_topk_logprob"].float()]
     with pytest.raises(ObjectiveError, match=r"topk\.logprob has shape"):
         objective(**call, teacher=TopKLogprobs(*lists, torch.zeros(T, K + 1), torch.zeros(T), batch.target_ids))
     call["logprob"].requires_grad_()
