@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from .engine import KindName
 from .section import Count, FilePath, Processes, Seconds, Section, Url, setting
 
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -16,7 +17,7 @@ class TeacherConfig(Section):
     path: FilePath | None = setting(
         None, "Hugging Face model that the run serves; without urls and path the policy's engines are the teacher"
     )
-    kind: Literal["vllm", "sglang"] | None = setting(None, "the inference server; default: engine.kind")
+    kind: KindName | None = setting(None, "the inference server; default: engine.kind")
     tensor_parallel: Processes = setting(1, "path: GPUs of its server")
     secret_file: FilePath | None = setting(None, "urls: file with the bearer token of the servers; default: none")
     sources: tuple[str, ...] = setting((), "only for rows of these data sources; empty = all others")
