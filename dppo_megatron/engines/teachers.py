@@ -25,7 +25,7 @@ def teacher_config(config: Config, name: str) -> Config:
     }
     if teacher.path is None:
         return with_settings(config, engine=own) if teacher.urls else config
-    # A server samples a token after those that it scores, and a teacher's own prompt may be longer.
+    # A server also samples one token, and a teacher's own prompt may be longer.
     longest = engine.max_model_len + 1 + (config.data.max_prompt_tokens if teacher.prompt_template else 0)
     own |= {"max_model_len": min(longest, read_hf_config(teacher.path).max_position_embeddings), "port": 0}
     own |= {"tensor_parallel": teacher.tensor_parallel, "max_logprobs": config.distillation.topk, "exact": False}

@@ -89,7 +89,8 @@ def test_a_policy_raised_on_right_sums_teaches_it_in_a_quarter_of_the_quickstart
         model={"path": str(task / "random_model")},
         parallel={"world_size": 1, "tensor": 1},
         data={"train": str(start / "train.jsonl")},
-        train={"steps": 200},
+        train={"steps": 300},
+        optimizer={"lr": 3e-3},
     )
     run("train", write_config(teacher, tmp_path / "teacher.yaml"))
     distill = shortened(
