@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from dppo_megatron.config import Config
+from dppo_megatron.errors import ExpectedError
 
 
 def problems(config: Config) -> list[str]:
@@ -39,8 +40,12 @@ def model_problems(config: Config) -> list[str]:
 
     out = []
     for name, path in config.started_teachers.items():
-        sizes = [read_hf_config(model).vocab_size for model in (path, config.model.path)]
-        same = load_tokenizer(path).get_vocab() == load_tokenizer(config.model.path).get_vocab()
+        try:
+            sizes = [read_hf_config(model).vocab_size for model in (path, config.model.path)]
+            same = load_tokenizer(path).get_vocab() == load_tokenizer(config.model.path).get_vocab()
+        except ExpectedError as error:
+            out.append(f"distillation.teachers.{name}: {error}")
+            continue
         if not same or sizes[0] < max(sizes[1], config.distillation.topk):
             out.append(
                 f"distillation.teachers.{name}.path = {path}: has another tokenizer than model.path, or its {sizes[0]} "
