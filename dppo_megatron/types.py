@@ -64,6 +64,7 @@ class Column:
 PARTS = ("core", "topk", "sampling_mask", "routes")
 
 _TOPK = partial(Column, rows="sampled", shape=("K",), asked_by="topk", part="topk")
+_TEACHER = partial(Column, rows="sampled", asked_by="teacher", part="topk")
 _MASK = partial(Column, dtypes=("int32",), asked_by="sampling_mask", part="sampling_mask", packed="int32")
 COLUMNS = [
     # ln mu of the sampled token, at the sampling temperature and normalized over its sampling mask.
@@ -72,6 +73,10 @@ COLUMNS = [
     # The K most likely tokens; -1 = absent.
     _TOPK("topk_ids", ("int32",), packed="int32", fill=-1, token_ids=True),
     _TOPK("rollout_topk_logprob", ("float32",), packed="float32", stored="topk_logprob"),
+    # The teacher's ln p of the sampled token, and its K most likely tokens; -1 = absent. The orchestrator adds them.
+    _TEACHER("teacher_logprob", ("float32",), packed="float32"),
+    _TEACHER("teacher_ids", ("int32",), shape=("K_teacher",), packed="int32", fill=-1, token_ids=True),
+    _TEACHER("teacher_topk_logprob", ("float32",), shape=("K_teacher",), packed="float32"),
     # The sampling mask: the tokens that top-p, top-k and min-p leave to draw from, ascending, with the sampled one.
     _MASK("sampling_mask_ids", rows="listed", counts="sampling_mask_counts", stored="kept_ids", token_ids=True),
     _MASK("sampling_mask_counts", rows="sampled", stored="kept_counts"),
@@ -217,6 +222,9 @@ class Rollout(TokenColumns):
     finish_reason: str  # "stop" | "length" | "max_turns" | "abort"
     topk_ids: np.ndarray | None = None  # [R, K] int32
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
+    teacher_logprob: np.ndarray | None = None  # [R] fp32
+    teacher_ids: np.ndarray | None = None  # [R, K of the teacher] int32
+    teacher_topk_logprob: np.ndarray | None = None  # [R, K of the teacher] fp32
     routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] uint8 or uint16
     # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None: one span, sampled completely here.
     spans: np.ndarray | None = None

@@ -80,7 +80,7 @@ class LossStep:
             output,
             rows,
             self,
-            topk=rows.topk_ids is not None,
+            topk_ids=_listed_ids(objective, rows),
             entropy="differentiable" if objective.needs_entropy else "metric",
         )
         nonfinite = (stats.nonfinite & rows.mask).sum().double()
@@ -124,10 +124,22 @@ def apply_objective(
 ) -> ObjectiveOutput:
     """Apply the objective to `rows` [T], given the statistics that the policy in training computed for them.
 
-    logprob, entropy [T], of the targets. topk_logprob [T, K] of `rows.topk_ids` and other_logprob [T] of everything
-    else, or None if they were not computed. No collectives.
+    logprob, entropy [T], of the targets. topk_logprob [T, K] of `rows.topk_ids`, then of `rows.teacher_ids` if the
+    objective needs a teacher, and other_logprob [T] of everything else, or None if they were not computed. No
+    collectives.
     """
     topk, ids, rollout = None, rows.topk_ids, rows.rollout_topk_logprob
+    more: dict[str, Any] = {name: rows.tensors[name] for name in objective.needs_columns}
+    if objective.needs_teacher and topk_logprob is not None and other_logprob is not None:
+        topk_logprob, of_teacher = topk_logprob.tensor_split([0 if ids is None else ids.shape[1]], dim=1)
+        teacher_ids, of_both = rows.tensors["teacher_ids"], other_logprob
+        if ids is not None:
+            other_logprob = _with_other_list(of_both, ids, teacher_ids, of_teacher, rows.target_ids)
+            of_both = _with_other_list(of_both, teacher_ids, ids, topk_logprob, rows.target_ids)
+        more["teacher_logprob"], listed = (rows.tensors[f"teacher_{name}"] for name in ("logprob", "topk_logprob"))
+        more["teacher"] = TopKLogprobs(teacher_ids, listed, of_teacher, of_both, rows.target_ids)
+    if objective.needs_positions:
+        more["positions"] = rows.position_ids
     if topk_logprob is not None and other_logprob is not None and ids is not None and rollout is not None:
         topk = TopKLogprobs(
             ids=ids,
@@ -149,9 +161,30 @@ def apply_objective(
         reference_logprob=rows.reference_logprob,
         sequence_ids=sequence_ids,
         entropy=entropy,
-        **({"positions": rows.position_ids} if objective.needs_positions else {}),
-        **{name: rows.tensors[name] for name in objective.needs_columns},
+        **more,
     )
+
+
+def _listed_ids(objective: ObjectiveProtocol, rows: TokenBatch) -> Tensor | None:
+    """Return the ids [T, n] that the objective needs log-probs of: the engine's list, then the teacher's."""
+    lists = [rows.topk_ids, rows.tensors["teacher_ids"] if objective.needs_teacher else None]
+    given = [ids for ids in lists if ids is not None]
+    return torch.cat(given, dim=1) if given else None
+
+
+def _with_other_list(other: Tensor, own: Tensor, ids: Tensor, logprob: Tensor, target: Tensor) -> Tensor:
+    """Return ln of the mass [T] outside the list `own` [T, K] and the target, with gradient.
+
+    other: [T] ln of the mass outside both lists and the target. ids, logprob: [T, M], the other list. Example: own
+    [[3, 9]], ids [[9, 4]] and target [7] add the probability of 4 only.
+    """
+    listed = (ids[:, :, None] == torch.cat([own, target[:, None].to(own.dtype)], dim=1)[:, None]).any(dim=2)
+    added = torch.where((ids < 0) | listed, _NONE, logprob)
+    total = torch.cat([other.clamp(min=_NONE)[:, None], added], dim=1).logsumexp(dim=1)
+    return torch.where(total > _NONE / 2, total, float("-inf"))
+
+
+_NONE = -1.0e4  # ln of a mass that is 0, for which -inf would give a gradient of NaN
 
 
 @dataclass(frozen=True)
@@ -173,7 +206,8 @@ class LogprobStep:
 
     def collect(self, batch: MicroBatch, model: Any, output: Tensor, non_loss_data: bool = True) -> Tensor:
         rows = batch.loss
-        stats = head_statistics(model, output, rows, self, topk=self.topk, entropy="none")
+        topk_ids = rows.topk_ids if self.topk else None
+        stats = head_statistics(model, output, rows, self, topk_ids=topk_ids, entropy="none")
         columns = [stats.logprob[:, None]]
         if self.topk:
             assert stats.topk_logprob is not None  # both are given for a batch with top-K ids
@@ -199,7 +233,7 @@ def head_statistics(
     rows: TokenBatch,
     step: LossStep | LogprobStep,
     *,
-    topk: bool,
+    topk_ids: Tensor | None,
     entropy: Literal["none", "metric", "differentiable"],
 ) -> TokenStatistics:
     """Return statistics [n] of the last stage's output rows, the same on every tensor-parallel rank."""
@@ -213,7 +247,7 @@ def head_statistics(
     return statistics(
         output,
         target_ids=rows.target_ids,
-        topk_ids=rows.topk_ids if topk else None,
+        topk_ids=topk_ids,
         vocab_size=step.vocab_size,
         temperature=1.0 if rows.temperature is None else rows.temperature,
         group=layout.tensor_group if layout.tensor_size > 1 else None,

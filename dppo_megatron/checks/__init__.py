@@ -15,13 +15,13 @@ from typing import Any, Literal
 from dppo_megatron.config import Config, ConfigError, read_config
 from dppo_megatron.observability.trackers import missing_packages
 
-from . import data, devices, engine, exact, model, sampling, slurm, training, user_code
+from . import data, devices, distillation, engine, exact, model, sampling, slurm, training, user_code
 from .resume import check_run_dir, unusable_directory, unusable_weights_directory
 from .resume import problems as run_dir_problems
 
 __all__ = ["SETTINGS", "Place", "check_job", "check_run_dir", "load_config", "preflight", "settings_problems"]
 
-SETTINGS = (sampling, engine, exact, training)
+SETTINGS = (sampling, engine, exact, training, distillation)
 
 Place = Literal["run", "node", "elsewhere", "unstaged"]
 
@@ -68,6 +68,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(missing_packages, config.tracking),
         partial(engine.environment_problems, config, elsewhere=elsewhere),
         partial(engine.model_problems, config, hf),
+        partial(distillation.model_problems, config),
         partial(user_code.environment_problems, config, tools),  # its tools are needed to render the prompts
         partial(data.problems, config, hf, notes, absent, tools),
         partial(user_code.reward_problems, config),

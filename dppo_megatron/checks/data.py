@@ -61,6 +61,9 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
+                taught, sources = config.distillation, {row.source for row in file.rows}
+                if taught.teachers and setting in dict(named) and None in map(taught.of_source, sources):
+                    out.append(f"distillation.teachers: {setting} has rows of sources without one; name one for each")
                 notes.append(f"{setting}: {file.describe()}")
                 asked, there = config.rollout.prompts_per_step, len(file.rows)
                 if setting == "data.train" and not more and asked > there:

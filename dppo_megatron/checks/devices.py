@@ -146,10 +146,11 @@ def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
 
 
 def devices_needed(config: Config) -> int:
-    """Return the number of devices of trainer ranks and started engines; colocated engines use the ranks'."""
+    """Return the number of devices of ranks, started engines and teachers; colocated engines use the ranks'."""
+    teachers = sum(config.distillation.teachers[name].tensor_parallel for name in config.started_teachers)
     if config.engine.placement == "colocated":
-        return max(config.parallel.world_size, config.engine_devices)
-    return config.parallel.world_size + config.engine_devices
+        return max(config.parallel.world_size, config.engine_devices) + teachers
+    return config.parallel.world_size + config.engine_devices + teachers
 
 
 def _slots(config: Config, nodes: int, per_node: int) -> int:

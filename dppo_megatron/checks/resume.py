@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from fnmatch import fnmatchcase
 
 from dppo_megatron.config import Config, ConfigError, read_config, with_absolute_paths
 from dppo_megatron.run_dir import RunDir
@@ -14,6 +15,7 @@ RESUMABLE_CHANGES = (
     "weight_sync", "run.stall_timeout_s", "train.micro_batch_tokens", "train.share_prefixes", "optimizer.lr",
     "optimizer.min_lr", "optimizer.offload", "model.recompute", "model.logits", "model.batch_invariant_head",
     "rollout.max_concurrent_groups", "rollout.max_prompts_per_group", "reward.timeout_s", "reward.workers",
+    "distillation.*_timeout_s", "distillation.teachers.*.urls", "distillation.teachers.*.secret_file",
     "environment.timeout_s", "environment.trajectory_timeout_s", "environment.workers", "environment.host",
 )  # fmt: skip
 
@@ -72,7 +74,7 @@ def earlier_run(config: Config) -> list[str]:
 
 
 def _resumable(key: str) -> bool:
-    return any(key == allowed or key.startswith(allowed + ".") for allowed in RESUMABLE_CHANGES)
+    return any(fnmatchcase(key, allowed) or key.startswith(allowed + ".") for allowed in RESUMABLE_CHANGES)
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, object]:

@@ -34,7 +34,10 @@ def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:
 def _requested(config: Config, notes: list[str]) -> list[str]:
     s, p = config.slurm, config.parallel
     engines = config.started_engines
-    out = []
+    out = [
+        f"distillation.teachers.{name}.path = {path}: a job serves no teachers; start its server elsewhere and set urls"
+        for name, path in config.started_teachers.items()
+    ]
     if p.world_size % s.trainer_nodes:
         out.append(
             f"slurm.trainer_nodes = {s.trainer_nodes}: does not divide parallel.world_size = {p.world_size}; every "

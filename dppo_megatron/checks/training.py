@@ -20,7 +20,7 @@ def problems(config: Config) -> list[str]:
             f"parallel.world_size = {config.parallel.world_size}: data-parallel size {config.data_parallel} exceeds "
             f"the {per_update} sequences of an update; lower it or raise rollout.prompts_per_step"
         )
-    if not config.objective.supervised and r.group_size == 1:
+    if not config.objective.supervised and r.group_size == 1 and not config.distillation.teachers:
         out.append("rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2")
     if config.reward.overlong_buffer > r.max_response_tokens:
         out.append(

@@ -38,6 +38,14 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
             f"rollout.topk_logprobs = 0: objective {chosen.name} compares top-K tokens; set it to the K it should "
             "compare, e.g. 20"
         )
+    taught = objective.needs_teacher or any(name.startswith("teacher_") for name in objective.needs_columns)
+    if config.samples and taught != bool(config.distillation.teachers):
+        why = (
+            "learns from a teacher; name one"
+            if taught
+            else "uses none; set objective.settings.distillation, or remove it"
+        )
+        out.append(f"distillation.teachers = {sorted(config.distillation.teachers)}: objective {chosen.name} {why}")
     if objective.needs_reference and config.model.lora.r and config.model.lora.adapter is not None:
         out.append(
             f"model.lora.adapter = {config.model.lora.adapter}: the reference of {chosen.name} would be the model "

@@ -28,9 +28,11 @@ from .section import (
     setting,
 )
 
+KindName = Literal["vllm", "sglang"]
+
 
 class EngineConfig(Section):
-    kind: Literal["vllm", "sglang"] = setting("vllm", "the inference server")
+    kind: KindName = setting("vllm", "the inference server")
     urls: tuple[Url, ...] = setting((), "engines already running, http://HOST:PORT; empty = started with the run")
     secret_file: Path | None = setting(
         None, "file with the secret that requests must send; default: RUN/secret, which is created"

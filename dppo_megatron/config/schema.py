@@ -6,10 +6,12 @@ one. The type of a field has the rules for its value; `dppo_megatron.checks` has
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from .distillation import DistillationConfig
 from .engine import EngineConfig, RolloutConfig, WeightSyncConfig
 from .model import AcceptanceConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from .objective import ObjectiveConfig
@@ -60,6 +62,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    distillation: DistillationConfig = DistillationConfig()
     train: TrainConfig
     acceptance: AcceptanceConfig = AcceptanceConfig()
     data: DataConfig
@@ -107,6 +110,12 @@ class Config(Section):
     def started_engines(self) -> int:
         """Return the number of engines that the run starts itself."""
         return self.engine.count if self.samples and not self.engine.urls else 0
+
+    @property
+    def started_teachers(self) -> dict[str, Path]:
+        """Return the models of the teachers that the run serves, by name."""
+        teachers = self.distillation.teachers if self.samples else {}
+        return {name: teacher.path for name, teacher in teachers.items() if teacher.path is not None}
 
     @property
     def engine_devices(self) -> int:

@@ -54,10 +54,8 @@ class GroupSamples:
         """Raise `InvalidSample`, naming the sample and the fault, unless these samples can answer `request`."""
         self._check_columns(request)
         check = _Check(request.request_id, self.lengths)
-        logprob = self.columns["rollout_logprob"]
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
-        check.tokens(~np.isfinite(logprob), "log-prob is missing or not finite")
-        check.tokens(logprob > LOGPROB_TOLERANCE, "log-prob above 0")
+        self._check_logprobs(check)
         check.tokens(self.columns["versions"] < 0, "token carries no policy version")
         self._check_ends(request, check, max_model_len)
         if request.sampling_mask:
@@ -103,6 +101,16 @@ class GroupSamples:
         stopped = np.repeat(reasons == "stop", self.lengths)
         check.tokens(is_stop & ~is_last, "more tokens follow a stop token")
         check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is not a stop token")
+
+    def check_lists(self, name: str, vocab_size: int) -> None:
+        """Raise `InvalidSample` unless log-probs and top-K lists are those of distributions. name: of the group."""
+        self._check_logprobs(_Check(name, self.lengths))
+        self._check_topk(_Check(name, self.lengths), vocab_size)
+
+    def _check_logprobs(self, check: _Check) -> None:
+        logprob = self.columns["rollout_logprob"]
+        check.tokens(~np.isfinite(logprob), "log-prob is missing or not finite")
+        check.tokens(logprob > LOGPROB_TOLERANCE, "log-prob above 0")
 
     def _check_topk(self, check: _Check, vocab_size: int) -> None:
         ids, logprobs = self.columns["topk_ids"], self.columns["rollout_topk_logprob"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dppo_megatron.config import Config
 from dppo_megatron.run_dir import RunDir
@@ -60,6 +60,17 @@ class EngineKind(ABC):
         """Return the bytes that a GPU needs in addition to weights and cache while an update loads.
 
         module: bytes of the largest module, unsharded; bucket: bytes of a broadcast bucket, 0 when weights are files.
+        """
+
+    @abstractmethod
+    def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
+        """Return route and body that ask a stock server for the K most likely tokens at every position."""
+
+    @abstractmethod
+    def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
+        """Return the log-probs of the tokens after the first, and at each [(id, log-prob), ...] of the K most likely.
+
+        Raises ValueError, KeyError, TypeError or IndexError for any other reply than the one to `lists_request`.
         """
 
     def problems(self, config: Config) -> list[str]:

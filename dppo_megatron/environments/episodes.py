@@ -42,7 +42,7 @@ def training_requests(config: Config, stop_token_ids: Sequence[int]) -> Callable
     """Return a function that makes the request for a group of a training prompt from its id, token ids and seeds."""
     rollout, chosen = config.rollout, config.objective
     needed = build_objective(chosen.name, **chosen.settings).needs_columns
-    flags = {c.asked_by for c in COLUMNS if c.name in needed} - {"", *GenerateRequest.__dataclass_fields__}
+    flags = {c.asked_by for c in COLUMNS if c.name in needed} - {"", "teacher", *GenerateRequest.__dataclass_fields__}
     return partial(
         GenerateRequest,
         n=rollout.group_size,

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dppo_megatron.checks.devices import engine_devices, visible_devices
+from dppo_megatron.checks.devices import devices_needed, engine_devices, visible_devices
 from dppo_megatron.common.file_lock import FileLock
 from dppo_megatron.common.process import Child
-from dppo_megatron.config import Config
-from dppo_megatron.fleet.registry import engine_names, free_port
+from dppo_megatron.config import Config, save_resolved, with_absolute_paths
+from dppo_megatron.engines.secret import make_secret
+from dppo_megatron.engines.teachers import teacher_config
+from dppo_megatron.fleet.registry import engine_names, forget_all, free_port
 from dppo_megatron.run_dir import RunDir
 
 from .launcher import RunPlan
@@ -54,10 +56,26 @@ def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
     """Return every process of a run, the ranks one by one. They read the config from the run directory."""
     path = str(RunDir(config.run.dir).config)
     return RunPlan(
-        engines=engine_plans(config),
+        engines=[*engine_plans(config), *teacher_plans(config)],
         orchestrator=ProcessPlan("orchestrator", ("orchestrator", path)) if config.samples else None,
         trainers=rank_plans(config, "trainer", ("trainer", path, *(["--resume"] if resume else []))),
     )
+
+
+def teacher_plans(config: Config) -> list[ProcessPlan]:
+    """Return the teachers that the run serves, on the last GPUs. Writes a config, secret and run directory for each."""
+    visible, plans = visible_devices()[: devices_needed(config)], []
+    for name in reversed(config.started_teachers):
+        own = teacher_config(config, name)
+        run, count = RunDir(own.run.dir), own.engine.tensor_parallel
+        run.make()
+        forget_all(run)
+        save_resolved(with_absolute_paths(own), run.config)
+        make_secret(own)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible[-count:])} if visible else {}
+        plans.append(ProcessPlan(f"teacher-{name}", ("engine", str(run.config)), environment))
+        visible = visible[:-count]
+    return plans
 
 
 def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[ProcessPlan]:

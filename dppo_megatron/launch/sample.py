@@ -11,6 +11,7 @@ from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devi
 from dppo_megatron.checks.resume import unusable_directory
 from dppo_megatron.checks.user_code import environment_problems, reward_problems
 from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths, with_settings
+from dppo_megatron.config.distillation import DistillationConfig
 from dppo_megatron.config.schema import ObjectiveConfig, ParallelConfig
 from dppo_megatron.config.task import EvalConfig
 from dppo_megatron.data.prompts import training_prompts
@@ -69,6 +70,7 @@ def sampling_only(config: Config, n: int, directory: Path) -> Config:
         run={"dir": directory},
         parallel=ParallelConfig(),
         objective=ObjectiveConfig(),
+        distillation=DistillationConfig(),
         train={"updates_per_step": 1},
         data={"eval": None},
         eval=EvalConfig(),

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopKLogprobs:
-    """Contains log-probs of the tokens that the rollout policy found most likely, under both policies.
+    """Contains log-probs of the tokens that the rollout policy, or a teacher, found most likely, under both policies.
 
     ids                  [T, K] int32/int64, global token ids of TopK(mu, K); -1 = absent. No id twice, except
                          that the sampled token may or may not be among them.
-    rollout_logprob      [T, K] fp32/fp64, ln mu. Ignored where absent.
+    rollout_logprob      [T, K] fp32/fp64, ln mu; of a teacher's list, by the teacher. Ignored where absent.
     logprob              [T, K] fp32/fp64, ln pi. Ignored where absent. Carries a gradient when the method
                          needs one.
-    other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel.
+    other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel. Carries a
+                         gradient in a teacher's list.
     target_ids           [T] int, the sampled token.
     vocab_size           size of the whole vocabulary, or [T] of the set each was drawn from, for the uniform
                          tail of the predictive direction and for score centering with a region in probabilities.
@@ -115,6 +116,11 @@ class ObjectiveProtocol(Protocol):
         return penalises or s.centering != "none"
 
     @property
+    def needs_teacher(self) -> bool:
+        """Return whether the objective needs `teacher_logprob` and `teacher`, a teacher's list, with a gradient."""
+        return self.settings.distillation != "none"
+
+    @property
     def needs_entropy(self) -> bool:
         """Return whether the objective needs `entropy` with a gradient. Otherwise it may still be passed as metric."""
         return self.settings.entropy_coefficient > 0
@@ -143,7 +149,11 @@ class ObjectiveProtocol(Protocol):
         """Return whether tokens with A = 0 have a gradient too, so that responses without an advantage are computed."""
         s = self.settings
         penalises = "quadratic" in s.control and s.penalty_weight == "one"
-        return self.needs_reference or self.needs_entropy or s.rollout_kl != "none" or penalises
+        return self.needs_reference or self.needs_teacher or self.needs_entropy or s.rollout_kl != "none" or penalises
+
+    def at_step(self, step: int) -> ObjectiveProtocol:
+        """Return this objective for the training step `step`, from 0; called only if `needs_teacher`."""
+        return self
 
     def statistic_sums(
         self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
@@ -167,6 +177,8 @@ class ObjectiveProtocol(Protocol):
         rollout_logprob: Float[Tensor, " T"] | None = None,
         advantage: Float[Tensor, " T"] | None = None,
         topk: TopKLogprobs | None = None,
+        teacher: TopKLogprobs | None = None,
+        teacher_logprob: Float[Tensor, " T"] | None = None,
         old_logprob: Float[Tensor, " T"] | None = None,
         sequence_ids: Int[Tensor, " T"] | None = None,
         reference_logprob: Float[Tensor, " T"] | None = None,
@@ -175,7 +187,7 @@ class ObjectiveProtocol(Protocol):
     ) -> ObjectiveOutput:
         """Return the loss of each sampled token.
 
-        All [T]. logprob, rollout_logprob, old_logprob, reference_logprob: fp32/fp64 ln p of the sampled token,
+        All [T]. logprob and rollout_, old_, reference_, teacher_logprob: fp32/fp64 ln p of the sampled token,
         temperature applied. mask: bool or 0/1, tokens that carry loss; other values, nan included, add nothing to loss,
         gradient or metrics. sequence_ids: numbered from 0 and below T. positions: order within a sequence; None = the
         order of the tokens. `needs_columns` are further arguments. No collectives, no synchronisation with the host.

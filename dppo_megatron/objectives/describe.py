@@ -82,6 +82,12 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
         }[s.rollout_kl]
         share = " (1 - effective share)" if s.batch_statistic == "effective_size" else ""
         yield f"  rollout policy: + {s.rollout_kl_coefficient:g}{share} {term} on every token, r = pi / mu"
+    if s.distillation != "none":
+        weight, limit = f"{s.distillation_coefficient:g}", _bound(s.distillation_clip, "inf")
+        if s.distillation_steps is not None:
+            weight += f", over {s.distillation_steps:g} steps to {s.distillation_end or 0:g},"
+        where = "ln(teacher / pi) in A" if s.distillation == "sampled" else "over the teacher's top K and the rest"
+        yield f"  distillation: + {weight} {s.distillation}, {where}, at most {limit}; A times {s.advantage_weight:g}"
     if s.entropy_coefficient:
         yield f"  entropy: - {s.entropy_coefficient:g} entropy(pi)"
 
@@ -129,6 +135,8 @@ def additions(s: ObjectiveSettings) -> list[str]:
         f"{s.mismatch} mismatch": s.mismatch != "none",
         f"rejection by {s.rejection}": s.rejection != "none",
         f"KL to mu, {s.rollout_kl_coefficient:g}": s.rollout_kl != "none",
+        f"{s.distillation.replace('_', ' ')} from a teacher, {s.distillation_coefficient:g}": s.distillation != "none",
+        f"A times {s.advantage_weight:g}": s.advantage_weight != 1,
     }
     return [words for words, holds in shown.items() if holds]
 

@@ -32,6 +32,7 @@ class Buckets:
     policy_other_logprob: Float[Tensor, " T"]
     sampled_in_topk: Bool[Tensor, " T"]
     vocab_size: int | Int[Tensor, " T"] | None
+    noise: float  # rounding of a sum of the anchor's probabilities
 
     @property
     def anchor(self) -> Float[Tensor, "T K+1"]:
@@ -53,6 +54,7 @@ class Tokens:
     rollout_logprob: Float[Tensor, " T"] | None = None
     old_logprob: Float[Tensor, " T"] | None = None
     reference_logprob: Float[Tensor, " T"] | None = None
+    teacher_logprob: Float[Tensor, " T"] | None = None
     entropy: Float[Tensor, " T"] | None = None  # keeps its gradient, if it has one
     sequence_ids: Int[Tensor, " T"] | None = None
     positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = the order of the tokens
@@ -76,6 +78,7 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
         "old_logprob": objective.needs_old,
         "sequence_ids": objective.needs_sequences,
         "reference_logprob": objective.needs_reference,
+        "teacher_logprob": objective.needs_teacher,
         "entropy": objective.needs_entropy,
     }
     inputs = [key for key, needed in required.items() if needed]
@@ -110,18 +113,22 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
     return Tokens(mask=keep, detached_logprob=clean["logprob"].detach(), **fixed, **order)
 
 
-def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs) -> Buckets:
-    """Return the top K and the sampled token as disjoint columns, under pi and the anchor of the settings."""
+def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs, taught: bool = False) -> Buckets:
+    """Return the top K and the sampled token as disjoint columns, under pi and the anchor of the settings.
+
+    taught: the anchor is the teacher, and `policy_other_logprob` carries a gradient too.
+    """
     name = objective.name
     if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
         raise ObjectiveError(
             f"{name}: topk.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]"
         )
-    old = objective.settings.anchor == "old"
+    old = objective.settings.anchor == "old" and not taught
     if old and topk.old_logprob is None:
         raise ObjectiveError(f"{name} with anchor='old' needs topk.old_logprob")
     anchor_list = topk.old_logprob if old else topk.rollout_logprob
-    anchor_sampled = tokens.old_logprob if old else tokens.rollout_logprob
+    anchor_sampled = tokens.old_logprob if old else tokens.teacher_logprob if taught else tokens.rollout_logprob
+    other = topk.other_logprob if taught else topk.other_logprob.detach()
     for key, value in (("logprob", topk.logprob), ("rollout_logprob", anchor_list)):
         if value.shape != topk.ids.shape:
             raise ObjectiveError(
@@ -151,16 +158,17 @@ def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprob
     if old and topk.old_other_logprob is not None:
         anchor_other = topk.old_other_logprob.detach().to(dtype).exp()
     # If the list covers all mass, any difference of the anchor's sum from 1 is rounding.
-    anchor_other = torch.where(topk.other_logprob.detach() == float("-inf"), 0.0, anchor_other)
+    anchor_other = torch.where(other.detach() == float("-inf"), 0.0, anchor_other)
     return Buckets(
         present=present,
         anchor_logprob=anchor,
         policy_logprob=columns(topk.logprob, tokens.logprob),
         anchor_other=torch.where(tokens.mask, anchor_other, torch.zeros_like(anchor_other)),
         anchor_other_logprob=torch.where(anchor_other > 0, anchor_other, 1.0).log(),
-        policy_other_logprob=torch.where(tokens.mask, topk.other_logprob.detach().to(dtype), 0.0),
+        policy_other_logprob=torch.where(tokens.mask, other.to(dtype), 0.0),
         sampled_in_topk=(is_target & (topk.ids >= 0)).any(dim=1),
         vocab_size=topk.vocab_size,
+        noise=noise,
     )
 
 

@@ -16,7 +16,9 @@ from .centering import expected_score
 from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, missing_attributes
 from .corrections import mismatch_weight, reference_kl, rejected, rollout_kl
 from .describe import describe
+from .distillation import distill
 from .inputs import Buckets, Tokens, check_and_clean, make_buckets
+from .metrics import mean_metric
 from .policy_term import join, policy_term, product, term_slope, term_value, weight_over_plain_ratio
 from .presets import PRESETS
 from .settings import ObjectiveError, ObjectiveSettings, nearest, override
@@ -34,6 +36,10 @@ class Objective(ObjectiveProtocol):
     name: str
     settings: ObjectiveSettings
     statistic: Tensor | None = None  # number of the whole batch, see `with_statistic`
+    step: int = 0  # of training, for distillation_steps
+
+    def at_step(self, step: int) -> Objective:
+        return replace(self, step=step)
 
     def statistic_sums(
         self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
@@ -47,10 +53,12 @@ class Objective(ObjectiveProtocol):
     def describe(self) -> str:
         return describe(self.name, self.settings)
 
-    def __call__(self, *, topk: TopKLogprobs | None = None, **given: Tensor | None) -> ObjectiveOutput:
+    def __call__(
+        self, *, topk: TopKLogprobs | None = None, teacher: TopKLogprobs | None = None, **given: Tensor | None
+    ) -> ObjectiveOutput:
         """Return the loss of each sampled token; `ObjectiveProtocol.__call__` describes the inputs.
 
-            loss = join(value, slope) + penalty + centering + KL + rollout KL - entropy
+            loss = join(value, slope) + penalty + centering + KL + rollout KL - entropy + distillation
 
         Three rules drop tokens from the first three terms: the mismatch mask, the rejection of a response, and the
         response region with the batch's budget. A dropped token is only reported as `masked_tokens` if a region dropped
@@ -61,6 +69,9 @@ class Objective(ObjectiveProtocol):
         """
         s = self.settings
         tokens = check_and_clean(self, **given)
+        if self.needs_teacher:
+            taught, advantage, measured = self._distill(tokens, teacher)
+            tokens = replace(tokens, advantage=s.advantage_weight * tokens.advantage + advantage)
         buckets = self._buckets(tokens, topk)
         statistic = self._statistic(tokens)
         effective_size = statistic if s.batch_statistic == "effective_size" else None
@@ -95,6 +106,12 @@ class Objective(ObjectiveProtocol):
             loss = loss + s.rollout_kl_coefficient * trust * rollout_kl(s, tokens, buckets)
         if self.needs_entropy:
             loss = loss - s.entropy_coefficient * tokens.entropy
+        metrics = {}
+        if self.needs_teacher:
+            untaught = by_mismatch | taken_out | (term.position.beyond & s.masks)
+            loss = loss + torch.where(untaught, torch.zeros_like(loss), taught)
+            measured = measured | {"dropped_share": untaught}
+            metrics = {f"distillation/{name}": mean_metric(value, tokens.mask) for name, value in measured.items()}
 
         known = s.importance != "none"
         results = TokenResults(
@@ -115,8 +132,17 @@ class Objective(ObjectiveProtocol):
             weight=results.weight,
             masked_tokens=results.outside & (tokens.advantage != 0),
             divergence=torch.where(tokens.mask, results.divergence, tokens.zeros),
-            metrics=token_metrics(s, tokens, buckets, results),
+            metrics=token_metrics(s, tokens, buckets, results) | metrics,
         )
+
+    def _distill(
+        self, tokens: Tokens, teacher: TopKLogprobs | None
+    ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], dict[str, Tensor]]:
+        if teacher is None:
+            raise ObjectiveError(f"{self.name} needs teacher, a teacher's list of likely tokens")
+        if tokens.logprob.requires_grad and not teacher.logprob.requires_grad:
+            raise ObjectiveError(f"{self.name} needs a gradient through teacher.logprob, which carries none")
+        return distill(self.settings, tokens, make_buckets(self, tokens, teacher, taught=True), self.step)
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
         """Return the batch's statistic; if none was given, that of this call's tokens."""

@@ -53,6 +53,9 @@ BRANCHES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rejection": (lambda s: s.rejection != "none", "rejection"),
     "reference": (lambda s: s.reference_kl != "none", "reference_kl"),
     "rollout": (lambda s: s.rollout_kl != "none", "rollout_kl"),
+    "distillation": (lambda s: s.distillation != "none", "distillation"),
+    "distillation schedule": (lambda s: s.distillation_steps is not None, "distillation_steps"),
+    "jensen shannon": (lambda s: s.distillation == "jensen_shannon", "distillation='jensen_shannon'"),
 }
 _BOUNDS = (
     ("ratio_floor", "ratio_cap"),
@@ -129,11 +132,13 @@ def _conflicts(s: Any) -> Iterator[str]:
     if s.rollout_kl == "topk_squared" and s.has_region and s.anchor == "old":
         yield "rollout_kl='topk_squared' is measured from mu, whose top K anchor='old' replaces: use 'squared'"
     compared = (s.importance, s.control, s.mismatch, s.rejection, s.response_region, s.rollout_kl, s.centering)
-    if s.supervised and (set(compared) | {s.batch_statistic} != {"none"} or s.drops_outliers):
+    if s.supervised and (set(compared) | {s.batch_statistic, s.distillation} != {"none"} or s.drops_outliers):
         yield (
             "supervised=true has no rollout policy: importance, control, mismatch and rejection must be 'none', and so "
             "must every other axis that compares with it"
         )
+    if s.jensen_shannon_weight >= 1:
+        yield f"jensen_shannon_weight={s.jensen_shannon_weight} must be below 1: at 1 the mixture is the teacher itself"
     if s.centering != "none":
         yield from _centering_conflicts(s)
 
@@ -151,6 +156,8 @@ def _centering_conflicts(s: Any) -> Iterator[str]:
         yield (
             f"{reason}: position_weight, prefix_budget, second_moment and response_sign='harmful' read other tokens too"
         )
+    if s.distillation == "sampled":
+        yield f"{reason} with the same A, which distillation='sampled' gives only the sampled token: use a divergence"
     if s.importance == "rollout" and not (s.truncates or s.control in ("mask", "gate") or s.mismatch == "mask"):
         yield "centering='policy' has no effect: without a cap or a mask, pi / mu has an expected score of zero already"
 

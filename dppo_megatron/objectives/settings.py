@@ -221,6 +221,24 @@ class ObjectiveSettings:
     rollout_kl_coefficient: Weight = _axis("weight of the KL to the rollout policy", 0.0, needed_by="rollout")
     entropy_coefficient: Weight = _axis("weight of the entropy bonus", 0.0)
 
+    # Distillation from a teacher, off by default.
+    distillation: Literal["none", "forward_kl", "reverse_kl", "jensen_shannon", "sampled"] = _axis(
+        "over the teacher's top K: KL(teacher || pi), KL(pi || teacher), between both; or add ln(teacher / pi) to A",
+        "none",
+    )
+    distillation_coefficient: Weight = _axis("weight of the distillation", 0.0, needed_by="distillation")
+    distillation_clip: Positive = _axis(
+        "largest divergence of a token, or |ln(teacher / pi)|; None = no limit", of="distillation"
+    )
+    distillation_steps: Positive = _axis(
+        "steps over which the weight changes to distillation_end; None = constant", of="distillation"
+    )
+    distillation_end: NotNegative = _axis("the weight after distillation_steps; None = 0", of="distillation schedule")
+    jensen_shannon_weight: Weight = _axis(
+        "share of the teacher in the mixture, below 1", 0.5, needed_by="jensen shannon"
+    )
+    advantage_weight: Weight = _axis("factor of A; 0 = distillation alone", 1.0, of="distillation")
+
     def __post_init__(self) -> None:
         for name in AXES:
             object.__setattr__(self, name, canonical(name, getattr(self, name)))

@@ -35,6 +35,7 @@ from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 from .evaluation import Evaluated, Evaluator
 from .metrics import StepRecorder
 from .orchestrator import Orchestrator
+from .teachers import MOST_REQUESTS, Teachers
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def allow_open_files(config: Config) -> None:
     rollout = config.rollout
     # An update may interrupt all samples, and each continues in its own request. Evaluations run at the same time.
     needed = rollout.max_concurrent_groups * (rollout.group_size + 1) + OTHER_FILES
+    needed += len(config.distillation.teachers) * MOST_REQUESTS
     if config.environment.source is not None:
         needed += config.environment.workers + 2 * rollout.max_concurrent_groups  # the journals
     limit = raise_open_files_limit(needed)
@@ -133,6 +135,10 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
             pools.callback(journals.close)
         episodes = await setting.episodes(pools, sampler, journals)
         played = dict if episodes is None else episodes.take_metrics
+        teachers = None
+        if config.distillation.teachers:
+            teachers = Teachers(config, setting.tokenizer, setting.vocab_size)
+            pools.push_async_callback(teachers.close)
         async with pool:
             await Orchestrator(
                 config,
@@ -146,11 +152,17 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
                 recorder=StepRecorder(
                     run.rollout_metrics if prompts is None else run.metrics,
                     groups,
-                    lambda: {**sampler.take_metrics(), **rewards.take_metrics(), **played()},
+                    lambda: {
+                        **sampler.take_metrics(),
+                        **rewards.take_metrics(),
+                        **played(),
+                        **(teachers.take_metrics() if teachers else {}),
+                    },
                     alone=prompts is not None,
                 ),
                 stop_token_ids=setting.stop_token_ids,
                 episodes=episodes,
+                teachers=teachers,
                 journals=journals,
                 prompts_in_all=prompts,
                 budget=budget,

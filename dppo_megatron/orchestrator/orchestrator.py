@@ -36,6 +36,7 @@ from .dynamic_sampling import NO_SIGNAL, SignalFilter, describe_drop
 from .evaluation import Evaluator
 from .metrics import StepRecorder
 from .staleness import StalenessBound
+from .teachers import Teachers
 from .waiting import WaitingGroups
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Orchestrator:
     recorder: StepRecorder
     stop_token_ids: Sequence[int]
     episodes: Episodes | None = None  # plays answers in turns
+    teachers: Teachers | None = None  # score every group before it is stored
     journals: Journals | None = None  # has the finished turns
     prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = as many as a trainer needs
     budget: ByteBudget | None = None  # shared with the engine clients
@@ -92,6 +94,7 @@ class Orchestrator:
         self._training_request = training_requests(self.config, self.stop_token_ids)
         self._evaluations: set[asyncio.Task] = set()  # running ones
         self._writes: deque[Future] = deque()  # pending writes, in order
+        self._scoring: set[int] = set()  # positions of running groups that only wait for their teacher
         self._bound = StalenessBound(rollout.prompts_per_step, rollout.max_staleness)
 
     async def run(self) -> None:
@@ -114,7 +117,7 @@ class Orchestrator:
                     await self._wait_for(self._bound.needed_version(min(begun, wanted - 1)))
                 await self._evaluate_if_due()
                 most = rollout.max_concurrent_groups if len(self._writes) <= MOST_WRITES else 0
-                while begun < wanted and len(running) < most and self._may_begin(begun):
+                while begun < wanted and len(running) - len(self._scoring) < most and self._may_begin(begun):
                     self.recorder.count_started(begun // rollout.prompts_per_step)
                     prompt = self.prompts.prompt(next(positions))
                     last_step = self._bound.last_step(self._oldest_version(prompt, begun))
@@ -122,7 +125,7 @@ class Orchestrator:
                     begun += 1
                 done, _ = await asyncio.wait(
                     {*running, *self._evaluations},
-                    timeout=LOOK_S if rollout.max_staleness else None,
+                    timeout=LOOK_S if rollout.max_staleness or self.teachers else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done & self._evaluations:
@@ -253,11 +256,25 @@ class Orchestrator:
     async def _produce(self, prompt: Prompt) -> RolloutGroup:
         if self.episodes is not None:
             group = await self.episodes.play(prompt, self.rewards)
-            return replace(group, rollouts=await self._waiting.keep(prompt.position, group.rollouts))
+            group = replace(group, rollouts=await self._waiting.keep(prompt.position, group.rollouts))
+            return await self._taught(group)
         rollouts = await self._waiting.keep(prompt.position, await self._sample(prompt))
         texts = self.tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rewards, failed = await self.rewards.score(prompt, texts)
-        return RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature)
+        return await self._taught(RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature))
+
+    async def _taught(self, group: RolloutGroup) -> RolloutGroup:
+        """Return the group with its teacher's columns. Meanwhile another group may be sampled in its place."""
+        position = group.prompt.position
+        if self.teachers is not None:
+            self._scoring.add(position)
+            try:
+                rollouts = await self.teachers.add(group.prompt, group.rollouts)
+            finally:
+                self._scoring.remove(position)
+            self._waiting.release(position)
+            group = replace(group, rollouts=await self._waiting.keep(position, rollouts))
+        return group
 
     async def _sample(self, prompt: Prompt) -> Sequence[Rollout]:
         drafts = () if self.earlier is None else await asyncio.to_thread(self.earlier.of, prompt)

@@ -140,7 +140,8 @@ class _Rank:
     def _bytes_per_token(self) -> int:
         """Return the bytes of a token of the batch on the device."""
         rollout, hf = self.config.rollout, self.hf
-        out = 10 * INT64 + rollout.topk_logprobs * 8
+        taught = self.config.distillation
+        out = 10 * INT64 + 8 * (rollout.topk_logprobs + (taught.topk + 1 if taught.teachers else 0))
         if rollout.has_sampling_mask:  # upper bound; rollout/kept_tokens_mean is the measured mean
             out += 4 * (1 + rollout.top_k)
         if not self.cuda and hf.mla is None:

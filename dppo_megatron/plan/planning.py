@@ -11,6 +11,7 @@ from dppo_megatron.checks.devices import cluster_problems, devices_needed
 from dppo_megatron.checks.model import on_any_machine
 from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config, ConfigError, with_settings
+from dppo_megatron.engines.teachers import teacher_config
 from dppo_megatron.hf import HFModelConfig, ModelError, padded_vocab_size, read_hf_config
 
 from .engines import EngineMemory, engine_memory
@@ -127,6 +128,10 @@ def _notes(config: Config, cluster: Cluster) -> Iterator[str]:
     for name, size in (("tensor", p.tensor), ("expert_tensor", p.expert_tensor or 1)):
         if size > per_node or per_node % size:
             yield f"parallel.{name} = {size}: its groups cross nodes of {per_node}; every layer waits for the network"
+    for name, path in config.started_teachers.items():
+        if memory := engine_memory(read_hf_config(path), teacher_config(config, name), cluster.hardware):
+            full = "" if memory.sequences else ", which leave no room for a sequence; raise its tensor_parallel"
+            yield f"distillation.teachers.{name}: {memory.weights / 2**30:.1f} GiB of weights on each device{full}"
     e = config.engine
     if config.started_engines and e.tensor_parallel > e.devices_per_node:
         yield f"engine.tensor_parallel = {e.tensor_parallel}: over {e.nodes} nodes; every layer waits for the network"

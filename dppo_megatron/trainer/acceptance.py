@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.config.model import AcceptanceConfig
 from dppo_megatron.objectives import ObjectiveProtocol, sequence_ids_from_cu_seqlens
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
+from dppo_megatron.objectives.settings import override
 from dppo_megatron.types import TokenBatch
 
 from .batches import StepBatch
@@ -90,6 +91,8 @@ class Acceptance:
         self._settings = config.acceptance
         self._seed = config.run.seed
         self._actor = actor
+        if objective.needs_teacher:  # the divergence from the anchor does not depend on the teacher
+            objective = replace(objective, settings=override(objective.settings, {"distillation": "none"}))  # type: ignore[type-var]
         self._objective = objective
         self._topk = config.acceptance.divergence == "objective" and objective.needs_topk
         self._line = StepLine(actor) if config.acceptance.bound is not None else None

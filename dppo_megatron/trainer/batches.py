@@ -22,7 +22,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import ObjectiveProtocol, sequence_weights
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.types import PARTS, POLICY, Prompt, Rollout, TokenBatch, column_named
+from dppo_megatron.types import COLUMNS, PARTS, POLICY, Prompt, Rollout, TokenBatch, column_named
 
 from .step_samples import StepSamples
 
@@ -173,7 +173,8 @@ class BankBatches:
             setting = f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}"
             found, remedy = ("with", "as it was") if entry.has_sampling_mask else ("without", "to 1, -1 and 0")
             yield setting, f"was sampled {found} truncation", f"set them {remedy}"
-        if missing := {*self._objective.needs_columns} - entry.shapes.columns.keys():
+        taught = {c.name for c in COLUMNS if c.asked_by == "teacher" and self._objective.needs_teacher}
+        if missing := {*self._objective.needs_columns, *taught} - entry.shapes.columns.keys():
             found, remedy = f"has no {', '.join(sorted(missing))}", "use one that was filled with this objective"
             yield f"objective.name = {self._config.objective.name}", found, remedy
         if self._experts is not None:

@@ -72,7 +72,8 @@ def train(
                 batch = source.read(step)
             metrics.add(batch.metrics)
             batch = policy_logprobs.add(batch, metrics)
-            method = with_batch_statistic(objective, batch, actor.layout)
+            method = objective.at_step(step) if objective.needs_teacher else objective
+            method = with_batch_statistic(method, batch, actor.layout)
             acceptance.begin()
             for number, update in enumerate(batch.updates, 1):
                 another = number < len(batch.updates)

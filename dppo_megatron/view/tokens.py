@@ -114,6 +114,8 @@ def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens)
         arrays["topk_ids"] = np.concatenate([r.topk_ids for r in rollouts])
         arrays["topk_logprob"] = np.concatenate([r.rollout_topk_logprob for r in rollouts])
         used.add(arrays["topk_ids"].reshape(-1))
+    if rollouts[0].teacher_logprob is not None:
+        arrays["teacher_logprob"] = np.concatenate([r.teacher_logprob for r in rollouts])
     if rollouts[0].sampling_mask_counts is not None:
         arrays["kept"] = np.concatenate([r.sampling_mask_counts for r in rollouts])
     if group.prompt.position in trained.positions:

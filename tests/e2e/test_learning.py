@@ -1,4 +1,4 @@
-"""A shortened quickstart learns: the quickstart's own configs with fewer steps, on the shared engine."""
+"""Shortened examples learn: the quickstart's and the distillation's configs with fewer steps, on the shared engine."""
 
 from __future__ import annotations
 
@@ -76,3 +76,36 @@ def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, careless, t
     accuracy = {r["step"]: r["eval/accuracy"] for r in records(tmp_path / "dppo") if "eval/accuracy" in r}
     assert accuracy[0] < 0.5, accuracy
     assert accuracy[STEPS] > accuracy[0] + 0.25, accuracy
+
+
+@pytest.mark.slow
+def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
+    """The run serves the teacher; no reward is trained on. The example's own start policy, raised longer, learns more."""
+    start, engine = careless
+    teacher = shortened(
+        "warmup.yaml",
+        tmp_path / "teacher",
+        start,
+        model={"path": str(task / "random_model")},
+        parallel={"world_size": 1, "tensor": 1},
+        data={"train": str(start / "train.jsonl")},
+        train={"steps": 200},
+    )
+    run("train", write_config(teacher, tmp_path / "teacher.yaml"))
+    distill = shortened(
+        "../distill/config.yaml",
+        tmp_path / "distill",
+        start,
+        model={"path": str(start / "warmup" / "model")},
+        distillation={"teachers": {"carries": {"path": str(tmp_path / "teacher" / "model")}}},
+        engine={"urls": [engine.url], "secret_file": str(task / "secret")},
+        eval={"every": 0},
+    )
+    run("train", write_config(distill, tmp_path / "distill.yaml"))
+    found = records(tmp_path / "distill")
+    accuracy = {r["step"]: r["eval/accuracy"] for r in found if "eval/accuracy" in r}
+    assert accuracy[0] < 0.5, accuracy
+    assert accuracy[10] > accuracy[0] + 0.25, accuracy
+    divergence = [r["distillation/divergence"] for r in found if "distillation/divergence" in r]
+    assert divergence[-1] < 0.75 * divergence[0]
+    assert {r["teacher/retried_requests"] for r in found if "teacher/carries/kl" in r} == {0}

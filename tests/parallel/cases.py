@@ -11,7 +11,7 @@ import torch
 from dppo_megatron.bank import BankWriter
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 
-K = 8
+K, TEACHER_K = 8, 6
 STEPS, PROMPTS, SAMPLES, LONGEST = 3, 4, 4, 20
 TEMPERATURE = 0.9
 SP = {"tensor": 2, "sequence": True}
@@ -61,11 +61,12 @@ REPLAY = {
 }
 
 # world size -> case -> layout. A case is model[+variant]:layout. gspo compares whole sequences, split by CP, and cppo
-# the tokens before each one; centred has gradients through the top-K log-probs; kept is over what top-p and top-k left.
+# the tokens before each one; centred has gradients through the top-K log-probs; kept is over what top-p and top-k left;
+# taught has a teacher's list besides the engine's, both over what they left.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek")},
-        **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept")},
+        **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept", "taught")},
     },
     2: {
         **{f"qwen3:{name}": layout for name, layout in DENSE.items()},
@@ -77,6 +78,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "qwen3+kept:tp2_sp_fused": {**SP, "settings": {"logits": "fused"}},
         "qwen3+kept:cp2": DENSE["cp2"],
         "qwen3+kept:pp2": DENSE["pp2"],
+        "qwen3+taught:tp2": {"tensor": 2},
+        "qwen3+taught:tp2_sp_fused": {**SP, "settings": {"logits": "fused"}},
+        "qwen3+taught:cp2": DENSE["cp2"],
+        "qwen3+taught:pp2": DENSE["pp2"],
         **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
         **{f"deepseek:{name}": EXPERTS[name] for name in ("tp2_sp", "pp2", "cp2", "ep2")},
@@ -99,9 +104,15 @@ OBJECTIVES = {
         "settings": {**CENTRED, "entropy_coefficient": 0.05},
     },
 }
+OBJECTIVES["taught"] = {
+    "name": "dppo_topk_tv",
+    "aggregation": "token_mean",
+    "settings": {"delta": 0.1, "distillation": "jensen_shannon", "distillation_coefficient": 0.5},
+}
 TRUNCATED = {"top_p": 0.9, "top_k": 12}  # mostly fewer than K tokens, so that some lists are the whole set
 FAST = (
     "qwen3:cp2",
+    "qwen3+taught:cp2",
     "qwen3+gspo:cp2",
     "qwen3_moe:ep2",
     "qwen3_moe:tp2_whole_experts",
@@ -139,7 +150,7 @@ def sections(bank: Path, variant: str) -> dict[str, dict]:
             "temperature": TEMPERATURE,
             "topk_logprobs": K,
             "routing_replay": variant == "replay",
-            **(TRUNCATED if variant == "kept" else {}),
+            **(TRUNCATED if variant in ("kept", "taught") else {}),
         },
         "objective": OBJECTIVES.get(variant, DPPO),
     }
@@ -147,7 +158,7 @@ def sections(bank: Path, variant: str) -> dict[str, dict]:
 
 def bank_of(model: str) -> str:
     """The bank's name: a variant that samples otherwise has its own."""
-    return model if model.endswith("+kept") else model.partition("+")[0]
+    return f"{model.partition('+')[0]}+kept" if model.endswith(("+kept", "+taught")) else model.partition("+")[0]
 
 
 def write_bank(directory: Path, model: Path, seed: int = 0, *, truncated: bool = False) -> None:
@@ -180,6 +191,10 @@ def sample_groups(
         tokens[rows, ends] = torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
     logprobs = torch.stack(steps, dim=1)
     topk = logprobs.topk(K)
+    whole = logprobs.masked_fill(logprobs == -torch.inf, -12.0)
+    teacher = (whole + torch.randn(whole.shape, generator=generator)).log_softmax(-1)
+    taught = teacher.topk(TEACHER_K)
+    known = taught.indices.masked_fill(logprobs.gather(2, taught.indices) == -torch.inf, -1)
     responses = tokens.gather(1, sizes[:, None] + torch.arange(LONGEST))
     sampled = logprobs.gather(2, responses[..., None])[..., 0]
     routed = _routing(policy, tokens, generator)
@@ -192,6 +207,9 @@ def sample_groups(
             finish_reason="stop",
             topk_ids=topk.indices[i, :n].masked_fill(topk.values[i, :n] == -torch.inf, -1).int().numpy(),
             rollout_topk_logprob=topk.values[i, :n].numpy(),
+            teacher_logprob=teacher.gather(2, responses[..., None])[i, :n, 0].numpy(),
+            teacher_ids=known[i, :n].int().numpy(),
+            teacher_topk_logprob=taught.values[i, :n].numpy(),
             routed_experts=None if routed is None else routed[i, : sizes[i] + n - 1].numpy(),
             sampling_mask_ids=(logprobs[i, :n] > -torch.inf).nonzero()[:, 1].int().numpy() if truncated else None,
             sampling_mask_counts=(logprobs[i, :n] > -torch.inf).sum(1).int().numpy() if truncated else None,

@@ -318,6 +318,25 @@ def test_sampling_masks_are_counted_at_their_bound(plan_of):
     assert "sampling masks" not in report(plain, [])
 
 
+def test_teachers_are_counted_in_bank_batch_and_gpus(plan_of):
+    """8 bytes for each listed token and 4 for the sampled one; a teacher has its own GPUs."""
+    model = EXAMPLES / "models" / "qwen3-30b-a3b"
+    taught = (
+        f"distillation.teachers={{t: {{path: {model}, tensor_parallel: 2}}}}",
+        "distillation.topk=20",
+        "rollout.temperature=1.0",
+    )
+    plain, plan = plan_of("qwen3_8b", nodes=3), plan_of("qwen3_8b", *taught, nodes=3)
+    r = plan.config.rollout
+    tokens = r.prompts_per_step * r.group_size * r.max_response_tokens
+    more = plan.totals.bank_bytes_per_step - plain.totals.bank_bytes_per_step
+    assert more == pytest.approx(tokens * (20 * 8 + 4), rel=0.01)
+    batch = [next(i.bytes for i in p.memory.static if i.name == "batch") for p in (plain, plan)]
+    assert batch[1] - batch[0] == pytest.approx(plan.load.tokens * plan.load.micro_batches * 21 * 8)
+    (note,) = [note for note in plan.notes if note.startswith("distillation")]
+    assert note == "distillation.teachers.t: 28.4 GiB of weights on each device"
+
+
 def test_advice_of_several_settings_can_be_pasted():
     """Doubling the tensor-parallel size needs sequence parallelism: both are options of their own."""
     change = Advice({"parallel.tensor": 4, "parallel.sequence": True}, 1, True, "nothing")

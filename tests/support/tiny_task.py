@@ -41,11 +41,12 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
     prompt = Prompt(position, position, np.array([3 + position % 5, 4], np.int32), f"prompt {position}", "1 2")
     rollouts = []
     for _ in range(SAMPLES):
-        tokens, logprobs, ids, topk_logprobs = list(prompt.token_ids), [], [], []
+        tokens, logprobs, ids, topk_logprobs, taught = list(prompt.token_ids), [], [], [], []
         for _ in range(LONGEST):
             row = (model(torch.tensor([tokens])).logits[0, -1] / TEMPERATURE).log_softmax(-1)
             token = int(torch.multinomial(row.exp(), 1, generator=generator))
             top = row.topk(K)
+            taught.append((row / 2).log_softmax(-1))
             tokens.append(token)
             logprobs.append(row[token])
             ids.append(top.indices)
@@ -61,6 +62,10 @@ def sample_group(model: Any, position: int, generator: torch.Generator) -> Rollo
                 finish_reason="stop" if tokens[-1] == EOS else "length",
                 topk_ids=torch.stack(ids).int().numpy(),
                 rollout_topk_logprob=torch.stack(topk_logprobs).numpy(),
+                # A teacher with a flatter distribution.
+                teacher_logprob=torch.stack([row[t] for row, t in zip(taught, tokens[2:], strict=True)]).numpy(),
+                teacher_ids=torch.stack([row.topk(K).indices for row in taught]).int().numpy(),
+                teacher_topk_logprob=torch.stack([row.topk(K).values for row in taught]).numpy(),
             )
         )
     rewards = np.array([np.isin(r.token_ids, (1, 2)).sum() + 0.1 * i for i, r in enumerate(rollouts)], np.float32)

@@ -8,7 +8,8 @@ import numpy as np
 
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, RolloutGroup
 
-OF_POLICY = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob")
+OF_POLICY = ("rollout_logprob", "versions", "topk_ids", "rollout_topk_logprob", "teacher_logprob", "teacher_ids",
+             "teacher_topk_logprob")  # fmt: skip
 
 
 def with_turns(group: RolloutGroup, seed: int = 0) -> RolloutGroup:

@@ -16,6 +16,10 @@ VARIANTS = {
     "dppo_topk_tv_old": ("dppo_topk_tv", {"anchor": "old"}),
     "pg_tis_mismatch": ("pg_is", {"importance": "old", "mismatch": "truncate", "mismatch_high": 2.0}),
     "dppo_reference_kl": ("dppo_binary_tv", {"reference_kl": "k3", "reference_kl_coefficient": 0.1}),
+    "distillation": (
+        "dppo_topk_tv",
+        {"distillation": "jensen_shannon", "distillation_coefficient": 0.3, "distillation_steps": 2.0},
+    ),
     "dppo_entropy": ("dppo_binary_tv", {"entropy_coefficient": 0.01}),
 }
 # The bank is never refreshed, so a policy that learns leaves a tight region of responses altogether and stands still.
@@ -115,6 +119,17 @@ def test_the_reference_is_the_start_model(trained):
     without = trained("dppo_binary_tv")
     assert found["updates"][0]["grad_norm"] == pytest.approx(without["updates"][0]["grad_norm"], rel=1e-4)
     assert found["updates"][-1]["mismatch/kl"] < without["updates"][-1]["mismatch/kl"]
+
+
+def test_the_teacher_teaches_with_the_weight_of_its_schedule(trained):
+    """The teacher is flatter: half the weight in the second step, none in the third."""
+    updates = trained("distillation")["updates"]
+    divergence = [update["distillation/divergence"] for update in updates]
+    assert min(divergence) > 0
+    assert all(0 < update["distillation/tail_mass_teacher"] < 1 for update in updates)
+    plain = trained("dppo_topk_tv")["updates"]
+    assert updates[0]["loss"] - plain[0]["loss"] == pytest.approx(0.3 * divergence[0], rel=1e-3)
+    assert updates[0]["grad_norm"] != pytest.approx(plain[0]["grad_norm"], rel=1e-3)
 
 
 def test_other_methods_pay_for_no_extra_pass(trained):

@@ -50,6 +50,9 @@ def make_group(
                 finish_reason="length" if size == length else "stop",
                 topk_ids=listed if topk else None,
                 rollout_topk_logprob=lists if topk else None,
+                teacher_logprob=logprob - 1 if topk else None,
+                teacher_ids=listed if topk else None,
+                teacher_topk_logprob=lists if topk else None,
             )
         )
     rewards = (rng.random(samples) < 0.5).astype(np.float32)

@@ -88,7 +88,7 @@ def test_a_group_holds_the_tokens_of_the_bank(run, page):
     found = page.tensors(f"group-{TURNS_AT}")
     assert len(group.rollouts) == SAMPLES + 1  # a trajectory has two branches
     fields = {"ids": "token_ids", "logprob": "rollout_logprob", "topk_logprob": "rollout_topk_logprob"}
-    for name in ("ids", "logprob", "versions", "topk_ids", "topk_logprob", "spans"):
+    for name in ("teacher_logprob", "ids", "logprob", "versions", "topk_ids", "topk_logprob", "spans"):
         field = fields.get(name, name)
         np.testing.assert_array_equal(found[name], np.concatenate([getattr(r, field) for r in group.rollouts]), name)
     counts = [[len(r.token_ids), len(r.versions), len(r.spans)] for r in group.rollouts]

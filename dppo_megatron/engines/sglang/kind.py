@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
@@ -102,6 +102,16 @@ class Sglang(EngineKind):
 
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
         return bucket
+
+    def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
+        sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
+        asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
+        return "/generate", {"input_ids": tokens, "sampling_params": sampling, **asked}
+
+    def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
+        meta = reply["meta_info"]  # entries are [log-prob, id, text]; the first position has none
+        own = [entry[0] for entry, _ in zip(meta["input_token_logprobs"], tokens, strict=True)]
+        return own[1:], [[(e[1], e[0]) for e in entries] for entries in meta["input_top_logprobs"][1:]]
 
     def python(self, config: Config) -> Path:
         """Return `engine.python`, else that of `.venv-sglang` next to this environment, else this interpreter.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
@@ -84,6 +84,15 @@ class Vllm(EngineKind):
         # builds the new shard, converts it to the layout of its kernels and copies that over the old one: twice the
         # shard of the largest module. When weights arrive on the GPU by broadcast, the whole unsharded module is added.
         return 2 * -(-module // config.engine.tensor_parallel) + (module + bucket if bucket else 0)
+
+    def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
+        return "/v1/completions", {"prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
+
+    def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
+        places = reply["choices"][0]["prompt_logprobs"][1:]  # id -> entry, of the K most likely tokens and the own one
+        own = [at[str(token)]["logprob"] for token, at in zip(tokens[1:], places, strict=True)]
+        ranked = [sorted((e["rank"], int(i), e["logprob"]) for i, e in at.items() if e["rank"] <= k) for at in places]
+        return own, [[entry[1:] for entry in at] for at in ranked]
 
     def python(self, config: Config) -> Path:
         """Return `engine.python`, or this interpreter."""

@@ -31,6 +31,7 @@ function quantitiesOf(group) {
     ["version", "version", "category", (r) => group.versions[r]],
     ["mass", `mass of the top ${k}`, "low", k && mass],
     ["entropy", "entropy of the list", "high", k && entropy],
+    ["teacher", "ln μ (engine) − ln teacher", "diverging", group.teacher_logprob && ((r) => group.logprob[r] - group.teacher_logprob[r])],
     ["kept", "tokens left to draw from", "high", group.kept && ((r) => group.kept[r])],
   ];
   return all.filter(([, , , of]) => of).map(([key, title, kind, of]) => ({ key, title, kind, of }));

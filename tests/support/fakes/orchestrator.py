@@ -24,6 +24,7 @@ from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator
 from dppo_megatron.orchestrator.metrics import StepRecorder
 from dppo_megatron.orchestrator.orchestrator import Orchestrator
+from dppo_megatron.orchestrator.teachers import Teachers
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
@@ -131,6 +132,7 @@ class World:
     journals: Journals | None = None
     prompts_in_all: int | None = None  # no trainer: one policy answers so many
     episodes: Callable[[Sampler], Episodes] | None = None  # where the policy answers in turns
+    teachers: Callable[[], Teachers] | None = None  # where groups are scored by teachers
 
     @property
     def run(self) -> RunDir:
@@ -152,6 +154,7 @@ class World:
             trainer = asyncio.create_task(self._train(bank))
             parts = {"tokenizer": Tokenizer(), "rewards": rewards, "stop_token_ids": (STOP,)}
             sampler = Sampler(FixedEngines([engine]))
+            teachers = None if self.teachers is None else self.teachers()
             orchestrator = Orchestrator(
                 config,
                 sampler=sampler,
@@ -176,6 +179,7 @@ class World:
                     alone=self.prompts_in_all is not None,
                 ),
                 episodes=None if self.episodes is None else self.episodes(sampler),
+                teachers=teachers,
                 journals=self.journals,
                 prompts_in_all=self.prompts_in_all,
                 earlier=EarlierSamples(run.bank) if config.engine.draft_tokens else None,
@@ -191,6 +195,8 @@ class World:
                 for task in (attempt, trainer):
                     task.cancel()
                 await asyncio.gather(attempt, trainer, return_exceptions=True)
+                if teachers is not None:
+                    await teachers.close()
 
     async def _train(self, bank: BankWriter) -> None:
         """Publish version v as soon as the bank has the batches of the v steps before it."""

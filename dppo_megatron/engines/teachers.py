@@ -1,0 +1,43 @@
+"""Describe the servers of a teacher as the engines of a config, so that they start and register as engines do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dppo_megatron.config import Config, with_settings
+from dppo_megatron.config.distillation import DistillationConfig
+from dppo_megatron.config.model import LoraConfig
+from dppo_megatron.config.schema import ObjectiveConfig
+
+
+def teacher_config(config: Config, name: str) -> Config:
+    """Return the config of a run whose engines are the servers of teacher `name`.
+
+    They are those of its urls, one that serves its path from RUN/teachers/NAME, or the engines of the run itself.
+    """
+    from dppo_megatron.hf import read_hf_config
+
+    teacher, engine = config.distillation.teachers[name], config.engine
+    own: dict[str, Any] = {
+        "urls": teacher.urls,
+        "kind": teacher.kind or engine.kind,
+        "secret_file": teacher.secret_file,
+    }
+    if teacher.path is None:
+        return with_settings(config, engine=own) if teacher.urls else config
+    # A server also samples one token, and a teacher's own prompt may be longer.
+    longest = engine.max_model_len + 1 + (config.data.max_prompt_tokens if teacher.prompt_template else 0)
+    own |= {"max_model_len": min(longest, read_hf_config(teacher.path).max_position_embeddings), "port": 0}
+    own |= {"tensor_parallel": teacher.tensor_parallel, "max_logprobs": config.distillation.topk, "exact": False}
+    own |= dict.fromkeys(("count", "nodes", "pipeline_parallel"), 1)
+    own |= {"expert_parallel": False, "placement": "disaggregated", "quantization": "none"}
+    return with_settings(
+        config,
+        run={"dir": config.run.dir / "teachers" / name},
+        model={"path": teacher.path, "weights": None, "lora": LoraConfig()},
+        objective=ObjectiveConfig(),
+        distillation=DistillationConfig(),
+        engine=own,
+        rollout={"topk_logprobs": 0, "routing_replay": False, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
+        weight_sync={"lora": "merged", "directory": None},
+    )

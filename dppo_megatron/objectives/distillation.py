@@ -1,0 +1,70 @@
+"""Compute the divergence from a teacher over its top K, the sampled token and the rest, with its gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .inputs import Buckets, Tokens
+from .settings import ObjectiveSettings
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def distill(
+    s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, step: int
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], dict[str, Tensor]]:
+    """Return the weighted divergence [T] with gradient, the addition [T] to A, and values [T] to measure, by name.
+
+    With p = pi and t = teacher over disjoint events v: the tokens of the teacher's list, the sampled token, and all
+    others as one. Merging tokens never raises a divergence, so each is a lower bound of the one over the vocabulary,
+    and equal to it if K is all of it.
+
+        forward_kl      sum t ln(t / p)                                    d D / d ln p = -t
+        reverse_kl      sum p ln(p / t)                                                    p ln(p / t)
+        jensen_shannon  b sum t ln(t / m) + (1 - b) sum p ln(p / m)                        (1 - b) p ln(p / m)
+                        m = b t + (1 - b) p  (GKD, arXiv 2306.13649)
+
+    The slopes omit multiples of p, which add nothing because sum p grad ln p = 0. If pi has no rest, as with a sampling
+    mask that the list covers, the teacher is renormalised over the other events. A token with D above
+    `distillation_clip` has its loss and gradient scaled by clip / D. A rest of the teacher below the rounding of 1 -
+    sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
+    """
+    done = 0.0 if s.distillation_steps is None else min(1.0, step / s.distillation_steps)
+    weight = (1 - done) * s.distillation_coefficient + done * (s.distillation_end or 0.0)
+    kind, clip, b = s.distillation, s.distillation_clip or math.inf, s.jensen_shannon_weight
+    gap = torch.where(tokens.mask, tokens.detached_logprob - buckets.anchor_logprob[:, -1], 0.0)
+    rest = buckets.policy_other_logprob[:, None]
+    present = torch.cat([buckets.present, tokens.mask[:, None] & rest.isfinite()], dim=1)
+    ln_p = torch.where(present, torch.cat([buckets.policy_logprob, rest], dim=1), 0.0)
+    with torch.no_grad():
+        p = ln_p.exp() * present
+        t = torch.cat([buckets.anchor, buckets.anchor_other[:, None]], dim=1) * present
+        tiny = torch.finfo(t.dtype).tiny
+        total = t.sum(dim=1, keepdim=True).clamp(min=tiny)
+        ln_rest = buckets.anchor_other.clamp(min=tiny if kind == "forward_kl" else buckets.noise).log()
+        ln_t = (torch.cat([buckets.anchor_logprob, ln_rest[:, None]], dim=1) - total.log()) * present
+        t = t / total
+        if kind == "forward_kl":
+            slope, terms = -t, t * (ln_t - ln_p)
+        elif kind == "jensen_shannon":
+            ln_m = torch.logaddexp(ln_t + math.log(b), ln_p + math.log(1 - b))
+            slope = (1 - b) * p * (ln_p - ln_m)
+            terms = slope + b * t * (ln_t - ln_m)
+        else:
+            slope = terms = p * (ln_p - ln_t)
+        divergence = terms.sum(dim=1).clamp(min=0.0)
+        scale = weight * (clip / divergence.clamp(min=clip) if clip < math.inf else torch.ones_like(divergence))
+    measured = {
+        "divergence": divergence,
+        "sampled_kl": gap,
+        "tail_mass_teacher": t[:, -1],
+        "tail_mass_policy": p[:, -1],
+    }
+    if kind == "sampled":
+        return tokens.zeros, -weight * gap.clamp(-clip, clip), measured
+    return scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1)), tokens.zeros, measured

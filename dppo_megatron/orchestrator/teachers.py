@@ -1,0 +1,176 @@
+"""Ask teachers for the most likely tokens at every sampled token of a group, before the group is stored.
+
+A request goes to the teacher's next server after a failure, for `distillation.unavailable_timeout_s`, or after a reply
+that is no distribution over its tokens, as `INVALID` allows. A rejected request or another tokenizer ends the run.
+A prompt whose group is not scored is not in the bank, so a resumed run samples it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dppo_megatron.common.retry import RetryBudget, retry_async
+from dppo_megatron.config import Config
+from dppo_megatron.data.prompts import renderer
+from dppo_megatron.data.rows import column
+from dppo_megatron.engines import protocol
+from dppo_megatron.engines.http import EngineCalls, decoded
+from dppo_megatron.engines.kinds import kind_of
+from dppo_megatron.engines.samples import GroupSamples
+from dppo_megatron.engines.secret import read_secret
+from dppo_megatron.engines.teachers import teacher_config
+from dppo_megatron.fleet.registry import engine_services
+from dppo_megatron.run_dir import RunDir
+from dppo_megatron.types import Prompt, Rollout
+
+log = logging.getLogger(__name__)
+
+INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # of replies that are no distributions
+MOST_REQUESTS = 32  # that a teacher has at once
+PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
+Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the first, named as those of an engine
+
+
+class Teachers:
+    """Adds the teacher's columns to groups of samples; `close` ends the connections."""
+
+    def __init__(self, config: Config, tokenizer: Any, vocab_size: int):
+        self._config, self._chosen = config, config.distillation
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._own = {name: teacher_config(config, name) for name in self._chosen.teachers}
+        self._slots = {name: asyncio.Semaphore(MOST_REQUESTS) for name in self._chosen.teachers}
+        self._calls: dict[tuple[str, str], EngineCalls] = {}  # by teacher and URL
+        self._verified: set[EngineCalls] = set()  # servers with the policy's tokens
+        self._sums: defaultdict[str, float] = defaultdict(float)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(calls.close() for calls in self._calls.values()))
+
+    async def add(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+        """Return the samples of a group with teacher_logprob, teacher_ids and teacher_topk_logprob.
+
+        Equal samples are scored once. Raises `EngineError` naming the teacher if it does not score them.
+        """
+        if (name := self._chosen.of_source(prompt.source)) is None:
+            raise protocol.EngineIncompatible(
+                f"distillation.teachers: no sources have {prompt.source!r}; add it to one"
+            )
+        opening = await asyncio.to_thread(self._opening, name, prompt)
+        responses = {r.token_ids.tobytes(): r.token_ids.tolist() for r in rollouts if len(r.versions)}
+        asked = [self._ask(name, prompt, [*opening, *tokens]) for tokens in responses.values()]
+        scored = dict(zip(responses, await asyncio.gather(*asked), strict=True))
+        nothing = _checked([0], self._chosen.topk, [], [])  # of a trajectory without a turn
+        return tuple(self._with_columns(name, r, scored.get(r.token_ids.tobytes(), nothing)) for r in rollouts)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the means over the tokens that each teacher scored since the last call, and the repeated requests."""
+        sums, metrics = self._sums, {"teacher/retried_requests": self._sums["retried"]}
+        for name in self._chosen.teachers:
+            if tokens := sums[f"{name}/tokens"]:
+                metrics |= {f"teacher/{name}/{of}": sums[f"{name}/{of}"] / tokens for of in ("kl", "tail_mass")}
+        sums.clear()
+        return metrics
+
+    def _opening(self, name: str, prompt: Prompt) -> list[int]:
+        """Return the tokens before a response as the teacher reads them."""
+        template, data = self._chosen.teachers[name].prompt_template, self._config.data
+        if template is None:
+            return prompt.token_ids.tolist()
+        data = data.model_copy(update={"prompt_template": template.replace("{answer}", prompt.answer)})
+        (text,) = renderer(self._tokenizer, data)([column(prompt.columns, data.prompt_column, "data.prompt_column")])
+        if isinstance(text, ValueError):
+            raise protocol.EngineIncompatible(f"distillation.teachers.{name}.prompt_template: row {prompt.row}: {text}")
+        return self._tokenizer.encode(text, add_special_tokens=not data.chat_template)
+
+    async def _ask(self, name: str, prompt: Prompt, tokens: list[int]) -> Scores:
+        """Return the scores of a sequence from the first server that answers."""
+        setting, turn = f"distillation.teachers.{name}", itertools.count(prompt.position)
+
+        def repeated(error: Exception) -> None:
+            self._sums["retried"] += 1
+            log.warning("%s: asked again about prompt %d: %s", setting, prompt.position, error)
+
+        async def attempt(_: int) -> Scores:
+            async with self._slots[name]:
+                return await self._score(name, prompt, tokens, next(turn))
+
+        async def valid(_: int) -> Scores:
+            return await retry_async(attempt, INVALID, on=protocol.InvalidSample, on_retry=repeated)
+
+        limit_s = self._chosen.unavailable_timeout_s
+        budget = RetryBudget(timeout_s=limit_s, first_pause_s=0.1, longest_pause_s=15.0, jitter=True)
+        final = protocol.EngineRefused, protocol.EngineIncompatible, protocol.InvalidSample
+        try:
+            return await retry_async(valid, budget, on=protocol.EngineError, unless=final, on_retry=repeated)
+        except protocol.EngineError as error:
+            needs = f"list distillation.topk = {self._chosen.topk} tokens (vLLM: --max-logprobs) and sample one more"
+            what = f"{setting}: it does not score the {len(tokens)} tokens of prompt {prompt.position}"
+            raise type(error)(f"{what}: {error}; it must {needs}; then resume the run") from None
+
+    async def _score(self, name: str, prompt: Prompt, tokens: list[int], turn: int) -> Scores:
+        given, own, k = self._chosen.teachers[name], self._own[name], self._chosen.topk
+        if not (services := list(engine_services(own, RunDir(own.run.dir)).values())):
+            raise protocol.EngineUnavailable(f"its server is not registered in {own.run.dir}; see its log")
+        url, kind = services[turn % len(services)].url, kind_of(own)
+        if (name, url) not in self._calls:
+            secret = None if given.urls and given.secret_file is None else read_secret(own)
+            self._calls[name, url] = EngineCalls(url, secret, f"is it a {own.engine.kind} server?")
+        calls, what = self._calls[name, url], f"scoring of {len(tokens)} tokens"
+        path, body = kind.lists_request(tokens, k)
+        limit_s, setting = self._chosen.request_timeout_s, " (distillation.request_timeout_s)"
+        try:
+            if given.urls and calls not in self._verified:
+                await self._verify(calls, prompt)
+            self._verified.add(calls)
+            reply = await calls.call(what, path, limit_s, body=body, timeout_remedy=setting)
+            return await decoded(
+                lambda text: _checked(tokens, k, *kind.decode_lists(json.loads(text), tokens, k)), reply
+            )
+        except protocol.EngineError:
+            self._verified.discard(calls)  # another server may answer there next
+            raise
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise protocol.InvalidSample(f"engine {url}: {what}: invalid reply: {error!r}") from None
+
+    async def _verify(self, calls: EngineCalls, prompt: Prompt) -> None:
+        """Raise `EngineIncompatible` if the server encodes text to other ids than the policy's tokenizer."""
+        text = prompt.text + PROBE
+        own = self._tokenizer.encode(text, add_special_tokens=False)
+        reply = await calls.json("its tokenizer", "/tokenize", body={"prompt": text, "add_special_tokens": False})
+        if (tokens := reply.get("tokens")) != own:
+            raise protocol.EngineIncompatible(
+                f"engine {calls.url} has another tokenizer than model.path: {PROBE!r} ends in {str(tokens)[-60:]}, not "
+                f"{str(own)[-60:]}, so its log-probs are of other tokens; use a teacher of the same family"
+            )
+
+    def _with_columns(self, name: str, rollout: Rollout, scores: Scores) -> Rollout:
+        last = len(scores["topk_ids"]) - len(rollout.token_ids)
+        rows = slice(last, None) if rollout.sampled is None else last + np.flatnonzero(rollout.sampled)
+        logprob, ids, topk = (scores[of][rows] for of in ("rollout_logprob", "topk_ids", "rollout_topk_logprob"))
+        known = ids < self._vocab_size  # others are those of a padded embedding
+        if (counts := rollout.sampling_mask_counts) is not None:  # tokens outside the mask belong to the rest
+            first = np.arange(len(ids)) * self._vocab_size
+            known &= np.isin(first[:, None] + ids, np.repeat(first, counts) + rollout.sampling_mask_ids)
+        self._sums[f"{name}/tokens"] += len(ids)
+        self._sums[f"{name}/kl"] += float((rollout.rollout_logprob - logprob).sum(dtype=np.float64))
+        self._sums[f"{name}/tail_mass"] += float((1 - np.exp(topk.astype(np.float64)).sum(axis=1)).sum())
+        ids = np.where(known, ids, -1).astype(np.int32)
+        return replace(rollout, teacher_logprob=logprob, teacher_ids=ids, teacher_topk_logprob=topk)
+
+
+def _checked(tokens: list[int], k: int, logprobs: list, lists: list) -> Scores:
+    """Return the values of `EngineKind.decode_lists` as arrays. Raises `InvalidSample` and ValueError."""
+    pairs, own = np.array(lists, np.float64).reshape(len(tokens) - 1, k, 2), np.array(tokens[1:], np.int32)
+    scores = {"rollout_logprob": np.array(logprobs, np.float32), "topk_ids": pairs[:, :, 0].astype(np.int32)}
+    scores["rollout_topk_logprob"] = pairs[:, :, 1].astype(np.float32)
+    GroupSamples(np.array([len(own)]), ("stop",), own, scores).check_lists("its list", 2**31 - 1)
+    return scores
