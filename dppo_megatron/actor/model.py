@@ -165,6 +165,7 @@ def _chunk(
         # attention has its own rotation.
         position_embedding_type="rope" if engine and hf.mla is None else "none",
         rotary_base=hf.rope_theta,
+        rotary_percent=hf.partial_rotary_factor,
         rope_scaling=hf.rope_type == "llama3",
         rope_scaling_factor=hf.rope_scaling.get("factor", 1.0),
         vp_stage=vp_stage,

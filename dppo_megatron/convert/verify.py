@@ -79,9 +79,10 @@ def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Comp
 @torch.no_grad()
 def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource) -> dict[str, Tensor]:
     """Return the output of each part of the model in `hf_dir`, with weights rounded as in `rounded_as`."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    # AutoModelForCausalLM does not know the `model_type` of Kimi K2.
+    model: Any = getattr(transformers, read_hf_config(hf_dir).architecture).from_pretrained(
         hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
     narrow = {info.dtype for info in rounded_as.tensors.values()} & {torch.bfloat16, torch.float16}

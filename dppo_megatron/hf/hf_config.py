@@ -65,6 +65,7 @@ class HFModelConfig:
     qk_norm: bool
     rope_type: str = "default"  # "default" | "llama3" | "yarn"
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # parameters of a non-default rope_type
+    partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated, the first ones
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     mtp_layers: int = 0  # multi-token prediction layers stored after the model; never loaded nor exported
@@ -90,6 +91,11 @@ class HFModelConfig:
             elif f.name not in _NOT_OF_THE_MODEL:
                 found[f.name] = value
         return json.loads(json.dumps(found))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of a head's dimensions that are rotated; with latent attention, those of its rotary part."""
+        return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the layer with the global index `layer` has experts."""

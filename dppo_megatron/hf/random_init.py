@@ -71,6 +71,8 @@ def complete_config(config_dict: Mapping[str, Any], config: HFModelConfig) -> di
         "num_key_value_heads": config.num_kv_heads,
         "tie_word_embeddings": config.tied_embeddings,
     }
+    if config.partial_rotary_factor != 1.0:
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
     if config.mla is not None:
         del filled["head_dim"]  # readers derive it from the latent dimensions
     return {**filled, **config_dict}

@@ -134,7 +134,7 @@ def _frequencies(chunk: nn.Module, config: HFModelConfig) -> list[str]:
     found = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
     if found is None or config.rope_type not in ("default", "llama3"):
         return []
-    wanted = inverse_frequencies(config, config.mla.qk_rope_head_dim if config.mla else config.head_dim)
+    wanted = inverse_frequencies(config)
     if found.shape == wanted.shape and torch.allclose(found.cpu().float(), wanted, rtol=1e-4, atol=0):
         return []
     scaling = ", ".join(f"{k} = {v}" for k, v in config.rope_scaling.items())

@@ -144,7 +144,7 @@ class _Rank:
         if rollout.has_sampling_mask:  # upper bound; rollout/kept_tokens_mean is the measured mean
             out += 4 * (1 + rollout.top_k)
         if not self.cuda and hf.mla is None:
-            out += 2 * hf.head_dim * self.work.e  # tables of our own rotation
+            out += 2 * hf.rotary_dim * self.work.e  # tables of our own rotation
         if rollout.routing_replay and hf.moe is not None:
             routed = sum(hf.is_moe_layer(index) for chunk in self.model.chunks for index in chunk)
             out += 2 * routed * hf.moe.top_k * self.work.kept // self.work.tokens

@@ -61,6 +61,22 @@ MLA_MOE = {  # what a DeepSeek-V3 adds, in place of head_dim
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
+GLM4_MOE = {  # what a GLM-4.5 adds
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    **{
+        name: MLA_MOE[name]
+        for name in (
+            "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
+            "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob",
+            "num_nextn_predict_layers",
+        )
+    },
+}  # fmt: skip
 QWEN3_MOE = {**QWEN3, **MOE}
 DEEPSEEK = {**{name: value for name, value in QWEN3.items() if name != "head_dim"}, **MLA_MOE}
 YARN = {

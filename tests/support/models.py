@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
-from tests.support.actor_cases import MLA_MOE, MOE
+from tests.support.actor_cases import GLM4_MOE, MLA_MOE, MOE
 
 _BASE = {
     "hidden_size": 32,
@@ -22,6 +22,7 @@ _BASE = {
     "hidden_act": "silu",
     "initializer_range": 0.2,  # large enough for logits that tell models apart
 }
+_GROUPS = {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 CONFIGS = {
     "qwen3": {**_BASE, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True},
     "qwen2": {**_BASE, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False},
@@ -33,10 +34,19 @@ CONFIGS = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "n_shared_experts": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        **_GROUPS,
+    },
+    "mistral": {**_BASE, "architectures": ["MistralForCausalLM"], "head_dim": 16, "sliding_window": None},
+    # Compared with the experts of DeepSeek-V3, half of each head is rotated and queries have biases and norms.
+    "glm4_moe": {**_BASE, **GLM4_MOE, "n_routed_experts": 4, "num_experts_per_tok": 2, **_GROUPS},
+    "glm4_moe_lite": {
+        **_BASE,
+        **MLA_MOE,
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        **_GROUPS,
     },
 }
 EXPERT_FAMILIES = tuple(name for name, config in CONFIGS.items() if {"num_experts", "n_routed_experts"} & config.keys())
@@ -69,6 +79,7 @@ def build_gpt(
                 share_embeddings_and_output_weights=hf.tied_embeddings,
                 position_embedding_type="rope",
                 rotary_base=hf.rope_theta,
+                rotary_percent=hf.partial_rotary_factor,
                 vp_stage=stage if vpp else None,
             )
         )

@@ -49,10 +49,16 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(
-    x: Float[Tensor, "T h d"], cos: Float[Tensor, "T 1 d"], sin: Float[Tensor, "T 1 d"]
+    x: Float[Tensor, "T h d"], cos: Float[Tensor, "T 1 r"], sin: Float[Tensor, "T 1 r"]
 ) -> Float[Tensor, "T h d"]:
-    """Rotate the pairs (i, i + d/2) of each head by the angles of its row (the layout of Hugging Face weights)."""
-    return _Rotate.apply(x, cos, sin)
+    """Rotate the pairs (i, i + r/2) of each head by the angles of its row (the layout of Hugging Face weights).
+
+    The first r of a head's d dimensions are rotated; the others pass through.
+    """
+    rotated_dims = cos.shape[-1]
+    if rotated_dims == x.shape[-1]:
+        return _Rotate.apply(x, cos, sin)
+    return torch.cat((_Rotate.apply(x[..., :rotated_dims], cos, sin), x[..., rotated_dims:]), dim=-1)
 
 
 class _Rotate(torch.autograd.Function):

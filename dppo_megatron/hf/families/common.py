@@ -2,9 +2,69 @@
 
 from __future__ import annotations
 
-from dppo_megatron.hf.hf_config import HFModelConfig, MoEConfig
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import AliasChoices, Field
+
+from dppo_megatron.hf.hf_config import MTP_NAMES, HFModelConfig, MoEConfig
 from dppo_megatron.hf.operations import QKV, GateUp, Operation, Replicated, Sharded, Vocabulary
+from dppo_megatron.hf.raw_config import Experts, FromZero, RawConfig, Size
 from dppo_megatron.hf.rules import HFTensor, MegatronLayout, Rule
+
+# Readers have different defaults for these keys of `SigmoidExpertsConfig`. The keys of the first line may be null.
+_NULLABLE = ("n_shared_experts", "n_group", "topk_group")
+_STATED = ("first_k_dense_replace", "routed_scaling_factor")
+_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+
+
+class SigmoidExpertsConfig(RawConfig):
+    """Contains the keys of DeepSeek-V3's experts and router, which other families share."""
+
+    n_routed_experts: Experts = Field(validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+    n_shared_experts: FromZero = 0
+    first_k_dense_replace: FromZero = 0
+    n_group: Experts | None = None
+    topk_group: Experts | None = None
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
+    num_nextn_predict_layers: FromZero = Field(0, validation_alias=AliasChoices(*MTP_NAMES))
+
+    def experts(self) -> MoEConfig:
+        return MoEConfig(
+            num_experts=self.n_routed_experts,
+            top_k=self.num_experts_per_tok,
+            ffn_hidden_size=self.moe_intermediate_size,
+            layers=tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers)),
+            norm_topk_prob=self.norm_topk_prob,
+            score_function="sigmoid",
+            shared_ffn_hidden_size=self.moe_intermediate_size * self.n_shared_experts,
+            expert_bias=True,
+            num_groups=self.n_group,
+            topk_groups=self.topk_group,
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
+
+    def mtp_layers(self) -> int:
+        return self.num_nextn_predict_layers
+
+    def problems(self, given: Mapping[str, Any]) -> list[str]:
+        out = [
+            f"{name} = {given[name]!r}: only {only!r} is supported"
+            for name, only in _ONLY.items()
+            if given.get(name, only) != only
+        ]
+        out += [f"{name}: missing" for name in _STATED if given.get(name) is None]
+        out += [missing_null(name) for name in _NULLABLE if name not in given]
+        if (self.n_group or 1) > 1 and not self.topk_group:
+            out.append(f"topk_group = {self.topk_group}: n_group = {self.n_group} needs it")
+        return out
+
+
+def missing_null(name: str) -> str:
+    return f"{name}: missing; write null where the model has none"
 
 
 def decoder_rules(
@@ -90,18 +150,26 @@ def swiglu(
 
 
 def routed_experts(config: HFModelConfig, moe: MoEConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Return the rules of pre-MLP norm, router and experts.
+    """Return the rules of pre-MLP norm, router (and correction bias), experts (and shared experts).
 
     Experts are one module each (local spec) or one numbered weight each (grouped).
     """
     hidden = config.hidden_size
     router = (("mlp.gate.weight", (moe.num_experts, hidden)),)
     linear = _expert_names("linear_fc1"), _expert_names("linear_fc2")
-    return (
+    rules = [
         norm(layers, ("pre_mlp_layernorm.weight",), "post_attention_layernorm.weight", hidden),
         layer_rule(layers, ("mlp.router.weight",), router, Replicated()),
         *swiglu(config, layers, *linear, "mlp.experts.{expert}", moe.ffn_hidden_size, moe.num_experts),
-    )
+    ]
+    if moe.expert_bias:
+        bias = (("mlp.gate.e_score_correction_bias", (moe.num_experts,)),)
+        # Readers expect fp32: bf16 would change the selection of experts.
+        rules.append(layer_rule(layers, ("mlp.router.expert_bias",), bias, Replicated(), keep_dtype=True))
+    if shared := moe.shared_ffn_hidden_size:
+        fc1, fc2 = ((f"mlp.shared_experts.linear_{fc}.weight",) for fc in ("fc1", "fc2"))
+        rules += swiglu(config, layers, fc1, fc2, "mlp.shared_experts", shared)
+    return tuple(rules)
 
 
 def _expert_names(linear: str) -> tuple[str, str]:
