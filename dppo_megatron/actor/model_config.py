@@ -192,7 +192,10 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
             f"not those of {hf.source}; set it to local"
         )
     if hf.quantization is not None:
-        out.append(f"{source}: quantised weights cannot be trained; use the full-precision ones")
+        out.append(
+            f"{source}: quantised weights cannot be trained; use the full-precision ones (`dppo-megatron convert "
+            "hf-to-hf` writes them from block-scaled FP8)"
+        )
     if hf.rope_type == "yarn":
         out += [f"{source}: {problem}" for problem in _yarn_problems(scaling)]
     if hf.moe is not None:

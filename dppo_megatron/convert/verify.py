@@ -104,7 +104,7 @@ def outputs_of_megatron(
     from dppo_megatron.actor import Actor, check_model, init_layout
     from dppo_megatron.hf.megatron_model import unwrap
 
-    config = _trainer_config(hf_dir)
+    config = trainer_config(hf_dir)
     if problems := check_model(config):
         raise ModelError(f"verify {hf_dir}", problems)
     with _without_rank_variables():
@@ -175,7 +175,8 @@ class _RoundedWeights:
         self._source.release()
 
 
-def _trainer_config(hf_dir: Path) -> Config:
+def trainer_config(hf_dir: Path) -> Config:
+    """Return a config with which one process can build the trainer's model of `hf_dir`."""
     unused = hf_dir / "unused"
     return Config.model_validate(
         {

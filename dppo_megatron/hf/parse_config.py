@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import AliasChoices
+
 from dppo_megatron.common.files import read_foreign_json
 from dppo_megatron.errors import shown
 
@@ -113,6 +115,13 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
     if problems:
         raise ModelError(source, list(dict.fromkeys(problems)))
     return config
+
+
+def keys_read(family: Family) -> frozenset[str]:
+    """Return the keys of config.json that this module reads for a family."""
+    aliases = (field.validation_alias for field in family.raw.model_fields.values())
+    choices = (choice for alias in aliases if isinstance(alias, AliasChoices) for choice in alias.choices)
+    return frozenset((*family.raw.model_fields, *choices, *_ONLY))
 
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:

@@ -110,7 +110,7 @@ def test_transformers_agrees(one_rank, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek", "moonlight"])
+@pytest.mark.parametrize("family", update.WITH_EXPERTS)
 def test_transformers_agrees_with_experts(one_rank, two_ranks, family):
     one, two = (world(update.experts_against_transformers) for world in (one_rank, two_ranks))
     assert_transformers_agrees(one[family, "alone"])

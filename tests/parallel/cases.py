@@ -64,7 +64,7 @@ REPLAY = {
 # the tokens before each one; centred has gradients through the top-K log-probs; kept is over what top-p and top-k left.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
-        **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek")},
+        **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek", "glm")},
         **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept")},
     },
     2: {
@@ -79,7 +79,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "qwen3+kept:pp2": DENSE["pp2"],
         **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
-        **{f"deepseek:{name}": EXPERTS[name] for name in ("tp2_sp", "pp2", "cp2", "ep2")},
+        **{f"{model}:{name}": EXPERTS[name] for model in ("deepseek", "glm") for name in ("tp2_sp", "pp2", "cp2", "ep2")},
     },
     4: {
         **{f"qwen3:{name}": layout for name, layout in PAIRS.items()},
@@ -125,6 +125,7 @@ NEXT = (  # run with the newest Megatron-core as well: every family, every kind 
     "deepseek:pp2",
     "deepseek:cp2",
     "deepseek:ep2_tp2",
+    "glm:tp2_sp",
 )
 
 

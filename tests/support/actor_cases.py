@@ -78,6 +78,7 @@ GLM4_MOE = {  # what a GLM-4.5 adds
     },
 }  # fmt: skip
 QWEN3_MOE = {**QWEN3, **MOE}
+GLM = {**QWEN3, **GLM4_MOE}
 DEEPSEEK = {**{name: value for name, value in QWEN3.items() if name != "head_dim"}, **MLA_MOE}
 YARN = {
     "rope_type": "yarn",

@@ -30,6 +30,9 @@ class SigmoidExpertsConfig(RawConfig):
     topk_group: Experts | None = None
     routed_scaling_factor: float = 1.0
     norm_topk_prob: bool = True
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+    moe_layer_freq: int = 1
     num_nextn_predict_layers: FromZero = Field(0, validation_alias=AliasChoices(*MTP_NAMES))
 
     def experts(self) -> MoEConfig:
@@ -52,9 +55,9 @@ class SigmoidExpertsConfig(RawConfig):
 
     def problems(self, given: Mapping[str, Any]) -> list[str]:
         out = [
-            f"{name} = {given[name]!r}: only {only!r} is supported"
+            f"{name} = {getattr(self, name)!r}: only {only!r} is supported"
             for name, only in _ONLY.items()
-            if given.get(name, only) != only
+            if getattr(self, name) != only
         ]
         out += [f"{name}: missing" for name in _STATED if given.get(name) is None]
         out += [missing_null(name) for name in _NULLABLE if name not in given]

@@ -12,11 +12,14 @@ from .family import Family
 
 
 class MistralConfig(RawConfig):
+    sliding_window: int | None = None
+
     def problems(self, given: Mapping[str, Any]) -> list[str]:
         if "sliding_window" not in given:  # readers then assume 4096
             return [missing_null("sliding_window")]
-        window = given["sliding_window"]
-        return [] if window is None else [f"sliding_window = {window}: sliding-window attention is not supported"]
+        if self.sliding_window is None:
+            return []
+        return [f"sliding_window = {self.sliding_window}: sliding-window attention is not supported"]
 
 
 DENSE = (

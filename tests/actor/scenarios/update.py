@@ -218,6 +218,9 @@ def against_transformers(rank: Rank) -> Any:
     return {family: _against_transformers(rank, family) for family in ("qwen3", "llama")}
 
 
+WITH_EXPERTS = ("qwen3_moe", "deepseek", "moonlight", "kimi_k2", "glm4_moe")
+
+
 def experts_against_transformers(rank: Rank) -> Any:
     """Compare models with experts on one rank and in layouts of two."""
     layouts = {"alone": {}}
@@ -228,7 +231,7 @@ def experts_against_transformers(rank: Rank) -> Any:
         }
     return {
         (family, name): _against_transformers(rank, family, **layout)
-        for family in ("qwen3_moe", "deepseek", "moonlight")
+        for family in WITH_EXPERTS
         for name, layout in layouts.items()
     }
 
@@ -256,7 +259,7 @@ def _against_transformers(rank: Rank, family: str, **layout: Any) -> dict[str, A
         "score": (torch.as_tensor(score), scored),
         "loss": (stats.loss, float(loss)),
         "grad_norm": (stats.grad_norm, float(norm)),
-        "frozen_biases": (len(biases) if frozen else None, 3 if family in ("deepseek", "moonlight") else 0),
+        "frozen_biases": (len(biases) if frozen else None, 3 if family in WITH_EXPERTS[1:] else 0),
     }
 
 
