@@ -82,9 +82,11 @@ def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource)
     import transformers
 
     # AutoModelForCausalLM does not know the `model_type` of Kimi K2.
-    model: Any = getattr(transformers, read_hf_config(hf_dir).architecture).from_pretrained(
-        hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    model: Any = (
+        getattr(transformers, read_hf_config(hf_dir).architecture)
+        .from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
+        .eval()
+    )
     narrow = {info.dtype for info in rounded_as.tensors.values()} & {torch.bfloat16, torch.float16}
     for parameter in model.parameters():
         for dtype in narrow:

@@ -19,6 +19,7 @@ from tests.support.flash import OPERATORS
 DENSE = Case("dense")
 MOE = Case("moe", "qwen3_moe")
 MLA = Case("mla", "deepseek")
+GLM = Case("glm", "glm")  # half of each head is rotated
 # One that computes each prompt again and again, and one in which attention must see a mask, without FlashAttention.
 LORA_WHOLE = Case("lora_whole", settings={"model": {"lora": {"r": 4}}}, prompts=False, steps=("logprobs", "update"))
 LORA_MOE = Case("lora_moe", "qwen3_moe", settings={"model": {"lora": {"r": 4}}}, steps=(*STEPS, "all_waits"))
@@ -28,6 +29,7 @@ CASES = (
     DENSE,
     MOE,
     MLA,
+    GLM,
     Case("kernels", kernels=True),
     FP32,
     Case("fp16", settings={"model": {"dtype": "fp16"}}),
@@ -40,6 +42,7 @@ CASES = (
     Case("te", te=True),
     Case("te_moe", "qwen3_moe", te=True),
     Case("te_mla", "deepseek", te=True),
+    Case("te_glm", "glm", te=True),
     Case("te_tensor", te=True, ranks=2, settings={"parallel": {"tensor": 2, "sequence": True}}),
     Case("tensor", ranks=2, settings={"parallel": {"tensor": 2, "sequence": True}}),
     Case("pipeline", ranks=2, settings={"parallel": {"pipeline": 2}}),
@@ -53,6 +56,7 @@ SAME = {
     **dict.fromkeys(("tensor", "pipeline", "data", "context", "te", "te_tensor", "fp16"), DENSE),
     **dict.fromkeys(("expert", "te_moe"), MOE),
     "te_mla": MLA,
+    "te_glm": GLM,
     "lora": LORA_WHOLE,
     "lora_moe": SEQUENTIAL,
 }

@@ -79,7 +79,11 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "qwen3+kept:pp2": DENSE["pp2"],
         **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
-        **{f"{model}:{name}": EXPERTS[name] for model in ("deepseek", "glm") for name in ("tp2_sp", "pp2", "cp2", "ep2")},
+        **{
+            f"{model}:{name}": EXPERTS[name]
+            for model in ("deepseek", "glm")
+            for name in ("tp2_sp", "pp2", "cp2", "ep2")
+        },
     },
     4: {
         **{f"qwen3:{name}": layout for name, layout in PAIRS.items()},
