@@ -19,39 +19,13 @@ from .verify import trainer_config
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Keys that do not change the model's function in training here: dropout, auxiliary losses, caches, provenance.
-_NEUTRAL = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "aux_loss_alpha",
-        "chunk_size_feed_forward",
-        "embd_pdrop",
-        "ep_size",
-        "hidden_dropout",
-        "id2label",
-        "is_encoder_decoder",
-        "label2id",
-        "max_window_layers",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pretraining_tp",
-        "problem_type",
-        "qk_head_dim",
-        "resid_pdrop",
-        "return_dict",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "seq_aux",
-        "sliding_window",
-        "text_config",
-        "transformers_version",
-        "use_cache",
-    ]
-)
+_NEUTRAL = frozenset((
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward",
+    "embd_pdrop", "ep_size", "hidden_dropout", "id2label", "is_encoder_decoder", "label2id", "max_window_layers",
+    "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type",
+    "qk_head_dim", "resid_pdrop", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
+    "sliding_window", "text_config", "transformers_version", "use_cache",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class HFModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Return the number of a head's dimensions that are rotated; with latent attention, those of its rotary part."""
+        """Return how many of a head's dimensions are rotated; with latent attention, those of its rotary part."""
         return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
 
     def is_moe_layer(self, layer: int) -> bool:
