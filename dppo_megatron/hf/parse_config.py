@@ -96,6 +96,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
         partial_rotary_factor=_partial_rotary(fields, family, problems),
         moe=moe,
         mla=mla,
+        delta_net=fields.delta_net(),
         mtp_layers=fields.mtp_layers(),
         initializer_range=fields.initializer_range,
         dtype=fields.dtype,
@@ -120,7 +121,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
 def keys_read(family: Family) -> frozenset[str]:
     """Return the keys of config.json that this module reads for a family."""
     aliases = (field.validation_alias for field in family.raw.model_fields.values())
-    choices = (choice for alias in aliases if isinstance(alias, AliasChoices) for choice in alias.choices)
+    choices = (str(choice) for alias in aliases if isinstance(alias, AliasChoices) for choice in alias.choices)
     return frozenset((*family.raw.model_fields, *choices, *_ONLY))
 
 

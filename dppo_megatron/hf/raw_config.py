@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from dppo_megatron.errors import shown
 
-from .hf_config import MLAConfig, MoEConfig
+from .hf_config import DeltaNetConfig, MLAConfig, MoEConfig
 
 Size = Annotated[int, Field(ge=1, lt=1 << 31)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
@@ -61,6 +61,10 @@ class RawConfig(_Fields):
 
     def latent_attention(self) -> MLAConfig | None:
         """Return the sizes of latent attention; None = grouped queries."""
+        return None
+
+    def delta_net(self) -> DeltaNetConfig | None:
+        """Return the sizes of layers of gated delta net; None = attention in every layer."""
         return None
 
     def qkv_bias(self) -> bool:

@@ -100,14 +100,18 @@ def ends(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
 
 
 def grouped_query_attention(config: HFModelConfig) -> tuple[Rule, ...]:
-    """Return the rules of input norm, fused QKV (and bias), per-head query and key norms, output projection."""
-    layers = all_layers(config)
+    """Return the rules of input norm, fused QKV (and bias), per-head query and key norms, output projection.
+
+    Beside layers of gated delta net, a projection of queries also has the output gate.
+    """
+    layers, gated = config.attention_layers, config.delta_net is not None
     hidden, dim = config.hidden_size, config.head_dim
-    rows = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
-    qkv = QKV(config.num_heads, config.num_kv_heads, dim)
+    outputs, kv = config.num_heads * dim, config.num_kv_heads * dim
+    rows = {"q": outputs * (1 + gated), "k": kv, "v": kv}
+    qkv = QKV(config.num_heads, config.num_kv_heads, dim, gated)
     fused = "self_attention.linear_qkv"
     weights = tuple((f"self_attn.{p}_proj.weight", (n, hidden)) for p, n in rows.items())
-    out = (("self_attn.o_proj.weight", (hidden, rows["q"])),)
+    out = (("self_attn.o_proj.weight", (hidden, outputs)),)
     norms = ("input_layernorm.weight", f"{fused}.layer_norm_weight")
     rules = [
         norm(layers, norms, "input_layernorm.weight", hidden),
@@ -171,7 +175,11 @@ def routed_experts(config: HFModelConfig, moe: MoEConfig, layers: tuple[int, ...
         rules.append(layer_rule(layers, ("mlp.router.expert_bias",), bias, Replicated(), keep_dtype=True))
     if shared := moe.shared_ffn_hidden_size:
         fc1, fc2 = ((f"mlp.shared_experts.linear_{fc}.weight",) for fc in ("fc1", "fc2"))
-        rules += swiglu(config, layers, fc1, fc2, "mlp.shared_experts", shared)
+        name = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
+        rules += swiglu(config, layers, fc1, fc2, name, shared)
+        if moe.shared_gate:
+            gate = (("mlp.shared_expert_gate.weight", (1, hidden)),)
+            rules.append(layer_rule(layers, ("mlp.shared_experts.gate_weight",), gate, Replicated()))
     return tuple(rules)
 
 
