@@ -197,12 +197,13 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
         )
     if hf.delta_net is not None and use_transformer_engine(config):
         out.append(
-            f"model.layers = {config.model.layers}: gated delta net is not implemented with TransformerEngine's layers; "
-            "set it to local"
+            f"model.layers = {config.model.layers}: gated delta net is not implemented with TransformerEngine; set it "
+            "to local"
         )
     if hf.delta_net is not None and config.parallel.context > 1:
         out.append(
-            f"parallel.context = {config.parallel.context}: gated delta net needs whole sequences on a rank; set it to 1"
+            f"parallel.context = {config.parallel.context}: gated delta net needs whole sequences on a rank; set it "
+            "to 1"
         )
     if hf.quantization is not None:
         out.append(

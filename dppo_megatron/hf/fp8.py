@@ -113,9 +113,8 @@ def quantization_config(config: HFModelConfig) -> dict[str, Any]:
     routers = [f"model.layers.{layer}.mlp.gate" for layer in layers if config.is_moe_layer(layer)]
     if config.moe is not None and config.moe.shared_gate:
         routers += [f"{name.removesuffix('gate')}shared_expert_gate" for name in routers]
-    delta = [
-        f"model.layers.{i}.linear_attn.{m}" for i in layers if i not in config.attention_layers for m in _DELTA_NET
-    ]
+    mixing = sorted({*layers} - {*config.attention_layers})
+    delta = [f"model.layers.{layer}.linear_attn.{name}" for layer in mixing for name in _DELTA_NET]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

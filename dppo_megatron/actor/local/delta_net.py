@@ -63,7 +63,7 @@ class GatedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Float[Tensor, "S 1 H"], *_args: Any, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Float[Tensor, "S 1 H"], None]:
-        """Return (output, None): Megatron's layers add a bias later. S: T rows, or a sequence-parallel share of them."""
+        """Return (output, no bias). S: T rows, or a sequence-parallel share of them."""
         chunks = packed_seq_params.chunks
         assert chunks is not None  # the packer plans them for models with such layers
         mixed, _ = self.in_proj(hidden_states)

@@ -95,17 +95,16 @@ def gated_delta_net(config: HFModelConfig, sizes: DeltaNetConfig) -> tuple[Rule,
     inputs = tuple((f"linear_attn.in_proj_{name}.weight", (sum(of), hidden)) for name, of in fused.items())
     conv = (("linear_attn.conv1d.weight", (sum(fused["qkv"]), 1, sizes.conv_kernel)),)
     out = (("linear_attn.out_proj.weight", (hidden, rows["v"])),)
-    by_head = Sharded(0)
+    by_head, groups = Sharded(0), sizes.num_key_heads
+    together, convolved = ByGroup(groups, tuple(fused.values())), ByGroup(groups, (fused["qkv"],))
 
     def own(name: str) -> Rule:
         return layer_rule(layers, (f"self_attention.{name}",), ((f"linear_attn.{name}", (heads,)),), by_head)
 
     return (
         norm(layers, ("input_layernorm.weight",), "input_layernorm.weight", hidden),
-        layer_rule(
-            layers, ("self_attention.in_proj.weight",), inputs, ByGroup(sizes.num_key_heads, tuple(fused.values()))
-        ),
-        layer_rule(layers, ("self_attention.conv1d.weight",), conv, ByGroup(sizes.num_key_heads, (fused["qkv"],))),
+        layer_rule(layers, ("self_attention.in_proj.weight",), inputs, together),
+        layer_rule(layers, ("self_attention.conv1d.weight",), conv, convolved),
         own("dt_bias"),
         own("A_log"),
         norm(layers, ("self_attention.out_norm.weight",), "linear_attn.norm.weight", sizes.value_head_dim),
