@@ -65,9 +65,15 @@ def test_rotary_settings_that_cannot_be_meant(family, changes, expected):
 def test_families_differ_where_they_should():
     configs = {family: hf.parse_hf_config(raw) for family, raw in CONFIGS.items()}
     assert {f for f, c in configs.items() if c.qkv_bias} == {"qwen2", "glm4_moe"}
-    assert {f for f, c in configs.items() if c.qk_norm} == {"qwen3", "qwen3_moe", "glm4_moe"}
+    assert {f for f, c in configs.items() if c.qk_norm} == {
+        "qwen3",
+        "qwen3_moe",
+        "glm4_moe",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    }
     assert {f: c.rotary_dim for f, c in configs.items() if c.rotary_dim != c.head_dim} == {
-        "glm4_moe": 8, "deepseek_v3": 8, "glm4_moe_lite": 8,
+        **dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_5_text", "qwen3_5_moe_text"), 8)
     }  # fmt: skip
     assert configs["qwen2"].head_dim == 8  # derived
     assert configs["qwen3_moe"].moe.layers == (False, True, True, True)
@@ -92,6 +98,20 @@ def test_readers_agree_on_the_dense_layers_of_glm_flash():
     for changes in ({"first_k_dense_replace": 2}, {"mlp_layer_types": kinds}):
         (problem,) = problems_of({**raw, **changes})
         assert problem.startswith("first_k_dense_replace = ")
+
+
+def test_layers_of_qwen3_5():
+    raw = CONFIGS["qwen3_5_text"]
+    assert hf.parse_hf_config(raw).attention_layers == (1, 3)
+    kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    assert hf.parse_hf_config({**raw, "layer_types": kinds}).attention_layers == (1, 2)
+    changes = {"layer_types": [*kinds, "sliding_attention"], "linear_num_value_heads": 6, "output_gate_type": "sigmoid",
+               "attn_output_gate": False}  # fmt: skip
+    found = problems_of({**raw, **changes})
+    assert [line.split(":")[0] for line in found] == [
+        "layer_types", "layer_types", "linear_num_value_heads = 6", "output_gate_type = 'sigmoid'",
+        "attn_output_gate = False",
+    ]  # fmt: skip
 
 
 def test_a_window_of_mistral_is_refused():

@@ -65,6 +65,7 @@ REPLAY = {
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek", "glm")},
+        **{f"{model}:one": {} for model in ("delta", "delta_moe+replay")},
         **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept")},
     },
     2: {
@@ -84,6 +85,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             for model in ("deepseek", "glm")
             for name in ("tp2_sp", "pp2", "cp2", "ep2")
         },
+        **{f"delta:{name}": DENSE[name] for name in ("tp2", "tp2_sp", "pp2_uneven", "vpp", "dp2_overlap")},
+        **{f"delta_moe+replay:{name}": REPLAY[name] for name in ("tp2_sp", "ep2", "vpp_recompute")},
     },
     4: {
         **{f"qwen3:{name}": layout for name, layout in PAIRS.items()},
@@ -112,6 +115,7 @@ FAST = (
     "qwen3_moe:ep2_allgather",
     "qwen3_moe+replay:vpp_recompute",
     "deepseek:cp2",
+    "delta:tp2_sp",
 )
 NEXT = (  # run with the newest Megatron-core as well: every family, every kind of layout
     "qwen3:tp2_sp",
@@ -130,6 +134,9 @@ NEXT = (  # run with the newest Megatron-core as well: every family, every kind 
     "deepseek:cp2",
     "deepseek:ep2_tp2",
     "glm:tp2_sp",
+    "delta:tp2_sp",
+    "delta:vpp",
+    "delta_moe+replay:ep2",
 )
 
 
@@ -223,7 +230,7 @@ def _truncate(logprobs: torch.Tensor) -> torch.Tensor:
 
 def _routing(policy: Any, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
     """Return [n, tokens, layers, k] uint8; None for models whose routing transformers does not return."""
-    if policy.config.model_type != "qwen3_moe":
+    if policy.config.model_type not in ("qwen3_moe", "qwen3_5_moe_text"):
         return None
     logits = torch.stack(policy(tokens, output_router_logits=True).router_logits, dim=-2)
     noisy = logits + 0.2 * torch.randn(logits.shape, generator=generator)

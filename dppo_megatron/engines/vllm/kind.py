@@ -6,6 +6,7 @@ This module starts no process, and imports torch only inside functions that need
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dppo_megatron.engines.byte_budget import ByteBudget
     from dppo_megatron.engines.protocol import Engine
 
+CPU_STUBS = Path(__file__).parent / "cpu"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 
 
@@ -112,7 +114,10 @@ class Vllm(EngineKind):
                 "--no-enable-chunked-prefill",
                 *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
             ]
-            if read_hf_config(model).mla is None:
+            hf = read_hf_config(model)
+            if hf.delta_net is not None:
+                argv += ["--no-enable-prefix-caching"]  # states are cached only with chunked prefill
+            if hf.mla is None:
                 # The smallest block of the CPU's attention; the default is 128. Requests share only whole blocks of a
                 # prompt.
                 argv += ["--block-size", "32"]
@@ -150,4 +155,17 @@ class Vllm(EngineKind):
                 # Eager mode still compiles some small functions, which would take 2 s before the first publish.
                 "TORCHDYNAMO_DISABLE": "1",
             }
+            if _has_delta_net(config.model.path):
+                variables["PYTHONPATH"] = os.pathsep.join(
+                    (str(CPU_STUBS), *filter(None, [os.environ.get("PYTHONPATH")]))
+                )
         return variables | config.engine.env
+
+
+def _has_delta_net(model: Path) -> bool:
+    from dppo_megatron.hf import ModelError, read_hf_config
+
+    try:
+        return read_hf_config(model).delta_net is not None
+    except ModelError:  # reported by the checks of the model
+        return False
