@@ -85,7 +85,7 @@ DELTA_NET = {  # what a Qwen3.5 adds
     # Heads that are not too small, and a larger epsilon: the norm of small outputs amplifies rounding.
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
-    "rms_norm_eps": 1e-4,
+    "rms_norm_eps": 1e-3,
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "partial_rotary_factor": 0.5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import (
@@ -17,13 +18,40 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
 
-from .delta_rule import causal_convolution, gated_delta_rule
+from .delta_rule import ChunkPlan, causal_convolution, gated_delta_rule
 from .operators import rms_norm
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
     from dppo_megatron.actor.batch.packing import PackedSequences
+
+
+class CausalConvolution(nn.Module):
+    """Has the weight [c, 1, k] of `causal_convolution`. A module, because hooks wait for its gathered parameters."""
+
+    def __init__(self, channels: int, kernel: int, place: dict[str, Any]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, kernel, **place))
+
+    def forward(self, x: Float[Tensor, "T c"], chunks: ChunkPlan) -> Float[Tensor, "T c"]:
+        return causal_convolution(x, self.weight, chunks.columns)
+
+
+class GatedNorm(nn.Module):
+    """Normalises the outputs of each head and multiplies them by weight and silu(gate).
+
+    Every tensor-parallel rank has the weight and its own heads, so the gradient is summed over the ranks.
+    """
+
+    def __init__(self, size: int, eps: float, group: dist.ProcessGroup, place: dict[str, Any]):
+        super().__init__()
+        self.eps, self.group = eps, group
+        self.weight = nn.Parameter(torch.ones(size, **place))
+
+    def forward(self, x: Float[Tensor, "T h d"], gate: Float[Tensor, "T h d"]) -> Float[Tensor, "T h d"]:
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.group)
+        return (rms_norm(x, weight, self.eps) * F.silu(gate.float())).to(x.dtype)
 
 
 class GatedDeltaNet(MegatronModule):
@@ -52,13 +80,12 @@ class GatedDeltaNet(MegatronModule):
         self.out_proj = RowParallelLinear(width, hidden, input_is_parallel=True, skip_bias_add=True, **shared)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         place: dict[str, Any] = {"device": device, "dtype": config.params_dtype}
-        channels = self.groups * sum(self.sections[:3])
-        self.conv1d = nn.Conv1d(channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=False, **place)
+        self.conv1d = CausalConvolution(self.groups * sum(self.sections[:3]), config.linear_conv_kernel_dim, place)
         self.dt_bias = nn.Parameter(torch.ones(heads, **place))
         self.A_log = nn.Parameter(torch.zeros(heads, **place))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-        self.out_norm = nn.RMSNorm(value, eps=config.layernorm_epsilon, **place)
+        self.out_norm = GatedNorm(value, config.layernorm_epsilon, self.tp_group, place)
 
     def forward(
         self, hidden_states: Float[Tensor, "S 1 H"], *_args: Any, packed_seq_params: PackedSequences, **_: Any
@@ -70,15 +97,13 @@ class GatedDeltaNet(MegatronModule):
         rows, (key, _, values, *_) = mixed.shape[0], self.sections
         mixed = mixed.view(rows, self.groups, -1)
         qkv, z, b, a = mixed.split((2 * key + values, *self.sections[3:]), dim=-1)
-        qkv = F.silu(causal_convolution(qkv.reshape(rows, -1), self.conv1d.weight, chunks.columns))
+        qkv = F.silu(self.conv1d(qkv.reshape(rows, -1), chunks))
         q, k, v = qkv.view(rows, self.groups, -1).split((key, key, values), dim=-1)
         v, z = (x.reshape(rows, -1, self.value_dim) for x in (v, z))
         a, b = (x.reshape(rows, -1) for x in (a, b))
         decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
         out = gated_delta_rule(q, k, v, decay, b.sigmoid(), chunks).to(mixed.dtype)
-        # Every rank has the weight and normalises its own heads, so the gradient is a sum over the ranks.
-        weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
-        out = (rms_norm(out, weight, self.out_norm.eps) * F.silu(z.float())).to(mixed.dtype)
+        out = self.out_norm(out, z)
         projected, _ = self.out_proj(out.view(rows, 1, -1))
         return projected, None
 
