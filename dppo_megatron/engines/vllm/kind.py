@@ -45,9 +45,14 @@ class Vllm(EngineKind):
         return out
 
     def cpu_problems(self, config: Config) -> list[str]:
-        if not config.engine.expert_parallel:
-            return []
-        return ["engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false"]
+        e, out = config.engine, []
+        if e.expert_parallel:
+            out.append("engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false")
+        if e.dtype != "bf16" and _has_delta_net(config.model.path):
+            out.append(
+                f"engine.dtype = {e.dtype}: vLLM's gated delta net on CPUs computes in bf16 only; set it to bf16"
+            )
+        return out
 
     def stage_layers(self, layers: int, stages: int) -> list[int]:
         # vllm/distributed/utils.py, get_pp_indices, gives the remainder to the last stages except the very last, which
