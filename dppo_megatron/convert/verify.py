@@ -81,12 +81,11 @@ def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource)
     """Return the output of each part of the model in `hf_dir`, with weights rounded as in `rounded_as`."""
     import transformers
 
-    # AutoModelForCausalLM does not know the `model_type` of Kimi K2.
-    model: Any = (
-        getattr(transformers, read_hf_config(hf_dir).architecture)
-        .from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
-        .eval()
-    )
+    kind = getattr(transformers, read_hf_config(hf_dir).architecture)
+    config = kind.config_class.from_pretrained(hf_dir)
+    config.model_type = kind.config_class.model_type  # transformers does not know Kimi K2's, and would load no experts
+    given: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
+    model: Any = kind.from_pretrained(hf_dir, attn_implementation="eager", **given).eval()
     narrow = {info.dtype for info in rounded_as.tensors.values()} & {torch.bfloat16, torch.float16}
     for parameter in model.parameters():
         for dtype in narrow:

@@ -196,7 +196,7 @@ def test_what_is_frozen_has_no_gradient_no_optimizer_state_and_no_copy_as_refere
 @pytest.mark.parametrize("world", [1, 2])
 def test_resume_is_bit_identical(ranks, models, tmp_path, world):
     results = run_scenario(ranks(world), lora.resume, models, tmp_path)
-    assert len(results) == (2 if world == 1 else 8)
+    assert len(results) == (2 if world == 1 else 9)
     for layout, (state, equal_bits, equal_losses) in results.items():
         assert state == {"step": 2}, layout
         assert equal_losses, layout
