@@ -12,6 +12,7 @@ from dppo_megatron.common.files import read_foreign_json
 from dppo_megatron.errors import bounded, shown
 from dppo_megatron.hf import FAMILIES, Family, HFModelConfig, ModelError, WeightMap, parse_hf_config, read_hf_config
 from dppo_megatron.hf.parse_config import keys_read
+from dppo_megatron.hf.text_model import text_config
 from dppo_megatron.hf.weight_source import header_problems, open_weights
 
 from .layout import TargetLayout
@@ -53,7 +54,16 @@ def check(directory: Path) -> Support:
         config = read_hf_config(directory)
     except ModelError as error:
         raw = _raw(directory, error)
-        return _unsupported(raw, error.problems)
+        text = text_config(raw)
+        if text is None:
+            return _unsupported(raw, error.problems)
+        try:
+            config = parse_hf_config(text)
+        except ModelError as of_text:
+            return _unsupported(text, (*error.problems, *of_text.problems))
+        return Support(
+            config.family, tuple(_facts(directory, config)), error.problems, _unread(text, FAMILIES[config.family])
+        )
     missing = _weight_problems(directory, config) + _trainer_problems(directory)
     facts, unread = _facts(directory, config), _unread(config.raw, FAMILIES[config.family])
     return Support(config.family, tuple(facts), tuple(missing), unread)

@@ -13,7 +13,7 @@ _NOT_OF_THE_MODEL = (
     "max_position_embeddings", "mtp_layers",
 )  # fmt: skip
 # Keys of config.json for layers after the model, which are neither loaded nor exported.
-MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,10 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
     if isinstance(named, list) and len(named) == 1 and named[0] in known:
         return known[named[0]]
     what = f"architectures = {shown(named)}: not supported" if named else "architectures: missing"
+    if any(named == [family.wrapper] for family in FAMILIES.values()):
+        raise ModelError(
+            source, [f"{what}, only its text model is; `dppo-megatron convert hf-to-hf SRC DST` writes it"]
+        )
     raise ModelError(source, [f"{what}; supported: {', '.join(known)}"])
 
 

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field
 
 from dppo_megatron.hf.hf_config import DeltaNetConfig, HFModelConfig, MoEConfig
 from dppo_megatron.hf.operations import ByGroup, Sharded
-from dppo_megatron.hf.raw_config import Experts, Heads, RawConfig, Size
+from dppo_megatron.hf.raw_config import Experts, FromZero, Heads, RawConfig, Size
 from dppo_megatron.hf.rules import MegatronLayout, Rule
 
 from .common import decoder_rules, grouped_query_attention, layer_rule, norm
@@ -28,6 +28,10 @@ class Qwen35Config(RawConfig):
     full_attention_interval: Size = 4
     output_gate_type: str = "silu"
     attn_output_gate: bool = True
+    mtp_num_hidden_layers: FromZero = 0
+
+    def mtp_layers(self) -> int:
+        return self.mtp_num_hidden_layers
 
     def kinds(self) -> list[str]:
         interval, names = self.full_attention_interval, ("full_attention", "linear_attention")
@@ -114,6 +118,14 @@ def gated_delta_net(config: HFModelConfig, sizes: DeltaNetConfig) -> tuple[Rule,
 
 _SHARED = {"qk_norm": True, "head_dim": 256, "partial_rotary": 0.25, "rules": rules}
 QWEN3_5 = (
-    Family("qwen3_5_text", "Qwen3_5ForCausalLM", raw=Qwen35Config, **_SHARED),
-    Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", raw=Qwen35MoeConfig, **_SHARED),
+    Family(
+        "qwen3_5_text", "Qwen3_5ForCausalLM", wrapper="Qwen3_5ForConditionalGeneration", raw=Qwen35Config, **_SHARED
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        wrapper="Qwen3_5MoeForConditionalGeneration",
+        raw=Qwen35MoeConfig,
+        **_SHARED,
+    ),
 )
