@@ -249,7 +249,9 @@ def _routing_problems(moe: MoEConfig) -> list[str]:
 
 def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
     out = []
-    sizes = {"attention heads": hf.num_heads, "columns of intermediate_size": hf.ffn_hidden_size}
+    sizes = {"attention heads": hf.num_heads}
+    if hf.moe is None or not all(hf.moe.layers):
+        sizes["columns of intermediate_size"] = hf.ffn_hidden_size
     if hf.mla is None:
         sizes["key-value heads"] = hf.num_kv_heads
     if hf.delta_net is not None:

@@ -21,12 +21,16 @@ PARAMETERS = {
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.7": 352_797_829_024,
     "GLM-4.7-Flash": 29_943_393_920,
+    "Qwen3.5-9B": 8_953_803_264,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
     "Kimi-K2-Instruct": 1_026_408_232_448,
 }
 PLANS = {  # example whose settings fit, and nodes of eight GPUs
     "Mistral-7B-Instruct-v0.3": ("qwen3_8b", 2),
     "GLM-4.7-Flash": ("qwen3_30b_a3b", 4),
     "GLM-4.5-Air": ("qwen3_30b_a3b", 4),
+    "Qwen3.5-9B": ("qwen3_8b", 2),
+    "Qwen3.5-35B-A3B": ("qwen3_30b_a3b", 4),
     "Kimi-K2-Instruct": ("deepseek_v3", 64),
 }
 
@@ -47,7 +51,8 @@ def test_the_weight_map_counts_what_transformers_builds(name):
 @pytest.mark.parametrize("name", [
     "Mistral-7B-Instruct-v0.3",
     "GLM-4.7-Flash",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("GLM-4.5-Air", "Kimi-K2-Instruct")),
+    "Qwen3.5-9B",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("GLM-4.5-Air", "Qwen3.5-35B-A3B", "Kimi-K2-Instruct")),
 ])  # fmt: skip
 def test_plan_counts_the_ranks_that_it_builds(builder, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))

@@ -41,6 +41,23 @@ _GLM = {
     "rope_theta": 1000000,
     "vocab_size": 151552,
 }
+_QWEN3_5 = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 16,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000,
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Mistral-7B-Instruct-v0.3": {
         **_MISTRAL,
@@ -108,6 +125,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "v_head_dim": 256,
         "vocab_size": 154880,
+    },
+    "Qwen3.5-9B": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    "Qwen3.5-35B-A3B": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
     },
     "Kimi-K2-Instruct": {
         **_SIGMOID,

@@ -180,7 +180,7 @@ class Packer:
     def _shared(self, batch: TokenBatch) -> SharedRows | None:
         if batch.shared_prefix is None or not batch.shared_prefix.any():
             return None
-        if not self.own_attention or self.context_size > 1 or self.held_layers is not None:
+        if not self.own_attention or self.delta_net or self.context_size > 1 or self.held_layers is not None:
             raise ValueError("train.share_prefixes: these layers compute whole sequences; see `prefix_problems`")
         return shared_rows(batch.cu_seqlens.cpu(), batch.shared_prefix.cpu())
 
