@@ -8,6 +8,7 @@ import torch
 from dppo_megatron.checks.devices import engine_devices, fit_engines, gpu_problems, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
+from tests.support.actor_cases import QWEN3_5, write_config
 from tests.support.configs import make_config
 
 EIGHT = [str(n) for n in range(8)]
@@ -50,6 +51,14 @@ def test_cpus_serve_whole_sets_of_experts():
     (problem,) = gpu_problems(config(expert_parallel=True), [])
     assert problem.startswith("engine.expert_parallel = true: vLLM's kernels for CPUs need all experts")
     assert gpu_problems(config(expert_parallel=True, kind="sglang"), []) == []
+
+
+def test_cpus_compute_gated_delta_net_in_bf16(tmp_path):
+    """vLLM 0.32 asserts it at the first request."""
+    path = str(write_config(tmp_path, **QWEN3_5))
+    for dtype in ("fp32", "bf16"):
+        found = gpu_problems(make_config(model={"path": path}, engine={"dtype": dtype}), [])
+        assert any(line.startswith("engine.dtype = fp32: vLLM's gated") for line in found) == (dtype == "fp32")
 
 
 @pytest.mark.parametrize("engine", [{"count": 5}, {"count": 1, "tensor_parallel": 8}])

@@ -73,11 +73,11 @@ class GatedDeltaNet(MegatronModule):
         self.value_dim = value
         self.sections = (key, key, self.shared * value, self.shared * value, self.shared, self.shared)
         heads, rows = self.groups * self.shared, ranks * self.groups * sum(self.sections)
-        shared: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
-        shared |= {"is_expert": False, "tp_group": self.tp_group}
+        linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
+        linear |= {"is_expert": False, "tp_group": self.tp_group}
         hidden, width = config.hidden_size, ranks * heads * value
-        self.in_proj = ColumnParallelLinear(hidden, rows, gather_output=False, skip_bias_add=False, **shared)
-        self.out_proj = RowParallelLinear(width, hidden, input_is_parallel=True, skip_bias_add=True, **shared)
+        self.in_proj = ColumnParallelLinear(hidden, rows, gather_output=False, skip_bias_add=False, **linear)
+        self.out_proj = RowParallelLinear(width, hidden, input_is_parallel=True, skip_bias_add=True, **linear)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         place: dict[str, Any] = {"device": device, "dtype": config.params_dtype}
         self.conv1d = CausalConvolution(self.groups * sum(self.sections[:3]), config.linear_conv_kernel_dim, place)
@@ -88,15 +88,15 @@ class GatedDeltaNet(MegatronModule):
         self.out_norm = GatedNorm(value, config.layernorm_epsilon, self.tp_group, place)
 
     def forward(
-        self, hidden_states: Float[Tensor, "S 1 H"], *_args: Any, packed_seq_params: PackedSequences, **_: Any
+        self, hidden_states: Float[Tensor, "S 1 H"], *_args: Any, packed_seq_params: PackedSequences, **_options: Any
     ) -> tuple[Float[Tensor, "S 1 H"], None]:
         """Return (output, no bias). S: T rows, or a sequence-parallel share of them."""
         chunks = packed_seq_params.chunks
         assert chunks is not None  # the packer plans them for models with such layers
         mixed, _ = self.in_proj(hidden_states)
-        rows, (key, _, values, *_) = mixed.shape[0], self.sections
+        rows, (key, _, values), others = mixed.shape[0], self.sections[:3], self.sections[3:]
         mixed = mixed.view(rows, self.groups, -1)
-        qkv, z, b, a = mixed.split((2 * key + values, *self.sections[3:]), dim=-1)
+        qkv, z, b, a = mixed.split((2 * key + values, *others), dim=-1)
         qkv = F.silu(self.conv1d(qkv.reshape(rows, -1), chunks))
         q, k, v = qkv.view(rows, self.groups, -1).split((key, key, values), dim=-1)
         v, z = (x.reshape(rows, -1, self.value_dim) for x in (v, z))

@@ -11,7 +11,7 @@ i-th chunk of all sequences that have one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,8 +38,7 @@ class ChunkPlan:
     columns: Int[Tensor, "T 1"]  # number of each packed row within its sequence
 
     def to(self, device: torch.device) -> ChunkPlan:
-        moved = (x.to(device) for x in (self.rows, self.places, self.columns))
-        return replace(self, **dict(zip(("rows", "places", "columns"), moved, strict=True)))
+        return ChunkPlan(self.steps, self.rows.to(device), self.places.to(device), self.columns.to(device))
 
 
 def plan_chunks(bounds: Int[Tensor, " S+1"], chunk: int = CHUNK) -> ChunkPlan:

@@ -102,7 +102,7 @@ def ends(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
 def grouped_query_attention(config: HFModelConfig) -> tuple[Rule, ...]:
     """Return the rules of input norm, fused QKV (and bias), per-head query and key norms, output projection.
 
-    Beside layers of gated delta net, a projection of queries also has the output gate.
+    In a model with gated delta net, the projection of queries also has the output gate.
     """
     layers, gated = config.attention_layers, config.delta_net is not None
     hidden, dim = config.hidden_size, config.head_dim

@@ -23,6 +23,6 @@ class Family:
     head_dim: int | None = None  # default where config.json has none; None = hidden size / heads
     rope_types: tuple[str, ...] = ("default",)  # supported names of `raw_config.ROPE_TYPES`
     partial_rotary: float | None = None  # default share of a head's dimensions that is rotated; None = always all
-    wrapper: str | None = None  # architecture of directories that have this model as `text_config`, beside others
+    wrapper: str | None = None  # architecture of directories that have this model as `text_config`
     raw: type[RawConfig] = RawConfig  # the keys of its config.json
     rules: Callable[[HFModelConfig, MegatronLayout], tuple[Rule, ...]] = decoder_rules

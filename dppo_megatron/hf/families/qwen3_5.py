@@ -116,16 +116,12 @@ def gated_delta_net(config: HFModelConfig, sizes: DeltaNetConfig) -> tuple[Rule,
     )
 
 
-_SHARED = {"qk_norm": True, "head_dim": 256, "partial_rotary": 0.25, "rules": rules}
+def _family(name: str, architecture: str, wrapper: str, raw: type[RawConfig]) -> Family:
+    shared: dict[str, Any] = {"qk_norm": True, "head_dim": 256, "partial_rotary": 0.25, "rules": rules}
+    return Family(name, architecture, wrapper=wrapper, raw=raw, **shared)
+
+
 QWEN3_5 = (
-    Family(
-        "qwen3_5_text", "Qwen3_5ForCausalLM", wrapper="Qwen3_5ForConditionalGeneration", raw=Qwen35Config, **_SHARED
-    ),
-    Family(
-        "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
-        wrapper="Qwen3_5MoeForConditionalGeneration",
-        raw=Qwen35MoeConfig,
-        **_SHARED,
-    ),
+    _family("qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", Qwen35Config),
+    _family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", Qwen35MoeConfig),
 )
