@@ -20,7 +20,7 @@ DENSE = Case("dense")
 MOE = Case("moe", "qwen3_moe")
 MLA = Case("mla", "deepseek")
 GLM = Case("glm", "glm")  # half of each head is rotated
-DELTA = Case("delta", "delta", settings={"model": {"layers": "local"}})  # gated delta net, and experts
+DELTA = Case("delta", "delta", settings={"model": {"layers": "local"}})  # gated delta net
 # One that computes each prompt again and again, and one in which attention must see a mask, without FlashAttention.
 LORA_WHOLE = Case("lora_whole", settings={"model": {"lora": {"r": 4}}}, prompts=False, steps=("logprobs", "update"))
 LORA_MOE = Case("lora_moe", "qwen3_moe", settings={"model": {"lora": {"r": 4}}}, steps=(*STEPS, "all_waits"))
