@@ -14,6 +14,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from .megatron_import import load_problem
 
@@ -57,6 +58,11 @@ def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: in
     return get_gpt_decoder_block_spec(
         config, use_transformer_engine=transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
+
+
+def layer_offset(config: TransformerConfig, vp_stage: int | None, pipeline_rank: int) -> int:
+    """Return the global index of the first layer of a pipeline stage (and virtual stage)."""
+    return get_transformer_layer_offset(config, vp_stage, pipeline_rank)
 
 
 def replicated_linear() -> type:

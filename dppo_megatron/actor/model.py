@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -21,6 +24,7 @@ from .batch.packing import PackedSequences
 from .experts import group_experts
 from .layout import Layout
 from .local.attention import PackedAttention
+from .local.delta_net import GatedDeltaNet
 from .local.exact import ExactAttention, multiply_exactly
 from .local.operators import RMSNorm
 from .lora import add_adapters
@@ -153,6 +157,9 @@ def _chunk(
     spec = megatron_version.block_spec(transformer, engine, vp_stage)
     if not engine:
         _use_own_modules(spec, ExactAttention if config.engine.exact else PackedAttention)
+    if hf.delta_net is not None:
+        offset = megatron_version.layer_offset(transformer, vp_stage, layout.pipeline_rank)
+        _use_delta_net(spec, hf.delta_net.layers[offset:])
     model = PolicyModel(
         config=transformer,
         transformer_layer_spec=spec,
@@ -165,6 +172,7 @@ def _chunk(
         # attention has its own rotation.
         position_embedding_type="rope" if engine and hf.mla is None else "none",
         rotary_base=hf.rope_theta,
+        rotary_percent=hf.partial_rotary_factor,
         rope_scaling=hf.rope_type == "llama3",
         rope_scaling_factor=hf.rope_scaling.get("factor", 1.0),
         vp_stage=vp_stage,
@@ -178,6 +186,16 @@ def _chunk(
     if config.engine.exact:
         multiply_exactly(model)
     return model
+
+
+def _use_delta_net(block: TransformerBlockSubmodules, layers: Sequence[bool]) -> None:
+    """Replace attention in the layers of this stage that `layers` marks. Specs of equal layers are one object."""
+    specs = list(block.layer_specs)
+    for index, spec in enumerate(specs):
+        if layers[index]:
+            modules = dataclasses.replace(spec.submodules, self_attention=ModuleSpec(module=GatedDeltaNet))
+            specs[index] = dataclasses.replace(spec, submodules=modules)
+    block.layer_specs = specs
 
 
 def _use_own_modules(block: TransformerBlockSubmodules, core_attention: type[PackedAttention]) -> None:

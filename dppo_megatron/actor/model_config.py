@@ -57,6 +57,10 @@ def prefix_problems(hf: HFModelConfig, config: Config) -> list[str]:
             hf.mla is not None,
             "Megatron's latent attention rotates each packed sequence from position 0; use another model",
         ),
+        (
+            hf.delta_net is not None,
+            "the samples would need the state of gated delta net after the prompt; use another model",
+        ),
         (config.parallel.context > 1, "ranks have parts of each sequence; set parallel.context to 1"),
         (config.engine.exact, "each row is computed as the engine does; set engine.exact to false"),
         (
@@ -191,8 +195,21 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
             f"model.layers = {config.model.layers}: Megatron's fused rotary embedding scales with fixed constants, "
             f"not those of {hf.source}; set it to local"
         )
+    if hf.delta_net is not None and use_transformer_engine(config):
+        out.append(
+            f"model.layers = {config.model.layers}: gated delta net is not implemented with TransformerEngine; set it "
+            "to local"
+        )
+    if hf.delta_net is not None and config.parallel.context > 1:
+        out.append(
+            f"parallel.context = {config.parallel.context}: gated delta net needs whole sequences on a rank; set it "
+            "to 1"
+        )
     if hf.quantization is not None:
-        out.append(f"{source}: quantised weights cannot be trained; use the full-precision ones")
+        out.append(
+            f"{source}: quantised weights cannot be trained; use the full-precision ones (`dppo-megatron convert "
+            "hf-to-hf` writes them from block-scaled FP8)"
+        )
     if hf.rope_type == "yarn":
         out += [f"{source}: {problem}" for problem in _yarn_problems(scaling)]
     if hf.moe is not None:
@@ -232,9 +249,13 @@ def _routing_problems(moe: MoEConfig) -> list[str]:
 
 def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
     out = []
-    sizes = {"attention heads": hf.num_heads, "columns of intermediate_size": hf.ffn_hidden_size}
+    sizes = {"attention heads": hf.num_heads}
+    if hf.moe is None or not all(hf.moe.layers):
+        sizes["columns of intermediate_size"] = hf.ffn_hidden_size
     if hf.mla is None:
         sizes["key-value heads"] = hf.num_kv_heads
+    if hf.delta_net is not None:
+        sizes["key heads of gated delta net"] = hf.delta_net.num_key_heads
     if wrong := [f"{size} {what}" for what, size in sizes.items() if size % p.tensor]:
         remedy = _divisors(math.gcd(*sizes.values()))
         out.append(f"parallel.tensor = {p.tensor}: does not divide {', '.join(wrong)}; {remedy}")

@@ -30,17 +30,19 @@ OF_COLUMNS = SHARDED | {"logits"}  # a tensor-parallel rank has some columns of 
 
 
 class CannotTrace(ExpectedError, ValueError):
-    """Raised if the layout splits a sequence, because sequences are compared as a whole."""
+    """Raised if the layout splits a sequence, because sequences are compared as a whole, or for an unknown layer."""
 
 
 def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
     """Trace the pass that scores `batch`, one sequence; rank 0 returns it whole, in the order of Hugging Face's heads.
 
     Collective: besides the forward pass one gather of objects to rank 0. `given` is the same on all ranks.
-    Raises `CannotTrace` under context parallelism.
+    Raises `CannotTrace` under context parallelism and for gated delta net.
     """
     if actor.layout.context_size > 1:
         raise CannotTrace("parallel.context > 1: a trace needs whole sequences, and each rank has parts; set it to 1")
+    if actor.hf.delta_net is not None:
+        raise CannotTrace(f"model.path = {actor.hf.source}: gated delta net cannot be traced; use another model")
     recorder = _TraceRecorder(actor, len(batch.token_ids), given or {})
     with recorder.hooks():
         actor.scores([batch])

@@ -174,10 +174,10 @@ def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
             f"rollout.topk_logprobs = {config.rollout.topk_logprobs}: the model has {hf.vocab_size} tokens; set it to "
             "at most that"
         )
-    if config.weight_sync.lora == "adapter" and (hf.moe is not None or hf.mla is not None):
+    if config.weight_sync.lora == "adapter" and any((hf.moe, hf.mla, hf.delta_net)):
         out.append(
-            "weight_sync.lora = adapter: the engines support no adapters of experts or of latent attention; set it to "
-            "merged"
+            "weight_sync.lora = adapter: the engines support no adapters of experts or of latent attention, and those "
+            "of gated delta net are not tested; set it to merged"
         )
     tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
     if hf.num_heads % tensor:

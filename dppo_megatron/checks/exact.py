@@ -76,6 +76,7 @@ def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool)
                 "the router, the experts' products and the sum of a token's experts have no shared operator; "
                 "use a dense model",
             ),
+            (hf.delta_net is not None, "gated delta net has no shared operator; use another model"),
             (hf.mla is not None, "latent attention has no shared operator; use another model"),
         ]
     return [f"{WHAT}: {why}, {REMEDY}" for is_so, why in out if is_so]

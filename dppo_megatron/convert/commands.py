@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Convert model weights between Hugging Face directories and Megatron checkpoints, one weight at a time.",
     no_args_is_help=True,
+    invoke_without_command=True,
 )
 
 
@@ -27,6 +28,10 @@ class VerificationFailed(ExpectedError, RuntimeError):
     """The two sides of a conversion compute different logits."""
 
 
+CheckOption = Annotated[
+    Path | None,
+    typer.Option("--check", metavar="DIR", help="list what of a model directory is supported; config.json is enough"),
+]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="directory to make; must not exist")]
 DtypeOption = Annotated[FloatName | None, typer.Option("--dtype", help="cast to; default: as stored (FP8: bf16)")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print the mapping of the tensors and write nothing")]
@@ -38,6 +43,21 @@ QuantizationOption = Annotated[
     Literal["fp8_block"] | None,
     typer.Option("--quantization", help="fp8_block: projections as e4m3 with a scale per 128 x 128 block"),
 ]
+
+
+@app.callback()
+def _check(check: CheckOption = None) -> None:
+    """Convert model weights between Hugging Face directories and Megatron checkpoints, one weight at a time.
+
+    With --check DIR and no command: exit code 0 if the model is supported, else 1.
+    """
+    if check is None:
+        return
+    from .check import check as check_directory
+
+    found = check_directory(check)
+    typer.echo(f"{check}:\n{found}")
+    raise typer.Exit(1 if found.missing else 0)
 
 
 @app.command("hf-to-megatron")

@@ -45,6 +45,7 @@ class TargetLayout:
                 "num_attention_heads": config.num_heads,
                 "num_key_value_heads": config.num_kv_heads,
                 "intermediate_size": 0 if moe and all(moe.layers) else config.ffn_hidden_size,
+                "linear_num_key_heads": config.delta_net.num_key_heads if config.delta_net else 0,
                 "the shared experts' size": moe.shared_ffn_hidden_size if moe else 0,
             }),
             "--expert": (self.expert, {"the number of experts": moe.num_experts if moe else self.expert}),

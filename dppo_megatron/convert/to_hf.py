@@ -11,6 +11,7 @@ import torch
 from dppo_megatron.hf import Entry, ModelError, WeightMap, fp8, open_weights, read_hf_config
 from dppo_megatron.hf.safetensors_file import SafetensorsFile, TensorInfo
 from dppo_megatron.hf.safetensors_writer import DEFAULT_SHARD_BYTES, Part, copy_metadata, shard_names, write_index
+from dppo_megatron.hf.text_model import TextWeights, read_text_config
 from dppo_megatron.hf.weight_source import cast_problem, source_problems
 
 from .files import fingerprint_of
@@ -22,7 +23,7 @@ class ToHF:
     Files have whole weights and at most `shard_bytes`, but at least one weight. `template` has config.json and
     tokenizer. `dtype` None keeps the dtype of each tensor, bf16 for FP8; `quantization` "fp8_block" stores the
     projections as block-scaled FP8. Raises `ModelError` with every weight that the source lacks or has in another
-    shape.
+    shape. Of a model with vision, only the text model is converted (see `hf.text_model`).
     """
 
     def __init__(
@@ -35,13 +36,16 @@ class ToHF:
         shard_bytes: int = DEFAULT_SHARD_BYTES,
     ):
         self.source, self.destination = source, destination
-        self.config = read_hf_config(template)
+        text = read_text_config(template)
+        self.config = text or read_hf_config(template)
         self._template = template
         self._dtype = dtype
         self._quantization = quantization
         self._shard_bytes = shard_bytes
         self._map = WeightMap(self.config)
         self._weights = open_weights(source, self.config, dequantized=dtype or torch.bfloat16)
+        if text is not None:
+            self._weights = TextWeights(self._weights)
         if problems := source_problems(self._map, self._weights):
             raise ModelError(str(source), problems)
         self._groups = self._group_entries()
@@ -86,7 +90,7 @@ class ToHF:
         parts = zip(self.shards, records, strict=True)
         write_index(staging, [Part(file, tuple(record["names"]), record["nbytes"]) for file, record in parts])
         quantization = fp8.quantization_config(self.config) if self._quantization else None
-        copy_metadata(self._template, staging, self._main_dtype(), quantization)
+        copy_metadata(self._template, staging, self._main_dtype(), quantization, self.config.raw)
 
     def table(self) -> Iterator[str]:
         """Yield a line per Megatron tensor: its HF tensors and their file."""

@@ -79,11 +79,13 @@ def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Comp
 @torch.no_grad()
 def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource) -> dict[str, Tensor]:
     """Return the output of each part of the model in `hf_dir`, with weights rounded as in `rounded_as`."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    kind = getattr(transformers, read_hf_config(hf_dir).architecture)
+    config = kind.config_class.from_pretrained(hf_dir)
+    config.model_type = kind.config_class.model_type  # transformers does not know Kimi K2's, and would load no experts
+    given: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
+    model: Any = kind.from_pretrained(hf_dir, attn_implementation="eager", **given).eval()
     narrow = {info.dtype for info in rounded_as.tensors.values()} & {torch.bfloat16, torch.float16}
     for parameter in model.parameters():
         for dtype in narrow:
@@ -103,7 +105,7 @@ def outputs_of_megatron(
     from dppo_megatron.actor import Actor, check_model, init_layout
     from dppo_megatron.hf.megatron_model import unwrap
 
-    config = _trainer_config(hf_dir)
+    config = trainer_config(hf_dir)
     if problems := check_model(config):
         raise ModelError(f"verify {hf_dir}", problems)
     with _without_rank_variables():
@@ -174,7 +176,8 @@ class _RoundedWeights:
         self._source.release()
 
 
-def _trainer_config(hf_dir: Path) -> Config:
+def trainer_config(hf_dir: Path) -> Config:
+    """Return a config with which one process can build the trainer's model of `hf_dir`."""
     unused = hf_dir / "unused"
     return Config.model_validate(
         {

@@ -4,7 +4,7 @@ from . import fp8
 from .errors import ModelError
 from .export import export_weights, save_hf
 from .families import FAMILIES, Family
-from .hf_config import HFModelConfig, MLAConfig, MoEConfig
+from .hf_config import DeltaNetConfig, HFModelConfig, MLAConfig, MoEConfig
 from .load import load_into
 from .megatron_model import ParallelRanks, ShardGroup
 from .parse_config import parse_hf_config, read_hf_config
@@ -18,6 +18,7 @@ from .weight_source import WeightSource, header_problems, open_weights
 
 __all__ = [
     "FAMILIES",
+    "DeltaNetConfig",
     "Entry",
     "Family",
     "HFModelConfig",

@@ -44,7 +44,7 @@ def possible_locations(entry: Entry, config: HFModelConfig, *, layers_stacked: b
 
 def stacks_layers(config: HFModelConfig) -> bool:
     """Return whether the trainer's model of this config stacks its layers."""
-    return config.moe is None
+    return config.moe is None and config.delta_net is None
 
 
 def _location(name: str, entry: Entry, config: HFModelConfig, layers_stacked: bool) -> StoredAt:

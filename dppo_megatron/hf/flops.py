@@ -27,7 +27,7 @@ class ModelFlops(NamedTuple):
     A token uses `top_k` of the routed experts and all shared ones.
     """
 
-    row: int  # projections, feed-forward, routers
+    row: int  # projections, feed-forward, routers, states of gated delta net
     pair: int  # attention scores and their sum over values
     head_row: int
     adapter_row: int = 0  # LoRA; 0 = all weights are trained
@@ -37,8 +37,9 @@ class ModelFlops(NamedTuple):
         weights = WeightMap(config).hf_tensors().items()
         widths = config.head_dim + (config.head_dim if config.mla is None else config.mla.v_head_dim)
         return cls(
-            _of_matrices({name: shape for name, shape in weights if ".layers." in name and len(shape) == 2}, config),
-            2 * config.num_layers * config.num_heads * widths,
+            _of_matrices({name: shape for name, shape in weights if ".layers." in name and len(shape) == 2}, config)
+            + _of_states(config),
+            2 * len(config.attention_layers) * config.num_heads * widths,
             2 * config.hidden_size * config.vocab_size,
             _of_matrices(adapter_shapes(config, lora), config) if lora.r else 0,
         )
@@ -55,6 +56,15 @@ class ModelFlops(NamedTuple):
         """
         frozen = self.row * work.rows + self.head_row * work.head_rows if self.adapter_row else 0
         return 3 * self.forward(work) - frozen
+
+
+def _of_states(config: HFModelConfig) -> int:
+    """Return the FLOPs of a row in gated delta net, token by token: a state is read twice and updated once."""
+    if (sizes := config.delta_net) is None:
+        return 0
+    states = 3 * 2 * sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
+    convolution = 2 * sizes.conv_kernel * sum(sizes.widths[name] for name in "qkv")
+    return sum(sizes.layers) * (states + convolution)
 
 
 def _of_matrices(shapes: Mapping[str, tuple[int, ...]], config: HFModelConfig) -> int:

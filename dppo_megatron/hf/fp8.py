@@ -23,7 +23,9 @@ BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 _SUFFIX = "_scale_inv"
-_PROJECTION = re.compile(r"model\.layers\.\d+\..*proj(_with_mqa)?\.weight")
+# Not those of gated delta net, of which readers fuse some with others that are too small for a block.
+_PROJECTION = re.compile(r"model\.layers\.\d+\.(?!linear_attn\.).*proj(_with_mqa)?\.weight")
+_DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "out_proj")
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,12 +111,16 @@ def quantization_config(config: HFModelConfig) -> dict[str, Any]:
     """Return `quantization_config` of config.json for the output of `quantize_projections`."""
     layers = range(config.num_layers)
     routers = [f"model.layers.{layer}.mlp.gate" for layer in layers if config.is_moe_layer(layer)]
+    if config.moe is not None and config.moe.shared_gate:
+        routers += [f"{name.removesuffix('gate')}shared_expert_gate" for name in routers]
+    mixing = sorted({*layers} - {*config.attention_layers})
+    delta = [f"model.layers.{layer}.linear_attn.{name}" for layer in mixing for name in _DELTA_NET]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": ["lm_head", *routers],
+        "modules_to_not_convert": ["lm_head", *routers, *delta],
     }
 
 

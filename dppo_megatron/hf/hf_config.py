@@ -13,7 +13,7 @@ _NOT_OF_THE_MODEL = (
     "max_position_embeddings", "mtp_layers",
 )  # fmt: skip
 # Keys of config.json for layers after the model, which are neither loaded nor exported.
-MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class MoEConfig:
     norm_topk_prob: bool  # selected probabilities are rescaled to sum to 1
     score_function: str  # "softmax" | "sigmoid"
     shared_ffn_hidden_size: int = 0  # all shared experts together; 0 = none
+    shared_gate: bool = False  # a sigmoid gate of each token multiplies the output of the shared experts
     expert_bias: bool = False  # correction bias added to the scores for selection only
     num_groups: int | None = None  # group-limited routing: groups of experts, and how many may be selected
     topk_groups: int | None = None
@@ -42,6 +43,27 @@ class MLAConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetConfig:
+    """Contains the sizes of gated delta net. `layers[i]` is True if layer i is one; other layers have attention.
+
+    Attention of such a model has an output gate, and its norms multiply by 1 + weight.
+    """
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple: the value heads of a group share queries and keys
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    layers: tuple[bool, ...]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Return the rows of each part of the input projection: q, k, v, output gate z, beta b and decay a."""
+        key, value = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
+        return {"q": key, "k": key, "v": value, "z": value, "b": self.num_value_heads, "a": self.num_value_heads}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +87,10 @@ class HFModelConfig:
     qk_norm: bool
     rope_type: str = "default"  # "default" | "llama3" | "yarn"
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # parameters of a non-default rope_type
+    partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated, the first ones
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    delta_net: DeltaNetConfig | None = None
     mtp_layers: int = 0  # multi-token prediction layers stored after the model; never loaded nor exported
     initializer_range: float = 0.02
     dtype: str | None = None  # "float32" | "bfloat16" | ...: the dtype of the weights, as the file names it
@@ -80,16 +104,27 @@ class HFModelConfig:
     def identity(self) -> dict[str, Any]:
         """Return the fields that are equal for two configs of the same model, in the types that JSON returns.
 
-        Fields of experts and latent attention have names like `moe.top_k`; other models do not have them.
+        Fields of experts, latent attention and delta net have names like `moe.top_k`; other models do not have them.
         """
         found: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("moe", "mla"):
+            if f.name in ("moe", "mla", "delta_net"):
                 found |= {f"{f.name}.{name}": v for name, v in (asdict(value) if value else {}).items()}
             elif f.name not in _NOT_OF_THE_MODEL:
                 found[f.name] = value
         return json.loads(json.dumps(found))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return how many of a head's dimensions are rotated; with latent attention, those of its rotary part."""
+        return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the global indices of the layers with attention."""
+        delta_net = self.delta_net
+        return tuple(i for i in range(self.num_layers) if delta_net is None or not delta_net.layers[i])
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the layer with the global index `layer` has experts."""

@@ -110,7 +110,7 @@ def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry 
 def is_linear(entry: Entry) -> bool:
     """Return whether the weight is of a linear layer that may have an adapter: no norm, router or vocabulary."""
     tensor = entry.hf[0]
-    router = tensor.name.endswith(".mlp.gate.weight")
+    router = tensor.name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))
     return (
         len(tensor.shape) == 2
         and tensor.name.endswith(_WEIGHT)

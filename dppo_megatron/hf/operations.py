@@ -123,11 +123,15 @@ class QKV:
     Applies to weights `[rows, columns]` and biases `[rows]`. Example: 4 heads in 2 groups have the order q0 q1 k0 v0 q2
     q3 k1 v1, so each of 2 ranks has one group. With fewer groups than ranks Megatron splits the interleaved tensor
     evenly, even inside a group.
+
+    gated: the queries of a head are followed by its output gate, [q0 g0 q1 g1 ...]; Megatron has the gates of a group
+    after its queries, [q0 q1 g0 g1 k0 v0 ...].
     """
 
     num_heads: int
     num_groups: int
     head_dim: int
+    gated: bool = False
     replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
@@ -141,8 +145,11 @@ class QKV:
         whole = _cat(shards, 0)
         columns = whole.shape[1:]
         per_group = self.num_heads // self.num_groups
-        grouped = whole.view(self.num_groups, per_group + 2, self.head_dim, *columns)
-        q, k, v = grouped.split([per_group, 1, 1], dim=1)
+        queries = 2 * per_group if self.gated else per_group
+        grouped = whole.view(self.num_groups, queries + 2, self.head_dim, *columns)
+        q, k, v = grouped.split([queries, 1, 1], dim=1)
+        if self.gated:
+            q = q.reshape(self.num_groups, 2, per_group, self.head_dim, *columns).transpose(1, 2)
         return tuple(part.reshape(-1, *columns) for part in (q, k, v))
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
@@ -150,9 +157,44 @@ class QKV:
         return [TensorPiece(shard, rank * shard.shape[0])]
 
     def _interleave(self, parts: Sequence[Tensor], groups: int) -> Tensor:
-        columns = parts[0].shape[1:]
-        grouped = [part.reshape(groups, -1, self.head_dim, *columns) for part in parts]
+        q, k, v = parts
+        columns = q.shape[1:]
+        if self.gated:
+            q = q.reshape(groups, -1, 2, self.head_dim, *columns).transpose(1, 2)
+        grouped = [part.reshape(groups, -1, self.head_dim, *columns) for part in (q, k, v)]
         return torch.cat(grouped, dim=1).reshape(-1, *columns)
+
+
+@dataclass(frozen=True, slots=True)
+class ByGroup:
+    """Interleaves the sections of HF tensors by group of heads, so that a rank has all sections of its groups.
+
+    `sections` are the rows of the sections of each HF tensor; every section is divided into `groups` equal blocks.
+    Example: 2 groups, one tensor with sections q [4] and k [2] and one with z [2] become q0 q1 k0 z0 q2 q3 k1 z1.
+    """
+
+    groups: int
+    sections: tuple[tuple[int, ...], ...]
+    replicated = False
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        if self.groups % size:
+            raise ValueError(f"{self.groups} groups of heads do not divide over {size} ranks")
+        columns = parts[0].shape[1:]
+        split = (s for part, rows in zip(parts, self.sections, strict=True) for s in part.split(rows))
+        grouped = [slice_of(s, 0, rank, size).reshape(self.groups // size, -1, *columns) for s in split]
+        return torch.cat(grouped, dim=1).reshape(-1, *columns)
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        whole = _cat(shards, 0)
+        columns = whole.shape[1:]
+        blocks = [rows // self.groups for of_part in self.sections for rows in of_part]
+        split = iter(whole.view(self.groups, -1, *columns).split(blocks, dim=1))
+        return tuple(_cat([next(split).reshape(-1, *columns) for _ in of_part], 0) for of_part in self.sections)
+
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
+        shard = self.to_shard(parts, rank, size)
+        return [TensorPiece(shard, rank * shard.shape[0])]
 
 
 @dataclass(frozen=True, slots=True)

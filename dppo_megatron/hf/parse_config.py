@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import AliasChoices
+
 from dppo_megatron.common.files import read_foreign_json
 from dppo_megatron.errors import shown
 
@@ -26,7 +28,8 @@ _ONLY = {
     "mlp_bias": (False, "biases in the feed-forward layers are not supported"),
     "rope_interleave": (True, "only interleaved rotary embeddings are supported"),
 }
-_ROPE_NAMES = ("rope_theta", "rope_type", "type")  # HFModelConfig.rope_scaling does not repeat them
+# HFModelConfig.rope_scaling does not repeat them.
+_ROPE_NAMES = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
 Rope = tuple[float, str, dict[str, Any]]  # base, type, settings of a type that is not "default"
 
@@ -86,12 +89,14 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
         rope_theta=rope_theta,
         max_position_embeddings=fields.max_position_embeddings,
         tied_embeddings=fields.tie_word_embeddings,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias or fields.qkv_bias(),
+        qk_norm=family.qk_norm or fields.qk_norm(),
         rope_type=rope_type,
         rope_scaling=rope_scaling,
+        partial_rotary_factor=_partial_rotary(fields, family, problems),
         moe=moe,
         mla=mla,
+        delta_net=fields.delta_net(),
         mtp_layers=fields.mtp_layers(),
         initializer_range=fields.initializer_range,
         dtype=fields.dtype,
@@ -106,11 +111,18 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
     problems += [
         f"{name} = {shown(raw[name])}: {why}"
         for name, (only, why) in _ONLY.items()
-        if raw.get(name) not in (None, only)
+        if raw.get(name) not in (None, only) and name not in family.raw.model_fields  # a family may read it itself
     ]
     if problems:
         raise ModelError(source, list(dict.fromkeys(problems)))
     return config
+
+
+def keys_read(family: Family) -> frozenset[str]:
+    """Return the keys of config.json that this module reads for a family."""
+    aliases = (field.validation_alias for field in family.raw.model_fields.values())
+    choices = (str(choice) for alias in aliases if isinstance(alias, AliasChoices) for choice in alias.choices)
+    return frozenset((*family.raw.model_fields, *choices, *_ONLY))
 
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:
@@ -119,6 +131,10 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
     if isinstance(named, list) and len(named) == 1 and named[0] in known:
         return known[named[0]]
     what = f"architectures = {shown(named)}: not supported" if named else "architectures: missing"
+    if any(named == [family.wrapper] for family in FAMILIES.values()):
+        raise ModelError(
+            source, [f"{what}, only its text model is; `dppo-megatron convert hf-to-hf SRC DST` writes it"]
+        )
     raise ModelError(source, [f"{what}; supported: {', '.join(known)}"])
 
 
@@ -130,6 +146,9 @@ def _size_problems(fields: RawConfig, family: Family, config: HFModelConfig) -> 
         out.append(f"num_experts_per_tok = {config.moe.top_k}: more than the {config.moe.num_experts} experts")
     if config.mla is None and not (fields.head_dim or family.head_dim) and hidden % heads:
         out.append(f"head_dim: missing, and num_attention_heads = {heads} does not divide hidden_size = {hidden}")
+    if config.rotary_dim % 2:
+        out.append(f"partial_rotary_factor = {config.partial_rotary_factor}: rotates {config.rotary_dim} of "
+                   f"{config.head_dim} dimensions, which cannot be paired")  # fmt: skip
     if heads % kv_heads:
         out.append(f"num_attention_heads = {heads}: not a multiple of num_key_value_heads = {kv_heads}")
     return out
@@ -144,6 +163,21 @@ def _rope(fields: RawConfig, family: Family, problems: list[str]) -> Rope:
     return found[0] if found else (fields.rope_theta, "default", {})
 
 
+def _partial_rotary(fields: RawConfig, family: Family, problems: list[str]) -> float:
+    """Return the rotated share of each head; transformers 4 has it at the top level, 5 in `rope_parameters`."""
+    given = {"partial_rotary_factor": fields.partial_rotary_factor} | {
+        f"{name}.partial_rotary_factor": (settings or {}).get("partial_rotary_factor")
+        for name, settings in (("rope_scaling", fields.rope_scaling), ("rope_parameters", fields.rope_parameters))
+    }
+    found = {name: value for name, value in given.items() if isinstance(value, int | float)}
+    if len(set(found.values())) > 1:
+        problems.append(f"{' and '.join(found)}: they differ; remove the wrong one")
+    name, factor = next(iter(found.items()), ("", family.partial_rotary or 1.0))
+    if factor != 1 and family.partial_rotary is None:
+        problems.append(f"{name} = {factor}: not supported")
+    return float(factor)
+
+
 def _rope_settings(name: str, given: Mapping[str, Any], fields: RawConfig, family: Family, problems: list[str]) -> Rope:
     """Read one of the two spellings; either may come with `rope_theta`."""
     if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
@@ -153,8 +187,6 @@ def _rope_settings(name: str, given: Mapping[str, Any], fields: RawConfig, famil
     if not supported:
         problems.append(f"rope_type = {shown(rope_type)}: {family.name} supports {', '.join(family.rope_types)}")
     settings = read_fields(ROPE_TYPES[rope_type] if supported else RopeSettings, given, problems, f"{name}.")
-    if settings.partial_rotary_factor != 1.0:
-        problems.append(f"{name}.partial_rotary_factor = {settings.partial_rotary_factor}: not supported")
     theta = settings.rope_theta or fields.rope_theta
     if rope_type == "default" or not supported:
         return theta, "default", {}

@@ -50,7 +50,7 @@ def make_random_hf_model(
         generator = torch.Generator().manual_seed(seed)
         writer = PartWriter(staging, "00000", shard_bytes)
         for name, shape in shapes.items():
-            writer.add(name, _initial(name, shape, config.initializer_range, generator).to(dtype))
+            writer.add(name, _initial(name, shape, config, generator).to(dtype))
         assemble(staging, writer.close())
         write_config(staging, with_dtype(complete_config(config_dict, config), dtype))
         publish(staging, directory, overwrite)
@@ -71,14 +71,23 @@ def complete_config(config_dict: Mapping[str, Any], config: HFModelConfig) -> di
         "num_key_value_heads": config.num_kv_heads,
         "tie_word_embeddings": config.tied_embeddings,
     }
+    if config.partial_rotary_factor != 1.0:
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
     if config.mla is not None:
         del filled["head_dim"]  # readers derive it from the latent dimensions
     return {**filled, **config_dict}
 
 
-def _initial(name: str, shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
+def _initial(name: str, shape: tuple[int, ...], config: HFModelConfig, generator: torch.Generator) -> Tensor:
+    if config.delta_net is not None:  # its norms multiply by 1 + weight, apart from the gated one
+        if name.endswith("A_log"):
+            return torch.empty(shape).uniform_(1, 16, generator=generator).log()
+        if name.endswith(("dt_bias", "linear_attn.norm.weight")):
+            return torch.ones(shape)
+        if name.endswith("norm.weight"):
+            return torch.zeros(shape)
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return torch.empty(shape).normal_(0.0, config.initializer_range, generator=generator)

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from dppo_megatron.errors import shown
 
-from .hf_config import MLAConfig, MoEConfig
+from .hf_config import DeltaNetConfig, MLAConfig, MoEConfig
 
 Size = Annotated[int, Field(ge=1, lt=1 << 31)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
@@ -17,6 +17,7 @@ Heads = Annotated[int, Field(ge=1, le=1 << 16)]
 FromZero = Annotated[int, Field(ge=0, le=1 << 16)]
 Experts = Annotated[int, Field(ge=1, le=1 << 16)]
 Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 M = TypeVar("M", bound=BaseModel)
 
 _TYPES = {
@@ -45,6 +46,7 @@ class RawConfig(_Fields):
     rope_theta: Positive = 10000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: Share | None = None
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     dtype: str | None = Field(None, validation_alias=AliasChoices("dtype", "torch_dtype"))
@@ -61,6 +63,18 @@ class RawConfig(_Fields):
         """Return the sizes of latent attention; None = grouped queries."""
         return None
 
+    def delta_net(self) -> DeltaNetConfig | None:
+        """Return the sizes of layers of gated delta net; None = attention in every layer."""
+        return None
+
+    def qkv_bias(self) -> bool:
+        """Return whether queries, keys and values have biases, where config.json decides it and not the family."""
+        return False
+
+    def qk_norm(self) -> bool:
+        """Return whether each head's queries and keys are normalised, where config.json decides it."""
+        return False
+
     def mtp_layers(self) -> int:
         """Return the number of multi-token prediction layers stored after the model."""
         return 0
@@ -74,7 +88,7 @@ class RopeSettings(_Fields):
     """Contains the numbers of `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
 
     rope_theta: Positive | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: Share | None = None
 
 
 class Llama3Rope(RopeSettings):

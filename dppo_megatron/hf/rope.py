@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-def inverse_frequencies(hf: HFModelConfig, dim: int | None = None) -> Float[Tensor, " d/2"]:
-    """Return the angle per position of each rotated pair, fp32, as transformers computes it for `hf.rope_type`.
-
-    `dim` is the number of a head's dimensions that are rotated; default: all.
-    """
-    dim = dim or hf.head_dim
+def inverse_frequencies(hf: HFModelConfig) -> Float[Tensor, " r/2"]:
+    """Return the angle per position of each rotated pair, fp32, as transformers computes it for `hf.rope_type`."""
+    dim = hf.rotary_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / hf.rope_theta**exponents
     if hf.rope_type == "default":

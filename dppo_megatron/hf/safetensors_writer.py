@@ -195,23 +195,26 @@ def copy_metadata(
     staging: Path,
     dtype: torch.dtype | None,
     quantization: Mapping[str, object] | None = None,
+    config: Mapping[str, object] | None = None,
 ) -> None:
     """Copy every file of `template` that contains no weights: configs, tokenizer, chat template.
 
     config.json gets `dtype` if it is given, so that readers with "auto" keep the precision written here. `quantization`
     becomes its quantization_config, because the template's own describes other weights. The number of multi-token
-    prediction layers becomes 0, because their weights are never written.
+    prediction layers becomes 0, because their weights are never written. `config`: content of config.json in place of
+    the template's.
     """
     for source in sorted(Path(template).iterdir()):
         weights_or_hidden = source.name.endswith(_WEIGHT_SUFFIXES) or source.name.startswith(".")
         if source.is_file() and not weights_or_hidden:
             shutil.copyfile(source, staging / source.name)
-    config = json.loads((staging / "config.json").read_text())
-    stored = config if dtype is None else with_dtype(config, dtype)
+    copied = json.loads((staging / "config.json").read_text())
+    given = dict(config or copied)
+    stored = given if dtype is None else with_dtype(given, dtype)
     stored = {k: 0 if k in MTP_NAMES and v else v for k, v in stored.items() if k != "quantization_config"}
     if quantization is not None:
         stored["quantization_config"] = quantization
-    if stored != config:
+    if stored != copied:
         write_config(staging, stored)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .hf_config import HFModelConfig, MLAConfig, MoEConfig
+from .hf_config import DeltaNetConfig, HFModelConfig, MLAConfig, MoEConfig
 from .megatron_model import unwrap
 from .rope import inverse_frequencies
 
@@ -32,6 +32,7 @@ def transformer_fields(config: HFModelConfig) -> dict[str, Any]:
         **(_grouped_queries(config) if config.mla is None else _latent_attention(config, config.mla)),
         "num_moe_experts": config.moe.num_experts if config.moe else None,
         **(_experts(config.moe) if config.moe else {}),
+        **(_delta_net(config.delta_net) if config.delta_net else {}),
     }
 
 
@@ -92,11 +93,26 @@ def _yarn(config: HFModelConfig) -> dict[str, Any]:
     }
 
 
+def _delta_net(sizes: DeltaNetConfig) -> dict[str, Any]:
+    """Return the fields of gated delta net, of the gate of attention and of the norms that such a model has."""
+    return {
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "linear_attention_freq": [int(there) for there in sizes.layers],
+        "linear_conv_kernel_dim": sizes.conv_kernel,
+        "linear_key_head_dim": sizes.key_head_dim,
+        "linear_value_head_dim": sizes.value_head_dim,
+        "linear_num_key_heads": sizes.num_key_heads,
+        "linear_num_value_heads": sizes.num_value_heads,
+    }
+
+
 def _experts(moe: MoEConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_router_score_function": moe.score_function,
         "moe_router_enable_expert_bias": moe.expert_bias,
         "moe_router_num_groups": moe.num_groups,
@@ -134,7 +150,7 @@ def _frequencies(chunk: nn.Module, config: HFModelConfig) -> list[str]:
     found = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
     if found is None or config.rope_type not in ("default", "llama3"):
         return []
-    wanted = inverse_frequencies(config, config.mla.qk_rope_head_dim if config.mla else config.head_dim)
+    wanted = inverse_frequencies(config)
     if found.shape == wanted.shape and torch.allclose(found.cpu().float(), wanted, rtol=1e-4, atol=0):
         return []
     scaling = ", ".join(f"{k} = {v}" for k, v in config.rope_scaling.items())

@@ -39,7 +39,7 @@ class WeightMap:
             for name in rule.megatron:
                 self._by_name.setdefault(name, []).append(rule)
         behind = (rf"model\.layers\.{config.num_layers + i}\..*" for i in range(config.mtp_layers))
-        self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *behind)))
+        self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *behind, *[r"mtp\..*"] * bool(config.mtp_layers))))
 
     def entry(self, megatron_name: str) -> Entry:
         """Return the entry of a parameter. Raises `KeyError` with the family's name if there is none."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dppo_megatron.actor.local.delta_rule import CHUNK
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.hf import HFModelConfig, MLAConfig, MoEConfig
+from dppo_megatron.hf import DeltaNetConfig, HFModelConfig, MLAConfig, MoEConfig
 from dppo_megatron.vocab_parallel.linear import column_blocks
 
 FP32 = 4
@@ -79,11 +80,14 @@ class Layer:
         return sum(self.saved.values())
 
 
-def layer(work: MicroBatchWork, moe: bool) -> Layer:
+def layer(work: MicroBatchWork, moe: bool, delta_net: bool = False) -> Layer:
     """Return the bytes of one transformer layer without recompute."""
     hf = work.hf
-    attention, core = _grouped(work) if hf.mla is None else _latent(work, hf.mla)
-    saved = {"norms": 2 * _norm(work), "attention": attention}
+    if delta_net and hf.delta_net is not None:
+        saved, core = {"norms": 2 * _norm(work), "gated delta net": _delta_net(work, hf.delta_net)}, 0
+    else:
+        attention, core = _grouped(work) if hf.mla is None else _latent(work, hf.mla)
+        saved = {"norms": 2 * _norm(work), "attention": attention}
     if moe and hf.moe is not None:
         experts, working = _experts(work, hf.moe)
         saved |= experts
@@ -133,6 +137,14 @@ def _latent(work: MicroBatchWork, mla: MLAConfig) -> tuple[int, int]:
     if work.local:  # FlashAttention's values and outputs are as wide as queries
         unfused = 2 * e * (query - value + query * work.local * (work.local > 1))
     return norms + e * (2 * query + up + value) + log_sums + unfused, log_sums
+
+
+def _delta_net(work: MicroBatchWork, sizes: DeltaNetConfig) -> int:
+    """Return the bytes of gated delta net, which computes in fp32; the factors are fitted to its saved tensors."""
+    groups, heads = (n // work.tensor for n in (sizes.num_key_heads, sizes.num_value_heads))
+    key, value = sizes.key_head_dim, sizes.value_head_dim
+    of_head = 5 * key + 13 * value + 6 * CHUNK + key * value // CHUNK
+    return FP32 * work.tokens * (14 * groups * key + heads * of_head)
 
 
 def _swiglu(work: MicroBatchWork, width: int, rows: int) -> tuple[int, int]:

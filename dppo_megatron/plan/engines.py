@@ -16,6 +16,7 @@ from dppo_megatron.hf.peft import adapter_shapes
 from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES, expert_layer
 
+FP32 = 4
 UNUSED = 0.1  # assumed share of the memory that servers leave free for CUDA graphs and activations
 
 
@@ -120,7 +121,11 @@ def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> Engi
         cache = usable - weights
         if engine.kv_cache_bytes is not None:
             cache = min(cache, engine.kv_cache_bytes)
-        per_sequence = engine.max_model_len * count * width * DTYPES[engine.dtype].bytes
+        attending = -(-count * len(hf.attention_layers) // hf.num_layers)
+        per_sequence = engine.max_model_len * attending * width * DTYPES[engine.dtype].bytes
+        if hf.delta_net is not None:  # a state in fp32 for each value head
+            state = FP32 * hf.delta_net.num_value_heads * hf.delta_net.key_head_dim * hf.delta_net.value_head_dim
+            per_sequence += (count - attending) * state // engine.tensor_parallel
         room = hardware.memory_bytes - hardware.reserved_bytes - weights - max(0, cache)
         stages.append(EngineMemory(weights, cache, per_sequence, update, room))
     return min(stages, key=lambda stage: stage.cache / stage.per_sequence)

@@ -145,27 +145,32 @@ class _Rank:
         if rollout.has_sampling_mask:  # upper bound; rollout/kept_tokens_mean is the measured mean
             out += 4 * (1 + rollout.top_k)
         if not self.cuda and hf.mla is None:
-            out += 2 * hf.head_dim * self.work.e  # tables of our own rotation
+            out += 2 * hf.rotary_dim * self.work.e  # tables of our own rotation
         if rollout.routing_replay and hf.moe is not None:
             routed = sum(hf.is_moe_layer(index) for chunk in self.model.chunks for index in chunk)
             out += 2 * routed * hf.moe.top_k * self.work.kept // self.work.tokens
         return out
 
+    def _kind(self, index: int) -> tuple[bool, bool]:
+        """Return whether the layer has experts, and gated delta net in place of attention."""
+        return self.hf.is_moe_layer(index), index not in self.hf.attention_layers
+
     def forward_backward(self, padded_vocab: int) -> list[Item]:
         work = self.work
         in_flight = chunks_in_flight(self.config, self.model, self.load.micro_batches)
-        kinds = [Counter(self.hf.is_moe_layer(index) for index in chunk) for chunk in self.model.chunks]
-        made = {moe: layer(work, moe) for kind in kinds for moe in kind}
-        kept = {moe: with_recompute(work, each) for moe, each in made.items()}
-        layers: Counter[bool] = Counter()
-        for kind, count in zip(kinds, in_flight, strict=True):
-            for moe, number in kind.items():
-                layers[moe] += number * count
+        kinds = [Counter(map(self._kind, chunk)) for chunk in self.model.chunks]
+        made = {kind: layer(work, *kind) for of_chunk in kinds for kind in of_chunk}
+        kept = {kind: with_recompute(work, each) for kind, each in made.items()}
+        layers: Counter[tuple[bool, bool]] = Counter()
+        for of_chunk, count in zip(kinds, in_flight, strict=True):
+            for kind, number in of_chunk.items():
+                layers[kind] += number * count
         items = []
-        for moe, number in layers.items():
-            name = f"activations, {'expert' if moe else 'dense'} layers" if self.hf.moe else "activations"
-            why = _why(work, made[moe], number, sum(in_flight), kept[moe][0])
-            items.append(Item(name, number * kept[moe][0], why))
+        for kind, number in layers.items():
+            name = f"activations, {'expert' if kind[0] else 'dense'} layers" if self.hf.moe else "activations"
+            name += ", gated delta net" * kind[1]
+            why = _why(work, made[kind], number, sum(in_flight), kept[kind][0])
+            items.append(Item(name, number * kept[kind][0], why))
         if self.config.parallel.pipeline > 1:
             count = sum(in_flight)
             items.append(Item("stage inputs and outputs", 2 * count * work.hidden_bytes, f"2 x {count} in flight"))

@@ -31,9 +31,12 @@ _FUSED = {  # projections that an engine stacks into one weight
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    # Three parts of the first weight, which engines shard separately.
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_qkv", "in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
-_SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
+_SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "GatedDeltaNetAttention"}
 _DERIVED = {"MLAAttention"}  # vLLM: all its parameters, W_UV and W_UK_T, are computed from kv_b_proj
 _DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang: likewise; they are parameters where a CPU with AMX packs them
 
@@ -174,7 +177,8 @@ def module_shares(name: str, module: Any, seen: set[int]) -> WorkerSums:
     """
     shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(module).__mro__}
-    changed = _changed_in_place(module)
+    # A convolution of gated delta net has three parts that engines shard separately, of sizes that it does not know.
+    changed = _changed_in_place(module) or (part_of(f"{name}.weight") == "conv1d" and place(module)[1] > 1)
     for parameter_name, parameter in module.named_parameters(recurse=False):
         if id(parameter) in seen or not parameter.numel() or not _is_sent(classes, parameter_name, parameter):
             continue
@@ -269,8 +273,11 @@ def _parameter_sums(
     sums = _row_sums(parameter, rank * parameter.shape[-1] if by_row and not whole else 0)
     sizes = module.output_partition_sizes if part_of(name) in _FUSED else [1]
     bounds = [len(sums) * end // sum(sizes) for end in accumulate(sizes, initial=0)]  # FP8 scales have fewer rows
+    before: dict[str, int] = {}  # rows of a whole tensor in parts that precede this one
     for index, part, shard in _fused(name, module, whole or by_row):
-        row = shard * (bounds[index + 1] - bounds[index])
+        rows = bounds[index + 1] - bounds[index]
+        row = before.get(part, 0) + shard * rows
+        before[part] = before.get(part, 0) + rows * (1 if whole else size)
         if hasattr(module, "shard_indices"):  # an embedding
             row = module.shard_indices.padded_org_vocab_start_index
         yield group_of(name), _placed(part, sums[bounds[index] : bounds[index + 1]], row)[0], whole

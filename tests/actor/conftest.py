@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, YARN, set_expert_bias
+from tests.support.actor_cases import DEEPSEEK, GLM, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, YARN, set_expert_bias
 from tests.support.actor_ranks import run_scenario
 from tests.support.ranks import Ranks
 
@@ -32,7 +32,12 @@ def models(tmp_path_factory) -> Path:
     make_random_hf_model(root / "only_experts", {**QWEN3_MOE, "mlp_only_layers": []}, seed=1)
     make_random_hf_model(root / "deepseek", DEEPSEEK, seed=1)
     make_random_hf_model(root / "moonlight", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN}, seed=1)
-    for model in ("deepseek", "moonlight"):
+    kimi = {"n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, "beta_fast": 1.0}}
+    make_random_hf_model(root / "kimi_k2", {**DEEPSEEK, **kimi}, seed=1)
+    make_random_hf_model(root / "glm4_moe", GLM, seed=1)
+    make_random_hf_model(root / "qwen3_5", QWEN3_5, seed=1)
+    make_random_hf_model(root / "qwen3_5_moe", QWEN3_5_MOE, seed=1)
+    for model in ("deepseek", "moonlight", "kimi_k2", "glm4_moe"):
         set_expert_bias(root / model)
     return root
 

@@ -6,7 +6,7 @@ import pytest
 
 from dppo_megatron.actor import LayoutError, check_model, init_layout
 from dppo_megatron.hf import padded_vocab_size
-from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, YARN, actor_config, write_config
+from tests.support.actor_cases import DEEPSEEK, QWEN3_5, QWEN3_MOE, YARN, actor_config, write_config
 
 
 def test_a_model_that_fits(tmp_path):
@@ -65,6 +65,9 @@ def test_a_model_that_fits(tmp_path):
             {},
             ["norm_topk_prob = false", "topk_group = 3", "truncate = False", "mscale = 0.7"],
         ),
+        (QWEN3_5, {"context": 2, "world_size": 2}, {}, ["parallel.context = 2: gated delta net needs whole sequences"]),
+        (QWEN3_5, {"tensor": 4, "world_size": 4}, {}, ["2 key heads of gated delta net; use one of 1, 2"]),
+        (QWEN3_5, {}, {"layers": "transformer_engine"}, ["gated delta net is not implemented with TransformerEngine"]),
         ({}, {}, {"layers": "transformer_engine"}, ["needs a CUDA device"]),
         ({"architectures": ["FooForCausalLM"]}, {}, {}, ["FooForCausalLM", "Qwen3ForCausalLM"]),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, {}, ["quantised weights"]),

@@ -104,13 +104,18 @@ def assert_transformers_agrees(values: dict) -> None:
     assert held == expected
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_5", "qwen3_5_moe"])
 def test_transformers_agrees(one_rank, family):
     assert_transformers_agrees(one_rank(update.against_transformers)[family])
 
 
+@pytest.mark.parametrize("layout", ["tensor", "sequence", "recompute", "experts"])
+def test_transformers_agrees_with_gated_delta_net_on_two_ranks(two_ranks, layout):
+    assert_transformers_agrees(two_ranks(update.delta_net_against_transformers)[layout])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek", "moonlight"])
+@pytest.mark.parametrize("family", update.WITH_EXPERTS)
 def test_transformers_agrees_with_experts(one_rank, two_ranks, family):
     one, two = (world(update.experts_against_transformers) for world in (one_rank, two_ranks))
     assert_transformers_agrees(one[family, "alone"])

@@ -15,7 +15,7 @@ ROWS = COUNT * LENGTH
 COMPUTED = Work(ROWS, COUNT * LENGTH**2, ROWS - COUNT)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "deepseek", "moonlight"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "deepseek", "moonlight", "glm4_moe"])
 def test_the_formula_is_what_torch_counts(one_rank, models, model):
     counted, flops = one_rank(scenario.counted)[model], ModelFlops.of(read_hf_config(models / model), LoraConfig())
     assert sum(counted["forward"].values()) == flops.forward(COMPUTED)

@@ -22,7 +22,7 @@ from dppo_megatron.common.row_math import rope_tables
 from tests.actor.scenarios import update
 from tests.actor.scenarios.certified import PROMPTS, RESPONSE, SAMPLES, TEMPERATURE, certified
 from tests.support import flash as flash_on_the_cpu  # noqa: F401
-from tests.support.actor_cases import DEEPSEEK, QWEN3_MOE, actor_config, pack, sequences, write_config
+from tests.support.actor_cases import DEEPSEEK, QWEN3_5, QWEN3_MOE, actor_config, pack, sequences, write_config
 
 RUNS = st.lists(  # of sequences: the prefix of a run, and the tokens behind it of each sequence
     st.tuples(st.integers(0, 40), st.lists(st.integers(0, 60), min_size=1, max_size=5)), min_size=1, max_size=6
@@ -184,15 +184,17 @@ def test_loss_and_gradients_are_those_of_whole_sequences(one_rank, family):
 
 def test_layers_that_compute_whole_sequences_refuse_them():
     batch = replace(pack(sequences(2)), shared_prefix=torch.tensor([0, 1]))
-    packer = Packer(device=torch.device("cpu"), dtype=torch.float32, frequencies=None, own_attention=False)
-    with pytest.raises(ValueError, match="share_prefixes"):
-        packer(batch)
+    for layers in ({"own_attention": False}, {"delta_net": True}):
+        packer = Packer(device=torch.device("cpu"), dtype=torch.float32, frequencies=None, **layers)
+        with pytest.raises(ValueError, match="share_prefixes"):
+            packer(batch)
 
 
 @pytest.mark.parametrize(
     ("model", "changes", "named"),
     [
         (DEEPSEEK, {}, "latent attention"),
+        (QWEN3_5, {}, "gated delta net"),
         ({}, {"parallel": {"context": 2, "world_size": 2}}, "parallel.context"),
         ({}, {"sections": {"engine": {"exact": True, "dtype": "fp32"}}}, "engine.exact"),
         (QWEN3_MOE, {"sections": {"rollout": {"routing_replay": True}}}, "rollout.routing_replay"),

@@ -8,6 +8,7 @@ import torch
 from dppo_megatron.checks.devices import engine_devices, fit_engines, gpu_problems, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
+from tests.support.actor_cases import QWEN3_5, write_config
 from tests.support.configs import make_config
 
 EIGHT = [str(n) for n in range(8)]
@@ -56,6 +57,14 @@ def test_drafts_are_refused_on_gpus():
     (problem,) = gpu_problems(config(draft_tokens=4), EIGHT)
     assert problem.startswith("engine.draft_tokens = 4: vLLM's model runner for GPUs draws in another way")
     assert gpu_problems(config(draft_tokens=4), []) == []
+
+
+def test_cpus_compute_gated_delta_net_in_bf16(tmp_path):
+    """vLLM 0.32 asserts it at the first request."""
+    path = str(write_config(tmp_path, **QWEN3_5))
+    for dtype in ("fp32", "bf16"):
+        found = gpu_problems(make_config(model={"path": path}, engine={"dtype": dtype}), [])
+        assert any(line.startswith("engine.dtype = fp32: vLLM's gated") for line in found) == (dtype == "fp32")
 
 
 @pytest.mark.parametrize("engine", [{"count": 5}, {"count": 1, "tensor_parallel": 8}])

@@ -15,7 +15,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.config.load import _apply_overrides
 from dppo_megatron.hf import parse_hf_config
 from dppo_megatron.objectives import Objective, ObjectiveSettings
-from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
+from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_5, QWEN3_MOE
 from tests.support.configs import make_config
 
 
@@ -97,7 +97,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, problem):
     assert problem is None or problem in problems[0]
 
 
-@pytest.mark.parametrize(("model", "refused"), [(QWEN3, False), (QWEN3_MOE, True), (DEEPSEEK, True)])
+@pytest.mark.parametrize(("model", "refused"), [(QWEN3, False), (QWEN3_MOE, True), (DEEPSEEK, True), (QWEN3_5, True)])
 def test_engines_take_only_adapters_of_dense_models(model, refused):
     short, hf = " data.max_prompt_tokens=32 rollout.max_response_tokens=32", parse_hf_config(model, "x")
     found = engine_rules.model_problems(config(ADAPTER + short), hf)
@@ -161,6 +161,7 @@ def test_models_and_gpus_without_operators_that_both_sides_share_are_refused(mon
     assert of_model(QWEN3) == []
     assert "the router, the experts' products" in of_model(QWEN3_MOE)[0]
     assert "latent attention" in of_model(DEEPSEEK)[-1]
+    assert "gated delta net" in of_model(QWEN3_5)[-1]
     assert "run without GPUs" in of_model(QWEN3, EXACT + "slurm.gpus_per_node=8", elsewhere=True)[0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "run without GPUs" in of_model(QWEN3)[0]

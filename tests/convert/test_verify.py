@@ -16,6 +16,7 @@ from dppo_megatron.convert.job import convert as convert_in_process
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.convert.to_megatron import ToMegatron
+from tests.support.actor_cases import YARN
 from tests.support.model_directories import edit_weights, write_model
 from tests.support.models import CONFIGS
 from tests.support.runs import environment
@@ -47,6 +48,10 @@ def results(tmp_path_factory) -> dict[str, dict]:
         source = write_model(root / family, config, dtype=torch.float32)
         convert_in_process(partial(ToMegatron, source, root / f"{family}-m", TargetLayout(tensor=2, pipeline=2)))
         pairs[family] = source, root / f"{family}-m"
+    kimi = {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, "beta_fast": 1.0}}
+    source = write_model(root / "kimi_k2", {**CONFIGS["deepseek_v3"], **kimi, "initializer_range": 0.15}, torch.float32)
+    convert_in_process(partial(ToMegatron, source, root / "kimi_k2-m", TargetLayout(tensor=2, expert=2)))
+    pairs["kimi_k2"] = source, root / "kimi_k2-m"
     padded = {**CONFIGS["llama"], "initializer_range": 0.15, "vocab_size": 4101, "num_hidden_layers": 1}
     source = write_model(root / "padded", padded, dtype=torch.float32)
     convert_in_process(partial(ToMegatron, source, root / "padded-m", TargetLayout(tensor=2)))
@@ -73,7 +78,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     return dict(zip(pairs, lines, strict=True))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "padded vocabulary"])
+@pytest.mark.parametrize("family", [*FAMILIES, "kimi_k2", "padded vocabulary"])
 def test_logits_of_a_converted_model_are_those_of_the_source(results, family):
     assert results[family]["differs_at"] is None
     assert results[family]["logits"] <= 1e-5

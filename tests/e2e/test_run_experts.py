@@ -10,7 +10,7 @@ import pytest
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.hf import make_random_hf_model
-from tests.support.actor_cases import MLA_MOE, MOE, set_expert_bias
+from tests.support.actor_cases import GLM4_MOE, MLA_MOE, MOE, set_expert_bias
 from tests.support.runs import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
 pytestmark = pytest.mark.engines
@@ -29,6 +29,9 @@ DEEPSEEK_V3 = {
 }
 
 
+GLM_4_5 = {**GLM4_MOE, "head_dim": 32, "n_routed_experts": 16, "moe_intermediate_size": 32}
+
+
 def make_sparse_model(dense: Path, directory: Path, changes: dict) -> Path:
     """The dense model of the other runs with experts in every layer but the first, and its tokenizer."""
     config = json.loads((dense / "config.json").read_text())
@@ -38,12 +41,12 @@ def make_sparse_model(dense: Path, directory: Path, changes: dict) -> Path:
     for file in dense.iterdir():
         if not (directory / file.name).exists() and file.suffix != ".safetensors":
             shutil.copy(file, directory)
-    if changes is DEEPSEEK_V3:
+    if "n_group" in changes:
         set_expert_bias(directory)
     return directory
 
 
-@pytest.mark.parametrize("changes", [QWEN3_MOE, DEEPSEEK_V3], ids=["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("changes", [QWEN3_MOE, DEEPSEEK_V3, GLM_4_5], ids=lambda changes: changes["model_type"])
 def test_experts_route_as_the_engine_did(task, tmp_path, changes):
     sparse_model = make_sparse_model(task / "random_model", tmp_path / "model", changes)
     tree = config_tree(task, tmp_path / "run")

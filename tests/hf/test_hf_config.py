@@ -49,6 +49,11 @@ def test_rotary_settings_of_both_transformers_generations():
         ("llama", {"rope_parameters": {"rope_theta": "x"}},
          ["rope_parameters.rope_theta = 'x': must be int or float"]),
         ("llama", {"rope_theta": -1}, ["rope_theta = -1: must be above 0"]),
+        ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5: not supported"]),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.25}},
+         ["partial_rotary_factor and rope_parameters.partial_rotary_factor: they differ"]),
+        ("glm4_moe", {"partial_rotary_factor": 0.45}, ["partial_rotary_factor = 0.45: rotates 7 of 16 dimensions"]),
+        ("glm4_moe", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor = 1.5: no model has so many"]),
     ],
 )  # fmt: skip
 def test_rotary_settings_that_cannot_be_meant(family, changes, expected):
@@ -59,12 +64,66 @@ def test_rotary_settings_that_cannot_be_meant(family, changes, expected):
 
 def test_families_differ_where_they_should():
     configs = {family: hf.parse_hf_config(raw) for family, raw in CONFIGS.items()}
-    assert {f for f, c in configs.items() if c.qkv_bias} == {"qwen2"}
-    assert {f for f, c in configs.items() if c.qk_norm} == {"qwen3", "qwen3_moe"}
+    assert {f for f, c in configs.items() if c.qkv_bias} == {"qwen2", "glm4_moe"}
+    assert {f for f, c in configs.items() if c.qk_norm} == {
+        "qwen3",
+        "qwen3_moe",
+        "glm4_moe",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    }
+    assert {f: c.rotary_dim for f, c in configs.items() if c.rotary_dim != c.head_dim} == {
+        **dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_5_text", "qwen3_5_moe_text"), 8)
+    }  # fmt: skip
     assert configs["qwen2"].head_dim == 8  # derived
     assert configs["qwen3_moe"].moe.layers == (False, True, True, True)
     assert configs["deepseek_v3"].moe.shared_ffn_hidden_size == 48
     assert configs["deepseek_v3"].head_dim == 16
+
+
+def test_settings_of_glm_that_its_config_decides():
+    raw = {k: v for k, v in CONFIGS["glm4_moe"].items() if k not in ("partial_rotary_factor", "rms_norm_eps")}
+    config = hf.parse_hf_config({**raw, "attention_bias": False, "use_qk_norm": False})
+    assert (config.qkv_bias, config.qk_norm) == (False, False)
+    assert (config.partial_rotary_factor, config.rms_norm_eps) == (0.5, 1e-5)  # defaults of transformers and vLLM
+    new = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}}
+    assert hf.parse_hf_config({**raw, **new}).rotary_dim == 4
+
+
+def test_readers_agree_on_the_dense_layers_of_glm_flash():
+    raw = CONFIGS["glm4_moe_lite"]
+    kinds = ["dense", "dense", "sparse", "sparse"]
+    two = hf.parse_hf_config({**raw, "first_k_dense_replace": 2, "mlp_layer_types": kinds})
+    assert two.moe.layers == (False, False, True, True)
+    for changes in ({"first_k_dense_replace": 2}, {"mlp_layer_types": kinds}):
+        (problem,) = problems_of({**raw, **changes})
+        assert problem.startswith("first_k_dense_replace = ")
+
+
+def test_layers_of_qwen3_5():
+    raw = CONFIGS["qwen3_5_text"]
+    assert hf.parse_hf_config(raw).attention_layers == (1, 3)
+    kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    assert hf.parse_hf_config({**raw, "layer_types": kinds}).attention_layers == (1, 2)
+    changes = {"layer_types": [*kinds, "sliding_attention"], "linear_num_value_heads": 6, "output_gate_type": "sigmoid",
+               "attn_output_gate": False}  # fmt: skip
+    found = problems_of({**raw, **changes})
+    assert [line.split(":")[0] for line in found] == [
+        "layer_types", "layer_types", "linear_num_value_heads = 6", "output_gate_type = 'sigmoid'",
+        "attn_output_gate = False",
+    ]  # fmt: skip
+
+
+def test_a_window_of_mistral_is_refused():
+    raw = {name: value for name, value in CONFIGS["mistral"].items() if name != "sliding_window"}
+    assert problems_of(raw) == ("sliding_window: missing; write null where the model has none",)
+    (problem,) = problems_of({**raw, "sliding_window": 4096})
+    assert problem == "sliding_window = 4096: sliding-window attention is not supported"
+
+
+def test_kimi_k2_is_read_as_deepseek_v3():
+    config = hf.parse_hf_config({**CONFIGS["deepseek_v3"], "model_type": "kimi_k2", "n_group": 1, "topk_group": 1})
+    assert (config.family, config.moe.num_groups) == ("deepseek_v3", 1)
 
 
 def test_end_of_sequence_may_be_one_or_several():

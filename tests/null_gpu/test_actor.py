@@ -19,6 +19,8 @@ from tests.support.flash import OPERATORS
 DENSE = Case("dense")
 MOE = Case("moe", "qwen3_moe")
 MLA = Case("mla", "deepseek")
+GLM = Case("glm", "glm")  # half of each head is rotated
+DELTA = Case("delta", "delta", settings={"model": {"layers": "local"}})  # gated delta net
 # One that computes each prompt again and again, and one in which attention must see a mask, without FlashAttention.
 LORA_WHOLE = Case("lora_whole", settings={"model": {"lora": {"r": 4}}}, prompts=False, steps=("logprobs", "update"))
 LORA_MOE = Case("lora_moe", "qwen3_moe", settings={"model": {"lora": {"r": 4}}}, steps=(*STEPS, "all_waits"))
@@ -28,6 +30,8 @@ CASES = (
     DENSE,
     MOE,
     MLA,
+    GLM,
+    DELTA,
     Case("kernels", kernels=True),
     FP32,
     Case("fp16", settings={"model": {"dtype": "fp16"}}),
@@ -40,6 +44,8 @@ CASES = (
     Case("te", te=True),
     Case("te_moe", "qwen3_moe", te=True),
     Case("te_mla", "deepseek", te=True),
+    Case("te_glm", "glm", te=True),
+    Case("delta_tensor", "delta", ranks=2, settings={"parallel": {"tensor": 2, "sequence": True}}),
     Case("te_tensor", te=True, ranks=2, settings={"parallel": {"tensor": 2, "sequence": True}}),
     Case("tensor", ranks=2, settings={"parallel": {"tensor": 2, "sequence": True}}),
     Case("pipeline", ranks=2, settings={"parallel": {"pipeline": 2}}),
@@ -53,6 +59,8 @@ SAME = {
     **dict.fromkeys(("tensor", "pipeline", "data", "context", "te", "te_tensor", "fp16"), DENSE),
     **dict.fromkeys(("expert", "te_moe"), MOE),
     "te_mla": MLA,
+    "te_glm": GLM,
+    "delta_tensor": DELTA,
     "lora": LORA_WHOLE,
     "lora_moe": SEQUENTIAL,
 }

@@ -65,7 +65,8 @@ REPLAY = {
 # taught has a teacher's list besides the engine's, both over what they left.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
-        **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek")},
+        **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek", "glm")},
+        **{f"{model}:one": {} for model in ("delta", "delta_moe+replay")},
         **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept", "taught")},
     },
     2: {
@@ -84,7 +85,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "qwen3+taught:pp2": DENSE["pp2"],
         **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
-        **{f"deepseek:{name}": EXPERTS[name] for name in ("tp2_sp", "pp2", "cp2", "ep2")},
+        **{
+            f"{model}:{name}": EXPERTS[name]
+            for model in ("deepseek", "glm")
+            for name in ("tp2_sp", "pp2", "cp2", "ep2")
+        },
+        **{f"delta:{name}": DENSE[name] for name in ("tp2", "tp2_sp", "pp2_uneven", "vpp", "dp2_overlap")},
+        **{f"delta_moe+replay:{name}": REPLAY[name] for name in ("tp2_sp", "ep2", "vpp_recompute")},
     },
     4: {
         **{f"qwen3:{name}": layout for name, layout in PAIRS.items()},
@@ -119,6 +126,7 @@ FAST = (
     "qwen3_moe:ep2_allgather",
     "qwen3_moe+replay:vpp_recompute",
     "deepseek:cp2",
+    "delta:tp2_sp",
 )
 NEXT = (  # run with the newest Megatron-core as well: every family, every kind of layout
     "qwen3:tp2_sp",
@@ -136,6 +144,10 @@ NEXT = (  # run with the newest Megatron-core as well: every family, every kind 
     "deepseek:pp2",
     "deepseek:cp2",
     "deepseek:ep2_tp2",
+    "glm:tp2_sp",
+    "delta:tp2_sp",
+    "delta:vpp",
+    "delta_moe+replay:ep2",
 )
 
 
@@ -236,7 +248,7 @@ def _truncate(logprobs: torch.Tensor) -> torch.Tensor:
 
 def _routing(policy: Any, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
     """Return [n, tokens, layers, k] uint8; None for models whose routing transformers does not return."""
-    if policy.config.model_type != "qwen3_moe":
+    if policy.config.model_type not in ("qwen3_moe", "qwen3_5_moe_text"):
         return None
     logits = torch.stack(policy(tokens, output_router_logits=True).router_logits, dim=-2)
     noisy = logits + 0.2 * torch.randn(logits.shape, generator=generator)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.parallel.cases import CASES, write_bank
 from tests.parallel.scenarios import train
-from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE, set_expert_bias
+from tests.support.actor_cases import DEEPSEEK, GLM, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, set_expert_bias
 from tests.support.actor_ranks import run_scenario
 
 
@@ -19,7 +19,9 @@ def models(tmp_path_factory) -> Path:
     from dppo_megatron.hf import make_random_hf_model
 
     root = tmp_path_factory.mktemp("parallel") / "models"
-    for name, config in {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK}.items():
+    configs = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK, "glm": GLM}
+    configs |= {"delta": QWEN3_5, "delta_moe": QWEN3_5_MOE}
+    for name, config in configs.items():
         make_random_hf_model(root / name, config, seed=1)
         set_expert_bias(root / name)
         write_bank(root.parent / "banks" / name, root / name)

@@ -61,7 +61,48 @@ MLA_MOE = {  # what a DeepSeek-V3 adds, in place of head_dim
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
+GLM4_MOE = {  # what a GLM-4.5 adds
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    **{
+        name: MLA_MOE[name]
+        for name in (
+            "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
+            "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob",
+            "num_nextn_predict_layers",
+        )
+    },
+}  # fmt: skip
+DELTA_NET = {  # what a Qwen3.5 adds
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Heads that are not too small, and a larger epsilon: the norm of small outputs amplifies rounding.
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rms_norm_eps": 1e-3,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "partial_rotary_factor": 0.5,
+}
+DELTA_MOE = {
+    **DELTA_NET,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
 QWEN3_MOE = {**QWEN3, **MOE}
+QWEN3_5 = {**QWEN3, **DELTA_NET}
+QWEN3_5_MOE = {**QWEN3, **DELTA_MOE}
+GLM = {**QWEN3, **GLM4_MOE}
 DEEPSEEK = {**{name: value for name, value in QWEN3.items() if name != "head_dim"}, **MLA_MOE}
 YARN = {
     "rope_type": "yarn",

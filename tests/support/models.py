@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
-from tests.support.actor_cases import MLA_MOE, MOE
+from tests.support.actor_cases import DELTA_MOE, DELTA_NET, GLM4_MOE, MLA_MOE, MOE
 
 _BASE = {
     "hidden_size": 32,
@@ -22,6 +22,7 @@ _BASE = {
     "hidden_act": "silu",
     "initializer_range": 0.2,  # large enough for logits that tell models apart
 }
+_GROUPS = {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 CONFIGS = {
     "qwen3": {**_BASE, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True},
     "qwen2": {**_BASE, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False},
@@ -33,11 +34,28 @@ CONFIGS = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "n_shared_experts": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        **_GROUPS,
     },
+    "mistral": {**_BASE, "architectures": ["MistralForCausalLM"], "head_dim": 16, "sliding_window": None},
+    # Compared with the experts of DeepSeek-V3, half of each head is rotated and queries have biases and norms.
+    "glm4_moe": {**_BASE, **GLM4_MOE, "n_routed_experts": 4, "num_experts_per_tok": 2, **_GROUPS},
+    "glm4_moe_lite": {
+        **_BASE,
+        **MLA_MOE,
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        **_GROUPS,
+    },
+}
+_DELTA = {
+    **{"head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "rms_norm_eps": 1e-3},
+    **{"layer_types": None, "full_attention_interval": 2, "initializer_range": 0.15},
+}
+CONFIGS |= {
+    "qwen3_5_text": {**_BASE, **DELTA_NET, **_DELTA, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {**_BASE, **DELTA_MOE, **_DELTA, "num_experts": 4},
 }
 EXPERT_FAMILIES = tuple(name for name, config in CONFIGS.items() if {"num_experts", "n_routed_experts"} & config.keys())
 
@@ -49,6 +67,7 @@ def build_gpt(
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     config = _transformer_config(hf, tp, pp, vpp, ep, etp or (1 if ep > 1 else tp))
     chunks = []
@@ -58,6 +77,8 @@ def build_gpt(
         )
         if hf.mla is not None:
             _latent_attention_without_te(spec)
+        if hf.delta_net is not None:
+            _own_layers(spec, hf, get_transformer_layer_offset(config, stage if vpp else None))
         chunks.append(
             GPTModel(
                 config=config,
@@ -67,12 +88,31 @@ def build_gpt(
                 pre_process=ps.get_pipeline_model_parallel_rank() == 0 and stage == 0,
                 post_process=ps.get_pipeline_model_parallel_rank() == pp - 1 and stage == (vpp or 1) - 1,
                 share_embeddings_and_output_weights=hf.tied_embeddings,
-                position_embedding_type="rope",
+                position_embedding_type="rope" if hf.delta_net is None else "none",
                 rotary_base=hf.rope_theta,
+                rotary_percent=hf.partial_rotary_factor,
                 vp_stage=stage if vpp else None,
             )
         )
+        chunks[-1].hf = hf
     return chunks
+
+
+def _own_layers(spec, hf: HFModelConfig, offset: int) -> None:
+    """Use the trainer's layers: Megatron has gated delta net and its norms only with TransformerEngine."""
+    from dppo_megatron.actor.local.attention import PackedAttention
+    from dppo_megatron.actor.model import _use_delta_net, _use_own_modules
+
+    _use_own_modules(spec, PackedAttention)
+    _use_delta_net(spec, hf.delta_net.layers[offset:])
+
+
+def _packed(hf: HFModelConfig, token_ids: torch.Tensor):
+    from dppo_megatron.actor.batch.packing import Packer, sequence
+    from dppo_megatron.hf import inverse_frequencies
+
+    packer = Packer(torch.device("cpu"), torch.float32, inverse_frequencies(hf), delta_net=True)
+    return packer(sequence(token_ids[0].numpy())).packed
 
 
 def _latent_attention_without_te(spec) -> None:
@@ -101,8 +141,9 @@ def logits_of(chunk, token_ids: torch.Tensor) -> torch.Tensor:
     """[1, T, V / tp] of one unpacked sequence [1, T]; single pipeline stage."""
     length = token_ids.shape[1]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
+    packed = {} if chunk.hf.delta_net is None else {"packed_seq_params": _packed(chunk.hf, token_ids)}
     with torch.no_grad():
-        return chunk(token_ids, torch.arange(length)[None], mask)
+        return chunk(token_ids, torch.arange(length)[None], mask, **packed)
 
 
 def _transformer_config(hf: HFModelConfig, tp: int, pp: int, vpp: int | None, ep: int, etp: int):

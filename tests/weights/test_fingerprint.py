@@ -227,6 +227,41 @@ def test_the_workers_of_an_engine_add_up(weight, place):
     assert of_workers(workers)[1] == ["layer 0"]
 
 
+def test_gated_delta_net_is_summed_like_the_tensors_that_vllm_fuses(weight):
+    """Queries, keys and values are one tensor in Hugging Face and three parts in vLLM, which shards them separately."""
+    qkv, z, b, a = weight[:32], weight[32:48], weight[48:52], weight[52:56]
+    logs, bias = weight[0, :4].clone(), weight[1, :4].clone()
+    names = {"in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": b, "in_proj_a": a}
+    expected: dict[str, int] = {}
+    for name, tensor in names.items():
+        add(expected, f"model.layers.2.linear_attn.{name}.weight", tensor)
+    for name, tensor in {"A_log": logs, "dt_bias": bias}.items():
+        add(expected, f"model.layers.2.linear_attn.{name}", tensor)
+
+    def worker(rank: int, size: int, qkv=qkv) -> dict[str, tuple[int, int]]:
+        parts = [*qkv.split([8, 8, 16]), z]
+        fused = torch.cat([part.chunk(size)[rank] for part in parts])
+        sizes = [len(part) // size for part in parts]
+        at = {"tp_rank": rank, "tp_size": size}
+        small = torch.cat([part.chunk(size)[rank] for part in (b, a)])
+        modules = {
+            ".in_proj_qkvz": module("ColumnParallelLinear", weight=fused, output_partition_sizes=sizes, **at),
+            ".in_proj_ba": module("ColumnParallelLinear", weight=small, output_partition_sizes=[4 // size] * 2, **at),
+            "": module("GatedDeltaNetAttention", A_log=logs.chunk(size)[rank], dt_bias=bias.chunk(size)[rank], **at),
+        }
+        shares: dict[str, tuple[int, int]] = {}
+        for name, part in modules.items():
+            add_shares(shares, module_shares(f"model.layers.2.linear_attn{name}", part, set()))
+        return shares
+
+    for size in (1, 2):
+        assert of_workers([worker(rank, size) for rank in range(size)]) == (expected, [])
+        wrong = [worker(rank, size, qkv=qkv.roll(8, 0)) for rank in range(size)]
+        assert of_workers(wrong)[0] != expected
+    convolution = module("ColumnParallelLinear", weight=weight[:, None], tp_rank=0, tp_size=2)
+    assert module_shares("model.layers.2.linear_attn.conv1d", convolution, set()) == {"layer 2": None}
+
+
 def test_what_every_worker_of_sglang_has_is_a_copy(weight):
     """A linear layer that is not sharded names no group."""
     linear = module("ColumnParallelLinear", weight=weight, tp_group=None)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dppo_megatron.actor.flash import FlashPlan, can_use_flash, plan_flash
 from dppo_megatron.actor.layout import Layout
+from dppo_megatron.actor.local.delta_rule import ChunkPlan, plan_chunks
 from dppo_megatron.actor.local.segments import SegmentPlan, plan_segments
 from dppo_megatron.actor.model_config import dtype, use_transformer_engine
 from dppo_megatron.actor.precision import row_multiple
@@ -39,12 +40,14 @@ class PackedSequences(PackedSeqParams):
 
     rows: [n] rows of this rank's hidden states that the head is given, at least one.
     plan, rope: for `PackedAttention`; None if TransformerEngine attends and if Megatron rotates.
+    chunks: for `GatedDeltaNet`; None for models without.
     replay: for `RoutingReplay`; None if every router chooses itself.
     """
 
     rows: Int[Tensor, " n"] | None = None
     plan: SegmentPlan | FlashPlan | None = None
-    rope: tuple[Float[Tensor, "T 1 d"], Float[Tensor, "T 1 d"]] | None = None
+    rope: tuple[Float[Tensor, "T 1 r"], Float[Tensor, "T 1 r"]] | None = None
+    chunks: ChunkPlan | None = None
     replay: ReplayedExperts | None = None
 
 
@@ -82,6 +85,7 @@ class Packer:
     equal_group: ranks that need equally many rows of each micro-batch, else None.
     held_layers: for routing replay, this rank's layers with experts, counted among all layers with experts; else None.
     vocab_size: token ids must be smaller. None = they are not checked.
+    delta_net: whether layers of gated delta net need a plan.
     """
 
     device: torch.device
@@ -98,6 +102,7 @@ class Packer:
     equal_group: dist.ProcessGroup | None = None
     held_layers: tuple[int, ...] | None = None
     vocab_size: int | None = None
+    delta_net: bool = False
 
     @classmethod
     def of(cls, hf: HFModelConfig, config: Config, layout: Layout, held_layers: tuple[int, ...] | None) -> Packer:
@@ -118,6 +123,7 @@ class Packer:
             equal_group=layout.expert_group if gathers and layout.expert_group.size() > 1 else None,
             held_layers=held_layers,
             vocab_size=hf.vocab_size,
+            delta_net=hf.delta_net is not None,
         )
 
     def whole_rounds(self, batches: Sequence[TokenBatch], whole_sequences: bool = False) -> list[MicroBatch]:
@@ -174,7 +180,7 @@ class Packer:
     def _shared(self, batch: TokenBatch) -> SharedRows | None:
         if batch.shared_prefix is None or not batch.shared_prefix.any():
             return None
-        if not self.own_attention or self.context_size > 1 or self.held_layers is not None:
+        if not self.own_attention or self.delta_net or self.context_size > 1 or self.held_layers is not None:
             raise ValueError("train.share_prefixes: these layers compute whole sequences; see `prefix_problems`")
         return shared_rows(batch.cu_seqlens.cpu(), batch.shared_prefix.cpu())
 
@@ -275,6 +281,7 @@ class Packer:
             rows=rows,
             plan=plan,
             rope=rope,
+            chunks=plan_chunks(cu_seqlens).to(self.device) if self.delta_net else None,
             replay=replay,
         )
 

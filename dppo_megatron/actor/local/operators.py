@@ -9,24 +9,36 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dppo_megatron.common.row_math import rms_norm, rotated
+from dppo_megatron.common.row_math import rms_norm as normalise
+from dppo_megatron.common.row_math import rotated
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Supports sequence parallelism, unlike Megatron's torch norm: the weight is marked for the gradient reduction."""
+    """Supports sequence parallelism, unlike Megatron's torch norm: the weight is marked for the gradient reduction.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # one fused kernel there, a dozen passes on the CPU
-            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        if self.zero_centered:  # 1 + weight would lose digits in 16 bits
+            return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Float[Tensor, "... d"], weight: Float[Tensor, " d"], eps: float | None) -> Float[Tensor, "... d"]:
+    """Return weight x / rms(x) in the dtype of x."""
+    if x.is_cuda:  # one fused kernel there, a dozen passes on the CPU
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -34,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, normed, scale = rms_norm(x, weight, eps)
+        out, normed, scale = normalise(x, weight, eps)
         ctx.save_for_backward(normed, scale, weight)
         return out
 
@@ -49,10 +61,16 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(
-    x: Float[Tensor, "T h d"], cos: Float[Tensor, "T 1 d"], sin: Float[Tensor, "T 1 d"]
+    x: Float[Tensor, "T h d"], cos: Float[Tensor, "T 1 r"], sin: Float[Tensor, "T 1 r"]
 ) -> Float[Tensor, "T h d"]:
-    """Rotate the pairs (i, i + d/2) of each head by the angles of its row (the layout of Hugging Face weights)."""
-    return _Rotate.apply(x, cos, sin)
+    """Rotate the pairs (i, i + r/2) of each head by the angles of its row (the layout of Hugging Face weights).
+
+    The first r of a head's d dimensions are rotated; the others pass through.
+    """
+    rotated_dims = cos.shape[-1]
+    if rotated_dims == x.shape[-1]:
+        return _Rotate.apply(x, cos, sin)
+    return torch.cat((_Rotate.apply(x[..., :rotated_dims], cos, sin), x[..., rotated_dims:]), dim=-1)
 
 
 class _Rotate(torch.autograd.Function):

@@ -233,4 +233,4 @@ def _kv_bytes_per_token(config: Config, model_path: Path) -> int:
     else:
         # Each GPU has its share of the heads, at least one.
         per_layer = 2 * max(1, model.num_kv_heads // config.engine.tensor_parallel) * model.head_dim
-    return model.num_layers * per_layer * DTYPES[config.engine.dtype].bytes
+    return len(model.attention_layers) * per_layer * DTYPES[config.engine.dtype].bytes

@@ -6,6 +6,7 @@ This module starts no process, and imports torch only inside functions that need
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 DRAFTS = "dppo_megatron.engines.vllm.extension.drafts.BankDrafts"
 ON_GPUS = "vLLM's model runner for GPUs draws in another way, and drafts have not been run there"
+CPU_STUBS = Path(__file__).parent / "cpu"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 
 
@@ -58,20 +60,24 @@ class Vllm(EngineKind):
         return [f"engine.draft_tokens = {e.draft_tokens}: {why}; set it to 0" for is_so, why in why_not if is_so]
 
     def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
-        if not config.engine.draft_tokens or hf.mla is None:
+        kind = "latent attention" if hf.mla else "gated delta net" if hf.delta_net else None
+        if not config.engine.draft_tokens or kind is None:
             return []
-        return [
-            f"engine.draft_tokens = {config.engine.draft_tokens}: it is not tested with latent attention; set it to 0"
-        ]
+        return [f"engine.draft_tokens = {config.engine.draft_tokens}: it is not tested with {kind}; set it to 0"]
 
     def gpu_problems(self, config: Config) -> list[str]:
         tokens = config.engine.draft_tokens
         return [f"engine.draft_tokens = {tokens}: {ON_GPUS}; set it to 0"] if tokens else []
 
     def cpu_problems(self, config: Config) -> list[str]:
-        if not config.engine.expert_parallel:
-            return []
-        return ["engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false"]
+        e, out = config.engine, []
+        if e.expert_parallel:
+            out.append("engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false")
+        if e.dtype != "bf16" and _has_delta_net(config.model.path):
+            out.append(
+                f"engine.dtype = {e.dtype}: vLLM's gated delta net on CPUs computes in bf16 only; set it to bf16"
+            )
+        return out
 
     def stage_layers(self, layers: int, stages: int) -> list[int]:
         # vllm/distributed/utils.py, get_pp_indices, gives the remainder to the last stages except the very last, which
@@ -147,7 +153,10 @@ class Vllm(EngineKind):
                 "--no-enable-chunked-prefill",
                 *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
             ]
-            if read_hf_config(model).mla is None:
+            hf = read_hf_config(model)
+            if hf.delta_net is not None:
+                argv += ["--no-enable-prefix-caching"]  # states are cached only with chunked prefill
+            if hf.mla is None:
                 # The smallest block of the CPU's attention; the default is 128. Requests share only whole blocks of a
                 # prompt.
                 argv += ["--block-size", "32"]
@@ -189,4 +198,17 @@ class Vllm(EngineKind):
                 # Eager mode still compiles some small functions, which would take 2 s before the first publish.
                 "TORCHDYNAMO_DISABLE": "1",
             }
+            if _has_delta_net(config.model.path):
+                variables["PYTHONPATH"] = os.pathsep.join(
+                    (str(CPU_STUBS), *filter(None, [os.environ.get("PYTHONPATH")]))
+                )
         return variables | config.engine.env
+
+
+def _has_delta_net(model: Path) -> bool:
+    from dppo_megatron.hf import ModelError, read_hf_config
+
+    try:
+        return read_hf_config(model).delta_net is not None
+    except ModelError:  # reported by the checks of the model
+        return False

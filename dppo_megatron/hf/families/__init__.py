@@ -8,8 +8,10 @@ from __future__ import annotations
 from .deepseek_v3 import DEEPSEEK_V3
 from .dense import DENSE
 from .family import Family
+from .glm4_moe import GLM4_MOE
+from .qwen3_5 import QWEN3_5
 from .qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*DENSE, QWEN3_MOE, DEEPSEEK_V3)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*DENSE, QWEN3_MOE, DEEPSEEK_V3, *GLM4_MOE, *QWEN3_5)}
 
 __all__ = ["FAMILIES", "Family"]

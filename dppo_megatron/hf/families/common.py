@@ -2,9 +2,72 @@
 
 from __future__ import annotations
 
-from dppo_megatron.hf.hf_config import HFModelConfig, MoEConfig
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import AliasChoices, Field
+
+from dppo_megatron.hf.hf_config import MTP_NAMES, HFModelConfig, MoEConfig
 from dppo_megatron.hf.operations import QKV, GateUp, Operation, Replicated, Sharded, Vocabulary
+from dppo_megatron.hf.raw_config import Experts, FromZero, RawConfig, Size
 from dppo_megatron.hf.rules import HFTensor, MegatronLayout, Rule
+
+# Readers have different defaults for these keys of `SigmoidExpertsConfig`. The keys of the first line may be null.
+_NULLABLE = ("n_shared_experts", "n_group", "topk_group")
+_STATED = ("first_k_dense_replace", "routed_scaling_factor")
+_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+
+
+class SigmoidExpertsConfig(RawConfig):
+    """Contains the keys of DeepSeek-V3's experts and router, which other families share."""
+
+    n_routed_experts: Experts = Field(validation_alias=AliasChoices("n_routed_experts", "num_local_experts"))
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
+    n_shared_experts: FromZero = 0
+    first_k_dense_replace: FromZero = 0
+    n_group: Experts | None = None
+    topk_group: Experts | None = None
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+    moe_layer_freq: int = 1
+    num_nextn_predict_layers: FromZero = Field(0, validation_alias=AliasChoices(*MTP_NAMES))
+
+    def experts(self) -> MoEConfig:
+        return MoEConfig(
+            num_experts=self.n_routed_experts,
+            top_k=self.num_experts_per_tok,
+            ffn_hidden_size=self.moe_intermediate_size,
+            layers=tuple(i >= self.first_k_dense_replace for i in range(self.num_hidden_layers)),
+            norm_topk_prob=self.norm_topk_prob,
+            score_function="sigmoid",
+            shared_ffn_hidden_size=self.moe_intermediate_size * self.n_shared_experts,
+            expert_bias=True,
+            num_groups=self.n_group,
+            topk_groups=self.topk_group,
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
+
+    def mtp_layers(self) -> int:
+        return self.num_nextn_predict_layers
+
+    def problems(self, given: Mapping[str, Any]) -> list[str]:
+        out = [
+            f"{name} = {getattr(self, name)!r}: only {only!r} is supported"
+            for name, only in _ONLY.items()
+            if getattr(self, name) != only
+        ]
+        out += [f"{name}: missing" for name in _STATED if given.get(name) is None]
+        out += [missing_null(name) for name in _NULLABLE if name not in given]
+        if (self.n_group or 1) > 1 and not self.topk_group:
+            out.append(f"topk_group = {self.topk_group}: n_group = {self.n_group} needs it")
+        return out
+
+
+def missing_null(name: str) -> str:
+    return f"{name}: missing; write null where the model has none"
 
 
 def decoder_rules(
@@ -37,14 +100,18 @@ def ends(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
 
 
 def grouped_query_attention(config: HFModelConfig) -> tuple[Rule, ...]:
-    """Return the rules of input norm, fused QKV (and bias), per-head query and key norms, output projection."""
-    layers = all_layers(config)
+    """Return the rules of input norm, fused QKV (and bias), per-head query and key norms, output projection.
+
+    In a model with gated delta net, the projection of queries also has the output gate.
+    """
+    layers, gated = config.attention_layers, config.delta_net is not None
     hidden, dim = config.hidden_size, config.head_dim
-    rows = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
-    qkv = QKV(config.num_heads, config.num_kv_heads, dim)
+    outputs, kv = config.num_heads * dim, config.num_kv_heads * dim
+    rows = {"q": outputs * (1 + gated), "k": kv, "v": kv}
+    qkv = QKV(config.num_heads, config.num_kv_heads, dim, gated)
     fused = "self_attention.linear_qkv"
     weights = tuple((f"self_attn.{p}_proj.weight", (n, hidden)) for p, n in rows.items())
-    out = (("self_attn.o_proj.weight", (hidden, rows["q"])),)
+    out = (("self_attn.o_proj.weight", (hidden, outputs)),)
     norms = ("input_layernorm.weight", f"{fused}.layer_norm_weight")
     rules = [
         norm(layers, norms, "input_layernorm.weight", hidden),
@@ -90,18 +157,30 @@ def swiglu(
 
 
 def routed_experts(config: HFModelConfig, moe: MoEConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Return the rules of pre-MLP norm, router and experts.
+    """Return the rules of pre-MLP norm, router (and correction bias), experts (and shared experts).
 
     Experts are one module each (local spec) or one numbered weight each (grouped).
     """
     hidden = config.hidden_size
     router = (("mlp.gate.weight", (moe.num_experts, hidden)),)
     linear = _expert_names("linear_fc1"), _expert_names("linear_fc2")
-    return (
+    rules = [
         norm(layers, ("pre_mlp_layernorm.weight",), "post_attention_layernorm.weight", hidden),
         layer_rule(layers, ("mlp.router.weight",), router, Replicated()),
         *swiglu(config, layers, *linear, "mlp.experts.{expert}", moe.ffn_hidden_size, moe.num_experts),
-    )
+    ]
+    if moe.expert_bias:
+        bias = (("mlp.gate.e_score_correction_bias", (moe.num_experts,)),)
+        # Readers expect fp32: bf16 would change the selection of experts.
+        rules.append(layer_rule(layers, ("mlp.router.expert_bias",), bias, Replicated(), keep_dtype=True))
+    if shared := moe.shared_ffn_hidden_size:
+        fc1, fc2 = ((f"mlp.shared_experts.linear_{fc}.weight",) for fc in ("fc1", "fc2"))
+        name = "mlp.shared_expert" if moe.shared_gate else "mlp.shared_experts"
+        rules += swiglu(config, layers, fc1, fc2, name, shared)
+        if moe.shared_gate:
+            gate = (("mlp.shared_expert_gate.weight", (1, hidden)),)
+            rules.append(layer_rule(layers, ("mlp.shared_experts.gate_weight",), gate, Replicated()))
+    return tuple(rules)
 
 
 def _expert_names(linear: str) -> tuple[str, str]:

@@ -22,5 +22,7 @@ class Family:
     qk_norm: bool = False  # a norm of each head's queries and keys
     head_dim: int | None = None  # default where config.json has none; None = hidden size / heads
     rope_types: tuple[str, ...] = ("default",)  # supported names of `raw_config.ROPE_TYPES`
+    partial_rotary: float | None = None  # default share of a head's dimensions that is rotated; None = always all
+    wrapper: str | None = None  # architecture of directories that have this model as `text_config`
     raw: type[RawConfig] = RawConfig  # the keys of its config.json
     rules: Callable[[HFModelConfig, MegatronLayout], tuple[Rule, ...]] = decoder_rules

@@ -127,6 +127,9 @@ def resume(rank: Rank) -> Any:
             "experts": {"model": "qwen3_moe", "expert": 2},
             "whole_experts": {"model": "qwen3_moe", "tensor": 2, "sequence": True, "expert_tensor": 1},
             "latent": {"model": "deepseek", "tensor": 2, "sequence": True},
+            "partial_rotary": {"model": "glm4_moe", "tensor": 2, "sequence": True},
+            "delta_net": {"model": "qwen3_5", "tensor": 2, "sequence": True},
+            "delta_net_stages": {"model": "qwen3_5", "pipeline": 2},
             "bf16": {"tensor": 2, "settings": {"dtype": "bf16"}},
         }
     optimizer = {"decay": "linear", "warmup_updates": 3, "weight_decay": 0.1}

@@ -13,7 +13,7 @@ from tests.support.actor_ranks import Rank
 from .parts import topk
 
 LENGTH, COUNT = 24, 3
-MODELS = {"qwen3": {}, "qwen3_moe": {}, "deepseek": {}, "moonlight": {}, "lora": {"lora": {"r": 4}}}
+MODELS = {"qwen3": {}, "qwen3_moe": {}, "deepseek": {}, "moonlight": {}, "glm4_moe": {}, "lora": {"lora": {"r": 4}}}
 
 
 def batch():

@@ -19,6 +19,19 @@ SOME = ("q_proj", "v_proj", "up_proj", "down_proj")
 SOME_EXPERTS = ("q_proj", "v_proj", "experts.0.gate_proj", "experts.0.down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+DELTA_NET = (
+    *LATENT[4:],
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
+)
+SOME_DELTA_NET = ("q_proj", "in_proj_qkv", "in_proj_a", "up_proj")
+
 
 def settings(targets: tuple[str, ...] | None = None, **changes: Any) -> dict[str, Any]:
     lora = {"r": R, "alpha": ALPHA} | ({"targets": list(targets)} if targets else {})
@@ -185,6 +198,7 @@ def resume(rank: Rank) -> dict[str, Any]:
             "virtual": {"pipeline": 2, "virtual_pipeline": 2},
             "apart": {"model": "qwen3_moe", "expert": 2},
             "latent": {"model": "deepseek", "tensor": 2, "sequence": True, "settings": settings(LATENT)},
+            "delta_net": {"model": "qwen3_5", "tensor": 2, "sequence": True, "settings": settings(DELTA_NET)},
         }
 
     def lose_all(actor: Any) -> None:

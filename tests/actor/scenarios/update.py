@@ -215,7 +215,23 @@ def variants(rank: Rank) -> Any:
 
 
 def against_transformers(rank: Rank) -> Any:
-    return {family: _against_transformers(rank, family) for family in ("qwen3", "llama")}
+    return {family: _against_transformers(rank, family) for family in ("qwen3", "llama", "qwen3_5", "qwen3_5_moe")}
+
+
+def delta_net_against_transformers(rank: Rank) -> Any:
+    """Compare gated delta net in layouts of two ranks."""
+    layouts = {
+        "tensor": {"tensor": 2},
+        "sequence": {"tensor": 2, "sequence": True},
+        "recompute": {"tensor": 2, "sequence": True, "settings": {"recompute": "full"}},
+    }
+    found = {name: _against_transformers(rank, "qwen3_5", **layout) for name, layout in layouts.items()}
+    experts = {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}
+    return found | {"experts": _against_transformers(rank, "qwen3_5_moe", **experts)}
+
+
+WITH_BIAS = ("deepseek", "moonlight", "kimi_k2", "glm4_moe")
+WITH_EXPERTS = ("qwen3_moe", *WITH_BIAS)
 
 
 def experts_against_transformers(rank: Rank) -> Any:
@@ -228,7 +244,7 @@ def experts_against_transformers(rank: Rank) -> Any:
         }
     return {
         (family, name): _against_transformers(rank, family, **layout)
-        for family in ("qwen3_moe", "deepseek", "moonlight")
+        for family in WITH_EXPERTS
         for name, layout in layouts.items()
     }
 
@@ -256,7 +272,7 @@ def _against_transformers(rank: Rank, family: str, **layout: Any) -> dict[str, A
         "score": (torch.as_tensor(score), scored),
         "loss": (stats.loss, float(loss)),
         "grad_norm": (stats.grad_norm, float(norm)),
-        "frozen_biases": (len(biases) if frozen else None, 3 if family in ("deepseek", "moonlight") else 0),
+        "frozen_biases": (len(biases) if frozen else None, 3 if family in WITH_BIAS else 0),
     }
 
 

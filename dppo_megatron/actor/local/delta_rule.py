@@ -1,0 +1,117 @@
+"""Computes the gated delta rule and its causal convolution for packed sequences, with plain torch operators.
+
+A head has a state S [dk, dv], 0 at the start of a sequence. For each row with query q, key k, value v, decay a (the
+logarithm, at most 0) and step size b (https://arxiv.org/abs/2412.06464):
+
+    S = exp(a) S,    S = S + k b (v - S^T k)^T,    output S^T q
+
+Rows are processed in chunks of a sequence. All chunks are prepared at once; then step i passes the state through the
+i-th chunk of all sequences that have one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+CHUNK = 64  # rows; a larger one needs fewer steps and more work per row
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Maps T packed rows to places in chunks, in the order of steps. Planned once for a micro-batch.
+
+    Example with chunks of 4: sequences of 3 and 6 rows have 1 and 2 chunks, so `steps` is (2, 1). Places 0 to 3 are
+    rows 3 to 6 of the longer sequence, 4 to 6 the rows of the shorter one, 8 and 9 the rest; the others are padding.
+    """
+
+    steps: tuple[int, ...]  # sequences that have a chunk at each step; those with more chunks come first
+    rows: Int[Tensor, " N"]  # packed row at each place, T at padding
+    places: Int[Tensor, " T"]  # place of each packed row
+    columns: Int[Tensor, "T 1"]  # number of each packed row within its sequence
+
+    def to(self, device: torch.device) -> ChunkPlan:
+        return ChunkPlan(self.steps, self.rows.to(device), self.places.to(device), self.columns.to(device))
+
+
+def plan_chunks(bounds: Int[Tensor, " S+1"], chunk: int = CHUNK) -> ChunkPlan:
+    """Plan the chunks of the sequences bounded by `bounds` (first 0, last T), on the CPU."""
+    lengths = bounds.long().diff()
+    counts = -(-lengths // chunk)
+    order = torch.sort(counts, descending=True, stable=True).indices
+    number = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+    steps = [int((counts > step).sum()) for step in range(int(counts.max()))]
+    first = F.pad(torch.tensor(steps).cumsum(0), (1, 0))
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    columns = torch.arange(int(bounds[-1])) - bounds[:-1].long()[sequence]
+    places = (first[columns // chunk] + number[sequence]) * chunk + columns % chunk
+    rows = torch.full((int(first[-1]) * chunk,), len(places)).index_copy_(0, places, torch.arange(len(places)))
+    return ChunkPlan(tuple(steps), rows, places, columns[:, None])
+
+
+def causal_convolution(
+    x: Float[Tensor, "T c"], weight: Float[Tensor, "c 1 k"], columns: Int[Tensor, "T 1"]
+) -> Float[Tensor, "T c"]:
+    """Return for each channel the sum of its last k rows times `weight`, without rows of an earlier sequence."""
+    taps = weight.squeeze(1).unbind(-1)
+    out = x * taps[-1]
+    for back, tap in enumerate(reversed(taps[:-1]), start=1):
+        earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
+        out = out + torch.where(columns >= back, earlier, 0.0) * tap
+    return out
+
+
+def gated_delta_rule(
+    query: Float[Tensor, "T g dk"],
+    key: Float[Tensor, "T g dk"],
+    value: Float[Tensor, "T h dv"],
+    decay: Float[Tensor, "T h"],
+    beta: Float[Tensor, "T h"],
+    plan: ChunkPlan,
+) -> Float[Tensor, "T h dv"]:
+    """Return the outputs in fp32. Heads of queries and keys are shared by h / g value heads. No collectives.
+
+    Queries and keys are normalised to length 1 first, and queries divided by sqrt(dk).
+    """
+    size = len(plan.rows) // sum(plan.steps)
+    shared = value.shape[1] // query.shape[1]
+
+    def chunked(x: Tensor) -> Tensor:  # [chunks, heads, size, ...]
+        padded = F.pad(x.float(), (0, 0) * (x.dim() - 1) + (0, 1)).index_select(0, plan.rows)
+        return padded.view(-1, size, *x.shape[1:]).transpose(1, 2)
+
+    q, k = (chunked(_unit(x)).repeat_interleave(shared, dim=1) for x in (query, key))
+    v, total, step_size = chunked(value), chunked(decay).cumsum(-1), chunked(beta)[..., None]
+    q = q * query.shape[-1] ** -0.5
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+    fading = total.exp()[..., None]
+    # Rows of a chunk correct one another: (1 + system) x = b [v, exp(a) k], of which `system` is below the diagonal.
+    stepped = k * step_size
+    system, right = (stepped @ k.mT) * between, torch.cat((v * step_size, stepped * fading), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    inside, q = (q @ k.mT) * between, q * fading
+    last = total[..., -1:]
+    k, fading = (k * (last - total).exp()[..., None]).mT, last.exp()[..., None]
+    out, at = [], 0
+    state = q.new_zeros(plan.steps[0], q.shape[1], q.shape[-1], v.shape[-1])
+    for count in plan.steps:
+        here, state = slice(at, at + count), state[:count]
+        added = new[here] - read[here] @ state
+        out.append(q[here] @ state + inside[here] @ added)
+        state = state * fading[here] + k[here] @ added
+        at += count
+    return torch.cat(out).transpose(1, 2).flatten(0, 1).index_select(0, plan.places)
+
+
+def _unit(x: Tensor) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

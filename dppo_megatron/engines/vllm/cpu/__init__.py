@@ -1,0 +1,1 @@
+"""Stand-ins for packages that vLLM imports and a machine without CUDA lacks."""

@@ -1,0 +1,89 @@
+"""Reads the text model of a directory that also has a vision model, for `convert hf-to-hf`.
+
+Published Qwen3.5 directories have the keys of the text model in `text_config` and its tensors below
+`model.language_model`. Some store the experts of a layer in one tensor: gate above up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dppo_megatron.common.files import read_foreign_json
+
+from .families import FAMILIES
+from .hf_config import HFModelConfig
+from .parse_config import parse_hf_config
+from .safetensors_file import TensorInfo
+from .weight_source import WeightSource
+
+_ABOVE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")  # keys that may be outside text_config
+_LEFT_OUT = re.compile(r"(model\.)?visual\..*")
+_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
+
+
+def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return config.json of the text model in `raw`, the config.json of a model with vision; None for other models."""
+    named, text = raw.get("architectures"), raw.get("text_config")
+    for family in FAMILIES.values():
+        if family.wrapper is not None and named == [family.wrapper] and isinstance(text, Mapping):
+            above = {name: raw[name] for name in _ABOVE if name in raw}
+            return {**above, **text, "architectures": [family.architecture], "model_type": family.name}
+    return None
+
+
+def read_text_config(directory: Path) -> HFModelConfig | None:
+    """Return the text model's config of a directory with a vision model; None for other directories.
+
+    Raises `ModelError` as `parse_hf_config` does.
+    """
+    try:
+        raw = read_foreign_json(directory / "config.json")
+    except (OSError, ValueError):
+        return None
+    text = text_config(raw) if isinstance(raw, Mapping) else None
+    return None if text is None else parse_hf_config(text, f"text_config of {directory / 'config.json'}")
+
+
+class TextWeights:
+    """Provides the tensors of the text model under the names of a directory without vision; a `WeightSource`."""
+
+    def __init__(self, stored: WeightSource):
+        self._stored = stored
+        self._places: dict[str, tuple[str, int | None, slice]] = {}  # tensor, expert and its rows
+        self._tensors: dict[str, TensorInfo] = {}
+        for name, info in stored.tensors.items():
+            if not _LEFT_OUT.fullmatch(name):
+                self._place(name, info)
+
+    def _place(self, stored: str, info: TensorInfo) -> None:
+        name = stored.replace("model.language_model.", "model.", 1)
+        fused = _EXPERTS.fullmatch(name)
+        if fused is None:
+            self._places[name], self._tensors[name] = (stored, None, slice(None)), info
+            return
+        experts, rows, columns = info.shape
+        parts = {"down": slice(rows)}
+        if fused[2] == "gate_up":
+            parts = {"gate": slice(rows // 2), "up": slice(rows // 2, rows)}
+        for expert in range(experts):
+            for part, of_part in parts.items():
+                own = f"{fused[1]}.{expert}.{part}_proj.weight"
+                self._places[own] = stored, expert, of_part
+                self._tensors[own] = TensorInfo(info.dtype, (rows // len(parts), columns))
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def tensor(self, name: str) -> Tensor:
+        stored, expert, rows = self._places[name]
+        tensor = self._stored.tensor(stored)
+        return tensor if expert is None else tensor[expert][rows]
+
+    def release(self) -> None:
+        self._stored.release()
