@@ -86,6 +86,9 @@ CLAIMS = (
     ),
 )
 
+# Conditions with the rates of the search at f = 0.01 and no search of their own: they have intervals and no verdict.
+ARMS = ("mismatch", "stale-8", "experts", "experts-replay")
+
 
 class Verdict(NamedTuple):
     """`mean` of ln(theirs / ours) and its interval."""
@@ -124,8 +127,7 @@ def verdicts(curves: Curves) -> list[Verdict | None]:
     adjusted = holm(ps, len(CLAIMS))
     out: list[Verdict | None] = [None] * len(CLAIMS)
     for i in complete:
-        middle, reach = mean(found[i]), QUANTILE * stdev(found[i]) / sqrt(SEEDS)
-        low, high = middle - reach, middle + reach
+        middle, low, high = interval(found[i])
         clear = adjusted[i] < LEVEL
         if CLAIMS[i].equal:
             confirmed, refuted = clear, low > MARGIN or high < -MARGIN
@@ -134,6 +136,12 @@ def verdicts(curves: Curves) -> list[Verdict | None]:
         text = "confirmed" if confirmed else "refuted" if refuted else "not resolved"
         out[i] = Verdict(middle, low, high, ps[i], adjusted[i], text)
     return out
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of SEEDS differences and its 95 % interval."""
+    middle, reach = mean(values), QUANTILE * stdev(values) / sqrt(SEEDS)
+    return middle, middle - reach, middle + reach
 
 
 def differences(claim: Claim, curves: Curves) -> list[float]:
