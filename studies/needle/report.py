@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp
 from pathlib import Path
 from statistics import mean
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from claims import ARMS, CLAIMS, MAIN, NOISE, SEEDS, Claim, Curves, differences, half, interval, measured, verdicts
+from claims import (
+    ARMS,
+    CLAIMS,
+    MAIN,
+    NOISE,
+    SECOND_ROUND,
+    SEEDS,
+    Claim,
+    Curves,
+    differences,
+    half,
+    interval,
+    measured,
+    verdicts,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -34,8 +48,10 @@ COLOURS = {
 def main() -> None:
     search, judged = read_curves("search"), read_curves("judged")
     lines = ["# Needle: results", "", "## Search of the learning rates", "", *search_table(search)]
+    lines += ["", "With rollouts up to 8 steps old:", "", *search_table(read_curves("search_stale"))]
     if judged:
-        lines += ["", "## Runs", "", *cell_table(judged), "", "## Claims", "", *claim_table(judged)]
+        lines += ["", "## Runs", "", *cell_table(judged), "", "## Claims", "", *claim_table(CLAIMS, judged)]
+        lines += ["", "## Second round", "", *claim_table(SECOND_ROUND, judged)]
         lines += ["", "## Arms without claims", "", *arm_table(judged), "", "## Masked tokens by mu", "", *mask_table()]
         print(draw(judged, HERE.parents[1] / "docs" / "needle.png"))
     (RESULTS / "report.md").write_text("\n".join(lines) + "\n")
@@ -92,10 +108,10 @@ def cell_table(judged: Curves) -> Iterator[str]:
         yield f"| {condition} | `{method}` | {len(curves)} | {' | '.join(shown)} |"
 
 
-def claim_table(judged: Curves) -> Iterator[str]:
+def claim_table(claims: Sequence[Claim], judged: Curves) -> Iterator[str]:
     yield "| claim | measure | theirs / ours | p | adjusted p | verdict |"
     yield "|---|---|---|---|---|---|"
-    for claim, found in zip(CLAIMS, verdicts(judged), strict=True):
+    for claim, found in zip(claims, verdicts(claims, judged), strict=True):
         ours, theirs = (f"`{method}`" for method in (claim.ours[0], claim.theirs[0]))
         text = f"{claim.text} ({theirs} / {ours}, {claim.ours[1]})"
         if found is None:
