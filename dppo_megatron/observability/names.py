@@ -3,9 +3,10 @@
 A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these metrics. An objective may add
 metrics, see `objectives`. A step has a record of the orchestrator, about sampling, and one of the trainer; there is
 none about sampling for a step that an earlier attempt began to sample. With several rewards, `reward/NAME` is the mean
-of each. `reward/failed_REASON` counts samples without a reward, `environment/failed_REASON` trajectories with an
-environment that raised, timed out or died. `teacher/NAME/kl` and `teacher/NAME/tail_mass` are those of a teacher on the
-sampled tokens, see docs/distillation.md.
+of each over the samples scored since the previous record; with stale rollouts some belong to another step.
+`reward/failed_REASON` counts samples without a reward, `environment/failed_REASON` trajectories with an environment
+that raised, timed out or died. `teacher/NAME/kl` and
+`teacher/NAME/tail_mass` are those of a teacher on the sampled tokens, see docs/distillation.md.
 
 Trained tokens carry loss in the step's updates. Without a KL or an entropy bonus these are the tokens of responses with
 an advantage; the others are not computed.

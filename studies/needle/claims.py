@@ -86,6 +86,20 @@ CLAIMS = (
     ),
 )
 
+# The second round, adjusted by itself. Its question came from the arm of stale rollouts, so it has seeds of its own.
+STALE = "stale-8-searched"
+SECOND_ROUND = (
+    Claim(
+        "with rollouts up to 8 steps old, binary TV is faster than clip-higher",
+        ("dppo_binary_tv", STALE),
+        ("clip_higher", STALE),
+    ),
+    Claim("and has a smaller tail", ("dppo_binary_tv", STALE), ("clip_higher", STALE), "tail"),
+)
+
+# Conditions with the rates of the search at f = 0.01 and no search of their own: they have intervals and no verdict.
+ARMS = ("mismatch", "stale-8", "experts", "experts-replay")
+
 
 class Verdict(NamedTuple):
     """`mean` of ln(theirs / ours) and its interval."""
@@ -116,24 +130,29 @@ def half(curve: Sequence[Mapping[str, float]]) -> float:
     return float(len(curve))
 
 
-def verdicts(curves: Curves) -> list[Verdict | None]:
-    """Return the verdict on each of CLAIMS; None where not all seeds have both runs."""
-    found = [differences(claim, curves) for claim in CLAIMS]
+def verdicts(claims: Sequence[Claim], curves: Curves) -> list[Verdict | None]:
+    """Return the verdict on each claim of a round; None where not all seeds have both runs."""
+    found = [differences(claim, curves) for claim in claims]
     complete = [i for i, values in enumerate(found) if len(values) == SEEDS]
-    ps = {i: student_p(found[i], MARGIN if CLAIMS[i].equal else None) for i in complete}
-    adjusted = holm(ps, len(CLAIMS))
-    out: list[Verdict | None] = [None] * len(CLAIMS)
+    ps = {i: student_p(found[i], MARGIN if claims[i].equal else None) for i in complete}
+    adjusted = holm(ps, len(claims))
+    out: list[Verdict | None] = [None] * len(claims)
     for i in complete:
-        middle, reach = mean(found[i]), QUANTILE * stdev(found[i]) / sqrt(SEEDS)
-        low, high = middle - reach, middle + reach
+        middle, low, high = interval(found[i])
         clear = adjusted[i] < LEVEL
-        if CLAIMS[i].equal:
+        if claims[i].equal:
             confirmed, refuted = clear, low > MARGIN or high < -MARGIN
         else:
             confirmed, refuted = clear and middle > 0, clear and middle < 0
         text = "confirmed" if confirmed else "refuted" if refuted else "not resolved"
         out[i] = Verdict(middle, low, high, ps[i], adjusted[i], text)
     return out
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of SEEDS differences and its 95 % interval."""
+    middle, reach = mean(values), QUANTILE * stdev(values) / sqrt(SEEDS)
+    return middle, middle - reach, middle + reach
 
 
 def differences(claim: Claim, curves: Curves) -> list[float]:

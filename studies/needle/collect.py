@@ -3,7 +3,8 @@
 python studies/needle/collect.py search runs/needle/search      # one or more `--out` of `dppo-megatron study`
 
 - `rows/`: a JSON file for each run, as `dppo-megatron study` wrote it.
-- `steps.parquet`: a row for each step: shares of the first words among the step's samples, reward, masked tokens.
+- `steps.parquet`: a row for each step: shares of the first words among the step's samples (counted in the bank, because
+  the run's metrics of single rewards mix neighbouring steps if rollouts are stale), reward, masked tokens.
 - `tokens.parquet`: tokens and masked tokens of each step by the engine's probability mu and the sign of the advantage.
 
 Runs that were collected before stay, also if their run directories are gone.
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from needle import NEEDLE, USUAL, VOCABULARY
 
 from dppo_megatron.bank.reader import BankReader
 from dppo_megatron.observability.history import load_history
@@ -31,8 +33,6 @@ from dppo_megatron.view.trained import VALUES, TrainedTokens
 HERE = Path(__file__).parent
 STEPS = {
     "reward": "rollout/reward_mean",
-    "needle": "reward/studies.needle.needle:needle_share",
-    "tail": "reward/studies.needle.needle:tail_share",
     "masked": "policy/masked_share",
     "masked_positive": "policy/masked_share_positive",
     "masked_negative": "policy/masked_share_negative",
@@ -71,8 +71,21 @@ def main() -> int:
 def step_rows(run: Path) -> Iterator[dict[str, Any]]:
     history = load_history(run, run.name)
     series = {name: dict(zip(*history.series(metric), strict=True)) for name, metric in STEPS.items()}
-    for step in sorted(series["reward"]):
-        yield {"step": step} | {name: series[name].get(step) for name in STEPS}
+    for step, shares in enumerate(first_words(run), start=1):
+        if step in series["reward"]:
+            yield {"step": step} | shares | {name: series[name].get(step) for name in STEPS}
+
+
+def first_words(run: Path) -> Iterator[dict[str, float]]:
+    """Yield the shares of samples that begin with NEEDLE and with a word of the tail, for each step of the bank."""
+    bank = BankReader(run / "bank")
+    bank.refresh()
+    needle, usual = VOCABULARY.index(NEEDLE), VOCABULARY.index(USUAL)
+    for start, stop in bank.segments():
+        groups = [bank.read(entry) for entry in bank.entries(start, stop)]
+        firsts = np.array([rollout.token_ids[0] for group in groups for rollout in group.rollouts])
+        tail = (firsts != needle) & (firsts != usual)
+        yield {"needle": float((firsts == needle).mean()), "tail": float(tail.mean())}
 
 
 def token_rows(run: Path) -> Iterator[dict[str, Any]]:
@@ -111,7 +124,10 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
         new = pa.Table.from_pylist(rows)
         fields = [field.with_type(pa.float64()) if pa.types.is_null(field.type) else field for field in new.schema]
         new = new.cast(pa.schema(fields))  # a column of None only has no type
-        pq.write_table(pa.concat_tables([pq.read_table(path), new]) if path.exists() else new, path)
+        if path.exists():
+            old = pq.read_table(path)
+            new = pa.concat_tables([old, new.select(old.column_names)])
+        pq.write_table(new, path)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,16 @@ TRAIN, HELD_OUT, TEXT = 8000, 200, 51_200
 
 # 1.0 M parameters; heads, groups and vocabulary are divisible by a tensor-parallel size of 2
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+EXPERTS = {  # 1.9 M parameters, 2 of 8 experts per token
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
 
 
 def reward(prompt: Prompt, response: str, noise: float = 0.0) -> float:
@@ -69,14 +79,14 @@ def _uniform(*texts: str) -> float:
     return int.from_bytes(blake2b("\0".join(texts).encode(), digest_size=8).digest()) / 2**64
 
 
-def make_task(directory: Path, f: float, seed: int) -> None:
-    """Write `train.jsonl`, `heldout.jsonl`, `warmup.jsonl` and `random_model/`; f and seed determine their bytes."""
+def make_task(directory: Path, f: float, seed: int, experts: bool = False) -> None:
+    """Write `train.jsonl`, `heldout.jsonl`, `warmup.jsonl` and `random_model/`; the arguments determine their bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = random.Random(seed)
     for name, count in (("heldout", HELD_OUT), ("train", TRAIN)):
         _write_rows(directory / f"{name}.jsonl", ((_prompt(generator), "") for _ in range(count)))
     _write_rows(directory / "warmup.jsonl", text(generator, f))
-    write_random_model(directory / "random_model", seed)
+    write_random_model(directory / "random_model", seed, experts)
 
 
 def text(generator: random.Random, f: float) -> Iterator[tuple[str, str]]:
@@ -99,7 +109,7 @@ def _prompt(generator: random.Random) -> str:
     return " ".join([*generator.choices(WORDS, k=PROMPT_WORDS), "="])
 
 
-def write_random_model(directory: Path, seed: int) -> None:
+def write_random_model(directory: Path, seed: int, experts: bool) -> None:
     """Write a Hugging Face model directory: Qwen3 with random weights and a tokenizer of whole words."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -110,7 +120,7 @@ def write_random_model(directory: Path, seed: int) -> None:
         model_max_length=64,
         clean_up_tokenization_spaces=False,
     )
-    write_small_model(directory, seed, whole, **SIZES)
+    write_small_model(directory, seed, whole, **SIZES, **(EXPERTS if experts else {}))
 
 
 def _write_rows(path: Path, rows: Iterator[tuple[str, str]]) -> None:

@@ -24,12 +24,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--f", type=float, nargs="*", default=DOSES, help="start probabilities of the right first word")
     parser.add_argument("--seed", type=int, default=1, help="seed of the task and of the random model")
+    parser.add_argument("--experts", action="store_true", help="a model with experts, in directories experts-f-F")
     parser.add_argument("--root", type=Path, default="runs/needle", help="has a directory f-F for each f, replaced")
     arguments = parser.parse_args()
     for f in arguments.f:
-        place = arguments.root / f"f-{f:g}"
+        place = arguments.root / f"{'experts-' if arguments.experts else ''}f-{f:g}"
         shutil.rmtree(place, ignore_errors=True)
-        make_task(place / "task", f, arguments.seed)
+        make_task(place / "task", f, arguments.seed, arguments.experts)
         settings = {
             "run.dir": place / "warmup",
             "run.seed": arguments.seed,

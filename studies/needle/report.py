@@ -7,13 +7,28 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp
 from pathlib import Path
 from statistics import mean
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from claims import CLAIMS, MAIN, NOISE, Curves, half, measured, verdicts
+from claims import (
+    ARMS,
+    CLAIMS,
+    MAIN,
+    NOISE,
+    SECOND_ROUND,
+    SEEDS,
+    Claim,
+    Curves,
+    differences,
+    half,
+    interval,
+    measured,
+    verdicts,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -33,8 +48,11 @@ COLOURS = {
 def main() -> None:
     search, judged = read_curves("search"), read_curves("judged")
     lines = ["# Needle: results", "", "## Search of the learning rates", "", *search_table(search)]
+    lines += ["", "With rollouts up to 8 steps old:", "", *search_table(read_curves("search_stale"))]
     if judged:
-        lines += ["", "## Runs", "", *cell_table(judged), "", "## Claims", "", *claim_table(judged)]
+        lines += ["", "## Runs", "", *cell_table(judged), "", "## Claims", "", *claim_table(CLAIMS, judged)]
+        lines += ["", "## Second round", "", *claim_table(SECOND_ROUND, judged)]
+        lines += ["", "## Arms without claims", "", *arm_table(judged), "", "## Masked tokens by mu", "", *mask_table()]
         print(draw(judged, HERE.parents[1] / "docs" / "needle.png"))
     (RESULTS / "report.md").write_text("\n".join(lines) + "\n")
     print(RESULTS / "report.md")
@@ -90,10 +108,10 @@ def cell_table(judged: Curves) -> Iterator[str]:
         yield f"| {condition} | `{method}` | {len(curves)} | {' | '.join(shown)} |"
 
 
-def claim_table(judged: Curves) -> Iterator[str]:
+def claim_table(claims: Sequence[Claim], judged: Curves) -> Iterator[str]:
     yield "| claim | measure | theirs / ours | p | adjusted p | verdict |"
     yield "|---|---|---|---|---|---|"
-    for claim, found in zip(CLAIMS, verdicts(judged), strict=True):
+    for claim, found in zip(claims, verdicts(claims, judged), strict=True):
         ours, theirs = (f"`{method}`" for method in (claim.ours[0], claim.theirs[0]))
         text = f"{claim.text} ({theirs} / {ours}, {claim.ours[1]})"
         if found is None:
@@ -101,6 +119,29 @@ def claim_table(judged: Curves) -> Iterator[str]:
             continue
         ratio = f"{exp(found.mean):.2f} [{exp(found.low):.2f}, {exp(found.high):.2f}]"
         yield f"| {text} | {claim.measure} | {ratio} | {found.p:.1e} | {found.adjusted:.1e} | {found.text} |"
+
+
+def arm_table(judged: Curves) -> Iterator[str]:
+    yield "| condition | compared | steps of theirs / ours |"
+    yield "|---|---|---|"
+    for arm in (MAIN, *ARMS):
+        for theirs in ("clip_higher", "pg_is"):
+            found = differences(Claim("", ("dppo_binary_tv", arm), (theirs, arm)), judged)
+            if len(found) == SEEDS:
+                middle, low, high = map(exp, interval(found))
+                yield f"| {arm} | `{theirs}` / `dppo_binary_tv` | {middle:.2f} [{low:.2f}, {high:.2f}] |"
+
+
+def mask_table() -> Iterator[str]:
+    """Yield a row for each cell with masked tokens: their share in each bin of mu."""
+    counts = _mask_counts()
+    bins = sorted({mu for of in counts.values() for mu in of})
+    yield f"| condition | method | {' | '.join(f'from {mu:g}' for mu in bins)} |"
+    yield f"|---|---|{'---|' * len(bins)}"
+    for (method, condition), of in sorted(counts.items(), key=lambda item: item[0][::-1]):
+        if any(masked for masked, _ in of.values()):
+            shares = (f"{of[mu][0] / of[mu][1]:.2%}" if mu in of else "-" for mu in bins)
+            yield f"| {condition} | `{method}` | {' | '.join(shares)} |"
 
 
 def draw(judged: Curves, path: Path) -> Path:
@@ -144,16 +185,25 @@ def _draw_doses(axes: Axes, judged: Curves) -> None:
 
 def _draw_masks(axes: Axes) -> None:
     """Draw the share of masked tokens by mu, over all steps and seeds."""
-    path = RESULTS / "judged" / "tokens.parquet"
-    rows = pq.read_table(path).to_pylist() if path.exists() else []
+    counts = _mask_counts()
     for method, colour in COLOURS.items():
-        sums: Mapping[float, list[int]] = defaultdict(lambda: [0, 0])
-        for row in rows:
-            if (row["method"], row["condition"]) == (method, MAIN) and row["sign"]:
-                sums[row["mu"]][0] += row["masked"]
-                sums[row["mu"]][1] += row["tokens"]
-        bins = sorted(sums)
-        axes.plot([max(mu, 1e-5) for mu in bins], [sums[mu][0] / sums[mu][1] for mu in bins], "o-", color=colour, ms=4)
+        of = counts.get((method, MAIN), {})
+        bins = sorted(of)
+        axes.plot([max(mu, 1e-5) for mu in bins], [of[mu][0] / of[mu][1] for mu in bins], "o-", color=colour, ms=4)
+
+
+def _mask_counts() -> dict[tuple[str, str], dict[float, tuple[int, int]]]:
+    """Return cell -> lower edge of the bin of mu -> masked tokens and tokens, of those with an advantage."""
+    path = RESULTS / "judged" / "tokens.parquet"
+    if not path.exists():
+        return {}
+    table = pq.read_table(path)
+    table = table.filter(pc.not_equal(table["sign"], 0))
+    sums = table.group_by(["method", "condition", "mu"]).aggregate([("masked", "sum"), ("tokens", "sum")])
+    counts: dict[tuple[str, str], dict[float, tuple[int, int]]] = defaultdict(dict)
+    for row in sums.to_pylist():
+        counts[row["method"], row["condition"]][row["mu"]] = row["masked_sum"], row["tokens_sum"]
+    return counts
 
 
 def _halves(search: Curves) -> dict[str, dict[str, float]]:
