@@ -1,4 +1,4 @@
-"""With `engine.exact` a run with `engine.draft_tokens` has the bits of one without, also if it is killed and resumed."""
+"""With `engine.exact` a run with `engine.draft_tokens` has the bits of one without, also if killed and resumed."""
 
 from __future__ import annotations
 
