@@ -19,6 +19,7 @@ from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavailable
 from dppo_megatron.engines.serving import start_model
+from dppo_megatron.engines.teachers import teacher_config
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
@@ -54,6 +55,8 @@ def run_orchestrator(config: Config, prompts: int | None = None) -> None:
     if config.environment.source is None:
         setting.training_prompts()
     engine_urls(config, run)
+    for own in (teacher_config(config, name) for name in config.started_teachers):
+        engine_urls(own, RunDir(own.run.dir))
 
     async def main() -> None:
         task = asyncio.create_task(_fill_bank(config, setting, prompts))

@@ -80,7 +80,7 @@ def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, careless, t
 
 @pytest.mark.slow
 def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
-    """The run serves the teacher; no reward is trained on. The example's own start policy, raised longer, learns more."""
+    """The run serves the teacher; no reward is trained on. The example's start policy was raised longer."""
     start, engine = careless
     teacher = shortened(
         "warmup.yaml",
