@@ -80,24 +80,25 @@ def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, careless, t
 
 @pytest.mark.slow
 def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
-    """The run serves the teacher; no reward is trained on. The example's start policy was raised longer."""
+    """In a quarter of the quickstart's 40 steps. The run serves the teacher; no reward is trained on."""
     start, engine = careless
-    teacher = shortened(
-        "warmup.yaml",
-        tmp_path / "teacher",
-        start,
-        model={"path": str(task / "random_model")},
-        parallel={"world_size": 1, "tensor": 1},
-        data={"train": str(start / "train.jsonl")},
-        train={"steps": 200},
-    )
-    run("train", write_config(teacher, tmp_path / "teacher.yaml"))
+
+    def raised(name: str, **changes: dict) -> Path:
+        tree = shortened("warmup.yaml", tmp_path / name, start, parallel={"world_size": 1, "tensor": 1}, **changes)
+        run("train", write_config(tree, tmp_path / f"{name}.yaml"))
+        return tmp_path / name / "model"
+
+    right = {"data": {"train": str(start / "train.jsonl")}, "optimizer": {"lr": 3e-3}, "train": {"steps": 300}}
+    with ThreadPoolExecutor() as pool:
+        teacher = pool.submit(raised, "teacher", model={"path": str(task / "random_model")}, **right)
+        policy = raised("policy", model={"path": str(start / "warmup" / "model")}, train={"steps": 150})
+        teacher = teacher.result()
     distill = shortened(
         "../distill/config.yaml",
         tmp_path / "distill",
         start,
-        model={"path": str(start / "warmup" / "model")},
-        distillation={"teachers": {"carries": {"path": str(tmp_path / "teacher" / "model")}}},
+        model={"path": str(policy)},
+        distillation={"teachers": {"carries": {"path": str(teacher)}}},
         engine={"urls": [engine.url], "secret_file": str(task / "secret")},
         eval={"every": 0},
     )
@@ -105,7 +106,7 @@ def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
     found = records(tmp_path / "distill")
     accuracy = {r["step"]: r["eval/accuracy"] for r in found if "eval/accuracy" in r}
     assert accuracy[0] < 0.5, accuracy
-    assert accuracy[10] > accuracy[0] + 0.25, accuracy
+    assert accuracy[10] >= 0.9, accuracy
     divergence = [r["distillation/divergence"] for r in found if "distillation/divergence" in r]
     assert divergence[-1] < 0.75 * divergence[0]
     assert {r["teacher/retried_requests"] for r in found if "teacher/carries/kl" in r} == {0}
