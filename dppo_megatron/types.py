@@ -222,9 +222,6 @@ class Rollout(TokenColumns):
     finish_reason: str  # "stop" | "length" | "max_turns" | "abort"
     topk_ids: np.ndarray | None = None  # [R, K] int32
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
-    teacher_logprob: np.ndarray | None = None  # [R] fp32
-    teacher_ids: np.ndarray | None = None  # [R, K of the teacher] int32
-    teacher_topk_logprob: np.ndarray | None = None  # [R, K of the teacher] fp32
     routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] uint8 or uint16
     # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None: one span, sampled completely here.
     spans: np.ndarray | None = None
@@ -233,6 +230,9 @@ class Rollout(TokenColumns):
     # Number in its group, from 0; samples of one trajectory are its branches, in order. None: its own trajectory.
     trajectory: int | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    teacher_logprob: np.ndarray | None = None  # [R] fp32
+    teacher_ids: np.ndarray | None = None  # [R, K of the teacher] int32
+    teacher_topk_logprob: np.ndarray | None = None  # [R, K of the teacher] fp32
 
     @property
     def sampled(self) -> np.ndarray | None:

@@ -314,7 +314,7 @@ def test_every_need_is_declared_and_follows_from_the_settings_or_a_class_attribu
         needs_entropy = True
 
     plain = OwnEntropyBonus("own", ObjectiveSettings(control="none"))
-    assert len(FLAGS) == 10
+    assert len(FLAGS) == 11
     set_here = {"needs_rollout", "needs_entropy", "moves_without_advantage"}
     assert {name for name in FLAGS if getattr(plain, name)} == set_here
     with pytest.raises(NotImplementedError, match="needs_statistic, but no with_statistic"):

@@ -204,7 +204,9 @@ def sample_groups(
     logprobs = torch.stack(steps, dim=1)
     topk = logprobs.topk(K)
     whole = logprobs.masked_fill(logprobs == -torch.inf, -12.0)
-    teacher = (whole + torch.randn(whole.shape, generator=generator)).log_softmax(-1)
+    # Draws of its own, so that the other cases have the same data as without a teacher.
+    noise = torch.randn(whole.shape, generator=torch.Generator().manual_seed(generator.initial_seed() + 1))
+    teacher = (whole + noise).log_softmax(-1)
     taught = teacher.topk(TEACHER_K)
     known = taught.indices.masked_fill(logprobs.gather(2, taught.indices) == -torch.inf, -1)
     responses = tokens.gather(1, sizes[:, None] + torch.arange(LONGEST))

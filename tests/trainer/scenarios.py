@@ -31,6 +31,7 @@ def measured_divergence(rank: int, directory: Path, statistic: str, mask: list[b
     0.1 (rank + 1); rows outside `mask` moved by 0.5."""
     import torch
 
+    from dppo_megatron.objectives import build_objective
     from dppo_megatron.trainer.acceptance import Acceptance
 
     mask = torch.tensor(mask[: len(mask) - rank])  # ranks hold different numbers of tokens
@@ -43,7 +44,7 @@ def measured_divergence(rank: int, directory: Path, statistic: str, mask: list[b
     with megatron_group(directory):
         layout = SimpleNamespace(device=torch.device("cpu"), data_group=None)
         actor = SimpleNamespace(layout=layout, scores=lambda part, topk: [scores] * len(part))
-        return Acceptance(config, actor, objective=None)._measure([tokens])
+        return Acceptance(config, actor, build_objective("dppo_binary_tv"))._measure([tokens])
 
 
 def train_one(config, layout) -> dict[str, Any]:

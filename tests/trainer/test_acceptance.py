@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dppo_megatron.config.model import AcceptanceConfig
+from dppo_megatron.objectives import build_objective
 from dppo_megatron.objectives.divergence import binary_kl, binary_tv
 from dppo_megatron.trainer.acceptance import Acceptance, Accepted, accept, lr_scale_after
 from tests.support.tiny_task import STEPS
@@ -131,7 +132,7 @@ def test_the_divergence_is_that_of_all_ranks_trained_tokens(ranks, tmp_path, sta
 
 def test_the_measured_micro_batches_are_drawn_anew_each_step():
     config = SimpleNamespace(run=SimpleNamespace(seed=1), acceptance=AcceptanceConfig(share=0.25))
-    acceptance = Acceptance(config, actor=None, objective=SimpleNamespace(needs_topk=False))
+    acceptance = Acceptance(config, actor=None, objective=build_objective("dppo_binary_tv"))
     batch = SimpleNamespace(updates=[SimpleNamespace(micro_batches=[*range(4)])] * 2)
     batch.updates[1] = SimpleNamespace(micro_batches=[*range(4, 8)])
     drawn = [tuple(acceptance._part(batch, step)) for step in range(50)]
