@@ -1,4 +1,4 @@
-"""Runs one micro-batch through the policy: hidden states to per-token statistics, these to a loss, reports to totals.
+"""Runs one micro-batch through the policy: computes per-token statistics, the loss, and the totals of an update.
 
 Megatron's schedules call `forward_step` on every stage, and the function that it returns only on the last one.
 """
@@ -53,9 +53,9 @@ TOKEN_VALUES = ("logprob", "entropy", "divergence", "masked")
 class LossStep:
     """Implements `forward_step` of Megatron's schedules for one update with one objective.
 
-    masked: [V] int64 on the device, how often each token id was outside the trust region, over all calls.
-    checks: read them when all micro-batches are done, before their gradients are used.
-    observe: called with each micro-batch and TOKEN_VALUES [4, n] fp32 of its loss rows, without gradient.
+    masked: [V] int64 on the device; counts over all calls how often each token id was outside the trust region.
+    checks: the caller reads them after all micro-batches and before it uses their gradients.
+    observe: is called with each micro-batch and the TOKEN_VALUES [4, n] fp32 of its loss rows, without gradient.
     """
 
     objective: ObjectiveProtocol

@@ -109,7 +109,7 @@ def init_layout(config: Config) -> Layout:
     """Start torch.distributed (NCCL on CUDA, else gloo) and Megatron's groups; seed every generator with `run.seed`.
 
     Rank, world size and rendezvous come from the environment, as torchrun and the launcher set them; a single process
-    needs none. A collective that takes longer than `parallel.timeout_s` raises. If torch.distributed is already
+    needs no variables. A collective that takes longer than `parallel.timeout_s` raises. If torch.distributed is already
     started, its process group is used. Raises LayoutError if the environment does not match the config.
     """
     parallel = config.parallel
@@ -188,7 +188,7 @@ def init_layout(config: Config) -> Layout:
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy, torch, and Megatron's tracker, which gives tensor-parallel ranks different streams.
 
-    Pipeline stages get different seeds, data-parallel replicas the same.
+    Pipeline stages get different seeds; data-parallel replicas get the same seed.
     """
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)

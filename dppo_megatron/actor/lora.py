@@ -72,7 +72,7 @@ class ParallelAdapter(Adapter):
             common.sequence_parallel = self._sequence_parallel
 
     def forward(self, x: Tensor | None = None) -> Any:
-        """Return (alpha / r) B A x, to be added to the layer's output. Without x: A and B, for `experts`."""
+        """Return (alpha / r) B A x, to be added to the layer's output. Without x, return A and B for `experts`."""
         if x is None:
             return self.A, self.B
         group = self._group
@@ -91,7 +91,7 @@ class ParallelAdapter(Adapter):
         return linear(h, self.outputs())
 
     def reducing(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an expert's A and B, single or stacked; the gradient of the one that all ranks have is summed."""
+        """Return an expert's A and B, single or stacked. The gradient of the factor that all ranks have is summed."""
         if self._sharded and self.entry.shards_inputs:
             b = copy_to_tensor_model_parallel_region(b, self._group)
         elif self._sharded:

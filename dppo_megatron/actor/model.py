@@ -107,7 +107,7 @@ class PolicyModel(GPTModel):
 def check_model(config: Config) -> list[str]:
     """Return every reason why this machine cannot train `model.path` in the configured layout; empty = none.
 
-    Each line is `setting = value: why; remedy`. Starts nothing and reads only `config.json`.
+    Each line is `setting = value: why; remedy`. Starts no process and reads only `config.json`.
     """
     try:
         hf = read_hf_config(config.model.path)

@@ -20,9 +20,9 @@ SMALLEST_PIECE = 1 << 20
 def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device: torch.device) -> Iterator[int]:
     """Free the memory of `chunks` and `optimizer` on `device` within the context; yield the number of bytes.
 
-    They must not be used within the context. chunks: of the trained model and of frozen ones. Afterwards parameters and
-    optimizer state have the same bits as before; gradients are 0, as at the start of every update. No collectives. The
-    host needs as much free memory (pinned, with CUDA).
+    They must not be used within the context. `chunks` belong to the trained model and to frozen ones. Afterwards
+    parameters and optimizer state have the same bits as before; gradients are 0, as at the start of every update. No
+    collectives. The host needs as much free memory (pinned, with CUDA).
     """
     kept = _Storages(_on(device, _contents(chunks, optimizer)))
     gradients = _Storages(_on(device, _gradients(chunks)), keep=False, but=kept)
@@ -42,8 +42,9 @@ def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device:
 class OptimizerOnHost:
     """Keeps main parameters and Adam's state on the host except inside `on_device`: `optimizer.offload`.
 
-    Between two steps activations can use their memory. No bit changes. Storages shared with the model's parameters stay
-    (an fp32 model has no separate main parameters). The host needs as much memory (pinned, with CUDA).
+    Between two steps activations can use their memory. All values keep their bits. Storages shared with the model's
+    parameters stay on the device (an fp32 model has no separate main parameters). The host needs as much memory
+    (pinned, with CUDA).
     """
 
     def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], device: torch.device):
@@ -130,8 +131,8 @@ class _Storages:
 def host_pieces(nbytes: int) -> list[int]:
     """Return sizes that add up to `nbytes` and are powers of two, except a last one below `SMALLEST_PIECE`.
 
-    torch rounds every pinned allocation up to a power of two: one piece could take twice the memory. 3.5 MiB give
-    pieces of 2, 1 and 0.5 MiB.
+    torch rounds every pinned allocation up to a power of two, so a single piece could take twice the memory. 3.5 MiB
+    give pieces of 2, 1 and 0.5 MiB.
     """
     sizes = []
     while nbytes >= SMALLEST_PIECE:

@@ -113,9 +113,9 @@ def optimizer_step(
 ) -> UpdateResult:
     """Clip to the global norm, step, and advance the schedule, or skip all three if the norm is not finite.
 
-    `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, if the caller has found a
-    reason before the gradients. `loss_scale` is the factor that gradients still have. It follows the result, unless the
-    step is refused. Collective over all ranks, which take the same decision.
+    `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, for a reason that the
+    caller found before the gradients. `loss_scale` is the factor that gradients still have. It is updated by the
+    result, unless the step is refused. All ranks must call this function, and they take the same decision.
     """
     lr = learning_rate(optimizer) * lr_scale
     found_inf = optimizer.prepare_grads()  # divides the gradients by the loss scale

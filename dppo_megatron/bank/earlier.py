@@ -36,7 +36,7 @@ class EarlierSamples:
     def of(self, prompt: Prompt) -> tuple[np.ndarray, ...]:
         """Return the samples of the prompt's newest groups, each after the last tokens of the prompt, [.] int32.
 
-        Groups that were deleted or cannot be read are left out.
+        Deleted and unreadable groups are skipped.
         """
         with self._lock:
             try:

@@ -11,7 +11,7 @@ from .shapes import Shapes
 
 @dataclass(frozen=True, slots=True)
 class BankEntry:
-    """Contains the index line of one group: all its data except the tokens."""
+    """Contains the index line of one group, which has all its data except the tokens."""
 
     number: int  # place in the training order: groups of the bank counted from 0
     segment: int

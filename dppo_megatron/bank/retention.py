@@ -1,4 +1,4 @@
-"""Delete rollouts that no resume needs: the trainer permits it, and the writer of the bank deletes them.
+"""Delete rollouts that no resumed run needs: the trainer permits the deletion, and the bank's writer executes it.
 
 bank/retain-from-000040     permits deletion of the .bin files of earlier segments; their index lines stay
 """

@@ -22,7 +22,7 @@ class LocalStore(dist.TCPStore):
 
 
 def world_store(timeout: timedelta) -> dist.Store | None:
-    """Return the store of the ranks that the environment describes; None under torchrun, which has its own.
+    """Return the store of the ranks that the environment describes; None under torchrun, which has its own store.
 
     Rank 0 hosts it, with one connection (an open file) for each other rank.
     """

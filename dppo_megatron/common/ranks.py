@@ -1,4 +1,4 @@
-"""Let the ranks of torch.distributed agree on small values: one rank acts for all or all act, and all raise an error.
+"""Share small values among the ranks of torch.distributed; an error on one rank is raised on all.
 
 An error on only one rank would leave the others in their next collective until its timeout.
 
@@ -54,18 +54,18 @@ class RanksForged(ExpectedError, RuntimeError):
 
 
 class RanksTimeout(ExpectedError, TimeoutError):
-    """Another rank ended or was too late."""
+    """Another rank terminated or exceeded the timeout."""
 
 
 class Ranks:
-    """Connects all ranks of the default process group; only this process if torch.distributed has not started.
+    """Connects all ranks of the default process group, or only this process if torch.distributed has not started.
 
-    timeout_s: the longest wait for the others without a report of progress; None: the timeout of the default group's
-    store.
+    timeout_s: the longest wait for the other ranks without a progress report. If None, the default group's store sets
+    the timeout.
 
-    Every method but `alive` and `after` is collective: all ranks call them in the same order, from one thread. The
-    methods transfer pickled objects; `what` names the wait in errors. Each raises `RanksTimeout` if another rank is
-    gone or too late. They synchronise processes, never devices.
+    All methods but `alive` and `after` are collective: all ranks call them in the same order, from one thread. The
+    methods transfer pickled objects; `what` names the wait in errors. Each raises `RanksTimeout` if another rank
+    terminated or exceeded the timeout. They synchronise processes, never devices.
     """
 
     def __init__(self, timeout_s: float | None = None):
@@ -188,7 +188,7 @@ class Ranks:
     def alive(self) -> None:
         """Report that this rank makes progress, so that other ranks keep waiting for it. Not collective.
 
-        Call it as often as convenient; it reports once a second.
+        Call it any number of times; it reports at most once a second.
         """
         if self.size > 1 and time.monotonic() - self._reported > LOOK_S:
             self._store.add("alive", 1)

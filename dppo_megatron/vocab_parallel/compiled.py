@@ -15,7 +15,8 @@ _WORTHWHILE = 1 << 13  # columns
 def worthwhile(columns: int) -> bool:
     """Return whether rows of `columns` columns repay compiling: seconds once, against about 2 ns per element in eager.
 
-    Only the columns decide: the two round differently, and a row's bits must not depend on the number of rows.
+    Only the columns decide, because compiled and eager code round differently and a row's bits must not depend on the
+    number of rows.
     """
     return columns >= _WORTHWHILE
 

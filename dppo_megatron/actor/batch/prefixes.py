@@ -1,9 +1,9 @@
 """Computes a prompt once for all sequences of one micro-batch that share it.
 
-The hidden states, keys and values of a prompt are the same for all samples of its group. So its rows are computed once
-and collect the gradients of all samples. The rows of each sample follow, at the positions of their sequence. Attention
-(`actor.local.attention`) shows them the prompt's keys and their own. The model's output equals that of whole sequences:
-the prompt's last row predicts the first token of every sample and is read once for each.
+The hidden states, keys and values of a prompt are the same for all samples of its group. So the prompt's rows are
+computed once and collect the gradients of all samples. The rows of each sample follow, at the positions of their
+sequence. In attention (`actor.local.attention`) they see the prompt's keys and their own. The model's output equals
+that of whole sequences: the prompt's last row predicts the first token of every sample and is read once for each.
 """
 
 from __future__ import annotations

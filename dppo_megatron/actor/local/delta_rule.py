@@ -26,10 +26,11 @@ CHUNK = 64  # rows; a larger one needs fewer steps and more work per row
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Maps T packed rows to places in chunks, in the order of steps. Planned once for a micro-batch.
+    """Maps T packed rows to positions in chunks, in the order of steps. Built once per micro-batch.
 
-    Example with chunks of 4: sequences of 3 and 6 rows have 1 and 2 chunks, so `steps` is (2, 1). Places 0 to 3 are
-    rows 3 to 6 of the longer sequence, 4 to 6 the rows of the shorter one, 8 and 9 the rest; the others are padding.
+    Example with chunks of 4: sequences of 3 and 6 rows have 1 and 2 chunks, so `steps` is (2, 1). Positions 0 to 3 are
+    rows 3 to 6 of the longer sequence. Positions 4 to 6 are the rows of the shorter sequence, 8 and 9 the rest of the
+    longer one. All others are padding.
     """
 
     steps: tuple[int, ...]  # sequences that have a chunk at each step; those with more chunks come first
