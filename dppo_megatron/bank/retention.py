@@ -20,7 +20,7 @@ _DATA = re.compile(r"segment-(\d{6,18})\.bin")
 
 
 def give_leave(directory: Path, segment: int) -> None:
-    """Permit deletion of the data of segments before `segment`. An earlier, wider permission stays. Raises OSError."""
+    """Permit deletion of the data of segments before `segment`. A wider earlier permission stays. Raises OSError."""
     before = _leaves(directory)
     if segment <= max(before, default=0):
         return

@@ -1,4 +1,4 @@
-"""Append records to a bank as its only writer: survive being killed, and roll back partial writes on a full disk."""
+"""Append records to a bank as its only writer. Records survive a kill; partial writes are rolled back."""
 
 from __future__ import annotations
 

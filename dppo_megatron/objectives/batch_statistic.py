@@ -5,7 +5,7 @@ A trainer adds the `sums` of its tokens over all ranks and micro-batches, and gi
     sums = objective.statistic_sums(old_logprob, rollout_logprob, advantage, mask)   # of each micro-batch; add them
     objective = objective.with_statistic(sums)
 
-Without it, an objective takes the tokens of each call as the batch.
+Without this statistic, an objective takes the tokens of each call as the batch.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class Objective(ObjectiveProtocol):
         return distill(self.settings, tokens, make_buckets(self, tokens, teacher, taught=True), self.step)
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
-        """Return the batch's statistic; if none was given, that of this call's tokens."""
+        """Return the batch's statistic; if none was given, compute it from this call's tokens."""
         if not self.needs_statistic or self.statistic is not None:
             return self.statistic
         sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask)

@@ -58,7 +58,7 @@ def _axis(
 class ObjectiveSettings:
     """Contains the axes of a method. mu = rollout policy, pi = policy in training, a = sampled token, A = advantage.
 
-    Validated on construction: raises ObjectiveError that names every wrong axis at once.
+    The constructor validates the axes and raises ObjectiveError that names every wrong axis at once.
     """
 
     # The trust region: the divergence, the control outside, the harmful side, and the anchor.

@@ -120,7 +120,7 @@ def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor
 
 
 def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
-    """Return D > delta, with delta_low for delta where r < 1, both weighted by the position in the response.
+    """Return D > delta, where delta_low replaces delta if r < 1; both are weighted by the position in the response.
 
     Without a region, no token is beyond it.
     """

@@ -42,7 +42,7 @@ class BankMismatch(ExpectedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredSequence:
-    """Names a sequence with all its tokens stored: see `token_log`."""
+    """Names a sequence whose tokens are all stored; see `token_log`."""
 
     micro_batch: int  # micro-batch of this data-parallel rank
     number: int  # place in that micro-batch
@@ -81,7 +81,7 @@ class BatchSource(Protocol):
 
 
 class BankBatches:
-    """Reads the batch of step s: bank groups [s*G, (s+1)*G), in prompt order, which a resumed run sums identically.
+    """Reads the batch of step s: bank groups [s*G, (s+1)*G), in prompt order, so a resumed run adds in the same order.
 
     Reads only the samples of data-parallel rank `rank`, and of these only the `parts` that `parts_of` returns.
     share_prefixes: samples of a group are kept together, to compute their prompt once (`Actor.shares_prefixes`).
@@ -213,7 +213,7 @@ class BankBatches:
         }
 
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
-        """Plan and pack one update: compute only samples that can move the policy.
+        """Plan and pack one update, in which only samples that can move the policy are computed.
 
         The denominators count every trajectory that carries loss.
         """
@@ -247,7 +247,8 @@ class BankBatches:
     def _fetched_ahead(self, entries: Sequence[BankEntry], planned: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the micro-batches ([C, 2] group and sample) of this rank's update one after the other.
 
-        Meanwhile the system fetches the next ones, so that the disk works while one is checked and packed.
+        The system fetches the next ones in the background, so that the disk works while a micro-batch is checked and
+        packed.
         """
         sizes: list[int] = []
         for number, samples in enumerate(planned):
@@ -286,7 +287,7 @@ def _by_group(samples: np.ndarray) -> dict[int, list[int]]:
 
 
 def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout) -> float | np.ndarray:
-    """Return one advantage for all sampled tokens of a branch, or one for each [R]; advantages [T] are per turn."""
+    """Return one advantage for all sampled tokens of a branch, or [R], one for each. `advantages` [T] are per turn."""
     if rollout.spans is None or len(advantages) == 1:
         return float(advantages[0])
     _, tokens, turns = rollout.spans[rollout.spans[:, 0] == POLICY].T

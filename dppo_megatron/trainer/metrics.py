@@ -186,8 +186,9 @@ def improvement_bounds(
     """Return the bounds that DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for rewards up to 1 in size.
 
     Theorem 3.2: 2 T (T - 1) D_max^2, D_max the largest TV of any token. Here the largest |pi - mu| of a sampled token,
-    a lower bound, replaces D_max. Appendix B.3, tighter for long responses: 4 E_mu sum_t TV(mu, pi), without bias. Sums
-    over responses; T `horizon`, the longest. With turns and branches, count only tokens that the policy sampled.
+    which is a lower bound, replaces D_max. Appendix B.3 is tighter for long responses: 4 E_mu sum_t TV(mu, pi),
+    estimated without bias. Sums over responses; T `horizon`, the longest. With turns and branches, count only tokens
+    that the policy sampled.
     """
     return {
         "bound/quadratic": 2 * horizon * (horizon - 1) * largest**2,

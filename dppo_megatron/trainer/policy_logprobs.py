@@ -21,8 +21,9 @@ from .metrics import StepMetrics
 class PolicyLogprobs:
     """Adds the log-probs that the objective needs to a step's micro-batches, before the first update.
 
-    Most objectives need none. Old: by the current weights, from which the step's updates then move away. Reference: by
-    `model.path`, built here and only when needed. Each costs one forward pass over the step, timed as its own part.
+    Most objectives need none. Old log-probs come from the current weights, before the step's updates change them.
+    Reference log-probs come from `model.path`, which is built here only when needed. Each costs one forward pass over
+    the step, which is timed separately.
     """
 
     def __init__(self, actor: Actor, objective: ObjectiveProtocol):

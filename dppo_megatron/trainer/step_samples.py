@@ -1,7 +1,7 @@
 """Represent the trajectories of one step as arrays [G, n]: from rewards and lengths to advantages, without tokens.
 
-A response is a trajectory of one branch. Each branch of a trajectory is a row of the batch. The trajectory counts once
-in its group's baseline and in the denominators; its tokens are the tokens of all its branches.
+A plain response is a trajectory with one branch. Each branch of a trajectory is a row of the batch. The trajectory is
+counted once in its group's baseline and in the denominators. Its tokens are the tokens of all its branches.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class StepSamples:
     def of(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
         """Build the arrays from the index lines only.
 
-        A truncated response that `objective.overlong_filter` removes from the loss still counts in its group's
-        baseline: the group's mean reward does not depend on which responses carry loss.
+        A truncated response that `objective.overlong_filter` removes from the loss is still counted in its group's
+        baseline, so the group's mean reward does not depend on which responses carry loss.
         """
         first = [e.first_of_trajectories for e in entries]
         last = [np.append(of[1:], e.num_samples) - 1 for of, e in zip(first, entries, strict=True)]
