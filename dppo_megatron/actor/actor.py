@@ -56,13 +56,13 @@ class UpdateStats:
     grad_norm: float  # norm of the gradients before they are clipped
     lr: float
     skipped: bool  # gradients or logits were not finite; nothing changed
-    skipped_in_a_row: int  # an overflow does not count
+    skipped_in_a_row: int  # overflows are not counted
     tokens: int
     loss_tokens: int
     nonfinite_tokens: int  # loss tokens with non-finite logits
     metrics: dict[str, float]  # the objective's metrics and the entropy, over the whole global batch
     parts: dict[str, Metric]  # the metrics before the final division, to merge with other updates
-    masked: dict[int, int]  # maps a token id to how often it was outside the trust region, if above 0
+    masked: dict[int, int]  # token id -> how often the token was outside the trust region, if above 0
     forward_backward_s: float
     optimizer_s: float
     loss_scale: float | None = None  # fp16: the factor of the loss
@@ -188,7 +188,7 @@ class Actor:
             with self._gather.behind_forward():
                 results = self._forward_backward(
                     forward_step_func=step,
-                    data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all of them
+                    data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all micro-batches
                     num_microbatches=len(prepared),
                 )
             step.checks.raise_if_failed()

@@ -74,7 +74,7 @@ def _experts(chunks: Sequence[nn.Module]) -> Iterator[SequentialMLP]:
 
 def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
     """Replace SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
-    if not len(x):  # the kernel takes no empty operand
+    if not len(x):  # the kernel rejects empty operands
         return SequentialMLP.forward(experts, x, counts, probs)
     if x.is_cuda and not counts.is_cuda:
         counts = counts.pin_memory().to(x.device, non_blocking=True)
@@ -88,7 +88,7 @@ class _Projection(nn.Module):
     The model itself keeps a layer for each expert.
     """
 
-    ends: Tensor  # [experts] int32: number of rows up to the last one of each expert; `_forward` sets it
+    ends: Tensor  # [experts] int32: number of rows up to the end of each expert; `_forward` sets it
 
     def __init__(self, experts: SequentialMLP, name: str):
         super().__init__()

@@ -36,7 +36,7 @@ class FlashPlan:
     """
 
     own: Call
-    before: Call | None = None  # None, as are `rows` and `keys`: no segment continues another
+    before: Call | None = None  # if None, `rows` and `keys` are None too: no segment continues another
     rows: Int[Tensor, " n"] | None = None  # queries of `before`
     keys: Int[Tensor, " m"] | None = None  # keys of `before`: rows here, or of all context-parallel ranks end to end
 

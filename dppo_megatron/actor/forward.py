@@ -254,7 +254,7 @@ def head_statistics(
         entropy=entropy,
         sampling_mask_ids=rows.sampling_mask_ids,
         sampling_mask_counts=rows.sampling_mask_counts,
-        tiles=layout.tensor_size if policy.exact else None,  # one tile per rank; with tiles nothing is compiled
+        tiles=layout.tensor_size if policy.exact else None,  # one tile per rank; tiles disable compilation
         check=step.checks,
     )
 
@@ -267,7 +267,7 @@ def _whole_sequences(
     Objectives that need whole sequences call it, because each rank has only a part of a sequence. Collectives: one
     all-gather for each statistic, one reduce-scatter for its gradient.
     """
-    counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows still computes one
+    counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows still computes one row
     names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
     whole = {name: gather_unequal_rows(getattr(stats, name), counts, layout.context_group) for name in names}
     start = sum(counts[: layout.context_rank])

@@ -43,7 +43,7 @@ class Layout:
     context_size: int
     context_rank: int
     data_parallel_size: int
-    data_parallel_rank: int  # number of the share of every batch that this rank reads
+    data_parallel_rank: int  # index of this rank's share of every batch
     expert_size: int
     expert_tensor_size: int
     tensor_group: dist.ProcessGroup

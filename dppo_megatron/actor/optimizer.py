@@ -90,7 +90,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
         init_lr=o.lr / max(1, o.warmup_updates),
         max_lr=o.lr,
         min_lr=o.min_lr,
-        # num_steps counts completed updates; the lr that it sets is that of the next update.
+        # num_steps counts completed updates; the schedule sets the lr of the next update.
         lr_warmup_steps=max(0, o.warmup_updates - 1),
         lr_decay_steps=max(updates - 1, o.warmup_updates, 1),
         lr_decay_style=o.decay,

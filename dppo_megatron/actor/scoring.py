@@ -42,7 +42,7 @@ class Scorer:
     packer: Packer
     layout: Layout
     vocab_size: int
-    token_budget: int  # train.micro_batch_tokens; only a hint, packed lengths travel with the tensors
+    token_budget: int  # train.micro_batch_tokens; only a hint, because packed lengths travel with the tensors
 
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:

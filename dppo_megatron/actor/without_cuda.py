@@ -64,7 +64,7 @@ def _patch_experts() -> None:
     """Patch two places in the mixture-of-experts code that work only on a GPU with TransformerEngine."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # It converts only GPU tensors to numpy, but its callers index numpy arrays.
+    # The original converts only GPU tensors to numpy, but its callers index numpy arrays.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     if not hasattr(moe_utils, "te_general_gemm"):  # Megatron reads it, but imports it only with TransformerEngine
         moe_utils.te_general_gemm = None

@@ -57,6 +57,6 @@ class EarlierSamples:
         if is_retired(self._directory, entry.segment):
             return []
         group = self._reader.read(entry, parts=("core",))
-        if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # that row of another file
+        if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # the row with this number in another file
             return []
         return [np.concatenate([prompt.token_ids[-PROMPT_TOKENS:], r.token_ids]) for r in group.rollouts]

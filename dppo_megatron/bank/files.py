@@ -62,7 +62,7 @@ class Closed:
 class Head:
     """Represents `head.json`, replaced when a segment begins, when a writer is closed and when the next one opens."""
 
-    segment: int  # the newest
+    segment: int  # the newest segment
     closed: Closed | None = None
 
     def write(self, directory: Path) -> None:

@@ -44,7 +44,7 @@ class BankReader:
         self._lines = array("l")
         self._offsets = array("q")
         self._sizes = array("l")
-        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # the last ones read, by group
+        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # the fronts read last, by group
 
     @property
     def num_groups(self) -> int:
@@ -71,7 +71,7 @@ class BankReader:
                 # A later part of another host's writes may appear before an earlier part, which reads as zeros.
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
-        if problem and head == Head.read(self._directory):  # else the writer continued meanwhile
+        if problem and head == Head.read(self._directory):  # otherwise the writer continued meanwhile
             return self._not_there(problem)
         self._missing_since = None
         return self.num_groups

@@ -106,7 +106,7 @@ def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)  # until exec the parent's handler would receive it and ignore it
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(1)
 
 

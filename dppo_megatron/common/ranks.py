@@ -236,7 +236,7 @@ class Ranks:
     def _waiting_for(self, what: str) -> Iterator[None]:
         try:
             yield
-        except dist.DistError as error:  # the store is gone, and with it its host process
+        except dist.DistError as error:  # the store's host process has terminated
             raise self._late(what, str(error).splitlines()[0]) from error
 
     def _late(self, what: str, why: str) -> RanksTimeout:

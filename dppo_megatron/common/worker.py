@@ -182,7 +182,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
         for number in itertools.count():
             if os.getpid() != own:  # foreign code forked, and this process is the child
                 os._exit(0)
-            signal.setitimer(signal.ITIMER_REAL, 0)  # a remaining alarm would end the next sample
+            signal.setitimer(signal.ITIMER_REAL, 0)  # a remaining alarm would terminate the next sample
             _open_streams()
             _reply(channel, number, reply)
             if isinstance(parts, bytes):

@@ -24,9 +24,9 @@ class TokenSequence:
 
     prompt_ids: np.ndarray  # [P] int32, at least one token, which predicts the first response token
     response_ids: np.ndarray  # [S] int32
-    loss_weight: float  # of every learned token, as its share of the global batch; 0 = no loss
+    loss_weight: float  # loss weight of every learned token, as its share of the global batch; 0 = no loss
     advantage: float | np.ndarray | None = None  # scalar or [R] fp32
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # of the R tokens, by the names in `COLUMNS`
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # values of the R tokens, by the names in `COLUMNS`
     temperature: float = 1.0
     sampled: np.ndarray | None = None  # [S] bool, R of them True; None: all
 

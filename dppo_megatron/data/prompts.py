@@ -28,7 +28,7 @@ T = TypeVar("T")
 Render = Callable[[Sequence[Any]], list[str | ValueError]]
 
 _BATCH = 256  # rows rendered together
-_CHARACTERS_PER_TOKEN = 1000  # no token is longer; a longer text is rejected without tokenizing it
+_CHARACTERS_PER_TOKEN = 1000  # no token is longer, so a longer text is rejected without tokenizing it
 
 
 class PromptRow(NamedTuple):

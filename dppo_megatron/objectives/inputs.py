@@ -49,7 +49,7 @@ class Tokens:
 
     mask: Bool[Tensor, " T"]
     logprob: Float[Tensor, " T"]  # ln pi(a), with gradient
-    detached_logprob: Float[Tensor, " T"]  # the same without gradient
+    detached_logprob: Float[Tensor, " T"]  # ln pi(a), without gradient
     advantage: Float[Tensor, " T"]
     rollout_logprob: Float[Tensor, " T"] | None = None
     old_logprob: Float[Tensor, " T"] | None = None

@@ -35,8 +35,8 @@ class Objective(ObjectiveProtocol):
 
     name: str
     settings: ObjectiveSettings
-    statistic: Tensor | None = None  # number of the whole batch, see `with_statistic`
-    step: int = 0  # of training, for distillation_steps
+    statistic: Tensor | None = None  # statistic of the whole batch, see `with_statistic`
+    step: int = 0  # training step, for distillation_steps
 
     def at_step(self, step: int) -> Objective:
         return replace(self, step=step)

@@ -51,7 +51,7 @@ def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], flo
     A step within the bound is not changed. The start is kept regardless of its divergence, because it was accepted
     before, with fresher rollouts or an engine that computes as the trainer does.
     """
-    assert settings.bound is not None  # else no step is measured
+    assert settings.bound is not None  # otherwise no step is measured
     whole = divergence = measure()
     fraction, rejected = 1.0, 0
     while fraction > 0 and not divergence <= settings.bound:

@@ -45,7 +45,7 @@ class StoredSequence:
     """Names a sequence whose tokens are all stored; see `token_log`."""
 
     micro_batch: int  # micro-batch of this data-parallel rank
-    number: int  # place in that micro-batch
+    number: int  # index in that micro-batch
     position: int  # position of the prompt
     sample: int
 
@@ -55,12 +55,12 @@ class UpdateBatch:
     """Contains one optimizer update: this data-parallel rank's micro-batches, equally many on every rank."""
 
     micro_batches: list[TokenBatch]
-    sequences: int  # computed over all ranks
+    sequences: int  # sequences computed on all ranks
     tokens: int  # tokens of these sequences
     rows: int  # rows computed for these tokens: fewer where sequences share a prefix
     pairs: int  # pairs of a query and a key in causal attention over these rows
     stored: tuple[StoredSequence, ...] = ()
-    trajectories: int = 0  # trajectories with the sequences as branches; 0 = each sequence is one
+    trajectories: int = 0  # trajectories with the sequences as branches; 0 = each sequence is a trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class BankBatches:
         found = entries[computed[0, 0]].shapes.columns
         like = {name: shape for name, (_, shape) in found.items() if column_named(name).part in self._parts}
         micro_batches = []
-        # One after the other: a micro-batch is read and packed, then the next one reuses the memory.
+        # A micro-batch is read and packed before the next one is read, which reuses its memory.
         planned = [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]
         for chosen in self._fetched_ahead(entries, planned):
             self._buffer.reuse()

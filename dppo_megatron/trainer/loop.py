@@ -64,8 +64,8 @@ def train(
             metrics = StepMetrics(throughput)
             with metrics.timed("wait"):
                 while not control.wait_until_ready(source, step, publisher):
-                    assert publisher is not None  # its engines lag
-                    publisher.publish(step)  # again, to a restarted engine
+                    assert publisher is not None  # the publisher's engines need the policy
+                    publisher.publish(step)  # publish again, to a restarted engine
             if publisher is not None:
                 publisher.onload_actor()
             with metrics.timed("read"):
@@ -102,7 +102,7 @@ def train(
         if publisher is not None:
             try:
                 publisher.onload_actor()
-            except WeightSyncError as error:  # engines end at the same time
+            except WeightSyncError as error:  # engines terminate at the same time
                 log.warning("%s", error)
         checkpoints.save(step)
     return step

@@ -31,15 +31,15 @@ class StepSamples:
     truncated [[False, True]], carrying [[3, 0]] with `objective.overlong_filter`.
     """
 
-    rewards: np.ndarray  # fp32, the verifier's
-    valid: np.ndarray  # bool, False if the verifier gave none
+    rewards: np.ndarray  # fp32, from the verifier
+    valid: np.ndarray  # bool, False if the verifier gave no reward
     lengths: np.ndarray  # int32, tokens after the prompt, of the longest branch
     sampled: np.ndarray  # int32, tokens that the policy sampled, in all branches
     branches: np.ndarray  # int32, number of branches
-    truncated: np.ndarray  # bool, ended by the length limit
-    carrying: np.ndarray  # int32, tokens that carry loss: all sampled ones, or none
+    truncated: np.ndarray  # bool, cut at the length limit
+    carrying: np.ndarray  # int32, tokens that carry loss: all sampled tokens, or 0
     penalties: np.ndarray  # fp32, added to the rewards: at most 0
-    advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: one for all tokens
+    advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: one value for all tokens
 
     @classmethod
     def of(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:

@@ -15,7 +15,7 @@ from .collectives import reduce_gradient
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# A product takes this many rows: enough to fill the device, but few, because rows that fill up a last tile are wasted.
+# A product takes this many rows: enough to fill the device, but few, because padding rows of the last tile are wasted.
 _TILE_CPU = 128
 _TILE_GPU = 512
 

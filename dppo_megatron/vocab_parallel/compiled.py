@@ -44,7 +44,7 @@ class CompiledOrEager:
             result = self._compiled(*args)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # Dynamo and Inductor raise many types, before anything has run
+        except Exception as error:  # Dynamo and Inductor raise many types of errors, before any code has run
             self._failed = True
             warnings.warn(
                 f"torch.compile of {self._function.__name__} failed, using eager: "

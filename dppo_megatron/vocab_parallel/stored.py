@@ -134,7 +134,7 @@ class _Stored(torch.autograd.Function):
         # `.data` does not change autograd's version counter: the bits are restored before the call returns.
         z = logits.data if _writable(logits) else logits.clone()
         copied = request.masks is not None and not ctx.inplace
-        if request.masks is not None:  # hidden logits are not restored: the counter changes, or they are a copy
+        if request.masks is not None:  # hidden logits are not restored, so the counter changes, or they are a copy
             z = logits.clone() if copied else logits.detach()
             if shard.valid:
                 request.masks.hide_others(z[:, : shard.valid], shard.first)

@@ -66,7 +66,7 @@ class MicroBatch:
     loss: TokenBatch
     loss_rows: Int[Tensor, " n"]  # the row of each loss row in the batch as given
     context_rows: tuple[Int[Tensor, " m"], ...]  # the loss rows of every context-parallel rank; a rank may have none
-    sequence_ids: Int[Tensor, " n_all"]  # the sequence of each of all ranks' loss rows, numbered without gaps
+    sequence_ids: Int[Tensor, " n_all"]  # the sequence of every rank's loss rows, numbered without gaps
     given: TokenBatch  # the batch as given, on the CPU
     whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless requested
     batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
@@ -94,7 +94,7 @@ class Packer:
     own_attention: bool = True
     flash: bool = False
     multiple: int = 1
-    sequence_rank: int = 0  # sequence parallelism: number of this rank's part of the rows, which its routers see
+    sequence_rank: int = 0  # sequence parallelism: index of this rank's part of the rows, which its routers see
     sequence_size: int = 1
     context_rank: int = 0
     context_size: int = 1

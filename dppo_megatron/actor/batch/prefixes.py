@@ -34,7 +34,7 @@ class SharedRows:
     """
 
     bounds: Int[Tensor, " S+1"]
-    prefixes: Int[Tensor, "S 2"]  # first row and number of rows that a segment continues; 0 rows = it begins
+    prefixes: Int[Tensor, "S 2"]  # first row and number of rows that a segment continues; 0 rows = it continues none
     origin: Int[Tensor, " R"]  # token of each row
     row: Int[Tensor, " T"]  # computed row of each token
 
@@ -48,7 +48,7 @@ def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"
     shared = shared_prefix.long()
     continues = shared > 0
     begins = torch.arange(len(shared))
-    begins = torch.where(continues, 0, begins).cummax(0).values  # the first sequence with the prompt of each one
+    begins = torch.where(continues, 0, begins).cummax(0).values  # for each sequence the first one with the same prompt
     after = F.pad(shared[1:], (0, 1))
     prefix = torch.where(continues, shared, after)
     if bool(continues[:1].any()) or bool((prefix != prefix[begins]).any()) or bool((prefix > lengths).any()):

@@ -32,7 +32,7 @@ class ReplayedExperts:
 
     def __init__(self, experts: Int[Tensor, "L R k"]):
         self.experts = experts
-        # A layer sets its numbers and adds nothing, so that one that runs again for its activations counts once.
+        # A layer sets its counts instead of adding to them, so a layer that is recomputed is counted once.
         self.differing: list[Tensor | int] = [0] * len(experts)
         self.replayed: list[Tensor | int] = [0] * len(experts)
 

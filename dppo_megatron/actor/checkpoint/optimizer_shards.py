@@ -89,8 +89,8 @@ class _Bucket:
 
     local: int
     device: torch.device
-    weights: list[nn.Parameter]  # sorted by their place
-    begins: list[int]  # first element of each
+    weights: list[nn.Parameter]  # sorted by their offset
+    begins: list[int]  # first element of each parameter
 
     def pieces(self, holder: int, first: int, end: int) -> Iterator[tuple[nn.Parameter, slice, int]]:
         """Yield parameters in elements `first` to `end` of `holder`'s part, the slice, and where its piece begins."""

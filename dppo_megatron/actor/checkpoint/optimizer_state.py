@@ -59,7 +59,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
         if isinstance(part, DistributedOptimizer):
             optimizer_shards.load_states(part, tensors)
         elif isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            steps = dict.fromkeys(inner.state, 0) | steps  # the plain optimizers leave some out
+            steps = dict.fromkeys(inner.state, 0) | steps  # the plain optimizers omit some parameters
         for parameter, step in steps.items():
             # One shared tensor would be advanced once per parameter.
             inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).clone()

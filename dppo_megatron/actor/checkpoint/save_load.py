@@ -149,7 +149,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     actor.schedule.num_steps = run["updates"]
     actor.schedule.step(0)
     actor.skipped_in_a_row = run["skipped_in_a_row"]
-    actor.lr_scale = run.get("lr_scale", 1.0)  # checkpoints of earlier versions had none
+    actor.lr_scale = run.get("lr_scale", 1.0)  # checkpoints of earlier versions lack it
     rng = path / RNG / _rng_name(actor.layout)
     if run["layout"] == _sizes(actor.layout) and rng.exists():
         _set_generators(load_data(rng))

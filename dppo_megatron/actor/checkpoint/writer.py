@@ -198,7 +198,7 @@ class BackgroundWrite:
 
     def _written_notes(self) -> list[Path]:
         try:
-            names = os.listdir(self._partial)  # a glob would read it twice, and it may be renamed in between
+            names = os.listdir(self._partial)  # a glob would read the directory twice, and it may be renamed in between
         except FileNotFoundError:
             return []
         return [self._partial / name for name in names if name.startswith(_ANNOUNCED)]

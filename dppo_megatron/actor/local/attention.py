@@ -55,7 +55,7 @@ class PackedAttention(MegatronModule):
         rope, plan, width = packed_seq_params.rope, packed_seq_params.plan, value.shape[-1]
         if rope is not None:
             query, key = (rotate(x, *rope) for x in (query, key))
-        if isinstance(plan, FlashPlan) and width < query.shape[-1]:  # latent attention; the kernel needs one size
+        if isinstance(plan, FlashPlan) and width < query.shape[-1]:  # latent attention; the kernel needs equal sizes
             value = F.pad(value, (0, query.shape[-1] - width))
         keys, values = key, value
         if self.context_group is not None:

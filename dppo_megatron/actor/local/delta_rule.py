@@ -34,9 +34,9 @@ class ChunkPlan:
     """
 
     steps: tuple[int, ...]  # sequences that have a chunk at each step; those with more chunks come first
-    rows: Int[Tensor, " N"]  # packed row at each place, T at padding
-    places: Int[Tensor, " T"]  # place of each packed row
-    columns: Int[Tensor, "T 1"]  # number of each packed row within its sequence
+    rows: Int[Tensor, " N"]  # packed row at each position, T at padding
+    places: Int[Tensor, " T"]  # position of each packed row
+    columns: Int[Tensor, "T 1"]  # index of each packed row within its sequence
 
     def to(self, device: torch.device) -> ChunkPlan:
         return ChunkPlan(self.steps, self.rows.to(device), self.places.to(device), self.columns.to(device))

@@ -43,8 +43,8 @@ class SegmentPlan:
     """
 
     groups: tuple[tuple[int, int, int], ...]
-    pad_rows: Int[Tensor, " N"]  # packed row at each padded place; a segment repeats its last row as padding
-    packed_rows: Int[Tensor, " T"]  # padded place of each packed row
+    pad_rows: Int[Tensor, " N"]  # packed row of each padded row; a segment repeats its last row as padding
+    packed_rows: Int[Tensor, " T"]  # padded index of each packed row
     keys: SegmentKeys | None = None
 
     def to(self, device: torch.device) -> SegmentPlan:
@@ -56,10 +56,10 @@ class SegmentPlan:
 class SegmentKeys:
     """Maps keys and values of M rows, of this rank or all context-parallel ranks, to M' padded rows."""
 
-    pad_rows: Int[Tensor, " M'"]  # row at each padded place
+    pad_rows: Int[Tensor, " M'"]  # row of each padded row
     positions: Int[Tensor, " N"]  # position of each padded query in its sequence: it sees the keys up to there
-    places: Int[Tensor, " K"]  # padded places of real keys
-    rows: Int[Tensor, " K"] | None = None  # their rows; None: K = M, and places are in the order of the rows
+    places: Int[Tensor, " K"]  # padded indices of real keys
+    rows: Int[Tensor, " K"] | None = None  # their rows; None: K = M, and the indices are in the order of the rows
 
     def to(self, device: torch.device) -> SegmentKeys:
         rows = None if self.rows is None else self.rows.to(device)
@@ -111,7 +111,7 @@ class _Padded:
 
     longest: list[int]  # rows of the longest segment of each group
     rows: Int[Tensor, " N"]  # packed row; a segment repeats its last row as padding
-    columns: Int[Tensor, " N"]  # number of that row within its segment
+    columns: Int[Tensor, " N"]  # index of that row within its segment
     segments: Int[Tensor, " N"]
     real: Bool[Tensor, " N"]  # False at padding
 
