@@ -30,7 +30,7 @@ _PROJECTIONS = ("linear_fc1", "linear_fc2")
 
 
 def group_experts(chunks: Sequence[nn.Module], config: Config) -> None:
-    """Let the frozen local experts of `chunks` compute grouped products, unless `why_sequential` gives a reason.
+    """Make the frozen local experts of `chunks` compute grouped products, unless `why_sequential` gives a reason.
 
     Call it before the chunks are wrapped, because each weight moves into its projection's tensor. Runs no collectives.
     """

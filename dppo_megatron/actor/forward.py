@@ -191,7 +191,7 @@ _NONE = -1.0e4  # ln of a mass that is 0, for which -inf would give a gradient o
 class LogprobStep:
     """Implements `forward_step` for scoring: collects fp32 log-probs [T, C] of each batch, 0 where mask is False.
 
-    C = 1, the targets; with `topk` C = K + 2, the targets, the top-K ids and everything else. Rows of other
+    C is 1 (the targets) or, with `topk`, K + 2 (the targets, the top-K ids and everything else). Rows of other
     context-parallel ranks are 0. checks: as in `LossStep`.
     """
 
@@ -277,7 +277,7 @@ def _whole_sequences(
 
 @dataclass(frozen=True)
 class UpdateTotal:
-    """Contains sums over all micro-batches of all data-parallel ranks; metrics on the CPU."""
+    """Contains sums over all micro-batches of all data-parallel ranks. Metrics are on the CPU."""
 
     loss: float
     nonfinite: int

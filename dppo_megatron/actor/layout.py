@@ -93,7 +93,7 @@ def local_gpu(count: int, environment: Mapping[str, str]) -> int:
 
 
 def check_own_gpus(ranks: Ranks, node: str, uuid: str) -> None:
-    """Raise LayoutError on every rank if two ranks of a node have the same GPU. Collective, over the ranks' store."""
+    """Raise LayoutError on every rank if two ranks of a node have the same GPU. All ranks must call it."""
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(ranks.gather((node, uuid), "every rank's node and GPU")):
         owners.setdefault(place, []).append(rank)

@@ -1,8 +1,8 @@
 """Adds adapters (`hf.lora`) to Megatron's parallel linear layers, and freezes the other weights.
 
 An adapter runs in a forward hook of its layer, on the same input: hidden states [S, ..., inputs] of this rank. It
-exchanges tensors of width r, not of the layer's width. Collectives of its forward; backward pass, over the layer's
-group of n ranks:
+exchanges tensors of width r, not of the layer's width. The table lists the collectives of its forward; backward pass
+over the layer's group of n ranks:
 
 | layer | sequence-parallel | otherwise |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Moves the actor's memory to the host: all memory while engines use the same GPU, or the optimizer's between steps.
+"""Moves memory to the host: the actor's while engines use the same GPU, or the optimizer's between steps.
 
 Storages are emptied and refilled in place, so every tensor, view and hook of Megatron's buffers stays the same object.
 """
@@ -92,7 +92,7 @@ def _on(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _Storages:
-    """Collects the distinct storages of some tensors, whole even if they contain other tensors too."""
+    """Collects the distinct storages of some tensors, as a whole even if they contain other tensors too."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True, but: _Storages | None = None):
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}

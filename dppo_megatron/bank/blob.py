@@ -34,7 +34,7 @@ class Encoded:
 def encode_group(group: RolloutGroup) -> Encoded:
     """Encode a group that passed `checks.check_group`.
 
-    The prompt's `columns` are not stored; `row` names the source line.
+    The prompt's `columns` are not stored, because `row` names the source line.
     """
     shapes = Shapes.of(group)
     header = json.dumps(

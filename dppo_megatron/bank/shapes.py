@@ -50,7 +50,7 @@ class Shapes:
     def of_fields(cls, fields: Mapping[str, Any], core: Sequence[int] = ()) -> Shapes:
         """Build the shapes from the fields of an index line; the inverse of `fields`.
 
-        core: bytes of the samples' core parts, which determine the number of spans; without it each sample has one
+        core: bytes of the samples' core parts, which determine the number of spans. Without `core` each sample has one
         span. Raises `ValueError` for a column that this version does not know.
         """
         tokens, spans = fields["lengths"], fields.get("spans")

@@ -1,4 +1,4 @@
-"""Write small files and directories so that readers see them complete or not at all, also after a power failure.
+"""Write small files and directories so that readers see all of them or nothing, also after a power failure.
 
 A file is written under another name, flushed to the device and renamed. Then its directory, which contains the new
 name, is flushed. Without the first flush a power failure may keep the new name but lose the bytes, and the file is

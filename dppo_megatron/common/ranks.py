@@ -263,7 +263,7 @@ class _Failure(NamedTuple):
     def of(cls, error: Exception) -> _Failure:
         """Return the failure with the error's type, or with its nearest base class that other ranks can construct.
 
-        An error that they cannot construct would leave them waiting, or would lose its text.
+        An error that the other ranks cannot construct would leave them waiting, or would lose its text.
         """
         kind = next(kind for kind in type(error).__mro__ if _can_be_sent(kind))
         return cls(kind, f"{error}" if kind is type(error) else f"{type(error).__name__}: {error}")

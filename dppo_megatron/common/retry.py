@@ -1,4 +1,4 @@
-"""Repeat a call that may fail for a moment, within a budget of attempts and time; wait for a condition."""
+"""Retry a call that may fail temporarily, within a budget of attempts and time, and wait for a condition."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Worker:
         """Start the process.
 
         module: its `main(descriptor)` calls `serve`. hello: arguments of `load`. what: names the foreign code in
-        errors. largest: limit of bytes of a reply.
+        errors. largest: most bytes of a reply.
         """
         self._hello = hello
         self._what = what
@@ -168,7 +168,7 @@ def confine(memory: int) -> None:
 def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, Answer]]) -> None:
     """Run the worker: load the code that the hello names, then answer requests until the channel closes.
 
-    load: hello -> (why it cannot be loaded, the function that answers).
+    load: takes the hello and returns (why the code cannot be loaded, the function that answers).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # otherwise asyncio.run would leave a handler of its own installed
     end, own = socket.socket(fileno=descriptor), os.getpid()

@@ -129,7 +129,7 @@ def no_control(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None)
 
 
 def gate(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """Apply a smooth weight instead of a region: one of the gates below, each of which returns (L, w)."""
+    """Apply a smooth weight instead of a trust region: one of the gates below, each of which returns (L, w)."""
     value, weight = GATES[s.gate](s, at, r)
     return Controlled(-value, weight, torch.zeros_like(at.diverging))
 

@@ -262,7 +262,7 @@ class BankBatches:
     ) -> tuple[StoredSequence, ...]:
         """Return this rank's share of the sequences to store: groups are drawn until their sequences suffice.
 
-        computed: [C, 2] group and sample of all computed sequences, which `plan` has by micro-batch. Example: groups
+        computed: [C, 2] group and sample of all computed sequences, which `plan` groups by micro-batch. Example: groups
         are drawn in the order [2, 0, 1], so group 0 is second, 1 third and 2 first: turn [1, 2, 0], the argsort of the
         order. With computed groups [0, 0, 1, 2, 2] the sequences have turns [1, 1, 2, 0, 0]. For three wanted ones the
         stable argsort [3, 4, 0, 1, 2] takes both sequences of group 2 and the first one of group 0.

@@ -42,8 +42,8 @@ def train(
 
     Collective: every rank runs it. `publisher` is None without engines (supervised training). A requested stop takes
     effect at a step boundary or while waiting, after a checkpoint, and returns early.
-    Colocated engines and the actor use the GPUs in turn: `publish` offloads the actor, `onload_actor` puts the engines
-    to sleep. After the last publish the actor stays offloaded.
+    Colocated engines and the actor use the GPUs in turn: `publish` offloads the actor, and `onload_actor` puts the
+    engines to sleep. After the last publish the actor stays offloaded.
     """
     step = first_step
     colocated = config.engine.placement == "colocated"

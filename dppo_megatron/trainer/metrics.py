@@ -37,7 +37,7 @@ class MismatchLimit(ExpectedError, RuntimeError):
 
 
 class MismatchHistory:
-    """Reports a mismatch far above the run's usual one, with or without a limit. Starts again when a run is resumed."""
+    """Reports a mismatch far above the run's usual one, with or without a limit. A resumed run starts empty."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
@@ -59,7 +59,7 @@ class MismatchHistory:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Compute the model FLOPs of a step per second of computation."""
+    """Computes the model FLOPs of a step per second of computation."""
 
     flops: ModelFlops
     ranks: int

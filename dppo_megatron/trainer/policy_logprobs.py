@@ -48,8 +48,8 @@ def with_batch_statistic(objective: ObjectiveProtocol, batch: StepBatch, layout:
 
     The statistic covers the tokens of all updates and data-parallel ranks, from their old and rollout log-probs.
     Collectives, if the objective needs a statistic: an all-reduce over the data-parallel group, and a broadcast,
-    because ranks with the same tokens must drop the same ones in spite of rounding. Context-parallel ranks have the
-    same tokens, which changes no mean.
+    because ranks with the same tokens must drop the same tokens in spite of rounding. Context-parallel ranks have the
+    same tokens, which does not change a mean.
     """
     if not objective.needs_statistic or not batch.updates:
         return objective

@@ -1,4 +1,4 @@
-"""Represent the trajectories of one step as arrays [G, n]: from rewards and lengths to advantages, without tokens.
+"""Represent the trajectories of one step as arrays [G, n] of rewards, lengths and advantages, without tokens.
 
 A plain response is a trajectory with one branch. Each branch of a trajectory is a row of the batch. The trajectory is
 counted once in its group's baseline and in the denominators. Its tokens are the tokens of all its branches.

@@ -69,11 +69,11 @@ def linear_token_statistics(
         loss_mask: [T] bool. Only the tokens where it is True are projected; the others have 0 in every statistic and
             send no gradient. Costs one device synchronisation. None = all tokens.
         tiles: as in token_statistics, for ranks with the same bits of hidden and of their rows of the weight. The
-            hidden gradient is an exception: ranks round and add their parts.
+            hidden gradient is an exception, because ranks round and add their parts.
         block_columns: columns projected at once, +- 63. None = a sixteenth of the shard (with `tiles`, of the tile), at
             least 1024.
         batch_invariant: statistics and hidden gradient of a row have the same bits in every batch. The products take a
-            fixed number of rows, filled up with zeros, and ranks sum the hidden gradient in rank order, by an
+            fixed number of rows, padded with zeros, and ranks sum the hidden gradient in rank order, by an
             all-to-all (and an all-gather, unless sequence_parallel) instead of a ring. The gradients of weight and
             bias, which are sums over the rows, are not covered.
 
