@@ -284,7 +284,7 @@ class Actor:
             save_load.finish(writing)
 
     def settle_checkpoint(self) -> None:
-        """Complete a checkpoint that is being written after an error in training. No collective. Raises nothing."""
+        """After an error in training, complete a checkpoint that is being written. No collective. Raises nothing."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             try:

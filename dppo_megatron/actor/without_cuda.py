@@ -1,4 +1,4 @@
-"""Runs Megatron-core on a machine without CUDA. Only this module patches Megatron for this purpose.
+"""Runs Megatron-core on a machine without CUDA. All patches for this purpose are in this module.
 
 Megatron-core's source names CUDA in literal devices, `.cuda()`, streams and the CUDA generator. `install` maps these
 names to the CPU. Call it before the first class of Megatron-core is built. Layer specs replace norms and core

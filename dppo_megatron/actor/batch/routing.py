@@ -1,4 +1,4 @@
-"""Replays routing (R3): routers use the engine's experts in the forward pass and in its recomputation.
+"""Replays routing (R3): routers use the engine's experts in forward passes, recomputations and backward passes.
 
 The experts are part of the micro-batch (`PackedSequences.replay`), and every layer passes its part to its router when
 it is called. So the replay does not depend on the pipeline schedule: each micro-batch contains its experts, also when a

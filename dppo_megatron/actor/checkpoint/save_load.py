@@ -185,7 +185,7 @@ _OPTIMIZER_FIELDS = (
 
 
 def _identity(actor: Checkpointed) -> dict[str, Any]:
-    """Return the settings that a continued run must not change, under their names in the config."""
+    """Return the settings that a continued run must not change, under the names that a user knows."""
     config = actor.config
     return {
         **{f"model.path config.json {name}": value for name, value in actor.hf.identity().items()},
