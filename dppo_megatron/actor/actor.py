@@ -1,4 +1,4 @@
-"""Trains the policy in Megatron-core on micro-batches of this rank, and computes log-probs."""
+"""Trains the policy in Megatron-core on this rank's micro-batches, and computes log-probs."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ class TrainingDiverged(ExpectedError, RuntimeError):
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """Reports one update, the same on every rank. Sums are over all micro-batches of all data-parallel ranks."""
+    """Reports one update, equally on every rank. Sums are over all micro-batches of all data-parallel ranks."""
 
     loss: float  # sum(loss_weight * loss)
     grad_norm: float  # norm of the gradients before they are clipped
     lr: float
     skipped: bool  # gradients or logits were not finite; nothing changed
-    skipped_in_a_row: int  # an overflow does not count
+    skipped_in_a_row: int  # overflows are not counted
     tokens: int
     loss_tokens: int
     nonfinite_tokens: int  # loss tokens with non-finite logits
     metrics: dict[str, float]  # the objective's metrics and the entropy, over the whole global batch
     parts: dict[str, Metric]  # the metrics before the final division, to merge with other updates
-    masked: dict[int, int]  # maps a token id to how often it was outside the trust region, if above 0
+    masked: dict[int, int]  # token id -> how often the token was outside the trust region, if above 0
     forward_backward_s: float
     optimizer_s: float
     loss_scale: float | None = None  # fp16: the factor of the loss
@@ -143,7 +143,7 @@ class Actor:
         return learning_rate(self.optimizer) * self.lr_scale
 
     def load_hf(self, directory: str | Path) -> None:
-        """Load the weights of an HF directory or a Megatron checkpoint, but no optimizer state and schedule.
+        """Load the weights of an HF directory or a Megatron checkpoint, without optimizer state and schedule.
 
         Raises ModelError listing every tensor that does not fit.
         """
@@ -174,9 +174,9 @@ class Actor:
         does not depend on how the batch was split. Data-parallel ranks pass the same number of micro-batches. An update
         with non-finite gradients or logits changes nothing and is reported as skipped. Gradients beyond fp16 lower the
         loss scale. `another_follows` promises that the next call is `train_update` again and that nothing uses the
-        weights in between. The weights are then gathered during the next forward pass. `observe`: see `LossStep`.
+        weights in between. The weights are then gathered during the next forward pass. `LossStep` describes `observe`.
         Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that no smaller loss scale could
-        avoid, ValueError without micro-batches.
+        avoid, and ValueError if there are no micro-batches.
         """
         with phase("forward_backward") as computing:
             prepared = self.packer.whole_rounds(micro_batches, whole_sequences=objective.needs_sequences)
@@ -188,7 +188,7 @@ class Actor:
             with self._gather.behind_forward():
                 results = self._forward_backward(
                     forward_step_func=step,
-                    data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all of them
+                    data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all micro-batches
                     num_microbatches=len(prepared),
                 )
             step.checks.raise_if_failed()
@@ -242,14 +242,14 @@ class Actor:
         return stats
 
     def scores(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Compute log-probs of every micro-batch's tokens under the current weights. Forward only; see `Scorer`."""
+        """Compute log-probs of every micro-batch's tokens with the current weights, forward only; see `Scorer`."""
         self._gather.require_whole()
         return self._scorer(micro_batches, topk=topk)
 
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Return fp32 log-probs [T] of each micro-batch's targets, at its temperature, on the CPU; 0 where masked out.
 
-        Forward only, with the current weights; the same on every rank of a replica.
+        Runs no backward pass and uses the current weights. All ranks of a replica return the same values.
         """
         return [scores.logprob for scores in self.scores(micro_batches)]
 
@@ -269,8 +269,8 @@ class Actor:
     def save_checkpoint(self, directory: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Write everything that training needs to continue exactly, as `directory/step-NNNNNN`; keep the newest `keep`.
 
-        `state` is the caller's state, JSON. With `checkpoint.asynchronous` it returns before the checkpoint is written,
-        and an error of the previous checkpoint is raised here. See `save_load.save`.
+        `state` is the caller's state as JSON. With `checkpoint.asynchronous` the call returns before the checkpoint is
+        written, and an error of the previous checkpoint is raised here. See `save_load.save`.
         """
         self._gather.require_whole()
         self.finish_checkpoint()
@@ -284,7 +284,7 @@ class Actor:
             save_load.finish(writing)
 
     def settle_checkpoint(self) -> None:
-        """Complete a checkpoint that is being written, after an error in training. No collective; raises nothing."""
+        """After an error in training, complete a checkpoint that is being written. No collective. Raises nothing."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             try:
@@ -308,9 +308,9 @@ class Actor:
 class Reference:
     """Scores with a KL penalty's reference policy: `model.start`, frozen, in the actor's layout, also in resumed runs.
 
-    It needs one more copy of the parameters on each rank, in `model.dtype`, without gradients and optimizer, and is
-    offloaded with the actor. With `model.lora` it needs no memory: it is the actor without its adapters. Building it is
-    collective. Raises ModelError listing every tensor that does not fit.
+    It needs one more copy of the parameters on each rank, in `model.dtype`, without gradients and optimizer. It is
+    offloaded with the actor. With `model.lora` it needs no memory, because it is the actor without its adapters. All
+    ranks must construct it. Raises ModelError listing every tensor that does not fit.
     """
 
     def __init__(self, actor: Actor):

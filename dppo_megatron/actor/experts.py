@@ -1,9 +1,9 @@
-"""Computes local experts with frozen weights by grouped products: one call of `torch.nn.functional.grouped_mm` each.
+"""Computes local experts with frozen weights by grouped products, each one call of `torch.nn.functional.grouped_mm`.
 
-Megatron's SequentialMLP computes one expert after the other. Here a projection is one grouped product for all of them,
-and their adapters are two more. The frozen weights of a projection share one tensor [experts, outputs, inputs]. The
-`weight` of each expert is a view of that tensor, so load, export, offload and merge work as without grouping. A and B
-are stacked in each forward pass.
+Megatron's SequentialMLP computes one expert after the other. Here each projection is one grouped product for all
+experts, and their adapters are two more. The frozen weights of a projection share one tensor [experts, outputs,
+inputs]. The `weight` of each expert is a view of that tensor, so load, export, offload and merge work as without
+grouping. A and B are stacked in each forward pass.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _PROJECTIONS = ("linear_fc1", "linear_fc2")
 
 
 def group_experts(chunks: Sequence[nn.Module], config: Config) -> None:
-    """Let the frozen local experts of `chunks` compute grouped products, unless `why_sequential` gives a reason.
+    """Make the frozen local experts of `chunks` compute grouped products, unless `why_sequential` gives a reason.
 
-    Call it before the chunks are wrapped: each weight moves into the tensor of its projection. No collectives.
+    Call it before the chunks are wrapped, because each weight moves into its projection's tensor. Runs no collectives.
     """
     if why_sequential(chunks, config):
         return
@@ -44,7 +44,7 @@ def group_experts(chunks: Sequence[nn.Module], config: Config) -> None:
 
 
 def why_sequential(chunks: Sequence[nn.Module], config: Config) -> str | None:
-    """Return the reason why local experts are computed one after the other; None where they are grouped."""
+    """Return the reason why local experts are computed one after the other; None if they are grouped."""
     gpu = this_gpu()
     if config.engine.exact:
         return "engine.exact computes each row as the engine does"
@@ -74,7 +74,7 @@ def _experts(chunks: Sequence[nn.Module]) -> Iterator[SequentialMLP]:
 
 def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
     """Replace SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
-    if not len(x):  # the kernel takes no empty operand
+    if not len(x):  # the kernel rejects empty operands
         return SequentialMLP.forward(experts, x, counts, probs)
     if x.is_cuda and not counts.is_cuda:
         counts = counts.pin_memory().to(x.device, non_blocking=True)
@@ -88,7 +88,7 @@ class _Projection(nn.Module):
     The model itself keeps a layer for each expert.
     """
 
-    ends: Tensor  # [experts] int32: number of rows up to the last one of each expert; `_forward` sets it
+    ends: Tensor  # [experts] int32: number of rows up to the end of each expert; `_forward` sets it
 
     def __init__(self, experts: SequentialMLP, name: str):
         super().__init__()
@@ -113,7 +113,7 @@ class _Projection(nn.Module):
 
 
 def shared_tensor(weights: Sequence[nn.Parameter]) -> Tensor:
-    """Return the memory of `weights` as one tensor [experts, outputs, inputs]. Moves them there first if necessary."""
+    """Return the memory of `weights` as one tensor [experts, outputs, inputs]. Moves them into one if necessary."""
     first, size = weights[0].data, weights[0].nbytes
     places = [weight.data_ptr() - first.data_ptr() for weight in weights]
     if first.untyped_storage().nbytes() != len(weights) * size or places != list(range(0, len(weights) * size, size)):

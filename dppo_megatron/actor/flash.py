@@ -1,4 +1,4 @@
-"""Computes attention of packed sequences by torch's FlashAttention on a GPU: no padding, no mask, no stored scores.
+"""Computes attention of packed sequences by torch's FlashAttention on a GPU, without padding, mask or stored scores.
 
 A row sees its own segment up to itself (one causal call) and all rows that its segment continues (one call without a
 mask): a shared prompt, or with context parallelism the earlier chunks of its sequence. The outputs are merged by their
@@ -36,13 +36,13 @@ class FlashPlan:
     """
 
     own: Call
-    before: Call | None = None  # None, as are `rows` and `keys`: no segment continues another
+    before: Call | None = None  # if None, `rows` and `keys` are None too: no segment continues another
     rows: Int[Tensor, " n"] | None = None  # queries of `before`
     keys: Int[Tensor, " m"] | None = None  # keys of `before`: rows here, or of all context-parallel ranks end to end
 
 
 def can_use_flash(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
-    """Return whether FlashAttention runs on `device`, backward too: 16 bits, sizes up to 256 in multiples of 8."""
+    """Return whether FlashAttention works forward and backward: 16 bits, sizes up to 256, multiples of 8."""
     x = torch.empty(1, 1, 8, head_size, dtype=dtype, device=device, requires_grad=True)
     return can_use_flash_attention(SDPAParams(x, x, x, None, 0.0, True, False))
 
@@ -50,7 +50,7 @@ def can_use_flash(dtype: torch.dtype, head_size: int, device: torch.device) -> b
 def plan_flash(
     bounds: Tensor, prefixes: Tensor | None, context_rank: int, context_size: int, device: torch.device
 ) -> FlashPlan:
-    """Plan the calls for the segments bounded by `bounds`; arguments as in `segments.plan_segments`."""
+    """Plan the calls for the segments bounded by `bounds`; `segments.plan_segments` describes the arguments."""
     bounds = bounds.long()
     lengths = bounds.diff()
     if context_size > 1:  # this rank's two chunks of each sequence, see `batch.context`

@@ -1,4 +1,4 @@
-"""Runs one micro-batch through the policy: hidden states to per-token statistics, these to a loss, reports to totals.
+"""Runs one micro-batch through the policy: computes per-token statistics, the loss, and the totals of an update.
 
 Megatron's schedules call `forward_step` on every stage, and the function that it returns only on the last one.
 """
@@ -53,9 +53,9 @@ TOKEN_VALUES = ("logprob", "entropy", "divergence", "masked")
 class LossStep:
     """Implements `forward_step` of Megatron's schedules for one update with one objective.
 
-    masked: [V] int64 on the device, how often each token id was outside the trust region, over all calls.
-    checks: read them when all micro-batches are done, before their gradients are used.
-    observe: called with each micro-batch and TOKEN_VALUES [4, n] fp32 of its loss rows, without gradient.
+    masked: [V] int64 on the device; counts over all calls how often each token id was outside the trust region.
+    checks: the caller reads them after all micro-batches and before it uses their gradients.
+    observe: is called with each micro-batch and the TOKEN_VALUES [4, n] fp32 of its loss rows, without gradient.
     """
 
     objective: ObjectiveProtocol
@@ -191,7 +191,7 @@ _NONE = -1.0e4  # ln of a mass that is 0, for which -inf would give a gradient o
 class LogprobStep:
     """Implements `forward_step` for scoring: collects fp32 log-probs [T, C] of each batch, 0 where mask is False.
 
-    C = 1, the targets; with `topk` C = K + 2, the targets, the top-K ids and everything else. Rows of other
+    C is 1 (the targets) or, with `topk`, K + 2 (the targets, the top-K ids and everything else). Rows of other
     context-parallel ranks are 0. checks: as in `LossStep`.
     """
 
@@ -254,7 +254,7 @@ def head_statistics(
         entropy=entropy,
         sampling_mask_ids=rows.sampling_mask_ids,
         sampling_mask_counts=rows.sampling_mask_counts,
-        tiles=layout.tensor_size if policy.exact else None,  # one tile per rank; with tiles nothing is compiled
+        tiles=layout.tensor_size if policy.exact else None,  # one tile per rank; tiles disable compilation
         check=step.checks,
     )
 
@@ -267,7 +267,7 @@ def _whole_sequences(
     Objectives that need whole sequences call it, because each rank has only a part of a sequence. Collectives: one
     all-gather for each statistic, one reduce-scatter for its gradient.
     """
-    counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows still computes one
+    counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows still computes one row
     names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
     whole = {name: gather_unequal_rows(getattr(stats, name), counts, layout.context_group) for name in names}
     start = sum(counts[: layout.context_rank])
@@ -277,7 +277,7 @@ def _whole_sequences(
 
 @dataclass(frozen=True)
 class UpdateTotal:
-    """Contains sums over all micro-batches of all data-parallel ranks; metrics on the CPU."""
+    """Contains sums over all micro-batches of all data-parallel ranks. Metrics are on the CPU."""
 
     loss: float
     nonfinite: int

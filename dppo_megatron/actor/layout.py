@@ -43,7 +43,7 @@ class Layout:
     context_size: int
     context_rank: int
     data_parallel_size: int
-    data_parallel_rank: int  # number of the share of every batch that this rank reads
+    data_parallel_rank: int  # index of this rank's share of every batch
     expert_size: int
     expert_tensor_size: int
     tensor_group: dist.ProcessGroup
@@ -93,7 +93,7 @@ def local_gpu(count: int, environment: Mapping[str, str]) -> int:
 
 
 def check_own_gpus(ranks: Ranks, node: str, uuid: str) -> None:
-    """Raise LayoutError on every rank if two ranks of a node have the same GPU. Collective, over the ranks' store."""
+    """Raise LayoutError on every rank if two ranks of a node have the same GPU. All ranks must call it."""
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(ranks.gather((node, uuid), "every rank's node and GPU")):
         owners.setdefault(place, []).append(rank)
@@ -109,7 +109,7 @@ def init_layout(config: Config) -> Layout:
     """Start torch.distributed (NCCL on CUDA, else gloo) and Megatron's groups; seed every generator with `run.seed`.
 
     Rank, world size and rendezvous come from the environment, as torchrun and the launcher set them; a single process
-    needs none. A collective that takes longer than `parallel.timeout_s` raises. If torch.distributed is already
+    needs no variables. A collective that takes longer than `parallel.timeout_s` raises. If torch.distributed is already
     started, its process group is used. Raises LayoutError if the environment does not match the config.
     """
     parallel = config.parallel
@@ -188,7 +188,7 @@ def init_layout(config: Config) -> Layout:
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy, torch, and Megatron's tracker, which gives tensor-parallel ranks different streams.
 
-    Pipeline stages get different seeds, data-parallel replicas the same.
+    Pipeline stages get different seeds; data-parallel replicas get the same seed.
     """
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)

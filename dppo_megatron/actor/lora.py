@@ -1,8 +1,8 @@
 """Adds adapters (`hf.lora`) to Megatron's parallel linear layers, and freezes the other weights.
 
 An adapter runs in a forward hook of its layer, on the same input: hidden states [S, ..., inputs] of this rank. It
-exchanges tensors of width r, not of the layer's width. Collectives of its forward; backward pass, over the layer's
-group of n ranks:
+exchanges tensors of width r, not of the layer's width. The table lists the collectives of its forward; backward pass
+over the layer's group of n ranks:
 
 | layer | sequence-parallel | otherwise |
 |---|---|---|
@@ -72,7 +72,7 @@ class ParallelAdapter(Adapter):
             common.sequence_parallel = self._sequence_parallel
 
     def forward(self, x: Tensor | None = None) -> Any:
-        """Return (alpha / r) B A x, to be added to the layer's output. Without x: A and B, for `experts`."""
+        """Return (alpha / r) B A x, to be added to the layer's output. Without x, return A and B for `experts`."""
         if x is None:
             return self.A, self.B
         group = self._group
@@ -91,7 +91,7 @@ class ParallelAdapter(Adapter):
         return linear(h, self.outputs())
 
     def reducing(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an expert's A and B, single or stacked; the gradient of the one that all ranks have is summed."""
+        """Return an expert's A and B, single or stacked. The gradient of the factor that all ranks have is summed."""
         if self._sharded and self.entry.shards_inputs:
             b = copy_to_tensor_model_parallel_region(b, self._group)
         elif self._sharded:

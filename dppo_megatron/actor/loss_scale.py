@@ -17,8 +17,8 @@ class LossScale(DynamicGradScaler):
     """Shares Megatron's scaler among all parts of an optimizer, which store it in checkpoints.
 
     Megatron gives dense and expert parameters one scaler each. Only the first scales the loss, and each is updated by
-    its own overflows. After an overflow of only the experts, their scaler would divide by another number than the
-    factor of the loss. Here all parts check first, and then `follow` changes the scale, by a decision for all ranks.
+    its own overflows. After an overflow of only the experts, their scaler would divide by a number other than the
+    factor of the loss. Here all parts check first. Then `follow` changes the scale in the same way on all ranks.
     """
 
     _scale: Tensor

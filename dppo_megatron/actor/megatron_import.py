@@ -55,8 +55,8 @@ def load_problem() -> str:
 def _disable_compiled_fusions() -> None:
     """Turn Megatron-core's jit_fuser off if CUDA is absent.
 
-    It is torch.compile, applied as a decorator while modules are imported: minutes of g++ for functions that take
-    microseconds on a CPU.
+    It applies torch.compile as a decorator while modules are imported. That costs minutes of g++ for functions that
+    take microseconds on a CPU.
     """
     if torch.cuda.is_available():
         return

@@ -1,4 +1,4 @@
-"""Handles differences between Megatron-core releases, and finds the implementations that this installation has.
+"""Handles differences between Megatron-core releases, and detects the implementations of this installation.
 
 Supports 0.16 (Python 3.11) to 0.19, which imports Triton on CPUs too. Names and signatures of Megatron that change
 between releases are used only here.

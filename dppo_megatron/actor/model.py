@@ -63,7 +63,7 @@ class PolicyModel(GPTModel):
         self.batch_invariant_head = batch_invariant_head
         self.exact = exact
         if self.post_process and batch_invariant_head:
-            # The module stays: Megatron gathers parameters in its hooks, and `trace` records its output.
+            # The module is kept, because Megatron gathers parameters in its hooks and `trace` records its output.
             self.output_layer.forward = self._batch_invariant_logits
         if self.post_process and fp32_head:
             # The fused accumulation needs the gradient buffer of the weight that it is given, here a copy.
@@ -107,7 +107,7 @@ class PolicyModel(GPTModel):
 def check_model(config: Config) -> list[str]:
     """Return every reason why this machine cannot train `model.path` in the configured layout; empty = none.
 
-    Each line is `setting = value: why; remedy`. Starts nothing and reads only `config.json`.
+    Each line is `setting = value: why; remedy`. Starts no process and reads only `config.json`.
     """
     try:
         hf = read_hf_config(config.model.path)

@@ -1,4 +1,4 @@
-"""Moves the actor's memory to the host: all memory while engines use the same GPU, or the optimizer's between steps.
+"""Moves memory to the host: the actor's while engines use the same GPU, or the optimizer's between steps.
 
 Storages are emptied and refilled in place, so every tensor, view and hook of Megatron's buffers stays the same object.
 """
@@ -20,9 +20,9 @@ SMALLEST_PIECE = 1 << 20
 def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device: torch.device) -> Iterator[int]:
     """Free the memory of `chunks` and `optimizer` on `device` within the context; yield the number of bytes.
 
-    They must not be used within the context. chunks: of the trained model and of frozen ones. Afterwards parameters and
-    optimizer state have the same bits as before; gradients are 0, as at the start of every update. No collectives. The
-    host needs as much free memory (pinned, with CUDA).
+    They must not be used within the context. `chunks` belong to the trained model and to frozen ones. Afterwards
+    parameters and optimizer state have the same bits as before; gradients are 0, as at the start of every update. No
+    collectives. The host needs as much free memory (pinned, with CUDA).
     """
     kept = _Storages(_on(device, _contents(chunks, optimizer)))
     gradients = _Storages(_on(device, _gradients(chunks)), keep=False, but=kept)
@@ -42,8 +42,9 @@ def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device:
 class OptimizerOnHost:
     """Keeps main parameters and Adam's state on the host except inside `on_device`: `optimizer.offload`.
 
-    Between two steps activations can use their memory. No bit changes. Storages shared with the model's parameters stay
-    (an fp32 model has no separate main parameters). The host needs as much memory (pinned, with CUDA).
+    Between two steps activations can use their memory. All values keep their bits. Storages shared with the model's
+    parameters stay on the device (an fp32 model has no separate main parameters). The host needs as much memory
+    (pinned, with CUDA).
     """
 
     def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], device: torch.device):
@@ -91,7 +92,7 @@ def _on(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _Storages:
-    """Collects the distinct storages of some tensors, whole even if they contain other tensors too."""
+    """Collects the distinct storages of some tensors, as a whole even if they contain other tensors too."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True, but: _Storages | None = None):
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -130,8 +131,8 @@ class _Storages:
 def host_pieces(nbytes: int) -> list[int]:
     """Return sizes that add up to `nbytes` and are powers of two, except a last one below `SMALLEST_PIECE`.
 
-    torch rounds every pinned allocation up to a power of two: one piece could take twice the memory. 3.5 MiB give
-    pieces of 2, 1 and 0.5 MiB.
+    torch rounds every pinned allocation up to a power of two, so a single piece could take twice the memory. 3.5 MiB
+    give pieces of 2, 1 and 0.5 MiB.
     """
     sizes = []
     while nbytes >= SMALLEST_PIECE:

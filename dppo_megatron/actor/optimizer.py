@@ -90,7 +90,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
         init_lr=o.lr / max(1, o.warmup_updates),
         max_lr=o.lr,
         min_lr=o.min_lr,
-        # num_steps counts completed updates; the lr that it sets is that of the next update.
+        # num_steps counts completed updates; the schedule sets the lr of the next update.
         lr_warmup_steps=max(0, o.warmup_updates - 1),
         lr_decay_steps=max(updates - 1, o.warmup_updates, 1),
         lr_decay_style=o.decay,
@@ -113,9 +113,9 @@ def optimizer_step(
 ) -> UpdateResult:
     """Clip to the global norm, step, and advance the schedule, or skip all three if the norm is not finite.
 
-    `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, if the caller has found a
-    reason before the gradients. `loss_scale` is the factor that gradients still have. It follows the result, unless the
-    step is refused. Collective over all ranks, which take the same decision.
+    `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, for a reason that the
+    caller found before the gradients. `loss_scale` is the factor that gradients still have. It is updated by the
+    result, unless the step is refused. All ranks must call this function, and they take the same decision.
     """
     lr = learning_rate(optimizer) * lr_scale
     found_inf = optimizer.prepare_grads()  # divides the gradients by the loss scale

@@ -1,8 +1,8 @@
 """Gathers new parameters over data-parallel ranks while the next update's forward pass runs.
 
 After a step of the distributed optimizer each rank has new values only of its own shard. Megatron gathers them at once,
-or bucket by bucket just before a module needs them. The second is only possible between consecutive updates: engines,
-checkpoints and scoring need all weights.
+or bucket by bucket just before a module needs them. The second is only possible between consecutive updates, because
+engines, checkpoints and scoring need all weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ParameterGather:
     def behind_forward(self) -> Iterator[None]:
         """Gather during an update's forward pass within the context; enter it once its gradient buffers are zero.
 
-        Collectives: one all-gather per bucket, where one is outstanding.
+        Runs one all-gather per bucket if the parameters are outdated.
         """
         if not self._outdated:
             yield

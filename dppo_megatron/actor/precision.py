@@ -95,7 +95,7 @@ class Implementations:
 def implementations(*, transformer_engine_layers: bool) -> Implementations:
     """Return TransformerEngine if it is installed, else NVIDIA's apex, else torch; on the CPU always torch.
 
-    apex is recognised by its own extension modules: the package index's `apex` is a web toolkit.
+    apex is recognised by its own extension modules, because the package index's `apex` is a web toolkit.
     """
     engine, apex = megatron_version.has_transformer_engine(), megatron_version.has_nvidia_apex()
     if not torch.cuda.is_available():

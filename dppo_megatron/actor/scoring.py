@@ -42,15 +42,15 @@ class Scorer:
     packer: Packer
     layout: Layout
     vocab_size: int
-    token_budget: int  # train.micro_batch_tokens; only a hint, packed lengths travel with the tensors
+    token_budget: int  # train.micro_batch_tokens; only a hint, because packed lengths travel with the tensors
 
     @torch.no_grad()
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
         """Run one forward pass and return the same scores on every rank of a replica.
 
-        topk: also score the top-K ids, which micro-batches of the last pipeline stage must have. Collective: with
-        context parallelism a sum of each result over its ranks, with pipeline parallelism a broadcast of each result
-        and of their width from the last stage.
+        topk: also score the top-K ids, which micro-batches of the last pipeline stage must have. All ranks must call
+        this method. Context parallelism sums each result over its ranks. Pipeline parallelism broadcasts each result
+        and their width from the last stage.
         """
         prepared = self.packer.whole_rounds(micro_batches)
         step = LogprobStep(self.vocab_size, self.layout, topk)

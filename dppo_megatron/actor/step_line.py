@@ -18,8 +18,8 @@ class StepLine:
     """Sets the policy to points between the start and the end of a step.
 
     Call `mark_start` before a step's first update. After its last, `go_to` sets the policy to any point of the line. It
-    has two fp32 copies of this rank's main parameters on the host (pinned, with CUDA), the second only after the first
-    `go_to`.
+    stores two fp32 copies of this rank's main parameters on the host (pinned, with CUDA); the first `go_to` allocates
+    the second copy.
     """
 
     def __init__(self, actor: Actor):
@@ -37,7 +37,8 @@ class StepLine:
     def go_to(self, fraction: float) -> None:
         """Set the weights to start + fraction (end - start), computed in fp32 and rounded once to the model's dtype.
 
-        0 gives the bits of the start. Collective: with a distributed optimizer one all-gather of the parameters.
+        With fraction 0 the weights have the bits of the start. All ranks must call this method; with a distributed
+        optimizer it runs one all-gather of the parameters.
         """
         actor = self._actor
         if not self._end_is_known:

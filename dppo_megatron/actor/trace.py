@@ -34,9 +34,9 @@ class CannotTrace(ExpectedError, ValueError):
 
 
 def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
-    """Trace the pass that scores `batch`, one sequence; rank 0 returns it whole, in the order of Hugging Face's heads.
+    """Trace the pass that scores one sequence, `batch`. Rank 0 returns it whole, in the order of Hugging Face's heads.
 
-    Collective: besides the forward pass one gather of objects to rank 0. `given` is the same on all ranks.
+    All ranks must call this function with the same `given`. Besides the forward pass it gathers objects to rank 0.
     Raises `CannotTrace` under context parallelism and for gated delta net.
     """
     if actor.layout.context_size > 1:

@@ -1,7 +1,8 @@
-"""Runs Megatron-core on a machine without CUDA: the one module that patches anything for this purpose.
+"""Runs Megatron-core on a machine without CUDA. All patches for this purpose are in this module.
 
-Megatron-core's source names CUDA: literal devices, `.cuda()`, streams, the CUDA generator. `install` makes these names
-mean the CPU; call it before the first class of Megatron-core is built. Layer specs replace norms and core attention.
+Megatron-core's source names CUDA in literal devices, `.cuda()`, streams and the CUDA generator. `install` maps these
+names to the CPU. Call it before the first class of Megatron-core is built. Layer specs replace norms and core
+attention.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _patch_experts() -> None:
     """Patch two places in the mixture-of-experts code that work only on a GPU with TransformerEngine."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # It converts only GPU tensors to numpy, but its callers index numpy arrays.
+    # The original converts only GPU tensors to numpy, but its callers index numpy arrays.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     if not hasattr(moe_utils, "te_general_gemm"):  # Megatron reads it, but imports it only with TransformerEngine
         moe_utils.te_general_gemm = None
@@ -79,7 +80,7 @@ def _patch_uneven_exchange() -> None:
 
 
 def _patch_exchange_with_oneself() -> None:
-    """Skip the exchange of a single replica: NCCL then does nothing, but gloo copies gradients and parameters."""
+    """Skip the exchange of a single replica, for which gloo, unlike NCCL, copies gradients and parameters."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     buffers.dist_all_gather_func = functools.partial(_unless_in_place, buffers.dist_all_gather_func)

@@ -1,8 +1,8 @@
 """Store finished groups in the rollout bank, an append-only, crash-safe directory.
 
 Every rollout reaches the trainer through the bank. The orchestrator has the only `BankWriter`; trainer ranks and tools
-use `BankReader`. The training order is the order of appending: step s trains on groups [s G, (s + 1) G). docs/bank.md
-describes the files.
+use `BankReader`. Groups are trained in the order in which they were appended: step s trains on groups [s G, (s + 1) G).
+docs/bank.md describes the files.
 """
 
 from .earlier import EarlierSamples

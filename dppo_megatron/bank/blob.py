@@ -1,7 +1,7 @@
 """Encode and decode the blob of a group: one safetensors file with independently readable samples.
 
 Its tensors are `prompt.ids`, then the four parts of each sample: core, top-K, sampling mask, routes. Each part is
-contiguous. `Shapes`, from the index line, determines all offsets. Equal groups give equal bytes.
+contiguous. `Shapes`, from the index line, determines all offsets. Equal groups have equal bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Encoded:
 def encode_group(group: RolloutGroup) -> Encoded:
     """Encode a group that passed `checks.check_group`.
 
-    The prompt's `columns` are not stored; `row` names the source line.
+    The prompt's `columns` are not stored, because `row` names the source line.
     """
     shapes = Shapes.of(group)
     header = json.dumps(

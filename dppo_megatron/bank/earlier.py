@@ -36,7 +36,7 @@ class EarlierSamples:
     def of(self, prompt: Prompt) -> tuple[np.ndarray, ...]:
         """Return the samples of the prompt's newest groups, each after the last tokens of the prompt, [.] int32.
 
-        Groups that were deleted or cannot be read are left out.
+        Deleted and unreadable groups are skipped.
         """
         with self._lock:
             try:
@@ -57,6 +57,6 @@ class EarlierSamples:
         if is_retired(self._directory, entry.segment):
             return []
         group = self._reader.read(entry, parts=("core",))
-        if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # that row of another file
+        if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # the row with this number in another file
             return []
         return [np.concatenate([prompt.token_ids[-PROMPT_TOKENS:], r.token_ids]) for r in group.rollouts]

@@ -11,20 +11,20 @@ from .shapes import Shapes
 
 @dataclass(frozen=True, slots=True)
 class BankEntry:
-    """Contains the index line of one group: all its data except the tokens."""
+    """Contains the index line of one group, which has all its data except the tokens."""
 
-    number: int  # place in the training order: groups of the bank counted from 0
+    number: int  # index in the training order, from 0
     segment: int
     line: int  # line of the segment's index, from 1
-    position: int  # place in the prompt order
+    position: int  # index in the prompt order
     row: int  # line of the prompt file, from 0
     offset: int  # bytes into the segment's .bin
     size: int  # bytes
     prompt_tokens: int
     response_lengths: np.ndarray  # [n] int32, tokens after the prompt
     rewards: np.ndarray  # [n] fp32
-    reward_failed: np.ndarray  # [n] bool, the verifier gave no reward
-    truncated: np.ndarray  # [n] bool, ended by the length limit
+    reward_failed: np.ndarray  # [n] bool, True if the verifier gave no reward
+    truncated: np.ndarray  # [n] bool, cut at the length limit
     min_version: int  # oldest policy version of any sampled token; -1 when there is none
     max_version: int
     version_sum: int  # over all sampled tokens
@@ -38,7 +38,7 @@ class BankEntry:
     part_crc: np.ndarray  # [n, 4] int64
     routing: tuple[int, int] | None = None  # (layers with experts, experts per token) where routing is stored
     spans: np.ndarray | None = None  # [n, 3] int32, tokens by origin of their span; None: the policy sampled all
-    trajectory: tuple[int, ...] | None = None  # one number per sample; None: each sample is its own
+    trajectory: tuple[int, ...] | None = None  # one number per sample; None: each sample is its own trajectory
     turn_rewards: tuple[np.ndarray, ...] | None = None  # fp32, of every trajectory
 
     @property

@@ -1,4 +1,4 @@
-"""Define the errors of a bank. Every message names the file, the place in the file, and the remedy."""
+"""Define the errors of a bank. Every message names the file, the position in the file, and the remedy."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Contains sizes and checksum recorded by a cleanly closed writer: all its data is on the device and must exist."""
+    """Contains sizes and checksum from a cleanly closed writer, whose data is all on the device and must exist."""
 
     index: int  # bytes of the last segment's .jsonl
     data: int  # bytes of its .bin
@@ -62,7 +62,7 @@ class Closed:
 class Head:
     """Represents `head.json`, replaced when a segment begins, when a writer is closed and when the next one opens."""
 
-    segment: int  # the newest
+    segment: int  # the newest segment
     closed: Closed | None = None
 
     def write(self, directory: Path) -> None:

@@ -1,7 +1,8 @@
 """Write the finished turns of an unfinished group to disk before any process uses them.
 
 A journal is a pair of files like a segment of the bank, named by the prompt's position. A turn is stored as a group of
-one sample. Its prompt is all tokens before the turn; its trajectory is the number within the unfinished group.
+one sample. The prompt of this group is all tokens before the turn; the trajectory is the number within the unfinished
+group.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Journal:
     """Opens the journal of the group of the prompt at `position` for writing.
 
     `found`: the turns that an earlier process wrote, in order. Records are not flushed to the device: they survive the
-    end of every process, `kill -9` included, but not a crash of the machine. Truncates an incomplete last record;
-    nothing has used it yet. Raises `BankError`.
+    termination of every process, `kill -9` included, but not a crash of the machine. Truncates an incomplete last
+    record; nothing has used it yet. Raises `BankError`.
     """
 
     def __init__(self, directory: Path, position: int):
@@ -56,7 +57,7 @@ class Journal:
     def add(self, trajectory: int, behind: np.ndarray, sampled: Rollout, temperature: float) -> None:
         """Write a turn, and return once it is written. Raises `BankWriteError`.
 
-        behind: [P] int32, all tokens before it.
+        behind: [P] int32, all tokens before the turn.
         """
         prompt = Prompt(self._position, 0, behind, "", "")
         group = RolloutGroup(prompt, (replace(sampled, trajectory=trajectory),), _NONE, _NONE > 0, temperature)
@@ -64,5 +65,5 @@ class Journal:
         self._segment.write(encoded.buffers, group_line(group, self._segment.data_size, encoded))
 
     def remove(self) -> None:
-        """Delete the files once the bank has the group; a later `add` fails. Harmless when repeated."""
+        """Delete the files once the bank has the group; a later `add` fails. Further calls have no effect."""
         self._segment.remove()

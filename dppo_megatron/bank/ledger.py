@@ -1,4 +1,4 @@
-"""Check the index of a bank from its first line on: which line may follow, for readers and the writer."""
+"""Check, for readers and the writer, that each line of a bank's index may follow the previous lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNK = 1024
 
 
 class Positions:
-    """Stores a set of prompt positions. They are dense, so each takes about two bits."""
+    """Stores a set of prompt positions. The positions are dense, so each takes about two bits."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, int] = {}
@@ -56,7 +56,7 @@ class Ledger:
         return segment_paths(self._directory, self.segment)[0]
 
     def add(self, line: bytes) -> bool:
-        """Check the next line, newline included, and return whether it is that of a group.
+        """Check the next line, newline included, and return whether it describes a group.
 
         Raises `BankError` for a bank of format 1, because lines of that format have no crc32.
         """

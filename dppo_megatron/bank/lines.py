@@ -84,7 +84,7 @@ def begin_line(segment: int, chain: int) -> bytes:
 
 
 def end_line(groups: int, dropped: int, data_size: int) -> bytes:
-    """Return the last line of a segment that is complete."""
+    """Return the last line of a complete segment."""
     return sealed(kind="end", groups=groups, dropped=dropped, bytes=data_size)
 
 

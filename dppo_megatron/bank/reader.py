@@ -31,8 +31,8 @@ LAG_S = 60.0  # time for which a network file system may cache that a file is mi
 class BankReader:
     """Follows the bank in `directory`, which need not exist yet.
 
-    Keeps about 30 bytes per group in memory; index lines and tokens are read on demand. Each new line is checked: its
-    crc32, whether it may follow the earlier lines, and whether the files that `head.json` names exist.
+    Keeps about 30 bytes per group in memory; index lines and tokens are read on demand. For each new line the reader
+    checks its crc32, whether it may follow the earlier lines, and whether the files that `head.json` names exist.
     """
 
     def __init__(self, directory: str | Path):
@@ -44,7 +44,7 @@ class BankReader:
         self._lines = array("l")
         self._offsets = array("q")
         self._sizes = array("l")
-        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # the last ones read, by group
+        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # the fronts read last, by group
 
     @property
     def num_groups(self) -> int:
@@ -55,7 +55,7 @@ class BankReader:
         """Read the lines added to the index since the last call; return `num_groups`.
 
         Raises `BankCorruption` when the index shrank, a line cannot follow or a file is missing. On a network file
-        system, it is raised only if the problem persists for a minute.
+        system, this error is raised only if the problem persists for a minute.
         """
         # Read before the index: all files that it names existed when it was written.
         head = Head.read(self._directory)
@@ -71,7 +71,7 @@ class BankReader:
                 # A later part of another host's writes may appear before an earlier part, which reads as zeros.
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
-        if problem and head == Head.read(self._directory):  # else the writer continued meanwhile
+        if problem and head == Head.read(self._directory):  # otherwise the writer continued meanwhile
             return self._not_there(problem)
         self._missing_since = None
         return self.num_groups
@@ -120,9 +120,9 @@ class BankReader:
         return [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
 
     def announce(self, wanted: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
-        """Ask the system to fetch the bytes that `read` of these samples will read; return their number at once.
+        """Ask the system to fetch the bytes that `read` needs for these samples; return their number without waiting.
 
-        This is only a hint: nothing is checked, and missing files raise no error.
+        This is only a hint: the bytes are not checked, and missing files raise no error.
         """
         total = 0
         for segment, group in groupby(wanted, key=lambda each: each[0].segment):
@@ -143,8 +143,9 @@ class BankReader:
     ) -> RolloutGroup:
         """Read the group of an entry, or only the given samples, in the given order.
 
-        parts: a selection of `types.PARTS` that includes `core`; columns of other parts are not read and None. buffer:
-        memory for the samples' arrays, which stay valid until it is reused; None = memory of their own.
+        parts: a selection of `types.PARTS` that includes `core`; columns of other parts are not read and are None.
+        buffer: memory for the samples' arrays, which stay valid until it is reused. If it is None, the arrays get new
+        memory.
         Raises `BankCorruption` when bytes are missing, do not match their checksum or contradict the entry.
         """
         path = segment_paths(self._directory, entry.segment)[0]
@@ -282,7 +283,7 @@ def read_samples(
 
 
 def _ends(entry: BankEntry) -> np.ndarray:
-    """Return [n, 4] int64: the end in the file of each part of each sample."""
+    """Return [n, 4] int64, the file offset at which each part of each sample ends."""
     return entry.offset + entry.front[0] + np.cumsum(entry.parts).reshape(entry.parts.shape)
 
 

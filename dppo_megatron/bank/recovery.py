@@ -1,8 +1,8 @@
 """Open a bank for writing: check the whole index, and truncate records that a crash left incomplete.
 
 Only the last segment may be incomplete, because every other one was flushed to the device before the next began. Bytes
-after the last complete line are truncated, and so are records at the end with data that a power failure took. A
-complete record is never truncated. After a writer that was closed, nothing is truncated.
+after the last complete line are truncated, and so are records at the end that lost data in a power failure. A complete
+record is never truncated. If the last writer was closed, nothing is truncated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def recover(directory: Path) -> Ledger:
-    """Truncate an incomplete end of the last segment, with a log line; return the state that a writer continues.
+    """Truncate an incomplete end of the last segment and log that; return the state from which a writer continues.
 
     Raises `BankCorruption` when the directory is damaged in a way that a crash cannot explain.
     """
@@ -69,7 +69,7 @@ def _refuse_tail(ledger: Ledger, tail: bytes, closed: Closed | None) -> None:
 
 
 def _whole_lines(ledger: Ledger, lines: list[bytes], closed: Closed | None) -> tuple[int, str]:
-    """Return how many lines of the last segment stay, and why the next line does not."""
+    """Return how many lines of the last segment are kept, and why the next line is not."""
     stored = file_size(ledger.data_path)
     if stored is None:
         if ledger.groups:
@@ -142,7 +142,7 @@ def _refuse_lost_lines(ledger: Ledger, closed: Closed | None, named: int) -> Non
 
 
 def _blob_size(data: BinaryIO) -> int | None:
-    """Return the size of the safetensors file that begins here; None where none does."""
+    """Return the size of the safetensors file that begins here; None if there is no such file."""
     size = int.from_bytes(data.read(8), "little")
     if not 2 <= size <= HEADER_LIMIT:
         return None

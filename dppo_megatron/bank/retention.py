@@ -1,4 +1,4 @@
-"""Delete rollouts that no resume needs: the trainer permits it, and the writer of the bank deletes them.
+"""Delete rollouts that no resumed run needs: the trainer permits the deletion, and the bank's writer executes it.
 
 bank/retain-from-000040     permits deletion of the .bin files of earlier segments; their index lines stay
 """
@@ -20,7 +20,7 @@ _DATA = re.compile(r"segment-(\d{6,18})\.bin")
 
 
 def give_leave(directory: Path, segment: int) -> None:
-    """Permit deletion of the data of segments before `segment`. An earlier, wider permission stays. Raises OSError."""
+    """Permit deletion of the data of segments before `segment`. A wider earlier permission stays. Raises OSError."""
     before = _leaves(directory)
     if segment <= max(before, default=0):
         return

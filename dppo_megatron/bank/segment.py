@@ -49,7 +49,7 @@ class Segment:
         """Add one record to both files. If that raises `BankWriteError`, both files stay as they were.
 
         blob: its bytes [uint8] in buffers, which are written without a copy. flush: flush to the device, regardless of
-        the setting of the segment.
+        the segment's `fsync`.
         """
         if self.broken:
             raise BankWriteError(self.broken)
@@ -79,7 +79,7 @@ class Segment:
             self._close_files()
 
     def remove(self) -> None:
-        """Close both files and delete them; later writes fail. Harmless when repeated."""
+        """Close both files and delete them; later writes fail. Further calls have no effect."""
         self._close_files()
         for path in (self._index_path, self._data_path):  # this order leaves no index without its blobs after a crash
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Compute the place of each tensor in a group's blob; the writer, the index line and readers share this code."""
+"""Compute the offset of each tensor in a group's blob; the writer, the index line and readers share this code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensor = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Contains the sizes that determine the places of a group's tensors. Lists have a number for each sample.
+    """Contains the sizes that determine the offsets of a group's tensors. Lists have a number for each sample.
 
     Example: a prompt of 5 tokens, samples of 3 and 2 tokens with top-2 lists. prompt 5, tokens [3, 2], sampled [3, 2],
     spans [1, 1], columns {"rollout_logprob": ("F32", ()), "versions": ("I32", ()), "topk_ids": ("I32", (2,)), ...},
@@ -50,7 +50,7 @@ class Shapes:
     def of_fields(cls, fields: Mapping[str, Any], core: Sequence[int] = ()) -> Shapes:
         """Build the shapes from the fields of an index line; the inverse of `fields`.
 
-        core: bytes of the samples' core parts, which determine the number of spans; without it each sample has one
+        core: bytes of the samples' core parts, which determine the number of spans. Without `core` each sample has one
         span. Raises `ValueError` for a column that this version does not know.
         """
         tokens, spans = fields["lengths"], fields.get("spans")

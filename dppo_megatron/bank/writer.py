@@ -1,4 +1,4 @@
-"""Append records to a bank as its only writer: survive being killed, and roll back partial writes on a full disk."""
+"""Append records to a bank as its only writer. Records survive a kill; partial writes are rolled back."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class BankWriter:
     """Appends groups and dropped prompts to the bank in `directory`, which is created when missing.
 
     Opening takes an exclusive lock until the process ends. It truncates a record that a crash left incomplete (with a
-    log line) and reads which prompt positions are done. A segment has `groups_per_segment` groups: with the groups of
-    one training step in each, segment s is the batch of step s. One thread of the writer encodes and writes groups in
+    log line) and reads which prompt positions are done. A segment has `groups_per_segment` groups: with one training
+    step's groups per segment, segment s is the batch of step s. One thread of the writer encodes and writes groups in
     the order of the calls; the calls come from one thread.
 
-    fsync: flush every record to the device before `append` returns, some milliseconds each. Without it a segment is
-    flushed when it is full: a record survives any crash of processes, but a power failure can lose records of the last
-    segment. Readers on other hosts need it, because a network file system shows them unflushed files late and out of
-    order. Default: on unless the file system is known to be local.
+    fsync: flush every record to the device before `append` returns, which takes some milliseconds each. Without it a
+    segment is flushed when it is full. A record then survives any crash of processes, but a power failure can lose
+    records of the last segment. Readers on other hosts need `fsync`, because a network file system shows them unflushed
+    files late and out of order. By default it is on unless the file system is known to be local.
 
     Raises `BankLocked` when another writer has the bank, `BankCorruption` when the directory is damaged in a way that a
     crash cannot explain, `BankError` when it cannot be written to.
@@ -83,7 +83,7 @@ class BankWriter:
         return self._stored_before + self._begun - self._failed
 
     def done_positions(self) -> frozenset[int]:
-        """Return the prompt positions of all records, group or dropped, which must not be sampled again."""
+        """Return the prompt positions of all groups and dropped prompts, which must not be sampled again."""
         return frozenset(self._done)
 
     def append(self, group: RolloutGroup) -> int:
@@ -113,7 +113,7 @@ class BankWriter:
         return self._begin(position, lambda: self._drop(position, row, reason, detail))
 
     def close(self) -> None:
-        """Wait for pending writes, flush to the device and release the lock. Harmless when repeated."""
+        """Wait for pending writes, flush to the device and release the lock. Further calls have no effect."""
         if self._thread is None:
             return
         self._thread.shutdown()

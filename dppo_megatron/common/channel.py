@@ -1,8 +1,8 @@
 """Sends messages between the pool and one of its workers, over a socket that foreign code may write to.
 
-A message is the worker's token, its length and its bytes. Any other data ends the worker: bytes without the token, too
-many bytes, or JSON that is not a reply. Replies of a worker are never unpickled. Example: the reply b"{}" is 16 bytes
-of token, the length 0, 0, 0, 2, and the 2 bytes.
+A message is the worker's token, its length and its bytes. Any other data terminates the worker: bytes without the
+token, too many bytes, or JSON that is not a reply. Replies of a worker are never unpickled. Example: the reply b"{}" is
+16 bytes of token, the length 0, 0, 0, 2, and the 2 bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rubbish(ConnectionError):
 
 
 class WorkerChannel:
-    """Sends and receives at one end. A call raises `TimeoutError` at `deadline` (`time.monotonic()`); None: no limit.
+    """Sends and receives at one end. A call raises `TimeoutError` at `deadline` (`time.monotonic()`), or never if None.
 
     Raises `EOFError` or `OSError` when the other end is gone.
     """

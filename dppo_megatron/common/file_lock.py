@@ -26,11 +26,11 @@ class LockHeld(Exception):
 
 
 class FileLock(contextlib.AbstractContextManager):
-    """Acquires the lock in its constructor; the file names the process.
+    """Acquires the lock in its constructor and writes the process into the file.
 
     A child that inherits `descriptor` has the lock too. Raises `LockHeld` when this or another process has it, and
-    OSError when it cannot be acquired. With `needed` False, a file system without locks gives an open file without a
-    lock.
+    OSError when it cannot be acquired. If `needed` is False and the file system has no locks, the file is opened
+    without a lock.
     """
 
     def __init__(self, path: Path, *, needed: bool = True):
@@ -62,7 +62,7 @@ class FileLock(contextlib.AbstractContextManager):
         return held
 
     def release(self) -> None:
-        """Release the lock. May be called again."""
+        """Release the lock. Further calls have no effect."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

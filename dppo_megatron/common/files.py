@@ -1,8 +1,8 @@
-"""Write small files and directories so that readers see them complete or not at all, also after a power failure.
+"""Write small files and directories so that readers see all of them or nothing, also after a power failure.
 
-A file is written under another name, flushed to the device and renamed. Then its directory is flushed, which contains
-the new name. Without the first flush a rename may survive without its bytes, and the file is empty after a power
-failure.
+A file is written under another name, flushed to the device and renamed. Then its directory, which contains the new
+name, is flushed. Without the first flush a power failure may keep the new name but lose the bytes, and the file is
+empty.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OutputError(ExpectedError, OSError):
 
 
 def output(path: Path, option: str = "--out", *, directory: bool = False) -> Path:
-    """Return the path of a file or directory that a command writes, with symbolic links followed. Makes directories.
+    """Return the path that a command writes, with symbolic links resolved. Creates missing directories.
 
     Raises `OutputError` naming `option` if the path cannot be written, for example because a pipe has that name.
     """
@@ -213,8 +213,8 @@ def sync_tree(directory: Path) -> None:
 def replace_directory(source: Path, target: Path, *, durable: bool = True) -> None:
     """Rename the flushed directory `source` to `target` on the same file system.
 
-    An existing directory of that name is renamed to .NAME.replaced, and removed once the new one is in its place.
-    durable: the new name is flushed to the device before that.
+    An existing directory of that name is first renamed to .NAME.replaced, and removed after the new directory has its
+    name. durable: whether the new name is flushed to the device before the removal.
     """
     aside = target.with_name(f".{target.name}.replaced")
     if target.exists():
@@ -229,8 +229,8 @@ def replace_directory(source: Path, target: Path, *, durable: bool = True) -> No
 class SteadyFile(BufferedWriter):
     """Flushes its bytes to the device every `FLUSH_BYTES`, and then calls `moved`.
 
-    Otherwise the system writes all bytes at once at the end, and a slow device looks like a dead one. durable: False =
-    no bytes are flushed to the device, for files that may be lost with the machine.
+    Otherwise the system writes all bytes at once at the end, and a slow device looks like a dead one. If `durable` is
+    False, no bytes are flushed, for files that may be lost in a crash of the machine.
     """
 
     def __init__(self, path: Path, moved: Callable[[], None], *, durable: bool = True):

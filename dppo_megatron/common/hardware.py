@@ -69,7 +69,7 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 
 def hardware(name: str, setting: str = "--gpu") -> Hardware:
-    """Return the device of a name: one of the table, or `cpu-GIB` for ranks that share only a CPU.
+    """Return the device `name`: a device of the table, or `cpu-GIB` for ranks that share only a CPU.
 
     Example: "cpu-16" has 16 GiB. Raises UnknownHardware with the known names.
     """

@@ -22,9 +22,9 @@ class LocalStore(dist.TCPStore):
 
 
 def world_store(timeout: timedelta) -> dist.Store | None:
-    """Return the store of the ranks that the environment describes; None under torchrun, which has its own.
+    """Return the store of the ranks that the environment describes; None under torchrun, which has its own store.
 
-    Rank 0 hosts it, with one connection (an open file) for each other rank.
+    Rank 0 hosts the store and has one connection (an open file) to each other rank.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None

@@ -1,4 +1,4 @@
-"""Start a child process with its own session and log file, and end it with all processes of its session."""
+"""Start a child process with its own session and log file, and terminate all processes of its session."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _LIBC = ctypes.CDLL(None)  # loaded before any fork
 class Child:
     """Starts `command` in its own session with output appended to `log`.
 
-    The kernel sends the child SIGTERM if this process dies without ending it (`follow_parent`). All processes of the
-    session are ended together, so that a server's workers do not outlive it. lock: the child inherits it.
+    The kernel sends the child SIGTERM if this process dies without terminating the child (`follow_parent`). All
+    processes of the session are terminated together, so that a server's workers do not outlive the server. lock: a lock
+    that the child inherits.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Child:
             self._process.send_signal(number)
 
     def end(self, grace_s: float) -> None:
-        """Send SIGTERM, then SIGKILL to the rest of its session after `grace_s`. Return when all have ended."""
+        """Send SIGTERM, then SIGKILL to the rest of its session after `grace_s`. Return when all have exited."""
         members = self._session()
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -105,15 +106,15 @@ def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)  # until exec the parent's handler would receive it and ignore it
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(1)
 
 
 def follow_parent() -> None:
     """Kill this process and its group as soon as its parent dies, if it was started as a `Child`.
 
-    SIGTERM does not suffice. A trainer then waits for its step, and perhaps for engines that are gone, and a server's
-    workers do not receive it.
+    SIGTERM does not suffice: a trainer then waits for its step, and perhaps for engines that no longer exist. A
+    server's workers do not receive the signal.
     """
     number, parent = ctypes.c_int(), os.getppid()
     _LIBC.prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
@@ -140,7 +141,7 @@ def raise_open_files_limit(wanted: int) -> int:
 
 
 def exit_reason(code: int) -> str:
-    """Return `exit code 1`, or the name of the signal that ended the process."""
+    """Return `exit code 1`, or the name of the signal that terminated the process."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -12,7 +12,7 @@ def show_progress(path: Path) -> None:
 
 
 def last_progress(path: Path) -> str:
-    """Return in words when the file was last written or showed progress."""
+    """Describe when the file was last written or touched."""
     try:
         return time.strftime("last record or evaluated prompt at %H:%M:%S", time.localtime(path.stat().st_mtime))
     except FileNotFoundError:

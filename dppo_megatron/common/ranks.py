@@ -1,4 +1,4 @@
-"""Let the ranks of torch.distributed agree on small values: one rank acts for all or all act, and all raise an error.
+"""Share small values among the ranks of torch.distributed; an error on one rank is raised on all.
 
 An error on only one rank would leave the others in their next collective until its timeout.
 
@@ -54,18 +54,18 @@ class RanksForged(ExpectedError, RuntimeError):
 
 
 class RanksTimeout(ExpectedError, TimeoutError):
-    """Another rank ended or was too late."""
+    """Another rank terminated or exceeded the timeout."""
 
 
 class Ranks:
-    """Connects all ranks of the default process group; only this process if torch.distributed has not started.
+    """Connects all ranks of the default process group, or only this process if torch.distributed has not started.
 
-    timeout_s: the longest wait for the others without a report of progress; None: the timeout of the default group's
-    store.
+    timeout_s: the longest wait for the other ranks without a progress report. If None, the default group's store sets
+    the timeout.
 
-    Every method but `alive` and `after` is collective: all ranks call them in the same order, from one thread. The
-    methods transfer pickled objects; `what` names the wait in errors. Each raises `RanksTimeout` if another rank is
-    gone or too late. They synchronise processes, never devices.
+    All methods but `alive` and `after` are collective: all ranks call them in the same order, from one thread. The
+    methods transfer pickled objects; `what` names the wait in errors. Each raises `RanksTimeout` if another rank
+    terminated or exceeded the timeout. They synchronise processes, never devices.
     """
 
     def __init__(self, timeout_s: float | None = None):
@@ -188,7 +188,7 @@ class Ranks:
     def alive(self) -> None:
         """Report that this rank makes progress, so that other ranks keep waiting for it. Not collective.
 
-        Call it as often as convenient; it reports once a second.
+        Call it any number of times; it reports at most once a second.
         """
         if self.size > 1 and time.monotonic() - self._reported > LOOK_S:
             self._store.add("alive", 1)
@@ -236,7 +236,7 @@ class Ranks:
     def _waiting_for(self, what: str) -> Iterator[None]:
         try:
             yield
-        except dist.DistError as error:  # the store is gone, and with it its host process
+        except dist.DistError as error:  # the store's host process has terminated
             raise self._late(what, str(error).splitlines()[0]) from error
 
     def _late(self, what: str, why: str) -> RanksTimeout:
@@ -263,7 +263,7 @@ class _Failure(NamedTuple):
     def of(cls, error: Exception) -> _Failure:
         """Return the failure with the error's type, or with its nearest base class that other ranks can construct.
 
-        An error that they cannot construct would leave them waiting, or would lose its text.
+        An error that the other ranks cannot construct would leave them waiting, or would lose its text.
         """
         kind = next(kind for kind in type(error).__mro__ if _can_be_sent(kind))
         return cls(kind, f"{error}" if kind is type(error) else f"{type(error).__name__}: {error}")

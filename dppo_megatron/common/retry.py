@@ -1,4 +1,4 @@
-"""Repeat a call that may fail for a moment, within a budget of attempts and time; wait for a condition."""
+"""Retry a call that may fail temporarily, within a budget of attempts and time, and wait for a condition."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def doubling_delay_s(first_s: float, doublings: int, longest_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RetryBudget:
-    """Limits the number and the total time of attempts. The bound that is reached first ends them; set at least one.
+    """Limits the number and the total time of attempts. The limit that is reached first applies; set at least one.
 
     The pause after a failure begins at `first_pause_s` and doubles up to `longest_pause_s`. With `jitter` each pause is
-    drawn uniformly between 0 and that, for callers that would otherwise all return to one server at the same moment.
+    drawn uniformly between 0 and this value, so that many callers do not return to one server at the same moment.
     """
 
     attempts: int | None = None  # including the first one
@@ -81,8 +81,8 @@ def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float)
 def look_again_s(waited_s: float) -> float:
     """Return the pause until the next check of a file that another process will write, after a wait of `waited_s`.
 
-    It is a hundredth of the wait, between 5 and 100 ms, so polling lengthens the wait by about 1 %. Short waits end at
-    once; long ones cost little of the cores and of a shared file system.
+    It is a hundredth of the wait, between 5 and 100 ms, so polling lengthens the wait by about 1 %. Short waits are
+    noticed at once, and long waits load the cores and a shared file system little.
     """
     return min(max(0.005, waited_s / 100), 0.1)
 

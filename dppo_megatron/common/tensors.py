@@ -1,4 +1,4 @@
-"""Serialize arrays as a safetensors file. The library writes memory in storage order, so strided arrays are copied."""
+"""Serialize arrays as a safetensors file. Strided arrays are copied, because it writes memory in storage order."""
 
 from __future__ import annotations
 

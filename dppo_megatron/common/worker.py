@@ -1,4 +1,4 @@
-"""Run foreign code in a process of its own: one request at a time, and every reply is validated."""
+"""Run foreign code in a separate process that answers one request at a time. Every reply is validated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WorkerTimeout(WorkerError):
 
 
 class Worker:
-    """Runs foreign code in a process of its own session. It answers one request at a time.
+    """Runs foreign code in a process with its own session, which answers one request at a time.
 
     Call `load` first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
@@ -55,7 +55,7 @@ class Worker:
         """Start the process.
 
         module: its `main(descriptor)` calls `serve`. hello: arguments of `load`. what: names the foreign code in
-        errors. largest: limit of bytes of a reply.
+        errors. largest: most bytes of a reply.
         """
         self._hello = hello
         self._what = what
@@ -94,16 +94,16 @@ class Worker:
 
     @property
     def fresh(self) -> bool:
-        """Return whether it has had no request after `load`, so that no other sample can have harmed it."""
+        """Return whether the worker has had no request since `load`, so no other sample can have affected it."""
         return self._requests <= 1
 
     @property
     def usable(self) -> bool:
-        """Return whether it is running and has sent no unrequested bytes."""
+        """Return whether the worker is running and has sent no unrequested bytes."""
         return self._process.poll() is None and self._channel.quiet
 
     def end(self) -> None:
-        """Kill it and the processes of its session, which may outlive it. May be called again."""
+        """Kill the worker and all processes of its session, which may outlive it. Further calls have no effect."""
         if not self._ended:
             self._ended = True
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
@@ -155,7 +155,7 @@ def checked(kind: Any, value: Any) -> Any:
 def confine(memory: int) -> None:
     """Limit this process to `memory` more bytes than it has now. A crash writes no core file and no text.
 
-    `signal.setitimer(signal.ITIMER_PROF, seconds)` limits its computing time: the signal ends it.
+    `signal.setitimer(signal.ITIMER_PROF, seconds)` limits its CPU time, because the signal terminates it.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # RLIMIT_AS would count mapped files too.
@@ -168,7 +168,7 @@ def confine(memory: int) -> None:
 def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, Answer]]) -> None:
     """Run the worker: load the code that the hello names, then answer requests until the channel closes.
 
-    load: hello -> (why it cannot be loaded, the function that answers).
+    load: takes the hello and returns (why the code cannot be loaded, the function that answers).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # otherwise asyncio.run would leave a handler of its own installed
     end, own = socket.socket(fileno=descriptor), os.getpid()
@@ -182,7 +182,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
         for number in itertools.count():
             if os.getpid() != own:  # foreign code forked, and this process is the child
                 os._exit(0)
-            signal.setitimer(signal.ITIMER_REAL, 0)  # a remaining alarm would end the next sample
+            signal.setitimer(signal.ITIMER_REAL, 0)  # a remaining alarm would terminate the next sample
             _open_streams()
             _reply(channel, number, reply)
             if isinstance(parts, bytes):

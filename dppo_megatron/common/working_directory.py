@@ -1,4 +1,4 @@
-"""Lets Python import the user's rewards and objectives from the directory in which a run is started."""
+"""Makes the user's rewards and objectives importable from the directory in which a run is started."""
 
 from __future__ import annotations
 

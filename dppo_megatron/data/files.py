@@ -46,7 +46,7 @@ def data_files(path: Path) -> list[Path]:
 def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     """Yield (number from 1, columns) of every row; for a malformed line, an error replaces the columns.
 
-    held: whether the caller stores all rows, so that they must fit into memory. Raises `PromptFileError` for files with
+    held: whether the caller stores all rows, which must then fit into memory. Raises `PromptFileError` for files with
     another format than their names.
     """
     first = 1
@@ -79,7 +79,7 @@ def _json_lines(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any] | 
 
 
 def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the rows of a table; the next rows are read while the caller works on these."""
+    """Read the rows of a table; further rows are read while the caller processes the current ones."""
     try:
         import pyarrow
 

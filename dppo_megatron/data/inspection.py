@@ -31,7 +31,7 @@ CheckAnswers = Callable[[Sequence[tuple[str, str]]], list[str | None]]
 def inspect(
     path: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase | None, check_answers: CheckAnswers | None
 ) -> str:
-    """Return the report on a file. Without a tokenizer, lengths are in characters.
+    """Return the report on a file. Without a tokenizer, lengths are counted in characters.
 
     Raises `PromptFileError` for a missing file.
     """

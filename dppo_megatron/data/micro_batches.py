@@ -1,4 +1,4 @@
-"""Decide from the lengths only which sequences are computed together, and by which rank."""
+"""Decide, from the lengths only, which sequences are computed together and on which rank."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def plan_micro_batches(
     longest sequence, or the largest part of a group that is kept together. The largest micro-batches come first, so
     that a lack of memory shows at once. Example: lengths [4, 3, 2, 1], 2 ranks and budget 5 give [[[0, 3]], [[1, 2]]].
 
-    With prefixes, groups are kept whole, or in halves or quarters of the budget, or are split completely. The plan with
-    the least waiting for the slowest rank is chosen.
+    With prefixes, groups are kept whole, or in halves or quarters of the budget, or are split completely. The plan in
+    which ranks wait least for the slowest rank is chosen.
 
     Equal arguments give equal plans. Raises `ValueError` for lengths, ranks or a budget below 1.
     """
@@ -77,7 +77,7 @@ def _triangle(sizes: np.ndarray) -> np.ndarray:
 
 
 def _longest(plan: Plan, sizes: np.ndarray, prefixes: Prefixes) -> int:
-    """Return the rows computed one after the other when ranks wait for each other at each micro-batch."""
+    """Return the rows computed one after the other if ranks wait for each other at each micro-batch."""
     return sum(max(computed_rows(batch, sizes, prefixes) for batch in of_ranks) for of_ranks in zip(*plan, strict=True))
 
 

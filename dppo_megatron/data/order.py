@@ -11,7 +11,7 @@ class EpochOrder:
     """Orders `count` rows endlessly: each epoch visits each row once, in a new permutation."""
 
     def __init__(self, count: int, seed: Sequence[int], shuffle: bool):
-        """Store the seed: (seed of the run, ) for the first file; (seed of the run, number) for each further one."""
+        """Store the seed: (seed of the run, ) for the first file, (seed of the run, number) for each further file."""
         self._count, self._seed, self._shuffle = count, tuple(seed), shuffle
         self._epoch = -1
         self._order = np.zeros(0, dtype=np.int64)
@@ -32,7 +32,7 @@ class EpochOrder:
 
 
 class Mixture:
-    """Spreads files over positions as evenly as their weights allow: n positions have n * share rows of a file, +- 1.
+    """Spreads files over positions as evenly as their weights allow. n positions have n * share rows of a file, +- 1.
 
     The k-th prompt of a file is due at (k + 1/2) / share, and positions are numbered by due time. Example: shares 2/3
     and 1/3 give due times 0.75, 2.25, 3.75, ... and 1.5, 4.5, ...: files 0, 1, 0, 0, 1, 0, ...
@@ -44,7 +44,7 @@ class Mixture:
         self._places = np.zeros(0, dtype=np.int64)  # in the file's own order, by position
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return (file, place in the file's own order) of a position."""
+        """Return (file, index in the file's own order) of a position."""
         if len(self._shares) == 1:
             return 0, position
         if position >= len(self._files):

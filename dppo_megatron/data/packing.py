@@ -19,14 +19,14 @@ Sizes = Mapping[str, tuple[int, ...]]  # trailing shapes of columns by name
 class TokenSequence:
     """Contains a prompt with the response to learn from. Supervised sequences have no columns.
 
-    R of the S response tokens are learned from: all, or those marked in `sampled`. The others are only context.
+    The loss covers R of the S response tokens: all, or the ones marked in `sampled`. The others are only context.
     """
 
     prompt_ids: np.ndarray  # [P] int32, at least one token, which predicts the first response token
     response_ids: np.ndarray  # [S] int32
-    loss_weight: float  # of every learned token, as its share of the global batch; 0 = no loss
+    loss_weight: float  # loss weight of every learned token, as its share of the global batch; 0 = no loss
     advantage: float | np.ndarray | None = None  # scalar or [R] fp32
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # of the R tokens, by the names in `COLUMNS`
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # values of the R tokens, by the names in `COLUMNS`
     temperature: float = 1.0
     sampled: np.ndarray | None = None  # [S] bool, R of them True; None: all
 
@@ -66,8 +66,8 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
     """Pack one micro-batch on the CPU, sequences end to end in the given order; `TokenBatch` has an example.
 
     All sequences must have the same columns; the result has these columns.
-    Without sequences the result is a filler, so that a rank without work runs the same collectives: a masked token with
-    the columns of `like`, trailing shapes by name. It needs no sampling mask and no routes, and has none.
+    Without sequences the result is a filler, so that a rank without work runs the same collectives. The filler is a
+    masked token with the columns of `like` (trailing shapes by name), but without sampling mask and routes.
     share_prefixes: a prompt that equals the prompt of the previous sequence is to be computed once.
     Raises `ValueError` for an empty prompt, fields with different lengths or presence, and non-finite weights or
     advantages.
@@ -156,7 +156,7 @@ class _Places:
         return torch.from_numpy(out)
 
     def end_to_end(self, values: list[np.ndarray], dtype: Any, fill: float) -> torch.Tensor:
-        """Compute `at_rows` with one copy if all response tokens are learned: top-K lists are most of the bytes."""
+        """Compute `at_rows` with one copy if all response tokens are learned; top-K lists have most of the bytes."""
         gaps = self.prompts - (np.arange(len(self.sizes)) == 0)  # rows between two responses
         filling = np.full((max(int(gaps.max()), 1), *values[0].shape[1:]), fill, dtype=dtype)
         pieces = [piece for gap, value in zip(gaps, values, strict=True) for piece in (filling[:gap], value)]

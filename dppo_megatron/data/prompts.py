@@ -28,7 +28,7 @@ T = TypeVar("T")
 Render = Callable[[Sequence[Any]], list[str | ValueError]]
 
 _BATCH = 256  # rows rendered together
-_CHARACTERS_PER_TOKEN = 1000  # no token is longer; a longer text is rejected without tokenizing it
+_CHARACTERS_PER_TOKEN = 1000  # no token is longer, so a longer text is rejected without tokenizing it
 
 
 class PromptRow(NamedTuple):
@@ -123,8 +123,8 @@ class PromptSource:
     """Provides the prompts of a run, in an endless order.
 
     Position p is row p % len of a new permutation for each epoch (p // len) from `seed`; without `shuffle` the order is
-    the order of the file. Several files have an order each, and alternate by their weights. `Prompt.row` counts the
-    rows of all files, in the order of the config. Raises as `PromptFile`.
+    the order of the file. With several files, each has its own order, and they alternate by their weights. `Prompt.row`
+    counts the rows of all files, in the order of the config. Raises as `PromptFile`.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def _answer(value: Any) -> str:
 def renderer(
     tokenizer: PreTrainedTokenizerBase | None, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
 ) -> Render:
-    """Return the function that renders values of the prompt column to the model's input texts, or errors.
+    """Return the function that renders values of the prompt column to the model's input texts or to errors.
 
     tools: for chat templates. The function raises `ChatTemplateError`.
     """

@@ -1,7 +1,7 @@
 """Convert known datasets, from the user's files, to one JSON line per prompt: `dppo-megatron data prepare`.
 
-Every recipe writes the columns prompt, answer and data_source, and further ones of its own. Unusable rows are left out
-and counted.
+Every recipe writes the columns prompt, answer and data_source, and recipe-specific ones. Unusable rows are skipped and
+counted.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Row = dict[str, Any]
 
 
 def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (1, 5)) -> str:
-    """Write `out` and return counts of rows read, written and left out. Raises `RecipeError`.
+    """Write `out` and return the numbers of rows read, written and skipped. Raises `RecipeError`.
 
-    A repeated prompt with the same answer is left out. A prompt with different answers is left out completely.
-    `levels`: the lowest and the highest level of MATH.
+    A repeated prompt with the same answer is skipped. A prompt with different answers is removed completely. `levels`:
+    the lowest and the highest level of MATH.
     """
     if recipe not in RECIPES:
         raise RecipeError(f"{recipe}: no such recipe; there are {', '.join(RECIPES)}")

@@ -23,7 +23,7 @@ class TokenizerError(ExpectedError, ValueError):
 def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory and check it against the model.
 
-    vocab_size: embedding rows of the model; default: `vocab_size` of the directory's config.json.
+    vocab_size: number of the model's embedding rows. The default is `vocab_size` of the directory's config.json.
     Raises `TokenizerError` when the directory or its tokenizer is missing or unreadable, when it has more tokens than
     the model has rows, or when no end-of-sequence token is known.
     """
@@ -65,7 +65,8 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
 def _refuse_endless(path: Path) -> None:
     """Raise `TokenizerError` for a config with too many layers.
 
-    transformers reads the config too, and builds a list with a name for each layer: 10^9 layers take minutes.
+    transformers also reads the config and builds a list with a name for each layer, which takes minutes for 10^9
+    layers.
     """
     config = read_json(path)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
@@ -75,7 +76,7 @@ def _refuse_endless(path: Path) -> None:
 
 
 def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end a response, ascending: by generation_config.json, else config.json, and tokenizer.
+    """Return the ids that end a response, ascending: from generation_config.json, else config.json, and the tokenizer.
 
     Raises `TokenizerError` when there is none.
     """

@@ -1,4 +1,4 @@
-"""Read tables and render chat templates in a process, so that files that crash it or fill its memory harm only it."""
+"""Read tables and render chat templates in a worker, so that a harmful file can only crash or fill that process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _idle: dict[str, list[Worker]] = {}
 
 
 class ChatTemplateError(ExpectedError, ValueError):
-    """The template does not end, or needs more memory than a text can need."""
+    """The template does not terminate, or needs more memory than a text can need."""
 
 
 @contextmanager
 def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
-    """Yield a process of a class of this module, started if none is idle. An error ends it. memory: its byte limit."""
+    """Yield a worker for a class of this module, started if none is idle. An error ends it. memory: its byte limit."""
     idle = _idle.setdefault(answer.__name__, [])
     worker = idle.pop() if idle else None
     started = False
@@ -51,7 +51,7 @@ def render_chats(
 ) -> list[str | ValueError]:
     """Render each chat to the model's input text, up to the start of its answer; a problem gives an error instead.
 
-    A chat that is already an error is returned. tools: for chat templates. Raises `ChatTemplateError`.
+    A chat that is already an error is returned unchanged. tools: for chat templates. Raises `ChatTemplateError`.
     """
     out: list[str | ValueError] = []
     try:
@@ -82,8 +82,9 @@ def main(descriptor: int) -> None:
 class Tables:
     """Answer requests for rows of a table, one Arrow stream of one batch at a time.
 
-    A request is (file, seconds of computing, byte limit of its rows or None) for the first rows, (None, seconds, None)
-    for the next. The answer has no parts at the end, or the problem instead of rows.
+    A request is (file, seconds of computing, byte limit of its rows or None) for the first rows, and (None, seconds,
+    None) for the next rows. The answer has no parts at the end of the table. After a problem it has the problem instead
+    of rows.
     """
 
     def __init__(self, memory: int):

@@ -1,4 +1,4 @@
-"""Compute reinforcement-learning objectives on [T]: pure torch, no process groups, no vocabulary dimension.
+"""Compute reinforcement-learning objectives on [T] in pure torch, without process groups or vocabulary dimension.
 
 Axes and presets are data, and configs are checked against them, possibly without torch. Code on tensors (`on_tensors`
 lists it) is therefore imported when one of its names is first used.

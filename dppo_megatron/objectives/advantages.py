@@ -1,4 +1,4 @@
-"""Compute advantages from the rewards of groups: n samples of one prompt, G prompts."""
+"""Compute advantages from the rewards of G groups, each with n samples of one prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardMoments:
-    """Contains count, sum and sum of squares of group-centred rewards, 0-d fp64 each.
+    """Contains count, sum and sum of squares of group-centred rewards, each 0-d fp64.
 
     Ranks add their moments before they normalise.
     """
@@ -49,9 +49,9 @@ def group_advantages(
     batch_mean        reward - mean of the batch; `rewards` must be the whole batch (FlashREINFORCE).
     batch_normalised  group_mean over its sample standard deviation across the batch (REINFORCE++-baseline,
                       arXiv 2501.03262). `moments` are those of the whole batch, if `rewards` is only a part of it.
-    rewards: fp32 or fp64. valid: False where a sample failed; it gets 0 and counts in no statistic. If all valid
-    rewards of a group are equal, or there is only one, all get exactly 0, except with batch_mean. No denominator has an
-    epsilon. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
+    rewards: fp32 or fp64. valid: False where a sample failed; such a sample gets 0 and is excluded from every
+    statistic. If all valid rewards of a group are equal, or only one is valid, all samples get exactly 0, except with
+    batch_mean. No denominator has an epsilon. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
 
     Example: the rewards [[1, 0, 0, 1]] give group_mean [[0.5, -0.5, -0.5, 0.5]], and with a failed last sample
     [[0.67, -0.33, -0.33, 0]].
@@ -90,7 +90,7 @@ def turn_advantages(
     by `kind`, a kind over groups, with the returns of the trajectories that reached turn k. If no other trajectory
     reached turn k, the turn takes the advantage of its trajectory's first turn.
 
-    rewards: one for each trajectory; the excess of a reward over the sum of its turns is earned in the last turn. So
+    rewards: one for each trajectory. The difference to the sum of its turn rewards is added to the last turn. So
     without a discount R_0 is the trajectory's reward, and A_0 the advantage of `group_advantages`.
     turn_rewards, turns: the reward of each turn, and the number of turns. A trajectory with 0 turns, because none had a
     reward, has one advantage, that of the first turn, in all T. Returns that fp32 cannot distinguish are equal. Raises

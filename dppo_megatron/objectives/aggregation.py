@@ -1,4 +1,4 @@
-"""Reduce per-token losses to one number, with weights of the whole global batch, fixed before its first micro-batch.
+"""Reduce per-token losses to one number, with weights of the global batch that are fixed before its first micro-batch.
 
 The loss is sum_t weight_t loss_t over all tokens of all ranks (data-parallel gradients are summed, not averaged), so no
 split into micro-batches, packs or ranks can change it.
@@ -24,7 +24,8 @@ def sequence_weights(kind: str, response_lengths: Int[Tensor, " B"], horizon: in
     seq_mean_token_mean      1 / (sequences length): every sequence counts the same.
     seq_mean_token_sum_norm  1 / (sequences horizon): token sums over a fixed horizon (DPPO; Dr. GRPO).
     seq_mean_token_sum       1 / sequences.
-    response_lengths: loss-carrying tokens of each sequence; a sequence without any gets 0 and does not count.
+    response_lengths: number of loss-carrying tokens of each sequence. Sequences without such tokens get 0 and are not
+    counted.
     Raises ObjectiveError for an unknown kind, or seq_mean_token_sum_norm without a positive horizon.
 
     Example: the lengths [2, 0, 4] give [1/6, 0, 1/6] with token_mean and [1/4, 0, 1/8] with seq_mean_token_mean.

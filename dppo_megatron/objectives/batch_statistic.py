@@ -5,7 +5,7 @@ A trainer adds the `sums` of its tokens over all ranks and micro-batches, and gi
     sums = objective.statistic_sums(old_logprob, rollout_logprob, advantage, mask)   # of each micro-batch; add them
     objective = objective.with_statistic(sums)
 
-Without it, an objective takes the tokens of each call as the batch.
+Without this statistic, an objective takes the tokens of each call as the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 _FARTHEST = 300.0  # nats: e^600 summed over 1e40 tokens is finite in fp64, and e^-600 is above 0
-_KEPT = math.log(0.7), math.log(1.5)  # M2PO's released code clips no token with ln r between these
+_KEPT = math.log(0.7), math.log(1.5)  # M2PO's released code clips no token with ln r between these values
 _BITS = 16  # leading bits of a non-negative fp32 number: as integers they sort like it, in bins less than 0.8 % wide
 
 

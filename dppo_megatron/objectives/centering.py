@@ -25,7 +25,7 @@ _FARTHEST = 80.0  # nats by which pi may exceed mu in the list, so that mu r sta
 class Centering:
     """Contains the centering term of every token.
 
-    score: [T] sum_H sg(mu_v c_v - alpha pi_v) ln pi_v, with its gradient. The other fields [T] have none. mass,
+    score: [T] sum_H sg(mu_v c_v - alpha pi_v) ln pi_v, with its gradient. The other fields [T] have no gradient. mass,
     anchor_mass: of the list H, under pi and mu. size: sum_H of the coefficients' absolute values, 0 on policy.
     """
 
@@ -48,9 +48,9 @@ def expected_score(
         sum_H sg(mu_v c_v - alpha pi_v) ln pi_v,   alpha = rho c(1 / rho),   rho = (1 - mu(H)) / (1 - pi(H)).
 
     c_v is the coefficient that the settings give token v if it was sampled with the same A. The tail's c is that of a
-    token with the tail's ratio and mean mass (with all of its mass where topk.vocab_size is None): a region in
-    probabilities would take the whole tail for one token that moved far. A quadratic control has only its ratio
-    centred, because its penalty has an intended mean.
+    token with the tail's ratio and mean mass (with all of its mass where topk.vocab_size is None), because a region in
+    probabilities would otherwise take the whole tail for one token that moved far. A quadratic control has only its
+    ratio centred, because its penalty has an intended mean.
     """
     keep = tokens.mask
     present = keep[:, None] & (topk.ids >= 0)

@@ -1,4 +1,4 @@
-"""Define the contract between a trainer and an objective: call, output, and needs, which name the inputs."""
+"""Define the contract between a trainer and an objective: the call, the output, and the needs that name inputs."""
 # mypy: strict-optional=True
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class TopKLogprobs:
     other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel. Carries a
                          gradient in a teacher's list.
     target_ids           [T] int, the sampled token.
-    vocab_size           size of the whole vocabulary, or [T] of the set each was drawn from, for the uniform
+    vocab_size           size of the whole vocabulary, or [T] of the set each token was drawn from, for the uniform
                          tail of the predictive direction and for score centering with a region in probabilities.
     old_logprob          [T, K] like rollout_logprob, by the old policy (PPO's); only for anchor 'old'.
     old_other_logprob    [T] like other_logprob, by the old policy; None = 1 minus the mass of its top K.
 
-    Example of one token with K = 2: ids [[3, 9]] and target_ids [7], so other_logprob is that of all but 3, 9 and 7.
+    Example of one token with K = 2: ids [[3, 9]] and target_ids [7], so other_logprob covers all ids but 3, 9 and 7.
     """
 
     ids: Int[Tensor, "T K"]
@@ -57,7 +57,7 @@ class ObjectiveOutput:
     masked_tokens [T] bool: tokens with A != 0 outside the trust region with a gradient that the control removed
     (or, for 'mask_quadratic', penalised), or that the response region dropped.
     divergence [T]: the configured D, 0 where mask is False.
-    metrics: name -> Metric, the same names in every call; a run logs them under these names.
+    metrics: name -> Metric. Every call has the same names, and a run logs the metrics under them.
     """
 
     loss: Float[Tensor, " T"]
@@ -71,8 +71,8 @@ class ObjectiveProtocol(Protocol):
     """Declares an objective as the trainer and the integrations use it.
 
     Each need is a flag that is fixed when the objective is built. A caller passes the inputs that the needs name and
-    may omit the others. A class that inherits from this or from `Objective` derives every need from its settings. It
-    may replace a need by an attribute, e.g. `needs_entropy = True`.
+    may omit all other inputs. A class that inherits from this class or from `Objective` derives every need from its
+    settings. The class may replace a need by an attribute, e.g. `needs_entropy = True`.
     """
 
     name: str
@@ -91,7 +91,7 @@ class ObjectiveProtocol(Protocol):
 
     @property
     def needs_old(self) -> bool:
-        """Return whether the objective needs `old_logprob`, by the weights before the step.
+        """Return whether the objective needs `old_logprob`, computed with the weights before the step.
 
         A top-K method then also needs `topk.old_logprob`.
         """
@@ -122,7 +122,7 @@ class ObjectiveProtocol(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Return whether the objective needs `entropy` with a gradient. Otherwise it may still be passed as metric."""
+        """Return whether the objective needs `entropy` with a gradient. Otherwise it may be passed as a metric."""
         return self.settings.entropy_coefficient > 0
 
     @property
@@ -146,7 +146,7 @@ class ObjectiveProtocol(Protocol):
 
     @property
     def moves_without_advantage(self) -> bool:
-        """Return whether tokens with A = 0 have a gradient too, so that responses without an advantage are computed."""
+        """Return whether tokens with A = 0 have a gradient too, so that responses without advantage are computed."""
         s = self.settings
         penalises = "quadratic" in s.control and s.penalty_weight == "one"
         return self.needs_reference or self.needs_teacher or self.needs_entropy or s.rollout_kl != "none" or penalises
@@ -190,7 +190,8 @@ class ObjectiveProtocol(Protocol):
         All [T]. logprob and rollout_, old_, reference_, teacher_logprob: fp32/fp64 ln p of the sampled token,
         temperature applied. mask: bool or 0/1, tokens that carry loss; other values, nan included, add nothing to loss,
         gradient or metrics. sequence_ids: numbered from 0 and below T. positions: order within a sequence; None = the
-        order of the tokens. `needs_columns` are further arguments. No collectives, no synchronisation with the host.
+        order of the tokens. `needs_columns` are further arguments. The call runs no collectives and does not
+        synchronise with the host.
         """
         ...
 

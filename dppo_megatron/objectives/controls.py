@@ -104,8 +104,8 @@ def topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Bucke
 
     This is our own experiment, not from a paper. DRPO's penalty |A| / (2 delta) mu(a) (r - 1)^2 is one sample, a from
     mu, of |A| / (2 delta) sum (pi - mu)^2. Here the sum runs over S, the top K and a. All other mass counts as one
-    token; its gradient is minus that of the top-K masses, so the kernel needs no gradient for `other`. w = 1: the
-    penalty has its own gradient, through the top K.
+    token. Its gradient is minus the gradient of the top-K masses, so the kernel needs no gradient for `other`. w = 1,
+    because the penalty has its own gradient through the top K.
     """
     scale = at.advantage.abs() / (2 * (s.penalty_delta or s.delta))
     policy = buckets.policy
@@ -129,7 +129,7 @@ def no_control(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None)
 
 
 def gate(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """Apply a smooth weight instead of a region: one of the gates below, each of which returns (L, w)."""
+    """Apply a smooth weight instead of a trust region: one of the gates below, each of which returns (L, w)."""
     value, weight = GATES[s.gate](s, at, r)
     return Controlled(-value, weight, torch.zeros_like(at.diverging))
 
@@ -166,7 +166,7 @@ def inverse_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor,
 
     A > 0:  L = A min(1 / r, c),  r w = min(1 / r, c), and 0 where r > 1 + epsilon_high.
     A < 0:  L = A min(r, c),      r w = min(r, c),     and 0 where r < 1 - epsilon_low.
-    c = dual_clip keeps its gradient (soft dual clip); a ratio that PPO clips has none.
+    c = dual_clip keeps its gradient (soft dual clip); a ratio that PPO clips has no gradient.
     """
     positive = at.advantage > 0
     clipped = torch.where(positive, r > 1 + s.epsilon_high, r < 1 - s.epsilon_low)
@@ -227,7 +227,7 @@ def _penalised(s: ObjectiveSettings, at: Position, r: Tensor, delta: float, only
     """Apply the plain policy gradient with a penalty of the sampled token: |A| D / delta or, without |A|, D / delta.
 
     l2: mu (r - 1)^2 / 2. tv: |pi - mu|. kl: the binary KL(mu || pi). k3: r - 1 - ln r. The DRPO paper's ablation names
-    these, but not their scale; here it is that of DRPO's own penalty.
+    these penalties, but not their scale. Here they have the scale of DRPO's own penalty.
     """
     mu, pi = at.anchor.exp(), at.policy.exp()
     mu_rest, pi_rest = (-torch.expm1(p.clamp(max=-torch.finfo(p.dtype).eps)) for p in (at.anchor, at.policy))

@@ -1,4 +1,4 @@
-"""Compute the corrections around the trust region, all off by default."""
+"""Compute the corrections around the trust region; all are off by default."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
 
     Gradient 'unbiased': sg(r) (ln pi - ln ref) grad ln pi, the gradient of the KL for samples drawn from mu (Tang and
     Munos, arXiv 2506.09477: it is k2's gradient, regardless of the reported estimator). Gradient 'estimator': the
-    derivative of the estimator itself. For k1 it is zero in expectation; for k3 (GRPO's published term) it is the
-    gradient of another divergence. `ratio` [T] is r, detached and capped as in the policy term.
+    derivative of the estimator itself. For k1 this derivative is zero in expectation; for k3 (GRPO's published term) it
+    is the gradient of another divergence. `ratio` [T] is r, detached and capped as in the policy term.
     """
     gap = tokens.logprob - tokens.reference_logprob
     if s.reference_kl == "k1":

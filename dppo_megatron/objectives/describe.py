@@ -93,7 +93,7 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
 
 
 def axes(s: ObjectiveSettings) -> dict[str, str]:
-    """Return the main axes as the cells of a table, "-" for an axis without a meaning; keys are always the same."""
+    """Return the main axes as table cells, with "-" for an axis without a meaning. The keys are always the same."""
     region = s.has_region
     policies = {"rollout": "mu", "old": "old"}
     if not region:

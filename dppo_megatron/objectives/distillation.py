@@ -20,19 +20,19 @@ def distill(
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], dict[str, Tensor]]:
     """Return the weighted divergence [T] with gradient, the addition [T] to A, and values [T] to measure, by name.
 
-    With p = pi and t = teacher over disjoint events v: the tokens of the teacher's list, the sampled token, and all
-    others as one. Merging tokens never raises a divergence, so each is a lower bound of the one over the vocabulary,
-    and equal to it if K is all of it.
+    p = pi and t = teacher are taken over disjoint events v: the tokens of the teacher's list, the sampled token, and
+    all others as one. Merging tokens never raises a divergence. So each divergence is a lower bound of the divergence
+    over the vocabulary, and equals it if the list covers the vocabulary.
 
         forward_kl      sum t ln(t / p)                                    d D / d ln p = -t
         reverse_kl      sum p ln(p / t)                                                    p ln(p / t)
         jensen_shannon  b sum t ln(t / m) + (1 - b) sum p ln(p / m)                        (1 - b) p ln(p / m)
                         m = b t + (1 - b) p  (GKD, arXiv 2306.13649)
 
-    The slopes omit multiples of p, which add nothing because sum p grad ln p = 0. If pi has no rest, as with a sampling
-    mask that the list covers, the teacher is renormalised over the other events. A token with D above
-    `distillation_clip` has its loss and gradient scaled by clip / D. A rest of the teacher below the rounding of 1 -
-    sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
+    The slopes omit multiples of p, which add nothing because sum p grad ln p = 0. If pi has no mass in the rest, for
+    example because the list covers the sampling mask, the teacher is renormalised over the other events. A token with D
+    above `distillation_clip` has its loss and gradient scaled by clip / D. A rest of the teacher below the rounding of
+    1 - sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
     """
     done = 0.0 if s.distillation_steps is None else min(1.0, step / s.distillation_steps)
     weight = (1 - done) * s.distillation_coefficient + done * (s.distillation_end or 0.0)

@@ -1,7 +1,7 @@
 """Compute divergences D(mu || pi) of each position, from the log-probs of the given tokens, without gradient.
 
 Each is a lower bound of the divergence over the whole vocabulary, and binary <= top-K <= full (merging outcomes never
-raises a divergence). No constant is added inside a logarithm: it would bias the tail exactly where p nears 1.
+raises a divergence). No constant is added inside a logarithm, because it would bias the tail exactly where p nears 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def log1mexp(logprob: Float[Tensor, ...]) -> Float[Tensor, ...]:
 def of_token(
     kind: str, anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"], buckets: Buckets | None
 ) -> Float[Tensor, " T"]:
-    """Return D of each position by its name, from ln mu(a) and ln pi(a), or from the top K.
+    """Return the divergence `kind` of each position, from ln mu(a) and ln pi(a), or from the top K.
 
     k1, k2, k3 are estimates of KL(mu || pi) from the sampled token: -ln r, (ln r)^2 / 2 and r - 1 - ln r.
     """
@@ -79,7 +79,7 @@ def topk_tv(buckets: Buckets) -> Float[Tensor, " T"]:
 def topk_kl(buckets: Buckets) -> Float[Tensor, " T"]:
     """Return the sum over S and the rest of mu ln(mu/pi). DPPO, top-K approximation.
 
-    The rest drops out where mu's mass outside S is below the rounding of 1 - sum(mu).
+    The rest is left out where mu's mass outside S is below the rounding of 1 - sum(mu).
     """
     inside = _times_log_ratio(buckets.anchor, buckets.anchor_logprob, buckets.policy_logprob.detach()).sum(dim=1)
     rest = _times_log_ratio(buckets.anchor_other, buckets.anchor_other_logprob, buckets.policy_other_logprob)

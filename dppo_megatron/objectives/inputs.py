@@ -1,4 +1,4 @@
-"""Check the inputs of an objective once, and set neutral values where they must not affect the result."""
+"""Check an objective's inputs once, and replace values that must not affect the result by neutral ones."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Contains the [T] inputs, with neutral values where `mask` is False, so that values there have no effect."""
+    """Contains the [T] inputs, with neutral values where `mask` is False, so that these tokens have no effect."""
 
     mask: Bool[Tensor, " T"]
     logprob: Float[Tensor, " T"]  # ln pi(a), with gradient
-    detached_logprob: Float[Tensor, " T"]  # the same without gradient
+    detached_logprob: Float[Tensor, " T"]  # ln pi(a), without gradient
     advantage: Float[Tensor, " T"]
     rollout_logprob: Float[Tensor, " T"] | None = None
     old_logprob: Float[Tensor, " T"] | None = None
@@ -116,7 +116,7 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
 def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs, taught: bool = False) -> Buckets:
     """Return the top K and the sampled token as disjoint columns, under pi and the anchor of the settings.
 
-    taught: the anchor is the teacher, and `policy_other_logprob` carries a gradient too.
+    taught: whether the anchor is the teacher; then `policy_other_logprob` carries a gradient too.
     """
     name = objective.name
     if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:

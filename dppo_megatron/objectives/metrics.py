@@ -44,7 +44,7 @@ Metrics = Mapping[str, Metric]
 
 
 def mean_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """Return the mean of `value` over the positions `where`; for a bool value, the share that is True."""
+    """Return the mean of `value` over the positions `where`; for a bool value, the share of True."""
     kept = torch.where(where, value.detach().double(), 0.0)
     return _summing("mean", torch.stack([kept.sum(), where.sum().double()]))
 

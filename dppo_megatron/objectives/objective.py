@@ -35,8 +35,8 @@ class Objective(ObjectiveProtocol):
 
     name: str
     settings: ObjectiveSettings
-    statistic: Tensor | None = None  # number of the whole batch, see `with_statistic`
-    step: int = 0  # of training, for distillation_steps
+    statistic: Tensor | None = None  # statistic of the whole batch, see `with_statistic`
+    step: int = 0  # training step, for distillation_steps
 
     def at_step(self, step: int) -> Objective:
         return replace(self, step=step)
@@ -145,7 +145,7 @@ class Objective(ObjectiveProtocol):
         return distill(self.settings, tokens, make_buckets(self, tokens, teacher, taught=True), self.step)
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
-        """Return the batch's statistic; if none was given, that of this call's tokens."""
+        """Return the batch's statistic; if none was given, compute it from this call's tokens."""
         if not self.needs_statistic or self.statistic is not None:
             return self.statistic
         sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask)

@@ -51,7 +51,7 @@ def truncated(
 ) -> Float[Tensor, " T"]:
     """Return r within floor and cap, which may differ where A < 0 (DISPO, arXiv 2602.00983; TOPR, arXiv 2503.14286).
 
-    P3O (arXiv 2605.12380) caps it at the effective share of the batch's samples.
+    P3O (arXiv 2605.12380) caps r at the effective share of the batch's samples.
     """
     used = ratio
     if s.ratio_floor is not None or s.ratio_cap is not None:
@@ -66,7 +66,7 @@ def truncated(
 def term_slope(coefficient: Tensor, advantage: Tensor) -> Float[Tensor, " T"]:
     """Return the slope A r w:  d loss / d ln pi(a) = - A r w,  with coefficient = r w.
 
-    It is 0 where r w or A is 0, regardless of the other factor. Example: r w [1.5, 0, inf] and A [2, 2, 0] give
+    The slope is 0 where r w or A is 0, regardless of the other factor. Example: r w [1.5, 0, inf] and A [2, 2, 0] give
     [3, 0, 0].
     """
     return product(coefficient, advantage)
@@ -112,7 +112,7 @@ def weight_over_plain_ratio(
 
 
 def product(value: Tensor, factor: Tensor) -> Tensor:
-    """Return value * factor, and 0 where factor is 0: a dropped token stays out even if its ratio overflows."""
+    """Return value * factor, and 0 where factor is 0, so that a dropped token stays out even if its ratio overflows."""
     return torch.where(factor == 0, torch.zeros_like(value), value * factor)
 
 

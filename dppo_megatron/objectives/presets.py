@@ -1,4 +1,4 @@
-"""Define the methods of the papers as data: a name, its axes, its published advantage and aggregation."""
+"""Define the methods of the papers as data: name, axes, and the published advantage and aggregation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compute quantities of whole responses, and of the tokens before each token, on packed tokens.
+"""Compute quantities of whole responses, or of the tokens before each token, on packed tokens.
 
 Sequences are numbered from 0 and below T, and each is complete in a call. Every sum has the same bits in any order of
-additions, which varies on a GPU: a threshold must give one result on all ranks with the same tokens.
+additions, which varies on a GPU. So a threshold gives the same result on all ranks with the same tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " 
 
 @torch.no_grad()
 def place_in_sequence(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
-    """Return (loss-carrying tokens before this one, loss-carrying tokens) of each token's sequence."""
+    """Return for each token the number of loss-carrying tokens before it in its sequence, and in the whole sequence."""
     ones = torch.ones_like(tokens.detached_logprob, dtype=torch.float64)
     return sum_before(ones, tokens).round().long(), over_sequence(ones, tokens, mean=False).round().long()
 
@@ -95,7 +95,7 @@ def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -
 
 
 def _in_order(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
-    """Return (tokens by sequence and position, place in that order of the first token of each token's sequence).
+    """Return (tokens by sequence and position, index in that order of the first token of each token's sequence).
 
     Without positions the tokens of a sequence are in the given order.
     """

@@ -15,7 +15,7 @@ _SMALLEST, _LARGEST = 1e-30, 1e30  # range of fp32, with room for a quotient or 
 
 
 class ObjectiveError(ExpectedError, ValueError):
-    """The method is unknown, its combination has no meaning, or it cannot use the inputs."""
+    """The method is unknown, its settings contradict each other, or it cannot use the inputs."""
 
 
 AdvantageKind = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised", "batch_mean"]
@@ -58,7 +58,7 @@ def _axis(
 class ObjectiveSettings:
     """Contains the axes of a method. mu = rollout policy, pi = policy in training, a = sampled token, A = advantage.
 
-    Validated on construction: raises ObjectiveError that names every wrong axis at once.
+    The constructor validates the axes and raises ObjectiveError that names every wrong axis at once.
     """
 
     # The trust region: the divergence, the control outside, the harmful side, and the anchor.
@@ -333,7 +333,7 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
 
 
 def bounds_of(settings: ObjectiveSettings) -> list[str]:
-    """Return the axes that bound the method's trust region; none if it has no region."""
+    """Return the axes that bound the method's trust region; none if it has no trust region."""
     axes = ("delta", "epsilon_low", "epsilon_high")
     return [axis for axis in axes if BRANCHES[AXES[axis].metadata["of"]][0](settings)]
 

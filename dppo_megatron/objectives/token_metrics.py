@@ -36,7 +36,7 @@ class TokenResults:
 def token_metrics(
     s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None, found: TokenResults
 ) -> dict[str, Metric]:
-    """Return the metrics of one call. Settings and the given inputs determine which ones exist, not values.
+    """Return the metrics of one call. Settings and the given inputs, not their values, determine which ones exist.
 
     They cover all tokens that carry loss. Only `policy/masked_share`, `weight` and `ratio/capped_share` are restricted
     to tokens with A != 0, which have a gradient to lose. `..._positive` and `..._negative`: tokens with A > 0 and with
@@ -118,7 +118,7 @@ def token_metrics(
 def _mismatch(name: str, engine: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, Metric]:
     """Return the differences between engine and trainer for the engine's samples, in probability and in nats.
 
-    k1: an unbiased estimator of KL(engine || trainer), which may be negative; k3, `mismatch/kl`, cannot.
+    k1: an unbiased estimator of KL(engine || trainer), which may be negative. k3 (`mismatch/kl`) cannot be negative.
     total_variation: E |r - 1| / 2, TV(engine, trainer) over the whole vocabulary without bias.
     """
     log_ratio = trainer - engine

@@ -51,7 +51,7 @@ class Position:
 
 @torch.no_grad()
 def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Position:
-    """Apply the axes of the region. D = 0 without an anchor, which only a control without a region permits."""
+    """Apply the axes of the trust region. D = 0 without an anchor, which only a control without a region permits."""
     anchor = logprob_of(s.anchor, tokens)
     policy = tokens.detached_logprob
     base = logprob_of(s.importance, tokens)
@@ -120,9 +120,9 @@ def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor
 
 
 def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
-    """Return D > delta, with delta_low for delta where r < 1, both weighted by the position in the response.
+    """Return D > delta, where delta_low replaces delta if r < 1; both are weighted by the position in the response.
 
-    Without a region, no token is beyond it.
+    Without a trust region, no token is beyond the threshold.
     """
     if s.measures_ratio and s.has_region:
         low, high = 1 - s.epsilon_low, 1 + s.epsilon_high
@@ -163,7 +163,7 @@ def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, w
 
 
 def exempt(s: ObjectiveSettings, anchor: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
-    """Return the rare tokens without a region, mu < alpha, on the given side (DPPO, arXiv 2602.04879, relaxed clip)."""
+    """Return the rare tokens, mu < alpha, that are exempt on the given side (DPPO, arXiv 2602.04879, relaxed clip)."""
     rare = anchor.exp() < s.exempt_below
     if s.exempt_side == "both":
         return rare

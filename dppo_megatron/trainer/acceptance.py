@@ -1,4 +1,4 @@
-"""Bound a whole step by a trust region: measure the change by its updates, and revert it if it is too large.
+"""Bound a whole step by a trust region: measure how far it moved the policy, and revert it if that is too far.
 
 A mask decides which tokens have a gradient. It does not bound how far all gradients of a step move the policy through
 Adam. Here the new weights score the tokens of the step again, before the weights are published.
@@ -35,8 +35,8 @@ _GROWTH = 2**0.5  # factor of the learning rate's scale after a step that stayed
 class Accepted:
     """Describes the accepted end of a step on the line from its start.
 
-    divergence: at that end. whole: divergence of the whole step. rejected: ends beyond the bound. Example: fraction
-    0.5, divergence 0.01, whole 0.03, rejected 1 for a step of which half is kept.
+    divergence: of the accepted end. whole: divergence of the whole step. rejected: number of ends beyond the bound.
+    Example: fraction 0.5, divergence 0.01, whole 0.03, rejected 1 for a step of which half is kept.
     """
 
     fraction: float
@@ -46,12 +46,12 @@ class Accepted:
 
 
 def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], float]) -> Accepted:
-    """Keep the whole step if `measure()` is within the bound there, else half, a quarter, ..., and at last nothing.
+    """Keep the whole step if its `measure()` is within the bound, else half, a quarter, ..., and at last nothing.
 
-    A step within the bound is not changed. The start is kept regardless of its divergence: it was accepted before, with
-    fresher rollouts or an engine that computes as the trainer does.
+    A step within the bound is not changed. The start is kept regardless of its divergence, because it was accepted
+    before, with fresher rollouts or an engine that computes as the trainer does.
     """
-    assert settings.bound is not None  # else no step is measured
+    assert settings.bound is not None  # otherwise no step is measured
     whole = divergence = measure()
     fraction, rejected = 1.0, 0
     while fraction > 0 and not divergence <= settings.bound:
@@ -67,9 +67,9 @@ def accept(settings: AcceptanceConfig, line: StepLine, measure: Callable[[], flo
 def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted) -> float:
     """Return the learning-rate scale for the next step, the radius of the trust region, from the scale of this step.
 
-    A partly kept step should have been smaller by that fraction. A step that was fully reverted, from a start within
-    the bound, should have been smaller than the smallest fraction that was tried. If the start itself is beyond the
-    bound, the scale does not change.
+    A partly kept step should have been smaller by the kept fraction. A step that was fully reverted, from a start
+    within the bound, should have been smaller than the smallest fraction that was tried. If the start itself is beyond
+    the bound, the scale does not change.
     """
     if settings.learning_rate == "keep" or settings.bound is None:
         return scale
@@ -83,8 +83,8 @@ def lr_scale_after(settings: AcceptanceConfig, scale: float, accepted: Accepted)
 class Acceptance:
     """Applies the config's `acceptance`: call `begin` before a step's first update, and `settle` after its last.
 
-    Both are collective. A decision depends on earlier steps only through the actor's `lr_scale`, which checkpoints
-    contain. A resumed run therefore decides as an uninterrupted one.
+    All ranks must call both. A decision depends on earlier steps only through the actor's `lr_scale`, which checkpoints
+    contain. A resumed run therefore takes the same decisions as an uninterrupted run.
     """
 
     def __init__(self, config: Config, actor: Actor, objective: ObjectiveProtocol):

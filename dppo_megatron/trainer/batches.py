@@ -42,10 +42,10 @@ class BankMismatch(ExpectedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredSequence:
-    """Names a sequence with all its tokens stored: see `token_log`."""
+    """Names a sequence whose tokens are all stored; see `token_log`."""
 
     micro_batch: int  # micro-batch of this data-parallel rank
-    number: int  # place in that micro-batch
+    number: int  # index in that micro-batch
     position: int  # position of the prompt
     sample: int
 
@@ -55,12 +55,12 @@ class UpdateBatch:
     """Contains one optimizer update: this data-parallel rank's micro-batches, equally many on every rank."""
 
     micro_batches: list[TokenBatch]
-    sequences: int  # computed over all ranks
+    sequences: int  # sequences computed on all ranks
     tokens: int  # tokens of these sequences
     rows: int  # rows computed for these tokens: fewer where sequences share a prefix
     pairs: int  # pairs of a query and a key in causal attention over these rows
     stored: tuple[StoredSequence, ...] = ()
-    trajectories: int = 0  # trajectories with the sequences as branches; 0 = each sequence is one
+    trajectories: int = 0  # trajectories with the sequences as branches; 0 = each sequence is a trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class BatchSource(Protocol):
 
 
 class BankBatches:
-    """Reads the batch of step s: bank groups [s*G, (s+1)*G), in prompt order, which a resumed run sums identically.
+    """Reads the batch of step s: bank groups [s*G, (s+1)*G), in prompt order, so a resumed run adds in the same order.
 
     Reads only the samples of data-parallel rank `rank`, and of these only the `parts` that `parts_of` returns.
     share_prefixes: samples of a group are kept together, to compute their prompt once (`Actor.shares_prefixes`).
@@ -213,7 +213,7 @@ class BankBatches:
         }
 
     def _update(self, entries: Sequence[BankEntry], samples: StepSamples) -> UpdateBatch | None:
-        """Plan and pack one update: compute only samples that can move the policy.
+        """Plan and pack one update, in which only samples that can move the policy are computed.
 
         The denominators count every trajectory that carries loss.
         """
@@ -231,7 +231,7 @@ class BankBatches:
         found = entries[computed[0, 0]].shapes.columns
         like = {name: shape for name, (_, shape) in found.items() if column_named(name).part in self._parts}
         micro_batches = []
-        # One after the other: a micro-batch is read and packed, then the next one reuses the memory.
+        # A micro-batch is read and packed before the next one is read, which reuses its memory.
         planned = [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]
         for chosen in self._fetched_ahead(entries, planned):
             self._buffer.reuse()
@@ -247,7 +247,8 @@ class BankBatches:
     def _fetched_ahead(self, entries: Sequence[BankEntry], planned: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the micro-batches ([C, 2] group and sample) of this rank's update one after the other.
 
-        Meanwhile the system fetches the next ones, so that the disk works while one is checked and packed.
+        The system fetches the next ones in the background, so that the disk works while a micro-batch is checked and
+        packed.
         """
         sizes: list[int] = []
         for number, samples in enumerate(planned):
@@ -261,7 +262,7 @@ class BankBatches:
     ) -> tuple[StoredSequence, ...]:
         """Return this rank's share of the sequences to store: groups are drawn until their sequences suffice.
 
-        computed: [C, 2] group and sample of all computed sequences, which `plan` has by micro-batch. Example: groups
+        computed: [C, 2] group and sample of all computed sequences, which `plan` groups by micro-batch. Example: groups
         are drawn in the order [2, 0, 1], so group 0 is second, 1 third and 2 first: turn [1, 2, 0], the argsort of the
         order. With computed groups [0, 0, 1, 2, 2] the sequences have turns [1, 1, 2, 0, 0]. For three wanted ones the
         stable argsort [3, 4, 0, 1, 2] takes both sequences of group 2 and the first one of group 0.
@@ -286,7 +287,7 @@ def _by_group(samples: np.ndarray) -> dict[int, list[int]]:
 
 
 def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout) -> float | np.ndarray:
-    """Return one advantage for all sampled tokens of a branch, or one for each [R]; advantages [T] are per turn."""
+    """Return one advantage for all sampled tokens of a branch, or [R], one for each. `advantages` [T] are per turn."""
     if rollout.spans is None or len(advantages) == 1:
         return float(advantages[0])
     _, tokens, turns = rollout.spans[rollout.spans[:, 0] == POLICY].T

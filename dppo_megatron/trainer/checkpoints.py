@@ -1,4 +1,4 @@
-"""Save and load checkpoints: when one is due, and the meaning of its step number."""
+"""Save and load checkpoints, and decide when a checkpoint is due."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Checkpoints:
     """Saves weights, optimizer, schedule and RNG with the number of finished steps.
 
     That number is the policy version and, times the groups per step, the bank cursor. The bank has the rollouts of
-    every later step, so nothing else is needed to resume exactly. A context manager around the steps.
+    every later step, so nothing else is needed to resume exactly. Use it as a context manager around the steps.
     """
 
     def __init__(self, config: Config, actor: Actor):
@@ -75,8 +75,8 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
         """Wait for the last checkpoint if it is written in the background, and raise its error.
 
-        After an error in training the other ranks may be at any point. Each rank then waits only for itself, and the
-        error of training is raised.
+        After an error in training the other ranks may be at any point. Each rank then waits only for its own write, and
+        the error of training is raised.
         """
         if kind is None:
             self._actor.finish_checkpoint()

@@ -27,10 +27,10 @@ class BatchTimeout(ExpectedError, TimeoutError):
 
 
 class Control:
-    """Global rank 0 watches the bank and the signals, and broadcasts its decision over gloo, at least once a minute.
+    """Makes global rank 0 watch the bank and the signals, and broadcast its decision over gloo at least once a minute.
 
-    Only one process of the job polls the file system, and a long wait never reaches the time-out of a collective. A
-    context manager: inside it SIGTERM and SIGINT request a stop, outside they end the process.
+    Only one process of the job polls the file system, and a long wait never reaches the time-out of a collective. Use
+    it as a context manager: inside it SIGTERM and SIGINT request a stop, outside they terminate the process.
     """
 
     def __init__(self, stall_timeout_s: float):

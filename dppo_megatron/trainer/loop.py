@@ -42,8 +42,8 @@ def train(
 
     Collective: every rank runs it. `publisher` is None without engines (supervised training). A requested stop takes
     effect at a step boundary or while waiting, after a checkpoint, and returns early.
-    Colocated engines and the actor use the GPUs in turn: `publish` offloads the actor, `onload_actor` puts the engines
-    to sleep. After the last publish the actor stays offloaded.
+    Colocated engines and the actor use the GPUs in turn: `publish` offloads the actor, and `onload_actor` puts the
+    engines to sleep. After the last publish the actor stays offloaded.
     """
     step = first_step
     colocated = config.engine.placement == "colocated"
@@ -64,8 +64,8 @@ def train(
             metrics = StepMetrics(throughput)
             with metrics.timed("wait"):
                 while not control.wait_until_ready(source, step, publisher):
-                    assert publisher is not None  # its engines lag
-                    publisher.publish(step)  # again, to a restarted engine
+                    assert publisher is not None  # the publisher's engines need the policy
+                    publisher.publish(step)  # publish again, to a restarted engine
             if publisher is not None:
                 publisher.onload_actor()
             with metrics.timed("read"):
@@ -102,7 +102,7 @@ def train(
         if publisher is not None:
             try:
                 publisher.onload_actor()
-            except WeightSyncError as error:  # engines end at the same time
+            except WeightSyncError as error:  # engines terminate at the same time
                 log.warning("%s", error)
         checkpoints.save(step)
     return step

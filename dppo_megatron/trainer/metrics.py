@@ -25,10 +25,10 @@ from .batches import UpdateBatch
 log = logging.getLogger(__name__)
 
 REMEMBERED, FEW = 100, 5  # steps in the median, the run's usual mismatch; with fewer than FEW nothing is reported
-JUMP, JUMP_FLOOR = 5.0, 1e-3  # times the median; nats, above the jumps that fp32 rounding causes
+JUMP, JUMP_FLOOR = 5.0, 1e-3  # first: factor of the median; second: nats, above the jumps that fp32 rounding causes
 # Engine and trainer must be compared with the same weights: only the first update of a step has them (at staleness 0).
 FIRST_UPDATE = ("mismatch/",)
-SCORED = ("time/recompute_s", "time/reference_s")  # each a forward pass over the step
+SCORED = ("time/recompute_s", "time/reference_s")  # each takes a forward pass over the step
 COMPUTING = ("time/forward_backward_s", "time/optimizer_s", *SCORED)
 
 
@@ -37,7 +37,7 @@ class MismatchLimit(ExpectedError, RuntimeError):
 
 
 class MismatchHistory:
-    """Reports a mismatch far above the run's usual one, with or without a limit. Starts again when a run is resumed."""
+    """Reports a mismatch far above the run's usual one, with or without a limit. A resumed run starts empty."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
@@ -59,7 +59,7 @@ class MismatchHistory:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Compute the model FLOPs of a step per second of computation."""
+    """Computes the model FLOPs of a step per second of computation."""
 
     flops: ModelFlops
     ranks: int
@@ -186,8 +186,9 @@ def improvement_bounds(
     """Return the bounds that DPPO (arXiv 2602.04879) subtracts from the surrogate's gain, for rewards up to 1 in size.
 
     Theorem 3.2: 2 T (T - 1) D_max^2, D_max the largest TV of any token. Here the largest |pi - mu| of a sampled token,
-    a lower bound, replaces D_max. Appendix B.3, tighter for long responses: 4 E_mu sum_t TV(mu, pi), without bias. Sums
-    over responses; T `horizon`, the longest. With turns and branches, count only tokens that the policy sampled.
+    which is a lower bound, replaces D_max. Appendix B.3 is tighter for long responses: 4 E_mu sum_t TV(mu, pi),
+    estimated without bias. Sums over responses; T `horizon`, the longest. With turns and branches, count only tokens
+    that the policy sampled.
     """
     return {
         "bound/quadratic": 2 * horizon * (horizon - 1) * largest**2,

@@ -21,8 +21,9 @@ from .metrics import StepMetrics
 class PolicyLogprobs:
     """Adds the log-probs that the objective needs to a step's micro-batches, before the first update.
 
-    Most objectives need none. Old: by the current weights, from which the step's updates then move away. Reference: by
-    `model.path`, built here and only when needed. Each costs one forward pass over the step, timed as its own part.
+    Most objectives need none. Old log-probs come from the current weights, before the step's updates change them.
+    Reference log-probs come from `model.path`, which is built here only when needed. Each costs one forward pass over
+    the step, which is timed separately.
     """
 
     def __init__(self, actor: Actor, objective: ObjectiveProtocol):
@@ -47,8 +48,8 @@ def with_batch_statistic(objective: ObjectiveProtocol, batch: StepBatch, layout:
 
     The statistic covers the tokens of all updates and data-parallel ranks, from their old and rollout log-probs.
     Collectives, if the objective needs a statistic: an all-reduce over the data-parallel group, and a broadcast,
-    because ranks with the same tokens must drop the same ones in spite of rounding. Context-parallel ranks have the
-    same tokens, which changes no mean.
+    because ranks with the same tokens must drop the same tokens in spite of rounding. Context-parallel ranks have the
+    same tokens, which does not change a mean.
     """
     if not objective.needs_statistic or not batch.updates:
         return objective

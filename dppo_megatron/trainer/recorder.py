@@ -22,10 +22,10 @@ POLL_S = 0.02
 
 
 class RankZeroRecorder:
-    """Forwards metrics to the trackers on rank 0 and does nothing elsewhere. A context manager.
+    """Forwards metrics to the trackers on rank 0 and does nothing on other ranks. A context manager.
 
-    The trackers have one writer. The orchestrator's measurements (sampling speed, evaluations) are therefore read from
-    its file and logged here under their step, possibly late.
+    Only one process writes to the trackers. The orchestrator's measurements (sampling speed, evaluations) are therefore
+    read from its file and logged here under their step, possibly late.
     """
 
     def __init__(self, config: Config, rank: int, resume_step: int | None, decode: Callable[[int], str]):

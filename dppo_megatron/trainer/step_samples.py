@@ -1,7 +1,7 @@
-"""Represent the trajectories of one step as arrays [G, n]: from rewards and lengths to advantages, without tokens.
+"""Represent the trajectories of one step as arrays [G, n] of rewards, lengths and advantages, without tokens.
 
-A response is a trajectory of one branch. Each branch of a trajectory is a row of the batch. The trajectory counts once
-in its group's baseline and in the denominators; its tokens are the tokens of all its branches.
+A plain response is a trajectory with one branch. Each branch of a trajectory is a row of the batch. The trajectory is
+counted once in its group's baseline and in the denominators. Its tokens are the tokens of all its branches.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class StepSamples:
     truncated [[False, True]], carrying [[3, 0]] with `objective.overlong_filter`.
     """
 
-    rewards: np.ndarray  # fp32, the verifier's
-    valid: np.ndarray  # bool, False if the verifier gave none
+    rewards: np.ndarray  # fp32, from the verifier
+    valid: np.ndarray  # bool, False if the verifier gave no reward
     lengths: np.ndarray  # int32, tokens after the prompt, of the longest branch
     sampled: np.ndarray  # int32, tokens that the policy sampled, in all branches
     branches: np.ndarray  # int32, number of branches
-    truncated: np.ndarray  # bool, ended by the length limit
-    carrying: np.ndarray  # int32, tokens that carry loss: all sampled ones, or none
+    truncated: np.ndarray  # bool, cut at the length limit
+    carrying: np.ndarray  # int32, tokens that carry loss: all sampled tokens, or 0
     penalties: np.ndarray  # fp32, added to the rewards: at most 0
-    advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: one for all tokens
+    advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: one value for all tokens
 
     @classmethod
     def of(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
         """Build the arrays from the index lines only.
 
-        A truncated response that `objective.overlong_filter` removes from the loss still counts in its group's
-        baseline: the group's mean reward does not depend on which responses carry loss.
+        A truncated response that `objective.overlong_filter` removes from the loss is still counted in its group's
+        baseline, so the group's mean reward does not depend on which responses carry loss.
         """
         first = [e.first_of_trajectories for e in entries]
         last = [np.append(of[1:], e.num_samples) - 1 for of, e in zip(first, entries, strict=True)]

@@ -3,9 +3,10 @@
 RUN/tokens/step-000012-r003.safetensors   of step 12 (counted from 1), written by rank 3; sequences end to end
 
 `position`, `sample` [n] int32: the prompt's position and the sample in its group. `counts` [n] int32: values of each
-sequence. `index` [N] int32: their places among the sample's sampled tokens, a part of them with context parallelism.
-`logprob`, `entropy` (nats) and `divergence` (the method's) fp32 [N], by the weights from which the update started;
-`masked` uint8 [N]. Example: counts [2, 1], index [0, 1, 4] are tokens 0 and 1 of the first sequence, 4 of the second.
+sequence. `index` [N] int32: the index of each value among the sample's sampled tokens; with context parallelism only a
+part of them. `logprob`, `entropy` (nats) and `divergence` (the method's) fp32 [N], by the weights from which the update
+started; `masked` uint8 [N]. Example: counts [2, 1], index [0, 1, 4] are tokens 0 and 1 of the first sequence, 4 of the
+second.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class _Seen:
 class TokenLog:
     """Stores `tracking.token_sequences` sequences a step. No collectives; only `write` waits for the device.
 
-    On the last pipeline stage, the first rank of each tensor-parallel group writes, because only these have different
-    tokens.
+    On the last pipeline stage, only the first rank of each tensor-parallel group writes, because the others have the
+    same tokens.
     """
 
     def __init__(self, config: Config, layout: Layout, resume_step: int | None):

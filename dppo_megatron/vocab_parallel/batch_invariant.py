@@ -15,7 +15,7 @@ from .collectives import reduce_gradient
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# A product takes this many rows: enough to fill the device, but few, because rows that fill up a last tile are wasted.
+# A product takes this many rows: enough to fill the device, but few, because padding rows of the last tile are wasted.
 _TILE_CPU = 128
 _TILE_GPU = 512
 
@@ -47,9 +47,9 @@ def batch_invariant_logits(
 ) -> Float[Tensor, "T V_local"]:
     """Return hidden @ weight.T; a row and its hidden gradient have the same bits in every batch.
 
-    hidden [T, H] is replicated over `group`. weight [V_local, H] has this rank's rows. Both have one dtype. The hidden
-    gradient is complete on return. The weight gradient is a sum over the rows, in the order that the library chooses.
-    Collectives: the backward pass issues an all-to-all and an all-gather of the hidden gradient; none without a group.
+    hidden [T, H] is replicated over `group`. weight [V_local, H] has this rank's rows. Both have the same dtype. The
+    hidden gradient is complete on return. The weight gradient is a sum over the rows, in the order that the library
+    chooses. With a group, the backward pass runs an all-to-all and an all-gather of the hidden gradient.
     """
     if group is not None and dist.get_world_size(group) > 1:
         hidden = reduce_gradient(hidden, group, in_order=True)

@@ -1,4 +1,4 @@
-"""Runs the two passes over vocabulary-sized data in torch: sums of a block, and the gradient written over it.
+"""Runs the two passes over vocabulary-sized data in torch: one sums a block, one overwrites it by the gradient.
 
 Eager code works on a few rows at a time, so that its fp32 scratch stays in cache and does not grow with T. Large blocks
 go through torch.compile, which needs no scratch. Example: a block of [1000, 5000] on a CPU. Eager takes 1 << 17
@@ -29,7 +29,7 @@ _SUMMED_AT_ONCE = 1 << 13
 def _pieces(block: Tensor, elements: int) -> list[slice]:
     """Return slices of about `elements` elements each, with row counts within 1 of each other, and at least 2 rows.
 
-    torch would split the sum of a single row over its threads, and Dynamo would specialise and compile again.
+    With a single row, torch would split the sum over its threads, and Dynamo would specialise and compile again.
     """
     rows = block.shape[0]
     step = max(1, elements // max(1, block.shape[1]))
@@ -46,7 +46,7 @@ def _compiled_pieces(block: Tensor) -> list[slice]:
 
 
 def _twice(row: Tensor) -> Tensor:
-    """Repeat [1, ...] to [2, ...], so that a single row is computed like one of several."""
+    """Repeat [1, ...] to [2, ...], so that a single row is computed like a row among several."""
     return row.expand(2, *row.shape[1:]).contiguous()
 
 
@@ -167,8 +167,8 @@ _compiled_gradient_with_entropy = CompiledOrEager(_gradient_with_entropy)
 def block_gradient(block: Tensor, scale: float | Tensor, coefficients: Coefficients, compiled: bool) -> None:
     """Overwrite block [T, columns > 0] of logits by e^d (a + b d), d = (z - other_max) scale, and 0 in dead rows.
 
-    This is right for the columns that no slot names; the caller then writes the columns of the slots. compiled: as in
-    block_sums.
+    The values are correct for the columns that no slot names. The caller then writes the columns of the slots.
+    compiled: as in block_sums.
     """
     other_max, a, b, dead = coefficients.other_max, coefficients.a, coefficients.b, coefficients.dead
     kernel = _compiled_gradient if b is None else _compiled_gradient_with_entropy

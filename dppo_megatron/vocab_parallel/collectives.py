@@ -21,7 +21,7 @@ def all_gather(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> None:
 def _ordered_reduce_scatter(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's rows of the ranks' value [W rows, ...], summed in rank order.
 
-    A ring starts the sums of each part of a buffer at another rank, so an element's bits depend on its position.
+    A ring starts the sums of each part of a buffer at a different rank, so an element's bits depend on its position.
     """
     received, world = torch.empty_like(value), dist.get_world_size(group)
     dist.all_to_all_single(received, value, group=group)

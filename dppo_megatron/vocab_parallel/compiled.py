@@ -13,9 +13,10 @@ _WORTHWHILE = 1 << 13  # columns
 
 
 def worthwhile(columns: int) -> bool:
-    """Return whether rows of `columns` columns repay compiling: seconds once, against about 2 ns per element in eager.
+    """Return whether `columns` columns repay compiling, which takes seconds once; eager takes about 2 ns per element.
 
-    Only the columns decide: the two round differently, and a row's bits must not depend on the number of rows.
+    Only the columns decide, because compiled and eager code round differently and a row's bits must not depend on the
+    number of rows.
     """
     return columns >= _WORTHWHILE
 
@@ -43,7 +44,7 @@ class CompiledOrEager:
             result = self._compiled(*args)
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # Dynamo and Inductor raise many types, before anything has run
+        except Exception as error:  # Dynamo and Inductor raise many types of errors, before any code has run
             self._failed = True
             warnings.warn(
                 f"torch.compile of {self._function.__name__} failed, using eager: "

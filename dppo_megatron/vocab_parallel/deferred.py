@@ -14,7 +14,7 @@ from .shard import HEADER, Shard, total_columns
 
 @dataclass(frozen=True)
 class Verification:
-    """Checks one call: its ids, its temperatures, and that the ranks of its group agree.
+    """Checks one call: its ids and temperatures, and whether the ranks of its group agree.
 
     numbers: fp64, on the device: `id_extremes`, then, if there are several ranks, their gathered headers.
     """

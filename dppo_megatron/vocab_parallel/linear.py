@@ -48,32 +48,32 @@ def linear_token_statistics(
 ) -> TokenStatistics:
     """Return token_statistics of hidden @ weight.T + bias, computed a block of the vocabulary at a time.
 
-    It costs a fourth GEMM, because the backward pass projects again, and saves the memory of the logits and their
-    gradient: only [T, block_columns] of them exist at once.
+    It costs a fourth GEMM, because the backward pass projects again. It saves the memory of the logits and their
+    gradient, because only [T, block_columns] of them exist at once.
 
     Sharding: weight and bias are split over `group` by vocabulary rows as in token_statistics. hidden is replicated, or
     with sequence_parallel split along T (rank r has rows [r T/W, (r + 1) T/W)). target_ids, topk_ids, temperature,
     loss_mask and the results are for all T tokens, replicated.
     Collectives: forward as token_statistics, and with sequence_parallel an all-gather of hidden. Backward: the
     reduction of the hidden gradient that every column-parallel head has (all-reduce, or reduce-scatter with
-    sequence_parallel). The gradient of hidden is complete on return: do not reduce it again.
-    dtypes: hidden and weight share one. Logits have it too, as a stored head's logits do. Sums over the vocabulary are
-    in fp32, and so is the sum of the hidden gradient over its blocks, which is then rounded to the dtype of hidden and
-    reduced over ranks. Gradients of weight and bias take one GEMM per block, no accumulation across blocks. float64
-    stays float64.
+    sequence_parallel). The gradient of hidden is complete on return, so do not reduce it again.
+    dtypes: hidden and weight have the same dtype. Logits have it too, as a stored head's logits do. Sums over the
+    vocabulary are in fp32, and so is the sum of the hidden gradient over its blocks. That sum is then rounded to the
+    dtype of hidden and reduced over ranks. Gradients of weight and bias take one GEMM per block, without accumulation
+    across blocks. float64 stays float64.
 
     Args, beyond those of token_statistics:
         hidden: [T, H], or [T/W, H] with sequence_parallel.
-        weight: [V_local, H]; a tied embedding is passed as it is, autograd adds its two gradients.
+        weight: [V_local, H]; a tied embedding is passed as it is, and autograd adds its two gradients.
         bias: [V_local] or None.
         loss_mask: [T] bool. Only the tokens where it is True are projected; the others have 0 in every statistic and
             send no gradient. Costs one device synchronisation. None = all tokens.
         tiles: as in token_statistics, for ranks with the same bits of hidden and of their rows of the weight. The
-            hidden gradient is an exception: ranks round and add their parts.
-        block_columns: columns projected at once, within 63; None = a sixteenth of the shard (with `tiles`, of the
-            tile), at least 1024.
+            hidden gradient is an exception, because ranks round and add their parts.
+        block_columns: columns projected at once, +- 63. None = a sixteenth of the shard (with `tiles`, of the tile), at
+            least 1024.
         batch_invariant: statistics and hidden gradient of a row have the same bits in every batch. The products take a
-            fixed number of rows, filled up with zeros, and ranks sum the hidden gradient in rank order, by an
+            fixed number of rows, padded with zeros, and ranks sum the hidden gradient in rank order, by an
             all-to-all (and an all-gather, unless sequence_parallel) instead of a ring. The gradients of weight and
             bias, which are sums over the rows, are not covered.
 

@@ -1,8 +1,8 @@
 """Merges partial sums over blocks of the vocabulary to statistics, and turns their gradients into coefficients.
 
-Replicated arithmetic on [T] and [T, n]; no vocabulary dimension, no process group. Scores stay relative to a maximum
-and are scaled by 1/temperature only after the subtraction: scaling or adding first would lose the low bits of large
-logits. `other` is every valid column that no slot names.
+The arithmetic on [T] and [T, n] is replicated, without a vocabulary dimension or a process group. Scores stay relative
+to a maximum and are scaled by 1/temperature only after the subtraction, because scaling or adding first would lose the
+low bits of large logits. `other` means every valid column that no slot names.
 
 A block of the vocabulary is summarised in rows [T, n + 3]. First comes the logit of each slot with its column in the
 block, 0 for the other slots. Then, over the block's other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j
@@ -67,7 +67,7 @@ def _rescale(m: Tensor, top: Tensor, scale: float | Tensor) -> tuple[Tensor, Ten
 
 
 def ordered_sum(parts: Tensor) -> Tensor:
-    """Sum over dim 0 in order; torch.sum would choose the order by the other sizes."""
+    """Sum over dim 0 in order. The order of torch.sum depends on the other sizes."""
     first, *others = parts.unbind()
     for other in others:
         first = first + other
@@ -141,7 +141,7 @@ def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Me
 class Coefficients:
     """Describes dL/dz: slots [T, n] at the slots' columns, and e^d (a + b d) elsewhere, d = (z - other_max)/tau.
 
-    b is None when no entropy gradient arrives. dead: [T] bool, rows with gradient 0; None if there are none.
+    b is None if the entropy gets no gradient. dead: [T] bool, rows with gradient 0; None if there are none.
     """
 
     slots: Tensor

@@ -1,4 +1,4 @@
-"""Validates one call's arguments, and runs the steps around the two passes that stored and fused logits share."""
+"""Validates one call's arguments, and runs the steps around the two passes, which stored and fused logits share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Request:
         loss_mask: Tensor | None,
         check: bool | DeferredChecks,
     ) -> Request:
-        """Validate the arguments that both functions have. `like` has the device and the dtype of the logits."""
+        """Validate the arguments that both functions take. `like` has the device and dtype of the logits."""
         checks.check_options(entropy, backend)
         checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, like.device)
         if topk_ids is not None:
@@ -146,7 +146,7 @@ class Request:
         return merged.logprob[:, 0].clone(), topk, other, entropy, merged.nonfinite.clone()
 
     def coefficients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Coefficients | None:
-        """Turn the gradients of `forward`'s outputs into coefficients for the backward pass; None if none arrived."""
+        """Turn the gradients of `forward`'s outputs into coefficients for the backward pass; None without gradients."""
         g_logprob, g_topk, g_other, g_entropy, _ = grads
         if self.entropy != "differentiable":
             g_entropy = None

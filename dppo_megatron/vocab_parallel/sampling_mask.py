@@ -1,4 +1,4 @@
-"""Represents sampling masks: rows with a distribution that covers only some ids of the vocabulary.
+"""Represents sampling masks, which restrict a row's distribution to some ids of the vocabulary.
 
 Top-p, top-k and min-p keep a set of tokens to draw from. The log-probs of drawn tokens are renormalised over that set,
 and the policy's log-probs must be too: its other logits count as -inf and get gradient 0.
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingMasks:
-    """Contains the sampling masks of T rows, end to end. A row without ids covers the whole vocabulary.
+    """Contains the concatenated sampling masks of T rows. A row without ids covers the whole vocabulary.
 
     Example: three rows with the masks {4, 1, 6}, none and {0, 5} have ids [4, 1, 6, 0, 5], rows [0, 0, 0, 2, 2] and
     restricted [True, False, True].
 
     ids: [N] int64, global. rows: [N] int64, the row of each id. restricted: [T] bool, rows that have a mask. total: []
-    number of ids by the counts; -1 if a count is negative.
+    sum of the counts; -1 if a count is negative.
     """
 
     ids: Tensor

@@ -19,8 +19,8 @@ HEADER = 4  # numbers before the values: first id, columns, vocab_size (-1: unli
 class Shard:
     """Describes columns [first, first + columns) of the vocabulary, of which the leading `valid` are not padding.
 
-    tiles: number of the vocabulary's tiles in the shard, all of one width.
-    eager: nothing is compiled. True with `tiles`: compiled code may round differently in another process.
+    tiles: number of the vocabulary's tiles in the shard, all with the same width.
+    eager: no pass is compiled. True with `tiles`, because compiled code may round differently in another process.
     """
 
     first: int
@@ -107,7 +107,7 @@ def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
 def gather_rows(packed: Tensor, shard: Shard) -> Tensor:
     """All-gather [rows, width] to [world, rows, width]: the only collective of the forward pass.
 
-    It is a gather, not a reduction: every rank then adds the same numbers in the same order, so all have the same bits.
+    It is a gather, not a reduction, so that every rank adds the same numbers in the same order and has the same bits.
     """
     gathered = packed.new_empty((shard.world * packed.shape[0], packed.shape[1]))
     all_gather(gathered, packed, shard.group)

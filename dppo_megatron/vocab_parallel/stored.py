@@ -42,8 +42,8 @@ def token_statistics(
     Sharding: logits are split over `group` by columns; rank r has [r V_local, (r + 1) V_local), or
     [vocab_start, vocab_start + V_local) where vocab_start is given (on every rank; shards may then differ in
     size). All other arguments are replicated, and so are the results, bit for bit.
-    Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group), with `tiles` T rows for each
-    tile of the rank; backward none.
+    Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group). With `tiles` it has T rows
+    for each tile of the rank. The backward pass runs none.
     Accumulation is in fp32 for all dtypes but float64, which stays float64.
 
     Args:
@@ -51,8 +51,8 @@ def token_statistics(
         target_ids: [T] int64 or int32, global ids.
         topk_ids: [T, K] int32 or int64 global ids, -1 = absent. Duplicates, and the target among them, count
             once in the mass. None = no list; K = 0 is an empty list.
-        vocab_size: valid columns of the whole vocabulary. Later columns are padding: ignored, gradient exactly 0.
-            None = all columns are valid.
+        vocab_size: valid columns of the whole vocabulary. Later columns are padding; they are ignored and get gradient
+            exactly 0. None = all columns are valid.
         temperature: float, or [T]. Statistics are of softmax(logits / temperature). Not differentiable.
         group: tensor-parallel process group (gloo or NCCL); None = logits have the whole vocabulary.
         entropy: "none" skips it, "metric" returns it without gradient, "differentiable" with gradient.
@@ -67,12 +67,13 @@ def token_statistics(
         loss_mask: [T] bool. Rows where it is False have 0 in every statistic, send no gradient, and may have any
             target, -100 too, and any temperature. None = all rows.
         vocab_start: first global id of this rank's shard, for shards of different sizes.
-        tiles: sum the vocabulary, padding included, in this many tiles of one width, merge them in order, and gather a
-            row of sums for each: statistics and gradients then have the same bits at every size of the group that
-            divides `tiles`. None = each shard is one.
-        inplace: True = the backward pass writes the gradient into the storage of the logits, so nothing of their size
-            is allocated. False = it allocates. None = True unless the logits are a leaf or a view of one: the
-            caller expects to keep a leaf's values. In each case the logits keep their values until the backward pass.
+        tiles: sum the vocabulary, padding included, in this many tiles of equal width, merge them in order, and gather
+            a row of sums for each. Statistics and gradients then have the same bits at every group size that divides
+            `tiles`. None = each shard is one tile.
+        inplace: True = the backward pass writes the gradient into the storage of the logits, so it allocates no memory
+            of their size. False = it allocates. None = True unless the logits are a leaf or a view of a leaf, because
+            the caller expects to keep a leaf's values. In each case the logits keep their values until the backward
+            pass.
         check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA, a
             synchronisation with the device: one for each call or, with a DeferredChecks, one for all calls until its
             `raise_if_failed`. False: no checks.
@@ -133,7 +134,7 @@ class _Stored(torch.autograd.Function):
         # `.data` does not change autograd's version counter: the bits are restored before the call returns.
         z = logits.data if _writable(logits) else logits.clone()
         copied = request.masks is not None and not ctx.inplace
-        if request.masks is not None:  # hidden logits are not restored: the counter changes, or they are a copy
+        if request.masks is not None:  # hidden logits are not restored, so the counter changes, or they are a copy
             z = logits.clone() if copied else logits.detach()
             if shard.valid:
                 request.masks.hide_others(z[:, : shard.valid], shard.first)

@@ -1,4 +1,4 @@
-"""Finds the ids of each row, the target and then the top K, and the columns of a block that they name.
+"""Finds the ids of each row (the target, then the top K) and the columns of a block that they name.
 
 A slot is one position of [T, n], n = 1 + K. Two slots may name the same id, and a slot may be absent (-1). Example: the
 target 7 with the list [2, 7, -1] has ids [7, 2, 7, -1], counted [1, 1, 0, 0] and twin [0, 1, 0, 3].
@@ -18,8 +18,8 @@ _PAIRS_AT_ONCE = 1 << 22
 class Slots:
     """Describes the slots of T rows.
 
-    ids: [T, n] int64. present: ids >= 0. twin: [T, n] the first slot with the same id, None when n is 1. counted:
-    present and its own twin, so that each distinct id counts once.
+    ids: [T, n] int64. present: ids >= 0. twin: [T, n] the first slot with the same id; None if n is 1. counted: present
+    slots that are their own twin, so that each distinct id counts once.
     """
 
     ids: Tensor
@@ -71,8 +71,8 @@ class LocalSlots:
     """Describes the slots with a column in one block of columns.
 
     inside: [T, n]. column: [T, n], within the block. A slot outside the block repeats a column of the same row that is
-    inside, or column 0 if none is, so that scatters need no data-dependent shapes (no device sync). source: [T, n], the
-    slot with the value that belongs at `column`. any_inside: [T, 1].
+    inside, or column 0 if no column is, so that scatters need no data-dependent shapes (no device sync). source: [T,
+    n], the slot with the value that belongs at `column`. any_inside: [T, 1].
 
     Example: the ids [7, 2, 9] in the block of columns 0 to 4 (first = 0) have inside [0, 1, 0], column [2, 2, 2] and
     source [1, 1, 1].

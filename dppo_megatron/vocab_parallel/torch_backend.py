@@ -30,7 +30,7 @@ def forward(
     """Fill out [T, n + 3] with the logit of each slot in the block (0 elsewhere), then m, s, u.
 
     block: [T, columns > 0] logits of columns [first, first + columns). The slots' columns become -inf during the call;
-    with `restore` the block has its old bits at the end. large: see compiled.worthwhile.
+    with `restore` the block has its old bits at the end. `compiled.worthwhile` describes `large`.
     """
     n = ids.shape[1]
     slots = local_slots(ids, first, block.shape[1])

@@ -1,7 +1,7 @@
-"""Implements merge.py in Triton: the arithmetic on [T] and [T, n] in one launch each way instead of about a hundred.
+"""Implements merge.py in Triton: one launch in each direction, instead of about a hundred, for [T] and [T, n].
 
-On a GPU these launches, not the arithmetic, would take most of the time of a small shard. The formulas are those of
-merge.py, which explains them; results agree to rounding. fp32 only.
+On a GPU these launches, not the arithmetic, would take most of the time of a small shard. merge.py explains the
+formulas; the results agree up to rounding. Supports only fp32.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def rows_of_rank(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[T
 
 
 def gathered_places(cu_seqlens: Int[Tensor, " B+1"], size: int) -> Int[Tensor, " T"]:
-    """Return the place of each packed row in the concatenation of all ranks' rows in rank order.
+    """Return the index of each packed row in the concatenation of all ranks' rows in rank order.
 
-    Example: one sequence of 4 rows on 2 ranks, rows [0, 3] and [1, 2], has the places [0, 2, 3, 1].
+    Example: one sequence of 4 rows on 2 ranks, rows [0, 3] and [1, 2], has the indices [0, 2, 3, 1].
     """
     places = torch.empty(int(cu_seqlens[-1]), dtype=torch.long)
     places[torch.cat([rows_of_rank(cu_seqlens, rank, size) for rank in range(size)])] = torch.arange(len(places))

@@ -1,4 +1,4 @@
-"""Prepares a micro-batch for the model: packed sequences, their attention plan, the rows that carry loss."""
+"""Prepares a micro-batch for the model: packed sequences, their attention plan, and the rows that carry loss."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 class PackedSequences(PackedSeqParams):
     """Extends Megatron's description of packed sequences by the inputs of our own layers.
 
-    rows: [n] rows of this rank's hidden states that the head is given, at least one.
-    plan, rope: for `PackedAttention`; None if TransformerEngine attends and if Megatron rotates.
-    chunks: for `GatedDeltaNet`; None for models without.
-    replay: for `RoutingReplay`; None if every router chooses itself.
+    rows: [n] rows of this rank's hidden states that are passed to the head; at least one.
+    plan, rope: for `PackedAttention`. plan is None if TransformerEngine computes attention, rope if Megatron rotates.
+    chunks: for `GatedDeltaNet`; None for models without such layers.
+    replay: for `RoutingReplay`; None if every router chooses the experts itself.
     """
 
     rows: Int[Tensor, " n"] | None = None
@@ -66,7 +66,7 @@ class MicroBatch:
     loss: TokenBatch
     loss_rows: Int[Tensor, " n"]  # the row of each loss row in the batch as given
     context_rows: tuple[Int[Tensor, " m"], ...]  # the loss rows of every context-parallel rank; a rank may have none
-    sequence_ids: Int[Tensor, " n_all"]  # the sequence of each of all ranks' loss rows, numbered without gaps
+    sequence_ids: Int[Tensor, " n_all"]  # the sequence of every rank's loss rows, numbered without gaps
     given: TokenBatch  # the batch as given, on the CPU
     whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless requested
     batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
@@ -79,12 +79,12 @@ class Packer:
     """Turns token batches into micro-batches for one model.
 
     frequencies: inverse rope frequencies if our own attention rotates, else None.
-    own_attention: whether our own attention needs a plan. flash: whether that plan is for FlashAttention.
+    own_attention: whether to plan our own attention. flash: whether that plan is for FlashAttention.
     multiple: T is padded to a multiple of this number (sequence parallelism splits T evenly, FP8 needs whole tiles).
     round_size: a pass takes a multiple of this number of micro-batches (the interleaved pipeline schedule requires it).
-    equal_group: ranks that need equally many rows of each micro-batch, else None.
+    equal_group: group of ranks that need equal numbers of rows in each micro-batch, else None.
     held_layers: for routing replay, this rank's layers with experts, counted among all layers with experts; else None.
-    vocab_size: token ids must be smaller. None = they are not checked.
+    vocab_size: token ids must be smaller than this. If it is None, they are not checked.
     delta_net: whether layers of gated delta net need a plan.
     """
 
@@ -94,7 +94,7 @@ class Packer:
     own_attention: bool = True
     flash: bool = False
     multiple: int = 1
-    sequence_rank: int = 0  # sequence parallelism: number of this rank's part of the rows, which its routers see
+    sequence_rank: int = 0  # sequence parallelism: index of this rank's part of the rows, which its routers see
     sequence_size: int = 1
     context_rank: int = 0
     context_size: int = 1
@@ -132,10 +132,9 @@ class Packer:
         whole_sequences: each micro-batch also has the loss rows of other context-parallel ranks. They are copied here
         because a copy inside the loss would wait for the device.
 
-        Raises ValueError without batches and for ids outside the vocabulary. The check runs on the host, where the
-        error can name the ids; on a device it would be an assertion somewhere in the embedding.
-
-        Collective over `equal_group`: one all-reduce.
+        Raises ValueError without batches and for ids outside the vocabulary. The check runs on the host so that the
+        error can name the ids; a device would only report an assertion in the embedding. All ranks of `equal_group`
+        must call this method; it runs one all-reduce.
         """
         if not batches:
             raise ValueError("an update needs at least one micro-batch")
@@ -200,7 +199,7 @@ class Packer:
         """Prepare this rank's part of a batch, padded to `end` rows.
 
         Example: sequences [a b c] and [d e], all but c and e with loss, on 2 context-parallel ranks. Sequences are
-        padded to a multiple of 4 and cut into 4 chunks. Rank 0 has the first and the last, rank 1 the two between.
+        padded to a multiple of 4 and cut into 4 chunks. Rank 0 has the first and last chunk, rank 1 the others.
 
             padded row   0 1 2 3 | 4 5 6 7      bounds [0, 4, 8]
             origin       0 1 2 - | 3 4 - -      row in the batch as given; - = padding, -1
@@ -305,7 +304,7 @@ def _sequence_ids(batch: TokenBatch, context_rows: Sequence[Tensor]) -> Tensor:
 def sequence(token_ids: np.ndarray, routed_experts: np.ndarray | None = None) -> TokenBatch:
     """Return tokens [S] as a micro-batch that scores every token after the first, at temperature 1.
 
-    routed_experts: [at least S - 1, L, k], replayed; the router chooses for the last token. Example: the tokens
+    routed_experts: [at least S - 1, L, k], replayed experts. The router chooses for the last token. Example: the tokens
     [5, 7, 2] have the targets [7, 2, 0] and the mask [True, True, False].
     """
     tokens = torch.as_tensor(np.asarray(token_ids), dtype=torch.long)

@@ -1,9 +1,9 @@
 """Computes a prompt once for all sequences of one micro-batch that share it.
 
-The hidden states, keys and values of a prompt are the same for all samples of its group. So its rows are computed once
-and collect the gradients of all samples. The rows of each sample follow, at the positions of their sequence. Attention
-(`actor.local.attention`) shows them the prompt's keys and their own. The model's output equals that of whole sequences:
-the prompt's last row predicts the first token of every sample and is read once for each.
+The hidden states, keys and values of a prompt are the same for all samples of its group. So the prompt's rows are
+computed once and collect the gradients of all samples. The rows of each sample follow, at the positions of their
+sequence. In attention (`actor.local.attention`) they see the prompt's keys and their own. The model's output equals
+that of whole sequences: the prompt's last row predicts the first token of every sample and is read once for each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SharedRows:
     """
 
     bounds: Int[Tensor, " S+1"]
-    prefixes: Int[Tensor, "S 2"]  # first row and number of rows that a segment continues; 0 rows = it begins
+    prefixes: Int[Tensor, "S 2"]  # first row and number of rows that a segment continues; 0 rows = it continues none
     origin: Int[Tensor, " R"]  # token of each row
     row: Int[Tensor, " T"]  # computed row of each token
 
@@ -48,7 +48,7 @@ def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"
     shared = shared_prefix.long()
     continues = shared > 0
     begins = torch.arange(len(shared))
-    begins = torch.where(continues, 0, begins).cummax(0).values  # the first sequence with the prompt of each one
+    begins = torch.where(continues, 0, begins).cummax(0).values  # for each sequence the first one with the same prompt
     after = F.pad(shared[1:], (0, 1))
     prefix = torch.where(continues, shared, after)
     if bool(continues[:1].any()) or bool((prefix != prefix[begins]).any()) or bool((prefix > lengths).any()):

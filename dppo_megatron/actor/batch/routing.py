@@ -1,8 +1,8 @@
-"""Replays routing (R3): routers use the engine's experts in the forward pass, in recompute and so in the backward pass.
+"""Replays routing (R3): routers use the engine's experts in forward passes, recomputations and backward passes.
 
-The experts travel with the micro-batch (`PackedSequences.replay`), and every layer passes its part to its router when
-it is called. So nothing has to follow the pipeline schedule: each micro-batch that a stage runs, or runs again to
-recompute activations, carries its experts.
+The experts are part of the micro-batch (`PackedSequences.replay`), and every layer passes its part to its router when
+it is called. So the replay does not depend on the pipeline schedule: each micro-batch contains its experts, also when a
+stage runs it again to recompute activations.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class ReplayedExperts:
-    """Stores the experts of one micro-batch for this rank's L layers and R rows, -1 if a router chooses itself.
+    """Stores one micro-batch's experts for this rank's L layers and R rows; -1 where the router chooses itself.
 
     Example: experts [[[3, 1], [-1, -1]]] with L = 1, R = 2 and k = 2 replay experts 3 and 1 for the first row.
     """
 
     def __init__(self, experts: Int[Tensor, "L R k"]):
         self.experts = experts
-        # A layer sets its numbers and adds nothing, so that one that runs again for its activations counts once.
+        # A layer sets its counts instead of adding to them, so a layer that is recomputed is counted once.
         self.differing: list[Tensor | int] = [0] * len(experts)
         self.replayed: list[Tensor | int] = [0] * len(experts)
 
     def counts(self) -> Float[Tensor, " 2"]:
-        """Count in fp64 [2]: (token, layer, slot) triples that the own router would not choose, and all replayed."""
+        """Count replayed (token, layer, slot) triples, fp64 [2]: those the own router would not choose, and all."""
         totals = torch.stack([torch.as_tensor(sum(n)).double() for n in (self.differing, self.replayed)])
         return totals.to(self.experts.device)
 

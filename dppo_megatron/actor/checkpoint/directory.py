@@ -44,8 +44,8 @@ def complete(partial: Path, final: Path, run: dict[str, Any], keep: int) -> None
 def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint and its run.json; None if there is none.
 
-    `latest` names it. If a crash prevented that, it is the one with the highest step. Raises CheckpointError if the
-    files cannot be read.
+    `latest` names the newest checkpoint. If a crash prevented that, it is the checkpoint with the highest step. Raises
+    CheckpointError if the files cannot be read.
     """
     named = directory / _LATEST
     try:

@@ -1,4 +1,4 @@
-"""Reads files of a checkpoint only as data: a pickle that names anything else is rejected before it runs.
+"""Reads checkpoint files only as data, and rejects a pickle that names anything else before it runs.
 
 Megatron and torch read `.metadata`, objects among the shards and TransformerEngine's states with plain pickle.
 """
@@ -57,7 +57,7 @@ def check_files(path: Path) -> str:
 
 @contextmanager
 def checked_metadata(digest: str) -> Iterator[None]:
-    """Let torch parse only the checked bytes of `.metadata` within the context; a file may be replaced in between."""
+    """Make torch parse only the checked bytes of `.metadata` in the context. The file may be replaced later."""
     theirs = FileSystemReader.read_metadata
 
     def read(self: FileSystemReader, *_: Any, **__: Any) -> Metadata:

@@ -1,4 +1,4 @@
-"""Saves the distributed optimizer's state: data-parallel ranks share it, in memory and in files.
+"""Saves the distributed optimizer's state, which is split over data-parallel ranks in memory and in files.
 
 The files have Megatron's `fully_reshardable` format: for each parameter its main value and its moments in the
 parameter's shape, which load in any layout. Megatron's own code gathers all of them on every rank. In megatron-core
@@ -34,8 +34,8 @@ States = dict[str, Tensor]  # the _STATES of one parameter, in its shape, fp32 o
 def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
     """Return the `part.sharded_state_dict` of this rank's parameters. weights: the sharded state dict of the model.
 
-    `loading`: with empty tensors, for `load_states`. Otherwise collective over the optimizer's data-parallel group. The
-    saved state goes to the host and takes at most twice `EXCHANGE_BYTES` on the device.
+    With `loading` the tensors are empty, for `load_states`. Otherwise all ranks of the optimizer's data-parallel group
+    must call this function. The saved state goes to the host and takes at most twice `EXCHANGE_BYTES` on the device.
     """
     state = part.state_dict()
     saved = {number: (weight, _empty_states(weight)) for number, weight in _saved_here(part).items()}
@@ -60,7 +60,7 @@ def load_states(part: DistributedOptimizer, loaded: dict[int, States]) -> None:
 
 
 def _saved_here(part: DistributedOptimizer) -> dict[int, nn.Parameter]:
-    """Return the parameters that this rank saves, by their number among all."""
+    """Return the parameters that this rank saves, by their index among all parameters."""
     rank = part.data_parallel_group.rank()
     return {number: weight for number, (weight, saver) in enumerate(_savers(part).items()) if saver == rank}
 
@@ -89,8 +89,8 @@ class _Bucket:
 
     local: int
     device: torch.device
-    weights: list[nn.Parameter]  # sorted by their place
-    begins: list[int]  # first element of each
+    weights: list[nn.Parameter]  # sorted by their offset
+    begins: list[int]  # first element of each parameter
 
     def pieces(self, holder: int, first: int, end: int) -> Iterator[tuple[nn.Parameter, slice, int]]:
         """Yield parameters in elements `first` to `end` of `holder`'s part, the slice, and where its piece begins."""

@@ -21,7 +21,7 @@ from .directory import CheckpointError
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, weights: dict[str, Any], metadata: dict[str, Any], *, loading: bool
 ) -> dict[Any, Any]:
-    """Return sharded tensors that describe this rank's part, empty with `loading`. Collective.
+    """Return sharded tensors that describe this rank's part; with `loading` they are empty. Collective.
 
     weights: the sharded state dict of the model. metadata: as Megatron's `sharded_state_dict` takes it.
     """
@@ -45,7 +45,7 @@ def host_copies(state: dict[Any, Any]) -> Iterator[Tensor]:
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
     """Load the state that was read into `sharded_optimizer_state`. Collective.
 
-    Raises CheckpointError if, without the distributed optimizer, another number of ranks has experts.
+    Raises CheckpointError if the number of ranks with experts has changed and the distributed optimizer is off.
     """
     parts = _parts(optimizer)
     for part, state in zip(parts, _states_of_parts(parts, loaded), strict=True):
@@ -59,7 +59,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
         if isinstance(part, DistributedOptimizer):
             optimizer_shards.load_states(part, tensors)
         elif isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            steps = dict.fromkeys(inner.state, 0) | steps  # the plain optimizers leave some out
+            steps = dict.fromkeys(inner.state, 0) | steps  # the plain optimizers omit some parameters
         for parameter, step in steps.items():
             # One shared tensor would be advanced once per parameter.
             inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
@@ -114,7 +114,7 @@ def _group_key(group: dict[str, Any]) -> tuple[Any, ...]:
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the non-empty optimizers of dense and of expert parameters.
 
-    A stage without experts has an empty one if other stages have experts; Megatron cannot describe it.
+    A stage without experts has an empty expert optimizer if other stages have experts. Megatron cannot describe it.
     """
     return [part for part in optimizer.chained_optimizers if _holds_parameters(part)]
 
@@ -128,7 +128,7 @@ def _holds_parameters(part: MegatronOptimizer) -> bool:
 
 
 def materialise_state(optimizer: MegatronOptimizer) -> None:
-    """Create Adam state at step 0, as the first update would: Megatron can describe only state that exists."""
+    """Create Adam state at step 0, as the first update would, because Megatron can describe only state that exists."""
     for part in _parts(optimizer):
         inner = part.optimizer
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):

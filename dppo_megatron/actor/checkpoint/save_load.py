@@ -60,9 +60,9 @@ class Checkpointed(Protocol):
 def save(actor: Checkpointed, directory: Path, step: int, state: dict[str, Any], keep: int) -> BackgroundWrite | None:
     """Write `directory/step-NNNNNN`, point `latest` to it, then remove all but the newest `keep`.
 
-    Collective over all ranks, on storage they share. With `checkpoint.asynchronous` it returns when everything is
-    copied to the host; see `finish`. Raises CheckpointError on every rank if any rank failed; earlier checkpoints
-    stay usable then.
+    All ranks must call this function, and must share the storage. With `checkpoint.asynchronous` it returns when
+    everything is copied to the host; see `finish`. If any rank fails, every rank raises CheckpointError, and earlier
+    checkpoints stay usable.
     """
     final = final_path(directory, step)
     partial = partial_path(final)
@@ -118,8 +118,8 @@ def finish(write: BackgroundWrite) -> None:
 def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     """Restore the newest complete checkpoint into `actor` and return the caller's state; None if there is none.
 
-    Collective over all ranks. Raises CheckpointError listing every setting by which this run differs from the run that
-    saved it and which would change the result.
+    All ranks must call this function. Raises CheckpointError listing every setting that differs from the run that saved
+    the checkpoint and would change the result.
     """
     found = Ranks().from_rank_zero(lambda: newest(directory), f"the newest checkpoint in {directory}")
     if found is None:
@@ -149,7 +149,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     actor.schedule.num_steps = run["updates"]
     actor.schedule.step(0)
     actor.skipped_in_a_row = run["skipped_in_a_row"]
-    actor.lr_scale = run.get("lr_scale", 1.0)  # checkpoints of earlier versions had none
+    actor.lr_scale = run.get("lr_scale", 1.0)  # checkpoints of earlier versions lack it
     rng = path / RNG / _rng_name(actor.layout)
     if run["layout"] == _sizes(actor.layout) and rng.exists():
         _set_generators(load_data(rng))
@@ -185,7 +185,7 @@ _OPTIMIZER_FIELDS = (
 
 
 def _identity(actor: Checkpointed) -> dict[str, Any]:
-    """Return the settings that a continued run must share, by the names that a user knows."""
+    """Return the settings that a continued run must not change, under the names that a user knows."""
     config = actor.config
     return {
         **{f"model.path config.json {name}": value for name, value in actor.hf.identity().items()},

@@ -2,8 +2,8 @@
 
 Megatron and torch derive from every rank's description of its shards which rank saves which shards, and where in the
 checkpoint. Each save would send all descriptions to every rank. The result depends only on model and layout, so only
-the first save gathers it. In later saves the ranks agree, in a few bytes each, that no shards have changed, and write
-as before.
+the first save gathers the descriptions. In later saves the ranks only verify, in a few bytes each, that no shards have
+changed, and then write as before.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class ShardedSave:
     def save(self, state: dict[str, Any], directory: Path, files: Files) -> None:
         """Save in torch_dist format into an existing empty directory.
 
-        Data-parallel ranks share the shards that all of them have. Collective; returns when `files` has every part.
+        Data-parallel ranks divide the shards that all of them have. All ranks must call this method; it returns when
+        `files` has every part.
         """
         apply_factories(state)
         described = _digest(state)
@@ -150,7 +151,7 @@ class _Planner(torch_dist.MCoreSavePlanner):
 
 
 class _Writer(torch.distributed.checkpoint.FileSystemWriter):
-    """Remembers its plan and results.
+    """Stores the plan and the results of its save.
 
     Ranks that have written wait for the others in the store, not in a collective with the time-out of training.
     """

@@ -85,7 +85,7 @@ class _MemoryFile(io.RawIOBase):
 class HostFiles(Files):
     """Keeps files in memory; `write` writes them to disk.
 
-    Each tensor is stored once, without a copy by torch.save, which passes its memory on.
+    Each tensor is stored once. torch.save does not copy it but passes its memory to the file.
     """
 
     def __init__(self) -> None:
@@ -133,8 +133,9 @@ class HostFiles(Files):
 class BackgroundWrite:
     """Writes one checkpoint on this rank.
 
-    partial: the directory that all ranks write into; `complete` renames it, on rank 0, when all have written. After a
-    crash it keeps its partial name, which nothing reads. timeout_s: the longest time in which no rank writes anything.
+    partial: the directory into which all ranks write. When all have written, rank 0 renames it by `complete`. After a
+    crash the directory keeps its partial name, and no process reads it. timeout_s: the longest time without any write
+    by any rank.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class BackgroundWrite:
         self._thread.start()
 
     def wait(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Return when the checkpoint is complete, on every rank at about the same time. No collective.
+        """Wait until the checkpoint is complete. Every rank returns at about the same time, without a collective.
 
         Calls `alive` while bytes are written. Raises the error of any rank, or CheckpointError if no rank writes
         anything for `timeout_s`.
@@ -197,7 +198,7 @@ class BackgroundWrite:
 
     def _written_notes(self) -> list[Path]:
         try:
-            names = os.listdir(self._partial)  # a glob would read it twice, and it may be renamed in between
+            names = os.listdir(self._partial)  # a glob would read the directory twice, and it may be renamed in between
         except FileNotFoundError:
             return []
         return [self._partial / name for name in names if name.startswith(_ANNOUNCED)]
@@ -216,7 +217,7 @@ class BackgroundWrite:
     def _report(self, error: Exception) -> None:
         """Write a note with the error, so that the other ranks do not wait for the time-out.
 
-        If the note cannot be written, they wait for the time-out.
+        If the note cannot be written, the other ranks wait for the time-out.
         """
         note = self._partial / _FAILED
         try:

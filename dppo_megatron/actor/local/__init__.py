@@ -1,4 +1,4 @@
-"""Provides the layers of Megatron's local spec, used wherever TransformerEngine's are not, on GPUs too.
+"""Provides the layers of Megatron's local spec, which are used without TransformerEngine, on CPUs and GPUs.
 
 The path of one micro-batch:
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PackedAttention(MegatronModule):
     """Computes causal attention within each packed sequence, rotary embedding included: layer specs' `core_attention`.
 
-    Heads are those of this tensor-parallel rank. No dropout. With context parallelism one all-gather of keys and values
-    per pass, and one reduce-scatter of their gradients.
+    Computes the heads of this tensor-parallel rank, without dropout. With context parallelism each pass runs one
+    all-gather of keys and values, and one reduce-scatter of their gradients.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PackedAttention(MegatronModule):
         rope, plan, width = packed_seq_params.rope, packed_seq_params.plan, value.shape[-1]
         if rope is not None:
             query, key = (rotate(x, *rope) for x in (query, key))
-        if isinstance(plan, FlashPlan) and width < query.shape[-1]:  # latent attention; the kernel needs one size
+        if isinstance(plan, FlashPlan) and width < query.shape[-1]:  # latent attention; the kernel needs equal sizes
             value = F.pad(value, (0, query.shape[-1] - width))
         keys, values = key, value
         if self.context_group is not None:
@@ -102,8 +102,8 @@ class PackedAttention(MegatronModule):
 class _Pad(torch.autograd.Function):
     """Pad [T, ...] to [N, ...].
 
-    Padding gets no gradient, because no real query sees it. So the backward pass gathers from the place of each row or,
-    if `rows` are at several `places`, sums over them.
+    Padding gets no gradient, because no real query sees it. So the backward pass gathers from the padded index of each
+    row. If a row is at several `places`, it sums over them.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Implements layers of gated delta net for packed sequences, in place of Megatron's, which take none on a CPU."""
+"""Implements layers of gated delta net for packed sequences, which Megatron's layers reject on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CausalConvolution(nn.Module):
-    """Has the weight [c, 1, k] of `causal_convolution`. A module, because hooks wait for its gathered parameters."""
+    """Has the weight [c, 1, k] of `causal_convolution`. Is a module, because hooks wait for its gathered parameters."""
 
     def __init__(self, channels: int, kernel: int, place: dict[str, Any]):
         super().__init__()

@@ -5,7 +5,7 @@ logarithm, at most 0) and step size b (https://arxiv.org/abs/2412.06464):
 
     S = exp(a) S,    S = S + k b (v - S^T k)^T,    output S^T q
 
-Rows are processed in chunks of a sequence. All chunks are prepared at once; then step i passes the state through the
+Rows are processed in chunks of a sequence. All chunks are prepared at once. Then step i passes the state through the
 i-th chunk of all sequences that have one.
 """
 
@@ -26,16 +26,17 @@ CHUNK = 64  # rows; a larger one needs fewer steps and more work per row
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Maps T packed rows to places in chunks, in the order of steps. Planned once for a micro-batch.
+    """Maps T packed rows to positions in chunks, in the order of steps. Built once per micro-batch.
 
-    Example with chunks of 4: sequences of 3 and 6 rows have 1 and 2 chunks, so `steps` is (2, 1). Places 0 to 3 are
-    rows 3 to 6 of the longer sequence, 4 to 6 the rows of the shorter one, 8 and 9 the rest; the others are padding.
+    Example with chunks of 4: sequences of 3 and 6 rows have 1 and 2 chunks, so `steps` is (2, 1). Positions 0 to 3 are
+    rows 3 to 6 of the longer sequence. Positions 4 to 6 are the rows of the shorter sequence, 8 and 9 the rest of the
+    longer one. All others are padding.
     """
 
     steps: tuple[int, ...]  # sequences that have a chunk at each step; those with more chunks come first
-    rows: Int[Tensor, " N"]  # packed row at each place, T at padding
-    places: Int[Tensor, " T"]  # place of each packed row
-    columns: Int[Tensor, "T 1"]  # number of each packed row within its sequence
+    rows: Int[Tensor, " N"]  # packed row at each position, T at padding
+    places: Int[Tensor, " T"]  # position of each packed row
+    columns: Int[Tensor, "T 1"]  # index of each packed row within its sequence
 
     def to(self, device: torch.device) -> ChunkPlan:
         return ChunkPlan(self.steps, self.rows.to(device), self.places.to(device), self.columns.to(device))

@@ -1,6 +1,6 @@
 """Computes `engine.exact` in the trainer: forward passes with rows that do not interact (`common.row_math`).
 
-Gradients are those of the same functions, computed by the operators of every other run.
+Gradients are those of the same functions, computed by the operators that all other runs use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .attention import PackedAttention
 
 
 class ExactAttention(PackedAttention):
-    """Replaces SDPA, because its sums over keys depend on the number of queries in the call."""
+    """Replaces SDPA, whose sums over keys depend on the number of queries in the call."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
         if seen is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Supports sequence parallelism, unlike Megatron's torch norm: the weight is marked for the gradient reduction.
+    """Supports sequence parallelism, unlike Megatron's torch norm, by marking the weight for the gradient reduction.
 
     With `layernorm_zero_centered_gamma` it multiplies by 1 + weight.
     """

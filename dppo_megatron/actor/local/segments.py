@@ -1,4 +1,4 @@
-"""Plans which packed rows are padded to one batch for attention, once for a micro-batch and not once for a layer.
+"""Plans which packed rows are padded to one batch for attention. One plan per micro-batch serves all layers.
 
 Example: a prompt of 3 rows and its two samples of 2 rows and 1 row, packed as rows 0..2 | 3 4 | 5, so `bounds` are
 [0, 3, 5, 6] and `prefixes` [[0, 0], [0, 3], [0, 3]]. The prompt is one group. The samples, which continue it, are
@@ -35,16 +35,16 @@ _FILL = 0.7  # a longer group admits segments of at least this share of its long
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Maps each packed row to its place in the padded layout, and back.
+    """Maps each packed row to its index in the padded layout, and back.
 
     `groups` are (segments n, padded queries Q, padded keys L) in order, with N = sum(n Q) padded rows. A segment is a
-    sequence, or the part of a sequence that is computed here. If all segments are whole sequences, keys have the places
-    of queries, Q = L, and `keys` is None.
+    sequence, or the part of a sequence that is computed here. If all segments are whole sequences, keys have the
+    indices of the queries, Q = L, and `keys` is None.
     """
 
     groups: tuple[tuple[int, int, int], ...]
-    pad_rows: Int[Tensor, " N"]  # packed row at each padded place; a segment repeats its last row as padding
-    packed_rows: Int[Tensor, " T"]  # padded place of each packed row
+    pad_rows: Int[Tensor, " N"]  # packed row of each padded row; a segment repeats its last row as padding
+    packed_rows: Int[Tensor, " T"]  # padded index of each packed row
     keys: SegmentKeys | None = None
 
     def to(self, device: torch.device) -> SegmentPlan:
@@ -54,12 +54,12 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class SegmentKeys:
-    """Places keys and values: M' padded places from M rows, of this rank or of all context-parallel ranks."""
+    """Maps keys and values of M rows, of this rank or all context-parallel ranks, to M' padded rows."""
 
-    pad_rows: Int[Tensor, " M'"]  # row at each padded place
+    pad_rows: Int[Tensor, " M'"]  # row of each padded row
     positions: Int[Tensor, " N"]  # position of each padded query in its sequence: it sees the keys up to there
-    places: Int[Tensor, " K"]  # padded places of real keys
-    rows: Int[Tensor, " K"] | None = None  # their rows; None: K = M, and places are in the order of the rows
+    places: Int[Tensor, " K"]  # padded indices of real keys
+    rows: Int[Tensor, " K"] | None = None  # their rows; None: K = M, and the indices are in the order of the rows
 
     def to(self, device: torch.device) -> SegmentKeys:
         rows = None if self.rows is None else self.rows.to(device)
@@ -74,8 +74,8 @@ def plan_segments(
 ) -> SegmentPlan:
     """Group the segments bounded by `bounds` (first 0, last T) by length. All tensors are on the CPU.
 
-    prefixes: first row and number of the rows that a segment continues. The segment sees their keys, then its own. 0
-    rows, or None: a whole sequence. Context parallelism excludes prefixes. With it, `bounds` are those of whole
+    prefixes: first row and number of the rows that a segment continues. The segment sees their keys, then its own. With
+    0 rows, or None, it is a whole sequence. Context parallelism excludes prefixes. With it, `bounds` are those of whole
     sequences, of which this rank has `context.rows_of_rank`. Raises ValueError for an empty segment.
     """
     starts, own = bounds[:-1].long(), bounds.long().diff()
@@ -111,12 +111,12 @@ class _Padded:
 
     longest: list[int]  # rows of the longest segment of each group
     rows: Int[Tensor, " N"]  # packed row; a segment repeats its last row as padding
-    columns: Int[Tensor, " N"]  # number of that row within its segment
+    columns: Int[Tensor, " N"]  # index of that row within its segment
     segments: Int[Tensor, " N"]
     real: Bool[Tensor, " N"]  # False at padding
 
     def places(self) -> Int[Tensor, " T"]:
-        """Return the place of each row; every row must have one."""
+        """Return the padded index of each row; every row must have one."""
         held = self.real.nonzero().flatten()
         return torch.empty_like(held).index_copy_(0, self.rows[held], held)
 
