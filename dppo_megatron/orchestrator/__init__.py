@@ -1,1 +1,1 @@
-"""Fill the bank with finished groups from prompts: sampling under a staleness bound, rewards, evaluation."""
+"""Fill the bank with groups that are sampled from prompts under a staleness bound, score them, and run evaluations."""

@@ -166,7 +166,7 @@ class BankDrafts:
 
 
 def _given(state: Any) -> list[bytes] | None:
-    """Return the sequences that a request brings; None if it takes no part."""
+    """Return the sequences that a request brings, or None if it takes no part."""
     return (state.sampling_params.extra_args or {}).get(GIVEN)
 
 

@@ -52,7 +52,7 @@ class WeightUpdater:
 
     @property
     def updating_s(self) -> float | None:
-        """Return the seconds since the running update, join, sleep or wake began; None if none is running.
+        """Return the seconds since the running update, join, sleep or wake began, or None if none is running.
 
         The engine core does not answer during these operations.
         """
