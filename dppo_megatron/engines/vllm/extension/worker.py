@@ -231,7 +231,7 @@ class WorkerExtension:
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
     def dppo_draft(self) -> None:
-        """Start drafting from earlier samples; the server has `BankDrafts`."""
+        """Start drafting from earlier samples. The server must have `BankDrafts`."""
         self.model_runner.drafter.attach(self.model_runner)
 
     def dppo_record_masks(self) -> None:
