@@ -37,9 +37,9 @@ def write_staged(
     the files their final form, and renames the directory. With `durable` it first waits until all files are on the
     disk.
 
-    Collective: all ranks synchronise three times. An error of any rank is raised on every rank, and no files remain
-    then. `ModelError` is raised without enough disk space, for an existing directory without `overwrite`, and for
-    tensors that are missing, unknown or written twice. `OSError` is raised too.
+    Collective: all ranks synchronise three times. An error of any rank is raised on every rank, and no files remain.
+    Raises `OSError`, and `ModelError` without enough disk space, for an existing directory without `overwrite`, and for
+    tensors that are missing, unknown or written twice.
     """
     staging = staging_of(directory)
 

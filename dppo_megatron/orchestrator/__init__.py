@@ -1,1 +1,1 @@
-"""Fill the bank with groups that are sampled from prompts under a staleness bound, score them, and run evaluations."""
+"""Fill the bank with groups that are sampled under a staleness bound and scored, and run evaluations."""
