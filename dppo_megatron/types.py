@@ -1,7 +1,8 @@
 """Define the data from prompt to gradient: plain frozen dataclasses, with numpy arrays until the trainer packs them.
 
-`P` prompt tokens, `S` tokens after the prompt, `R` of them sampled by the policy (all, except with `Rollout.spans`),
-`K` top-K ids, `n` samples of one prompt, `T` packed tokens, `L` layers with experts, `k` experts of a token.
+Array sizes are `P` prompt tokens, `S` tokens after the prompt, `R` of them sampled by the policy (all, except with
+`Rollout.spans`), `K` top-K ids, `n` samples of one prompt, `T` packed tokens, `L` layers with experts, and `k` experts
+of a token.
 
 `COLUMNS` declares every per-token value once. Engine replies, continuation, the bank, its audit, packing and the
 selection of rows iterate over it. To add a value, add its row here, fill it in where an engine's reply is decoded, and
@@ -70,7 +71,7 @@ COLUMNS = [
     # ln mu of the sampled token, at the sampling temperature and normalized over its sampling mask.
     Column("rollout_logprob", ("float32",), "sampled", packed="float32"),
     Column("versions", ("int32",), "sampled"),  # policy version that sampled the token
-    # The K most likely tokens; -1 = absent.
+    # The K most likely tokens. An absent token has id -1.
     _TOPK("topk_ids", ("int32",), packed="int32", fill=-1, token_ids=True),
     _TOPK("rollout_topk_logprob", ("float32",), packed="float32", stored="topk_logprob"),
     # The teacher's ln p of the sampled token, and its K most likely tokens; -1 = absent. The orchestrator adds them.
@@ -95,7 +96,7 @@ COLUMNS = [
 
 
 def column_named(name: str) -> Any:
-    """Return the column with this name; None if there is none."""
+    """Return the column with this name, or None if it does not exist."""
     return next((column for column in COLUMNS if column.name == name), None)
 
 
@@ -107,7 +108,7 @@ class TokenColumns:
     extra: Mapping[str, Any]
 
     def column(self, name: str) -> Any:
-        """Return the array of a column; None if it is absent."""
+        """Return the array of a column, or None if it is absent."""
         return getattr(self, name) if name in self.__dataclass_fields__ else self.extra.get(name)
 
     @property
@@ -129,8 +130,9 @@ def expected_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape that each column must have, in the order of `COLUMNS`, including missing ones.
 
-    A trailing dimension has its size in `sizes`, else its size in the first column with it in `like`, else -1. Example:
-    3 sampled tokens, 7 read ones, K = 2: rollout_logprob (3,), topk_ids (3, 2), routed_experts (7, -1, -1).
+    The size of a trailing dimension comes from `sizes`, else from the first column in `like` that has the dimension,
+    else it is -1. Example: 3 sampled tokens, 7 read tokens and K = 2 give rollout_logprob (3,), topk_ids (3, 2) and
+    routed_experts (7, -1, -1).
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for column in COLUMNS:
@@ -151,7 +153,8 @@ def split_columns(
 ) -> list[dict[str, np.ndarray]]:
     """Split columns of consecutive pieces into views, one set for each piece.
 
-    sampled: sampled tokens of each piece. read: tokens of each piece that the engine read; None omits "read" columns.
+    `sampled` has the number of sampled tokens of each piece, and `read` the number of tokens that the engine read. With
+    `read` None the "read" columns are omitted.
     Example: sampled [2, 1] splits versions [4, 4, 5] into [4, 4] and [5].
     """
     pieces: list[dict[str, np.ndarray]] = [{} for _ in sampled]
@@ -169,10 +172,10 @@ def split_columns(
 
 
 def join_columns(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Join columns of pieces sampled one after the other; omit a column that a piece lacks.
+    """Join the columns of pieces that were sampled one after the other. Omit a column that a piece lacks.
 
-    Each piece read all tokens before it. If several pieces read a token, the first one's row counts, because the policy
-    of that time read it. Example: rows [a, b, c] and then [x, y, z, d, e] give [a, b, c, d, e].
+    Each piece read all tokens before it. If several pieces read a token, the row of the first piece is used, because
+    that policy read the token first. Example: rows [a, b, c] and then [x, y, z, d, e] give [a, b, c, d, e].
     """
     joined = {}
     for column in COLUMNS:
@@ -210,7 +213,7 @@ POLICY, ENVIRONMENT, INHERITED = range(3)  # of a span: sampled here, from outsi
 class Rollout(TokenColumns):
     """Contains one sampled response with the engine's values of every token; `COLUMNS` describes them.
 
-    With several turns it is one branch of a trajectory: a token sequence with spans that mark the sampled tokens.
+    With several turns it is one branch of a trajectory, a token sequence with spans that mark the sampled tokens.
     Example of two turns with a tool's answer of two tokens between them: token_ids [5, 6, 80, 81, 7], spans
     [[POLICY, 2, 0], [ENVIRONMENT, 2, 0], [POLICY, 1, 1]]; R = 3, so rollout_logprob and versions have three values, of
     5, 6 and 7.
@@ -223,11 +226,11 @@ class Rollout(TokenColumns):
     topk_ids: np.ndarray | None = None  # [R, K] int32
     rollout_topk_logprob: np.ndarray | None = None  # [R, K] fp32
     routed_experts: np.ndarray | None = None  # [P + S - 1, L, k] uint8 or uint16
-    # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None: one span, sampled completely here.
+    # [J, 3] int32: origin (POLICY, ENVIRONMENT, INHERITED), tokens, turn. None = one span that was all sampled here.
     spans: np.ndarray | None = None
     sampling_mask_ids: np.ndarray | None = None  # [sum of sampling_mask_counts] int32
     sampling_mask_counts: np.ndarray | None = None  # [R] int32
-    # Number in its group, from 0; samples of one trajectory are its branches, in order. None: its own trajectory.
+    # Number in its group, from 0. Samples of one trajectory are its branches, in order. None = its own trajectory.
     trajectory: int | None = None
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
     teacher_logprob: np.ndarray | None = None  # [R] fp32
@@ -236,13 +239,13 @@ class Rollout(TokenColumns):
 
     @property
     def sampled(self) -> np.ndarray | None:
-        """Return [S] bool, the tokens that the policy sampled here; None: all tokens."""
+        """Return [S] bool, True for tokens that the policy sampled here. None means all tokens."""
         return None if self.spans is None else np.repeat(self.spans[:, 0] == POLICY, self.spans[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """Contains all samples of one prompt with their rewards: the unit of the bank and of the group baseline."""
+    """Contains all samples of one prompt with their rewards. It is the unit of the bank and of the group baseline."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]  # n of them
@@ -258,7 +261,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch(TokenColumns):
-    """Contains one packed micro-batch: sequences end to end, no padding (Megatron's THD).
+    """Contains one packed micro-batch, with sequences end to end and no padding (Megatron's THD layout).
 
     Row t predicts `target_ids[t]`, the next token in its own sequence. Per-token fields belong to the target; `mask` is
     True where the target carries loss. `loss_weight` is the share of this token in the global batch's loss, fixed
@@ -288,7 +291,7 @@ class TokenBatch(TokenColumns):
     old_topk_logprob: torch.Tensor | None = None  # [T, K] fp32, of topk_ids by the same weights
     old_other_logprob: torch.Tensor | None = None  # [T] fp32, of all tokens except topk_ids and the target
     reference_logprob: torch.Tensor | None = None  # [T] fp32, by the run's start model
-    # Computed once where possible: the first tokens of a sequence that equal the previous sequence's.
+    # The first tokens of a sequence that equal those of the previous sequence are computed once where possible.
     shared_prefix: torch.Tensor | None = None  # [B] int32, number; 0 = none; equal for equal beginnings
     # Routing replay: the experts of each MoE layer for token_ids[t], -1 where the trainer chooses.
     routed_experts: torch.Tensor | None = None  # [T, L, k] int16

@@ -42,10 +42,10 @@ def certify(
 ) -> tuple[Path, dict[str, Any]]:
     """Compare `model.path` in one engine and in the trainer's layout; return the certificate's path and content.
 
-    The engine is that of the config, started here, or the first of `urls`. With `run` both have the weights of that
-    run's newest checkpoint, otherwise those of `model.weights` if set: the trainer loads them and publishes them to the
-    engine. Raises `ConfigError`, `CertifyError` with the last lines of a rank that failed, and the errors of
-    `running_engines`.
+    The engine is that of the config, started here, or the first of `urls`. With `run` both use the weights of that
+    run's newest checkpoint, otherwise those of `model.weights` if set. The trainer loads these weights and publishes
+    them to the engine. Raises `ConfigError`, `CertifyError` with the last lines of a rank that failed, and the errors
+    of `running_engines`.
     """
     checkpoint = config.model.weights if run is None else checkpoint_at(RunDir(run).checkpoints)
     lora = config.model.lora

@@ -75,9 +75,9 @@ class Difference:
 
 
 def compare(engine: Trace, trainer: Trace) -> list[Difference]:
-    """Compare every value that both sides recorded, in the order of the computation; empty if the trainer has none.
+    """Compare every value that both sides recorded, in the order of the computation.
 
-    Raises `ExpectedError` if none of them is inside a layer.
+    The list is empty if the trainer recorded no value. Raises `ExpectedError` if no compared value is inside a layer.
     """
     keys = sorted(engine.keys() & trainer.keys(), key=_place)
     if trainer and all(layer == OUTSIDE for layer, _ in keys):
@@ -87,16 +87,16 @@ def compare(engine: Trace, trainer: Trace) -> list[Difference]:
 
 
 def ulp_distance(a: Float[Tensor, ...], b: Float[Tensor, ...]) -> Int[Tensor, ...]:
-    """Count the numbers between `a` and `b` in fp32 or 16 bits; 0 if both are NaN, NOT_A_NUMBER if one is."""
+    """Return the ULPs between `a` and `b` in fp32 or 16 bits. 0 if both are NaN, NOT_A_NUMBER if only one is NaN."""
     distance = (_ordered(a) - _ordered(b)).abs()
     none = a.isnan().long() + b.isnan().long()
     return torch.where(none == 2, 0, torch.where(none == 1, NOT_A_NUMBER, distance))
 
 
 def logprob_table(engine: Float[np.ndarray, " n"], trainer: Float[np.ndarray, " n"]) -> dict[str, float]:
-    """Compare the log-probs of n sampled tokens. `kl`: KL(engine, trainer) in nats, estimated by k3.
+    """Compare the log-probs of n sampled tokens. `kl` is KL(engine, trainer) in nats, estimated by k3.
 
-    k3 (Schulman, Approximating KL divergence, 2020): the mean of r - 1 - ln r over samples of the engine, with
+    k3 (Schulman, Approximating KL divergence, 2020) is the mean of r - 1 - ln r over samples of the engine, with
     r = p_trainer / p_engine.
     """
     log_ratio = trainer.astype(np.float64) - engine.astype(np.float64)
@@ -114,7 +114,7 @@ def logprob_table(engine: Float[np.ndarray, " n"], trainer: Float[np.ndarray, " 
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """Map numbers to consecutive int64 in their order; both zeros are 0."""
+    """Map numbers to consecutive int64 in their order. Both zeros become 0."""
     size = values.dtype.itemsize
     bits = values.contiguous().view(torch.int32 if size == 4 else torch.int16).long()
     return torch.where(bits < 0, -(bits & ((1 << (8 * size - 1)) - 1)), bits)

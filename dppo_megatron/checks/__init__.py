@@ -1,4 +1,4 @@
-"""Checks the rules of a config, each in one place. CONTRIBUTING.md lists the commands that check them.
+"""Checks the rules of a config. CONTRIBUTING.md lists the commands that check them.
 
 A rule file has one subject and a function `problems(config, ...)` that returns lines `setting = value: why; remedy`.
 All problems that can be found are reported together, before a process starts. A rule imports torch only when it needs
@@ -91,7 +91,7 @@ def check_job(
 ) -> list[str]:
     """Check settings, nodes and the run directory of a Slurm job; return notes.
 
-    `nodes`, `gpus`: see `slurm.problems`. Raises `ConfigError` with every violation. Needs no torch.
+    `slurm.problems` describes `nodes` and `gpus`. Raises `ConfigError` with every violation. Needs no torch.
     """
     notes: list[str] = []
     problems = settings_problems(config) + slurm.problems(config, nodes, gpus, notes)

@@ -22,7 +22,7 @@ def problems(
 ) -> list[str]:
     """Read and tokenize every file. Add the number of prompts of each to `notes`, and missing files to `absent`.
 
-    tools: the tools of the environment, which the chat template writes into every prompt.
+    `tools` are the tools of the environment, which the chat template writes into every prompt.
     """
     from dppo_megatron.bank.files import HEAD_NAME
     from dppo_megatron.data.prompts import PromptFile, PromptFileError
@@ -33,7 +33,7 @@ def problems(
     try:
         tokenizer = load_tokenizer(config.model.path)
     except TokenizerError as error:
-        if hf is not None:  # otherwise the model's own problem is reported
+        if hf is not None:  # otherwise the problem of the model is reported
             here = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
             (out if here else absent).append(str(error))
     bank = config.rollout.bank

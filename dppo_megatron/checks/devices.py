@@ -1,7 +1,7 @@
 """Checks devices and ports of this machine and of a cluster.
 
-Ranks take the first GPUs. Engines take the next ones or, if colocated, the same. Example: 2 ranks and 2 engines of 1
-GPU use GPUs 0-1 and 2-3, or both GPUs 0-1 if colocated.
+Ranks take the first GPUs. Engines take the next GPUs or, if colocated, the GPUs of the ranks. Example: 2 ranks use GPUs
+0-1, and 2 engines of 1 GPU use GPUs 2-3, or GPUs 0-1 if colocated.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def problems(config: Config) -> list[str]:
 
 
 def unreached(config: Config) -> list[str]:
-    """Return a note for each server of `engine.urls` that cannot be reached now; it may start later."""
+    """Return a note for each server of `engine.urls` that cannot be reached now. Such a server may start later."""
     out, wait_s = [], config.engine.unavailable_timeout_s
     for url in config.engine.urls if config.samples else ():
         at = urlsplit(url)
@@ -146,7 +146,7 @@ def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
 
 
 def devices_needed(config: Config) -> int:
-    """Return the number of devices of ranks, started engines and teachers; colocated engines use the ranks'."""
+    """Return the number of devices of ranks, started engines and teachers. Colocated engines use the ranks'."""
     teachers = sum(config.distillation.teachers[name].tensor_parallel for name in config.started_teachers)
     if config.engine.placement == "colocated":
         return max(config.parallel.world_size, config.engine_devices) + teachers
@@ -156,8 +156,8 @@ def devices_needed(config: Config) -> int:
 def _slots(config: Config, nodes: int, per_node: int) -> int:
     """Return the number of engines that the free devices can run.
 
-    Ranks fill node after node; their own devices are free for colocated engines. Engines of several nodes need whole
-    nodes. Example: 12 ranks on 3 nodes of 8 devices leave 4 + 8 devices: 3 engines of 4 devices, or 1 of 8.
+    Ranks fill node after node. Colocated engines may use the ranks' devices. Engines of several nodes need whole nodes.
+    Example: 12 ranks on 3 nodes of 8 devices leave 4 + 8 devices, enough for 3 engines of 4 devices or 1 engine of 8.
     """
     full, begun = divmod(config.parallel.world_size, per_node)
     if config.engine.placement == "colocated":

@@ -150,7 +150,7 @@ def _adapters(config: Config) -> list[str]:
 def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
     """Return why engines cannot serve the model. All kinds split attention by whole heads, and FP8 by whole blocks.
 
-    hf: the model's config.json; None if it cannot be read.
+    `hf` is the model's config.json, or None if it cannot be read.
     """
     from dppo_megatron.hf import fp8
 
@@ -219,8 +219,8 @@ def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:
 def environment_problems(config: Config, *, elsewhere: bool = False) -> list[str]:
     """Return why this environment cannot start the servers, or reach those of `engine.urls`.
 
-    Starts the interpreter to look for the engine's packages, without importing them. elsewhere: the run has other
-    devices than this machine.
+    Starts the interpreter to look for the engine's packages, without importing them. `elsewhere` means that the run has
+    other devices than this machine.
     """
     from dppo_megatron.engines.serving import device_here
 

@@ -1,4 +1,4 @@
-"""Checks `engine.exact`: with some settings engine and trainer would not compute the same bits."""
+"""Checks `engine.exact` for settings with which engine and trainer would not compute the same bits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def problems(config: Config) -> list[str]:
 def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool) -> list[str]:
     """Return properties of the model that `engine.exact` does not support.
 
-    `elsewhere`: the run has other devices than this machine.
+    `elsewhere` means that the run has other devices than this machine.
     """
     import torch
 

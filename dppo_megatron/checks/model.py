@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def read(config: Config) -> HFModelConfig | None:
-    """Return the model's config.json; None if it cannot be read, which `problems` reports."""
+    """Return the model's config.json, or None if it cannot be read, which `problems` reports."""
     from dppo_megatron.hf import ModelError, read_hf_config
 
     try:
@@ -22,7 +22,7 @@ def read(config: Config) -> HFModelConfig | None:
 
 
 def problems(config: Config, hf: HFModelConfig | None, absent: list[str], *, elsewhere: bool) -> list[str]:
-    """Return why the model cannot be built; add missing files to `absent`. `elsewhere`: it runs on `slurm.gpu`."""
+    """Return why the model cannot be built. Add missing files to `absent`. With `elsewhere` it runs on `slurm.gpu`."""
     from dppo_megatron.actor import check_model
 
     out = check_model(on_any_machine(config) if elsewhere else config)

@@ -1,4 +1,4 @@
-"""Checks the run directory: a resumed run must be the same run, and a new run needs its own directory."""
+"""Checks the run directory. A resumed run must be the same run, and a new run needs its own directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dppo_megatron.config import Config, ConfigError, read_config, with_absolute
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import problem
 
-# These settings may change between attempts of a run. A change of any other would make the second attempt another run.
+# These settings may change between attempts of a run. A change of another setting would make it a different run.
 RESUMABLE_CHANGES = (
     "run.dir", "train.steps", "tracking", "profile", "checkpoint", "eval.every", "engine", "parallel", "slurm",
     "weight_sync", "run.stall_timeout_s", "train.micro_batch_tokens", "train.share_prefixes", "optimizer.lr",

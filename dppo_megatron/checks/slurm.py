@@ -1,4 +1,4 @@
-"""Checks `slurm`: the run must fit the requested nodes. Only the Slurm commands check this."""
+"""Checks that the run fits the nodes that `slurm` requests. Only the Slurm commands check this."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def problems(
 ) -> list[str]:
     """Return why the run does not fit the nodes that `slurm` requests, or the job has other nodes.
 
-    `nodes`: of each component of the running job; None before submission. `gpus`: of its first node, if known. Adds the
-    number of unused GPUs to `notes`.
+    `nodes` has the number of nodes of each component of the running job, or is None before submission. `gpus` is the
+    number of GPUs of its first node, if known. Adds the number of unused GPUs to `notes`.
     """
     out = _requested(config, [] if notes is None else notes) + ([] if nodes is None else _granted(config, nodes))
     if gpus is None or gpus >= (wanted := config.slurm.gpus_per_node):

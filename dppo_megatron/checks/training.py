@@ -109,7 +109,8 @@ def _precision(config: Config) -> list[str]:
     if m.fp8 != "none" and m.layers == "local":
         out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
     if m.dtype == "fp32" and m.layers == "transformer_engine":
-        # FlashAttention and cuDNN need 16 bits. TransformerEngine's own fallback takes no packed sequences (up to 2.9).
+        # FlashAttention and cuDNN need 16 bits. TransformerEngine's own fallback accepts no packed sequences (up to
+        # 2.9).
         out.append(
             "model.dtype = fp32: TransformerEngine has no attention kernel for packed sequences in fp32; set "
             "model.dtype to bf16 or fp16, or model.layers to local"

@@ -1,4 +1,4 @@
-"""Checks `objective`, `reward` and `environment`: each name must lead to code that its settings can build."""
+"""Checks that the names in `objective`, `reward` and `environment` lead to code that their settings can build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
     chosen = config.objective
     try:
         objective = build_objective(chosen.name, **chosen.settings)
-    except ObjectiveError as error:  # only of custom objectives, because presets are checked when a config is read
+    except ObjectiveError as error:  # only from custom objectives, because presets are checked when a config is read
         return [f"objective.name = {chosen.name}: {error}"]
     try:
         notes.append(objective.describe())
@@ -55,7 +55,7 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
 
 
 def _column_problems(name: str, columns: Any) -> list[str]:
-    """Return why the columns that an objective needs cannot be given to it."""
+    """Return why the columns that an objective needs are not available."""
     from dppo_megatron.objectives.settings import nearest
     from dppo_megatron.types import COLUMNS
 

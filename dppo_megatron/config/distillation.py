@@ -35,6 +35,6 @@ class DistillationConfig(Section):
     unavailable_timeout_s: Seconds = setting(1800.0, "a group that is not scored by then ends the run; resume it")
 
     def of_source(self, source: str) -> str | None:
-        """Return the name of the teacher for rows of this data source; None if there is none."""
+        """Return the name of the teacher for rows of this data source, or None if it has no teacher."""
         own = [name for name, teacher in self.teachers.items() if source in teacher.sources]
         return next(iter([*own, *(name for name, teacher in self.teachers.items() if not teacher.sources)]), None)

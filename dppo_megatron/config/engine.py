@@ -1,4 +1,4 @@
-"""Defines the sections `engine`, `rollout` and `weight_sync`: sampling, and new weights for the engines."""
+"""Defines the sections `engine`, `rollout` and `weight_sync`, for sampling and for updating the engines' weights."""
 
 from __future__ import annotations
 

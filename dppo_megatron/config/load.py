@@ -28,7 +28,7 @@ class ConfigError(ExpectedError, ValueError):
 
 
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read `path` and apply overrides; `checks.load_config` also applies the rules between settings.
+    """Read `path` and apply overrides. `checks.load_config` also applies the rules between settings.
 
     Raises `ConfigError` naming every violation of types and names.
     """
@@ -39,7 +39,7 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def validated(tree: dict[str, Any], source: str, violations: Sequence[str] = ()) -> Config:
-    """Validate `tree`. Raises `ConfigError` naming the given violations and all those of types and names."""
+    """Validate `tree`. Raises `ConfigError` naming the given violations and all violations of types and names."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -172,7 +172,7 @@ def plain_words(error: Any) -> str:
 
 
 def _fields(location: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the section at `location`, also of one in a list or mapping; empty if it is no section."""
+    """Return the fields of the section at `location`, which may be in a list or mapping. Empty if it is no section."""
     section: Any = Config
     for key in location:
         if fields := getattr(section, "model_fields", {}):
@@ -214,7 +214,7 @@ def _leaves(location: list[str]) -> dict[str, str]:
 
 
 def _known(tree: Any) -> dict[str, str]:
-    """Map names in an unknown tree, of other trainers or of another section, to our settings."""
+    """Map names in an unknown tree, from other trainers or another section, to our settings."""
     found: dict[str, str] = {}
     for name, part in tree.items() if isinstance(tree, dict) else ():
         named = "." in _NAMES.get(name, "") and (name in _ALIASES or not isinstance(part, dict))
@@ -223,7 +223,7 @@ def _known(tree: Any) -> dict[str, str]:
 
 
 def setting_of(name: str) -> str:
-    """Return the setting for a name on a command line: another trainer's, without its section, or complete."""
+    """Return the setting for a name on a command line: another trainer's, one without section, or a full name."""
     return name if "." in name else _NAMES.get(name, "section.key").split()[0]
 
 

@@ -53,7 +53,7 @@ class ObjectiveConfig(Section):
     @field_validator("settings")
     @classmethod
     def _check_axes(cls, settings: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """Check the settings by the types of `ObjectiveSettings`. Every wrong axis is an error under its own name."""
+        """Check the settings by the types of `ObjectiveSettings`. Every wrong axis gives an error with its name."""
         name = info.data.get("name")  # None: unknown; the axes are checked in any case
         if name is not None and name not in PRESETS:
             return settings  # a user's own objective

@@ -145,7 +145,7 @@ class Config(Section):
 
     @property
     def response_tokens(self) -> dict[str, int]:
-        """Return setting -> largest number of tokens of a trained or evaluated response."""
+        """Return a mapping of each setting to its largest number of tokens of a trained or evaluated response."""
         lengths = {"rollout.max_response_tokens": self.rollout.max_response_tokens}
         for name, one in self.eval_sets.items():
             own = name in self.eval.sets and self.eval.sets[name].max_response_tokens

@@ -98,7 +98,7 @@ class EnvironmentConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """Return the imported class or function; None: a response is one turn."""
+        """Return the imported class or function. With None a response is one turn."""
         return self.name or self.agent
 
     @property

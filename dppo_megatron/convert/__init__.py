@@ -1,1 +1,1 @@
-"""Converts weights between Hugging Face directories and Megatron checkpoints, by the one weight map in `hf`."""
+"""Converts weights between Hugging Face directories and Megatron checkpoints with the weight map in `hf`."""

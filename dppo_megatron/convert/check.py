@@ -1,4 +1,4 @@
-"""Reports what of a model directory is supported and what is missing, from its config.json, with or without weights."""
+"""Reports the supported and missing features of a model directory from its config.json, with or without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a conversion: shards divided among processes, a receipt for each finished shard, one rename at the end.
+"""Runs a conversion. Processes share the shards, each finished shard has a receipt, and one rename ends the job.
 
     .NAME.writing/                the directory in progress, next to its destination
         <shards>
@@ -126,9 +126,9 @@ def run(
 ) -> None:
     """Write this worker's shards; worker 0 then waits for the others and renames. Call `prepare` first.
 
-    `watch` is called while waiting and may raise. Raises the error of a shard. On worker 0 also `ModelError` with the
-    errors of the others, with the shards that made no progress for ten minutes, or because another worker 0 is running.
-    Finished shards stay for `--resume`.
+    `watch` is called while waiting and may raise. Raises the error of a shard. Worker 0 also raises `ModelError` with
+    the errors of the others, with shards that made no progress for ten minutes, or if another worker 0 runs. Finished
+    shards stay for `--resume`.
     """
     staging = staging_of(conversion.destination)
     with _lock_job(staging) if worker.rank == 0 else contextlib.nullcontext():
@@ -262,10 +262,10 @@ def _records_of_all(
 def convert(
     build: Callable[[], Conversion], *, resume: bool = False, processes: int = 1, worker: ConversionWorker | None = None
 ) -> Conversion | None:
-    """Run the conversion that `build` returns; `build` must be picklable if `processes` > 1.
+    """Run the conversion that `build` returns. `build` must be picklable if `processes` > 1.
 
-    `worker` is the rank of this process; default: from the environment, else the first of `processes`. Returns the
-    conversion on rank 0, None on the other ranks of torchrun or srun. Raises `ModelError` as `build`, `prepare` and
+    `worker` is the rank of this process, by default from the environment, else the first of `processes`. Returns the
+    conversion on rank 0 and None on the other ranks of torchrun or srun. Raises `ModelError` as `build`, `prepare` and
     `run` do.
     """
     worker = worker or ConversionWorker.from_environment()

@@ -1,4 +1,4 @@
-"""Divides a Megatron checkpoint into files: one for each rank that saves weights."""
+"""Divides a Megatron checkpoint into one file for each rank that saves weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dppo_megatron.hf import Entry, HFModelConfig
 class TargetLayout:
     """Describes the parallel sizes of the ranks that the files are written for.
 
-    Megatron loads the checkpoint at any other sizes too; at these each rank reads one file. If the stages do not divide
-    the layers, some stages have one more than others.
+    Megatron loads the checkpoint at any other sizes too. At these sizes each rank reads one file. If the stages do not
+    divide the layers, some stages have one more layer than others.
     """
 
     tensor: int = 1
@@ -75,7 +75,7 @@ class SourceRank:
     rank: int
 
     def shard_of(self, entry: Entry, config: HFModelConfig) -> tuple[int, int] | None:
-        """Return this rank's index in the group that shards an entry, and its size; None without a shard."""
+        """Return this rank's index in the group that shards an entry, and the group's size. None without a shard."""
         layout = self.layout
         if entry.rule.duplicate or self._stage_of(entry, config) != self.stage:
             return None

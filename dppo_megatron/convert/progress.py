@@ -15,7 +15,7 @@ _LINE_EVERY_S = 30.0  # a log has lines instead of a bar
 
 
 class Progress:
-    """Shows a bar on a terminal, a line at intervals in a log, and nothing if silent. A context manager."""
+    """Shows a bar on a terminal or a line at intervals in a log. If silent it shows nothing. A context manager."""
 
     def __init__(self, what: str, nbytes: int, *, silent: bool = False):
         self._what, self._nbytes, self._silent = what, nbytes, silent

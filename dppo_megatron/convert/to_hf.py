@@ -23,7 +23,7 @@ class ToHF:
     Files have whole weights and at most `shard_bytes`, but at least one weight. `template` has config.json and
     tokenizer. `dtype` None keeps the dtype of each tensor, bf16 for FP8; `quantization` "fp8_block" stores the
     projections as block-scaled FP8. Raises `ModelError` with every weight that the source lacks or has in another
-    shape. Of a model with vision, only the text model is converted (see `hf.text_model`).
+    shape. If the model has vision, only its text model is converted (see `hf.text_model`).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ToHF:
         copy_metadata(self._template, staging, self._main_dtype(), quantization, self.config.raw)
 
     def table(self) -> Iterator[str]:
-        """Yield a line per Megatron tensor: its HF tensors and their file."""
+        """Yield a line for each Megatron tensor with its HF tensors and their file."""
         for file, group in zip(self.shards, self._groups, strict=True):
             for entry in group:
                 for name, info in self._written_info(entry).items():
@@ -110,7 +110,7 @@ class ToHF:
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     def _group_entries(self) -> list[list[Entry]]:
-        """Divide the entries into files, in order. A fused weight stays in one file: its parts are read at once."""
+        """Divide the entries into files, in order. A fused weight, whose parts are read at once, stays in one file."""
         groups: list[list[Entry]] = []
         filled = 0
         for entry in self._map.entries():
@@ -126,7 +126,7 @@ class ToHF:
 
     def _cast(self, name: str, info: TensorInfo) -> torch.Tensor:
         tensor = self._weights.tensor(name)
-        # Quantised from the source's dtype, because another cast before it would add to the error.
+        # Quantise from the source's dtype, because an earlier cast would add to the error.
         return tensor if self._quantization and fp8.is_quantized(name) else tensor.to(info.dtype)
 
     def _written_info(self, entry: Entry) -> dict[str, TensorInfo]:

@@ -93,7 +93,7 @@ class ToMegatron:
         write_torch_dist_metadata(staging, chunks)
 
     def table(self) -> Iterator[str]:
-        """Yield a line per HF tensor: its Megatron tensor and file."""
+        """Yield a line for each HF tensor with its Megatron tensor and file."""
         for entry in self._map.entries():
             if entry.rule.duplicate:
                 continue

@@ -26,7 +26,7 @@ from dppo_megatron.hf.weight_source import open_weights
 from .job import ConversionWorker, convert
 from .to_hf import ToHF
 
-TOLERANCE = 1e-4  # share of the largest magnitude: far above fp32 rounding, far below a misplaced weight's effect
+TOLERANCE = 1e-4  # share of the largest magnitude, far above fp32 rounding and far below a misplaced weight's effect
 _TOKENS = 64
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -128,7 +128,7 @@ def outputs_of_megatron(
 
 @contextlib.contextmanager
 def record_outputs(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that collects the last output of each module by name. A tuple counts with its first value."""
+    """Yield a dict that collects the last output of each module by name. Of a tuple it keeps the first value."""
     outputs: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
@@ -147,7 +147,7 @@ def record_outputs(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]
 
 @contextlib.contextmanager
 def _full_precision(hf_dir: Path, config: HFModelConfig) -> Iterator[Path]:
-    """Yield `hf_dir`, or a dequantised copy of an FP8 one: transformers needs further packages to read FP8."""
+    """Yield `hf_dir`. Yield a dequantised copy if it is FP8, for which transformers needs further packages."""
     if config.quantization is None:
         yield hf_dir
         return

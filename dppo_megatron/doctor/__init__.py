@@ -1,6 +1,6 @@
-"""Finds problems of a run in its metrics and its bank, each with its first step, the evidence and a remedy.
+"""Finds problems of a run in its metrics and its bank. A finding has its first step, the evidence and a remedy.
 
-A check reads one step and the numbers of the steps before, so a running and an ended run are examined alike.
+A check reads one step and the numbers of earlier steps, so running and ended runs are examined in the same way.
 docs/doctor.md lists the checks.
 """
 

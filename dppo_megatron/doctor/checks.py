@@ -25,7 +25,7 @@ STILL = 50  # steps without a rising reward
 
 
 class Check(NamedTuple):
-    """Describes a kind of problem: its name, the function that finds it in a step, and the remedy."""
+    """Describes a kind of problem with its name, the function that finds it in a step, and the remedy."""
 
     name: str
     look: Callable[[ExaminedStep, Past], Evidence]
@@ -105,8 +105,8 @@ def rewards_failed(step: ExaminedStep, past: Past) -> Evidence:
 def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
     """Check for more identical samples than chance allows.
 
-    By chance k of n samples have the same tokens, of probability p, in at most C(n, k) p^(k - 1) cases. Example: three
-    of 8 samples with p = 0.01 are equal in at most 56 x 0.0001 = 0.0056 of all groups.
+    If a sample's tokens have probability p, k of n samples are equal by chance in at most C(n, k) p^(k - 1) of groups.
+    Example: with p = 0.01, three of 8 samples are equal in at most 56 x 0.0001 = 0.0056 of groups.
     """
     for entry in step.entries:
         length, alike = Counter(entry.response_lengths.tolist()).most_common(1)[0] if entry.num_samples else (0, 0)
@@ -287,7 +287,7 @@ def differs_from_the_start(step: ExaminedStep, past: Past) -> Evidence:
 def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
     """Check for a mismatch that appears within one step.
 
-    Missing weights cause it; a drifting policy needs more steps.
+    Missing weights cause such a mismatch. A drifting policy needs more steps.
     """
     unconfirmed = step.value("engine/unconfirmed")
     version, lag = step.newest_version, step.setting("rollout.max_staleness", int) or 0

@@ -60,7 +60,7 @@ class Examination:
     def advance(self, *, rollouts: bool = True) -> list[Finding]:
         """Examine the steps since the last call, and return the findings that they show for the first time.
 
-        rollouts: also read the bank, which costs some milliseconds a step.
+        With `rollouts` it also reads the bank, which costs some milliseconds a step.
         """
         records, restarted = self._follower.poll()
         if restarted:  # a resumed run repeats steps; earlier findings stay

@@ -1,4 +1,4 @@
-"""Represents one training step as the checks read it, and the numbers kept of earlier steps."""
+"""Defines the data that checks read: one training step, and the numbers kept from earlier steps."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class TokenizerFile:
 
     @classmethod
     def load(cls, model: Path) -> TokenizerFile | None:
-        """Load the directory's tokenizer.json; None if it has no readable one."""
+        """Load the directory's tokenizer.json. Return None if it is absent or unreadable."""
         try:
             return cls(Tokenizer.from_file(str(model / "tokenizer.json")))
         except Exception:  # tokenizers raises Exception itself
@@ -42,7 +42,7 @@ class TokenizerFile:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each single token, with a leading space where it has one; empty for unknown ids."""
+        """Return the text of each token, with its leading space if it has one. An unknown id has an empty text."""
         before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # some decoders strip the first token
         start = len(self.decode(before))
         found = self._tokenizer.decode_batch([[*before, token] for token in ids], skip_special_tokens=False)

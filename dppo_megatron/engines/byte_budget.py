@@ -1,8 +1,8 @@
 """Limit the bytes of engine replies that this process buffers at the same time.
 
-Replies of long responses are large: a group of 16 x 16k tokens with K = 20 and routes is 70 MB. Many engines answer at
-the same time, but one process decodes, scores and stores their replies. A reply is read only when it fits the limit;
-until then it waits in the engine and in TCP's buffers.
+Replies of long responses are large. For example, a group of 16 x 16k tokens with K = 20 and routes has 70 MB. Many
+engines answer at the same time, but one process decodes, scores and stores their replies. A reply is read only when it
+fits the limit. Until then it waits in the engine and in TCP's buffers.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class HttpEngine:
     def _fingerprint(self, workers: Any) -> Fingerprint:
         """Return the fingerprints of the whole weights, computed from the shares that the workers report.
 
-        Raises `EngineError` where workers have unequal copies.
+        Raises `EngineError` if copies of the same weights differ between workers.
         """
         try:
             whole, unequal = of_workers(
@@ -83,7 +83,7 @@ class HttpEngine:
 def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | None) -> None:
     """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`, and its remedy.
 
-    `vocab_size` is the vocabulary size of the trainer's model; None leaves it unchecked.
+    `vocab_size` is the vocabulary size of the trainer's model. With None it is not checked.
     """
     rollout, engine = config.rollout, config.engine
     cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size

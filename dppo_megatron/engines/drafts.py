@@ -1,6 +1,6 @@
 """Guess the next tokens of a sample from earlier samples of its prompt. Depends only on numpy.
 
-A guess is only a draft: the engine samples every drafted position itself, so a wrong draft costs time, never a token.
+The engine still samples every drafted position itself. A wrong draft therefore costs time but never changes a token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 SUFFIXES = (16, 8, 4, 2)  # lengths of the suffixes that are looked up, the longest first
 MOST_TOKENS = 1 << 15  # of one prompt; the index takes about 800 bytes for each
 MOST_PLACES = 16  # occurrences of one suffix that a draft follows, the newest ones
-PRIOR = 10.0  # tested tokens that the rate of all prompts counts for a new one
+PRIOR = 10.0  # weight of the rate of all prompts in the rate of a new prompt, in tested tokens
 LOWEST = 0.35  # at least this rate is assumed for a new prompt, so that it gets a few drafts
 MEMORY = 1000.0  # tested tokens after which older ones count half
 WORTH = 0.25  # smallest probability of acceptance for which a position is drafted
@@ -22,7 +22,7 @@ _END = -1  # after the last token of each sequence
 
 @dataclass
 class DraftRate:
-    """Counts tested tokens: how many were expected to be accepted, by their shares, and how many were."""
+    """Counts how many tested tokens were expected to be accepted, by their shares, and how many were accepted."""
 
     expected: float = 50.0
     accepted: float = 40.0
@@ -41,41 +41,41 @@ class DraftRate:
 class SuffixIndex:
     """Finds the longest suffix of a sample that occurred before, and follows the most frequent continuation.
 
-    It is the part of a suffix trie over `add`ed sequences that drafts use: nodes of the depths in `SUFFIXES`, and below
-    them the continuations, read from the sequences themselves. Sequences are indexed at the first draft.
+    It is a suffix trie over the `add`ed sequences, limited to the nodes that drafts use. Nodes exist at the depths in
+    `SUFFIXES`. The continuations below them are read from the sequences. Sequences are indexed at the first draft.
 
-    A continuation that k of n occurrences share is accepted with an estimated probability of k / n, times a rate. It is
-    learned from the drafts of this prompt, and begins as that of all prompts. A draft ends where the product falls
-    below `WORTH`; so a prompt with low acceptance gets no drafts.
+    If k of n occurrences share a continuation, its estimated probability of acceptance is k / n times an acceptance
+    rate. The rate is learned from the drafts of this prompt and starts with the rate of all prompts. A draft ends where
+    the product falls below `WORTH`, so a prompt with low acceptance gets no drafts.
 
     Example: after adding [5, 7, 2, 9] and [5, 7, 2, 4, 6], the suffix [5, 7] continues with 2 in both, and then with 4,
-    the newer one of 9 and 4.
+    which is newer than 9.
     """
 
     def __init__(self, overall: DraftRate | None = None) -> None:
-        """overall: shared by the indexes of all prompts."""
+        """Create an empty index. `overall` is the rate that the indexes of all prompts share."""
         self._sequences: list[np.ndarray] = []
         self._indexed = 0  # number of sequences that are indexed
-        self._tokens: list[int] = []  # these end to end, each with _END after it
-        self._places: dict[bytes, list[int]] = {}  # suffix -> the places in `_tokens` that follow it
+        self._tokens: list[int] = []  # indexed sequences end to end, each followed by _END
+        self._places: dict[bytes, list[int]] = {}  # suffix -> indices in `_tokens` of the tokens after the suffix
         self._overall = overall or DraftRate()
         self._own: DraftRate | None = None  # since the first draft
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Add a sequence: a response, after the last tokens of its prompt. The oldest ones above `MOST_TOKENS` go."""
+        """Add a response, preceded by the last tokens of its prompt. Drop the oldest sequences above `MOST_TOKENS`."""
         self._sequences.append(np.asarray(tokens, np.int32)[:MOST_TOKENS])
         while sum(map(len, self._sequences)) > MOST_TOKENS:
             del self._sequences[0]
             self.shrink()
 
     def shrink(self) -> None:
-        """Free the memory of the index; the next draft makes it again."""
+        """Free the memory of the index. The next draft builds it again."""
         self._indexed, self._tokens, self._places = 0, [], {}
 
     def draft(self, suffix: np.ndarray, most: int) -> tuple[list[int], list[float]]:
-        """Return at most `most` likely next tokens after a sample, and the share of occurrences that has each.
+        """Return at most `most` likely next tokens of a sample, and the share of occurrences with each token.
 
-        suffix: [at least max(SUFFIXES), or all] int32, the last tokens of the sample with its prompt.
+        `suffix` [at least max(SUFFIXES), or all] int32 has the last tokens of the prompt and sample.
         """
         self._index()
         key = np.ascontiguousarray(suffix, np.int32).tobytes()
@@ -101,7 +101,7 @@ class SuffixIndex:
         return tokens, shares
 
     def tested(self, shares: Sequence[float], accepted: int) -> None:
-        """Learn that the first `accepted` tokens of a draft were sampled, and the next one, if any, was not."""
+        """Record that the first `accepted` tokens of a draft were sampled and that the next token, if any, was not."""
         for counts in filter(None, (self._own, self._overall)):
             counts.add(sum(shares[: accepted + 1]), accepted)
 

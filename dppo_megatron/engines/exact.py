@@ -79,7 +79,7 @@ class Operators:
                 self._install(f"{name}.{child}", inside)
 
     def linear(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply [T, K] by the weight of `layer` to [T, N], by the trainer's shards, with sums in rank order."""
+        """Multiply x [T, K] by the weight of `layer` shard by shard, and add in rank order. The result is [T, N]."""
         kind, ranks = type(layer).__name__, self._exact.tensor
         if kind not in _PRODUCTS:
             raise NoExactOperator(f"engine.exact: {kind} has no counterpart in the trainer")
@@ -142,7 +142,7 @@ class Operators:
     def logprobs(self, logits: Tensor, ids: Tensor, temperature: Tensor | None = None) -> Tensor:
         """Return fp32 log-probs [T, 1 + K] of ids [T, 1 + K], the target and the top K, merged as in the trainer.
 
-        logits: [T, V] before temperature; temperature: [T], default 1.
+        `logits` [T, V] are before temperature. `temperature` is [T], with default 1.
         """
         exact = self._exact
         ids = join_ids(ids[:, 0], ids[:, 1:])
@@ -164,11 +164,11 @@ def attend(
     counts: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return the attention output [T, h, d] of requests over their cache; `query` has their new tokens end to end.
+    """Return the attention output [T, h, d] of requests over their cache. `query` has their new tokens end to end.
 
-    counts [n]: new tokens of each request. lengths [n]: all tokens of each request, including the new ones.
-    cached(requests [m], L): returns keys and values [m, L, g, d] of the first L positions, with any values after a
-    request's length.
+    `counts` [n] has the number of new tokens of each request. `lengths` [n] has the number of all its tokens, including
+    the new ones. `cached(requests [m], L)` returns keys and values [m, L, g, d] of the first L positions; values after
+    a request's length may be arbitrary.
 
     Example: counts [1, 2] and lengths [9, 2] are a decode step after 8 cached tokens and a prompt of 2 tokens; T = 3.
     """

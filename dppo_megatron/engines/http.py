@@ -30,7 +30,7 @@ NO_SECRET = "this process sends none: RUN/secret does not exist, or this user ca
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 JSON = {"content-type": "application/json"}
 SMALL_REPLY_BYTES = 64 << 10  # a reply of this size is decoded faster than a thread starts
-IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5: the server never closes a connection that is just reused
+IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5, so the server never closes a connection that is just reused
 
 
 async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments: Any) -> T:
@@ -76,8 +76,8 @@ class EngineCalls:
     ) -> bytes | bytearray:
         """Return the body of a 200 reply. Send POST if there is a body, else GET.
 
-        `what` names the operation in errors; the timeout error ends in `timeout_remedy`. With `slot` the reply waits
-        for its byte budget.
+        `what` names the operation in errors. The timeout error ends with `timeout_remedy`. With `slot` the reply
+        is read only when it fits the byte budget.
         """
         content = json.dumps(body).encode() if body is not None else content
         wait = RETRY_BUSY_S[0]
@@ -123,7 +123,7 @@ class EngineCalls:
     ) -> Reply:
         """Return the whole reply, of any status. The body of a 200 reply is read in `slot`, if given.
 
-        `content` is JSON. It has no timeout of its own. Raises aiohttp.ClientError and OSError.
+        `content` is JSON. This method has no timeout of its own. Raises aiohttp.ClientError and OSError.
         """
         if self._session is None:
             self._session = self._open()

@@ -75,7 +75,7 @@ def _refuses(function: Any, passed: tuple[str, ...]) -> str | None:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Return whether instances of `cls` have the attribute, which may be only named in the source of the class."""
+    """Return whether instances of `cls` have the attribute. It is enough that the source of the class names it."""
     if hasattr(cls, name):
         return True
     classes = [c for c in cls.__mro__ if c.__module__.split(".")[0] in ("vllm", "sglang")]

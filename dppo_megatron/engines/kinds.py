@@ -37,12 +37,12 @@ def server_python(config: Config) -> Path:
 
 
 def server_command(config: Config, port: int, model: Path, version: int, node: Node | None = None) -> list[str]:
-    """Return the argv of a server of `model`, policy `version`, on `engine.host`:`port`, or of one of its nodes."""
+    """Return the command line of a server of `model`, policy `version`, at `engine.host`:`port`, or of one node."""
     return kind_of(config).command(config, port, model, version, node)
 
 
 def server_environment(config: Config, version: int) -> dict[str, str]:
-    """Return the variables that a server starting with policy `version` needs in addition to this process's own.
+    """Return the environment variables to add to this process's own for a server that starts with policy `version`.
 
     They include the run's secret, which `make_secret` must have created, and the directories that weights may be loaded
     from.

@@ -1,7 +1,7 @@
 """Define the protocol of a rollout engine, which is the same for every kind of server.
 
-Requests and replies contain token ids, never text. An engine samples groups, scores sequences, and swaps its weights;
-it has no part in rewards or training. Every call has a timeout and raises `EngineTimeout`.
+Requests and replies contain token ids, never text. An engine samples groups, scores sequences and replaces its weights,
+but it does not compute rewards or train. Every call has a timeout and raises `EngineTimeout`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EngineTimeout(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine rejected the request as invalid; a retry would be rejected again."""
+    """The engine rejected the request as invalid. A retry would also be rejected."""
 
 
 class EngineIncompatible(EngineError):
@@ -73,12 +73,12 @@ class GenerateRequest:
     top_k: int = 0  # sample only from the `top_k` most likely tokens; 0 = all
     min_p: float = 0.0  # sample only from tokens with at least this share of the highest probability
     sampling_mask: bool = False  # return the tokens that top_p, top_k and min_p left at each position
-    flags: tuple[str, ...] = ()  # values of `Column.asked_by` that are no field: return these columns too
+    flags: tuple[str, ...] = ()  # values of `Column.asked_by` that are no field; their columns are returned too
     # Earlier samples of the prompt, int32, each after the last tokens of the prompt. An engine with engine.draft_tokens
     # may draft from them; the samples do not depend on them.
     drafts: tuple[np.ndarray, ...] = ()
-    # Names that requests with a common prefix share, the widest first, e.g. group and conversation. The pool sends them
-    # to one engine; the engine does not see them.
+    # Names that requests with a common prefix share, the widest first, e.g. group and conversation. The pool sends such
+    # requests to one engine. The names are not sent.
     affinity: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -178,13 +178,13 @@ class Engine(Protocol):
         ...
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
-        """Make the workers members of the trainer's group, and of no earlier one. Return when all have joined."""
+        """Make the workers leave earlier groups and join the trainer's group. Return when all have joined."""
         ...
 
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
         """Serve the weights that the trainer broadcasts in `step` of the joined group as policy `version`.
 
-        Otherwise as `load_weights`. After an error other than `EngineRefused` the engine is in no group.
+        Everything else is as in `load_weights`. After an error other than `EngineRefused` the engine is in no group.
         """
         ...
 
@@ -206,7 +206,7 @@ class Engine(Protocol):
     async def info(self) -> EngineInfo: ...
 
     async def version(self) -> int:
-        """Return the policy version that is served now; -1 if the weights have no version of this run."""
+        """Return the policy version that is served now, or -1 if the weights have no version of this run."""
         ...
 
     async def health(self) -> None:
@@ -216,7 +216,7 @@ class Engine(Protocol):
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
         """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`.
 
-        `vocab_size` is the vocabulary size of the trainer's model; None leaves it unchecked.
+        `vocab_size` is the vocabulary size of the trainer's model. With None it is not checked.
         """
         ...
 

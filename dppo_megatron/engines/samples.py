@@ -17,18 +17,18 @@ LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a value above it is not a
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """Contains `n` samples end to end: `S` response tokens in all, and `columns` as `COLUMNS` describes them.
+    """Contains `n` samples end to end, with `S` response tokens in all and the columns that `COLUMNS` describes.
 
     Example of two samples: lengths [2, 1], token_ids [5, 6, 9], columns {"rollout_logprob": [-1.0, -0.5, -2.0],
-    "versions": [3, 3, 4]}. The last value of each belongs to the second sample. "read" columns have P - 1 more rows for
-    each sample.
+    "versions": [3, 3, 4]}. The last value of each array belongs to the second sample. "read" columns have P - 1
+    more rows for each sample.
     """
 
     lengths: np.ndarray  # [n] int32
     finish_reasons: tuple[str, ...]  # [n]
     token_ids: np.ndarray  # [S] int32
     columns: dict[str, np.ndarray]
-    counts: dict[str, int] = field(default_factory=dict)  # the work for them, by the names in `Engine.counts`
+    counts: dict[str, int] = field(default_factory=dict)  # work counts of these samples, named as in `Engine.counts`
 
     @classmethod
     def of(cls, samples: Sequence[Rollout]) -> GroupSamples:
@@ -103,7 +103,7 @@ class GroupSamples:
         check.tokens(is_last & stopped & ~is_stop, "finish reason is stop but the last token is not a stop token")
 
     def check_lists(self, name: str, vocab_size: int) -> None:
-        """Raise `InvalidSample` unless log-probs and top-K lists are those of distributions. name: of the group."""
+        """Raise `InvalidSample` unless log-probs and top-K lists fit a distribution. Errors name the group `name`."""
         self._check_logprobs(_Check(name, self.lengths))
         self._check_topk(_Check(name, self.lengths), vocab_size)
 
@@ -178,7 +178,7 @@ def check_scores(what: str, logprobs: np.ndarray | None, expected: int) -> np.nd
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """Raises an error that names the first wrong token or sample of an array of flags."""
+    """Raises an error that names the first wrong token or sample in an array of flags."""
 
     request_id: str
     lengths: np.ndarray

@@ -1,4 +1,4 @@
-"""Create and read the secret of a run, which every request to its engines must have. Only one file contains it."""
+"""Create and read the secret of a run, which only one file contains. Every request to the engines must have it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_secret(config: Config) -> None:
 
 
 def read_secret(config: Config) -> str | None:
-    """Return the secret of this run's engines, or None if this user cannot read it. Engines then reject requests.
+    """Return the secret of this run's engines, or None if this user cannot read it; engines then reject requests.
 
     Raises `NoSecret` for a secret that cannot be sent in a header.
     """

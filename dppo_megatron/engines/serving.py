@@ -33,7 +33,7 @@ class Node(NamedTuple):
 
 
 class EngineKind(ABC):
-    """Describes one kind of server. By default it serves every setting; problems are `setting = value: why; remedy`."""
+    """Describes one kind of server. It serves every setting by default. A problem is `setting = value: why; remedy`."""
 
     secret_variables: tuple[str, ...] = (SECRET_VARIABLE,)  # environment variables that contain the run's secret
     own_receiver = False  # workers receive broadcast weights by our `WeightReceiver`, not by the server's own code
@@ -49,7 +49,7 @@ class EngineKind(ABC):
 
     @abstractmethod
     def command(self, config: Config, port: int, model: Path, version: int, node: Node | None = None) -> list[str]:
-        """Return the argv of a server of policy `version`. `node` is None for an engine of one node."""
+        """Return the command line of a server of policy `version`. `node` is None for an engine of one node."""
 
     @abstractmethod
     def environment(self, config: Config, version: int) -> dict[str, str]:
@@ -59,18 +59,19 @@ class EngineKind(ABC):
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
         """Return the bytes that a GPU needs in addition to weights and cache while an update loads.
 
-        module: bytes of the largest module, unsharded; bucket: bytes of a broadcast bucket, 0 when weights are files.
+        `module` is the size of the largest unsharded module. `bucket` is the size of a broadcast bucket, 0 when weights
+        are files.
         """
 
     @abstractmethod
     def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
-        """Return route and body that ask a stock server for the K most likely tokens at every position."""
+        """Return the route and body of a request to a stock server for the K most likely tokens at every position."""
 
     @abstractmethod
     def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
-        """Return the log-probs of the tokens after the first, and at each [(id, log-prob), ...] of the K most likely.
+        """Return the log-prob of each token after the first, and [(id, log-prob), ...] of the K most likely at each.
 
-        Raises ValueError, KeyError, TypeError or IndexError for any other reply than the one to `lists_request`.
+        Raises ValueError, KeyError, TypeError or IndexError if `reply` does not answer `lists_request`.
         """
 
     def problems(self, config: Config) -> list[str]:
@@ -96,7 +97,7 @@ class EngineKind(ABC):
     def more_packages(self, config: Config, *, cuda: bool) -> dict[str, str]:
         """Return the packages that the interpreter needs besides the server, each with the problem if it is missing.
 
-        `{python}` in a problem is replaced by the interpreter. cuda: whether the servers run on GPUs.
+        `{python}` in a problem is replaced by the interpreter. `cuda` states whether the servers run on GPUs.
         """
         return {}
 
@@ -112,7 +113,7 @@ class EngineKind(ABC):
 # libgomp's spin count for tens of microseconds, longer than most pauses between two operators of a small model. It
 # saves an eighth of the sampling time at 20 M parameters. Three times this count takes the cores from other processes.
 SPINS = 3000
-CPU_KV_CACHE_BYTES = 2**30  # by default engines take a share of all memory, which other processes need as well
+CPU_KV_CACHE_BYTES = 2**30  # by default engines take a share of all memory, but other processes need it as well
 
 
 def device_here() -> Device:
@@ -123,7 +124,7 @@ def device_here() -> Device:
 
 
 def cpu_threads(config: Config) -> dict[str, str]:
-    """Return the variables for a server on CPUs: one thread for each core, asleep while other processes compute.
+    """Return the variables for a server on CPUs. It has one thread per core, idle while other processes compute.
 
     The other processes are the trainer and the API process.
     """
@@ -146,7 +147,7 @@ def start_model(config: Config) -> Path:
 
 
 def exact_environment(config: Config) -> dict[str, str]:
-    """Return the variables for a server with `engine.exact`; empty without it."""
+    """Return the variables for a server with `engine.exact`. Without this setting there are none."""
     if not config.engine.exact:
         return {}
     from dppo_megatron.hf import inverse_frequencies, padded_vocab_size, read_hf_config

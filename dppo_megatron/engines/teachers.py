@@ -13,7 +13,8 @@ from dppo_megatron.config.schema import ObjectiveConfig
 def teacher_config(config: Config, name: str) -> Config:
     """Return the config of a run whose engines are the servers of teacher `name`.
 
-    They are those of its urls, one that serves its path from RUN/teachers/NAME, or the engines of the run itself.
+    The engines are at the teacher's urls, or one engine serves its path from RUN/teachers/NAME. Otherwise they are the
+    engines of the run.
     """
     from dppo_megatron.hf import read_hf_config
 

@@ -110,7 +110,7 @@ def _whole(operator: str) -> Callable[..., dict[str, Tensor]]:
 
 
 def _norm(operator: str, residual: str) -> Callable[..., dict[str, Tensor]]:
-    """Return a function for a norm's values; a norm that adds the residual first returns the sum as well."""
+    """Return a function that returns a norm's values. If the norm adds the residual first, they include the sum."""
 
     def values(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> dict[str, Tensor]:
         normed, stream = output if isinstance(output, tuple) else (output, arguments[0])

@@ -26,7 +26,7 @@ class RequestRejected(Exception):
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """Describes one request of an agent. max_tokens: limit of the answer; None = the run's limit."""
+    """Describes one request of an agent. `max_tokens` limits the answer; None means the run's limit."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] = ()
@@ -35,7 +35,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Turn:
-    """Describes one turn of the policy as an agent receives it. name: derived from the tokens before it."""
+    """Describes one turn of the policy as an agent receives it. `name` is derived from the tokens before the turn."""
 
     name: str
     reasoning: str
@@ -68,9 +68,9 @@ Sample = Callable[[np.ndarray, int | None], Awaitable[Rollout]]
 class Conversation:
     """Answers all requests of one agent, as the branches of one trajectory.
 
-    A request continues the longest sampled history with which its text begins; the rest of its text is tokenized. A
-    turn that the agent sends back is written exactly as it was sampled, reasoning included. It is found by the
-    preceding messages, else as the only turn with that visible text. If several turns differ in their reasoning, a
+    A request continues the longest sampled history with which its text begins, and the rest of its text is tokenized. A
+    turn that the agent sends back is written exactly as it was sampled, reasoning included. The turn is found by the
+    preceding messages, else as the only turn with that visible text. If several such turns differ in their reasoning, a
     later turn that followed one of them decides. Without a later turn, the message is written as the agent sent it.
     """
 
@@ -159,7 +159,7 @@ class Conversation:
 
 
 def _key(before: str, message: ChatMessage) -> str:
-    """Return the key of a message after the history of key `before`; reasoning of turns does not count."""
+    """Return the key of a message after the history with key `before`, regardless of reasoning."""
     if message["role"] == "assistant":
         calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
         message = {"turn": [(message.get("content") or "").strip(), calls]}

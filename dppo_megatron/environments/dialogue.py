@@ -1,4 +1,4 @@
-"""Build one trajectory as tokens: sampled tokens never change, and the environment's text is appended to them."""
+"""Build one trajectory as tokens. Sampled tokens never change, and the environment's text is appended to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Contains consecutive tokens of one origin. sampled: the engine's result for the policy's tokens."""
+    """Contains consecutive tokens of one origin. `sampled` is the engine's result for the policy's tokens."""
 
     origin: int
     turn: int
@@ -44,9 +44,9 @@ class Piece:
 class Dialogue:
     """Contains the branches of one trajectory; only the last one continues.
 
-    render: None without a chat template; text is then appended to the tokens unchanged. If the template writes a
-    history that does not begin with the text of the tokens so far (thinking removed, white space changed), a new branch
-    begins. It keeps the common pieces, and the rest is tokenized again.
+    `render` is None without a chat template, and text is then appended to the tokens unchanged. A template may write a
+    history that does not begin with the text of the tokens so far (thinking removed, white space changed). A new branch
+    then begins, which keeps the common pieces and tokenizes the rest again.
     """
 
     codec: Codec
@@ -83,7 +83,7 @@ class Dialogue:
         return True
 
     def finished(self) -> list[list[Piece]]:
-        """Return the branches as stored: up to the last token of the policy; branches without one are dropped."""
+        """Return the branches as stored, each up to the policy's last token. Drop branches without such a token."""
         out = []
         for branch in self.branches:
             last = max((i for i, piece in enumerate(branch) if piece.origin == POLICY), default=None)

@@ -1,4 +1,4 @@
-"""Play groups of trajectories: policy and environment take turns, with tokens exactly as the engine sampled them."""
+"""Play groups of trajectories. Policy and environment take turns, and sampled tokens are never changed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Episodes:
         self._warned = False  # whether a rewritten history was reported
 
     async def play(self, prompt: Prompt, rewards: RewardPool) -> RolloutGroup:
-        """Play the group of a training prompt. rewards: scores it if the environment gives no reward."""
+        """Play the group of a training prompt. `rewards` scores it if the environment gives no reward."""
         order = next(self._begun)
         rollout = self.config.rollout
         seeds = np.random.SeedSequence([self.config.run.seed, prompt.position]).generate_state(rollout.group_size)
@@ -297,7 +297,7 @@ class Episodes:
         return "max_turns"
 
     async def _turn(self, wanted: TrajectoryRequest, turn: int, behind: np.ndarray, tokens: int) -> Rollout:
-        """Return a turn that was finished before, or sample a new one, which is on disk when this returns."""
+        """Return a turn that was finished before, or sample a new turn and return it once it is on disk."""
         if (finished := wanted.turns.take(behind)) is not None:
             self._counts["replayed"] += 1
             return finished
@@ -323,7 +323,7 @@ class Episodes:
         )
 
     async def _reward_of_text(self, wanted: TrajectoryRequest, branches: list[list[Piece]]) -> float | None:
-        """Return the reward of the last turn by `reward:`; None if the verifier failed."""
+        """Return the last turn's reward from `reward:` of the config, or None if the verifier failed."""
         last = max((p for branch in branches for p in branch if p.sampled is not None), key=lambda p: p.turn)
         text = str(self.tokenizer.decode(last.token_ids, skip_special_tokens=True))
         (reward,), (failed,) = await wanted.rewards.score(wanted.prompt, [text], recorded=wanted.recorded)

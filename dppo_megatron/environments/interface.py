@@ -27,14 +27,14 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        """Begin the trajectory; the text, if any, is added to the prompt. All trajectories of a group have one seed."""
+        """Begin the trajectory. A returned text is added to the prompt. Trajectories of a group have the same seed."""
 
     tools: Sequence[Callable[..., Any]]
     """Plain functions with annotations and a docstring. A turn that calls some is answered by their results, one
     that calls none is the last. An error of a call is an answer, too, except for `EnvironmentFailed`."""
 
     def step(self, text: str) -> tuple[str, float | None, bool] | Awaitable[tuple[str, float | None, bool]]:
-        """Answer the turn `text`; an environment has `step` or `tools`.
+        """Answer the turn `text`. An environment has `step` or `tools`.
 
         Returns the answer, the reward of the turn if there is one, and whether the trajectory is over.
         """
@@ -42,8 +42,8 @@ class Environment(Protocol):
     def reward(self) -> float:
         """Return the reward of the trajectory, once it is over.
 
-        Without this method the reward is the sum over turns; without rewards of turns, `reward:` of the config scores
-        the last turn.
+        Without this method the reward is the sum of the turns' rewards. If turns have no rewards either, `reward:` of
+        the config scores the last turn.
         """
 
 
@@ -58,7 +58,7 @@ class StepResult(NamedTuple):
 class EnvironmentFailed(Exception):
     """The environment failed, so the trajectory has no reward.
 
-    `reason`: raised | timeout | died | not_finite | replay (it does not repeat its answers after a process died).
+    `reason` is raised, timeout, died, not_finite, or replay (different answers when repeated after a process died).
     """
 
     def __init__(self, reason: str, detail: str):

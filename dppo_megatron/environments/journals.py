@@ -22,13 +22,13 @@ Write = Callable[[np.ndarray, Rollout], Awaitable[None]]
 
 
 class FinishedTurns:
-    """Stores the finished turns of one trajectory, by the tokens before each.
+    """Stores the finished turns of one trajectory, by the tokens before each turn.
 
     When a process died and the trajectory is played again, its turns come from here instead of an engine.
     """
 
     def __init__(self, found: Iterable[tuple[np.ndarray, Rollout]] = (), write: Write | None = None):
-        """Store the turns. found: turns of an earlier process. write: returns once a turn is on disk."""
+        """Store the turns `found` of an earlier process. `write` must return only once a turn is on disk."""
         self._finished = [(_key(behind), sampled) for behind, sampled in found]
         self._write = write
         self.rewind()
@@ -43,7 +43,7 @@ class FinishedTurns:
         return len(self._left)
 
     def take(self, behind: np.ndarray) -> Rollout | None:
-        """Return the first remaining turn that was sampled after these tokens ([P] int32); None without one."""
+        """Return the first remaining turn that was sampled after the tokens `behind` [P] int32, or None."""
         key = _key(behind)
         for place, (other, sampled) in enumerate(self._left):
             if other == key:
@@ -52,7 +52,7 @@ class FinishedTurns:
         return None
 
     async def add(self, behind: np.ndarray, sampled: Rollout) -> None:
-        """Write the turn and return once it is on disk; it must not be used before. Raises `BankWriteError`."""
+        """Write the turn and return once it is on disk. It must not be used earlier. Raises `BankWriteError`."""
         if self._write is not None:
             await self._write(behind, sampled)
         self._finished.append((_key(behind), sampled))
@@ -61,8 +61,8 @@ class FinishedTurns:
 class Journals:
     """Keeps the journals of the running groups in `directory`, which is created.
 
-    done: positions of the prompts with a group in the bank; their journals are removed. The constructor and the methods
-    raise `BankError`.
+    `done` has the positions of prompts with a group in the bank. Their journals are removed. The constructor and the
+    methods raise `BankError`.
     """
 
     def __init__(self, directory: Path, done: Collection[int]):
@@ -81,7 +81,7 @@ class Journals:
             log.info("%d groups continue after %d turns that an earlier process finished", len(self._open), turns)
 
     def oldest_version(self, position: int) -> int | None:
-        """Return the oldest policy version of a group's turns from an earlier process; None if there are none."""
+        """Return the oldest policy version of a group's turns from an earlier process, or None if there are none."""
         found = self._open[position].found if position in self._open else []
         return min((int(group.rollouts[0].versions.min()) for group in found), default=None)
 

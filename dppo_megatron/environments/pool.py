@@ -68,7 +68,7 @@ class EnvironmentPool:
 
     @property
     def frequent_failure(self) -> str:
-        """Return reason and text of the most frequent recent failure; empty without failures."""
+        """Return reason and text of the most frequent recent failure, or "" without failures."""
         return max(self._recent, key=self._recent.count, default="")
 
     def take_metrics(self) -> dict[str, float]:
@@ -78,7 +78,7 @@ class EnvironmentPool:
         return metrics
 
     def close(self) -> None:
-        """End the workers at once. Harmless when repeated."""
+        """Terminate the workers at once. May be called again."""
         self._pool.close()
 
     def __enter__(self) -> EnvironmentPool:
@@ -89,7 +89,7 @@ class EnvironmentPool:
 
 
 class _Free:
-    """Counts the free places for trajectories, and queues waiting ones."""
+    """Counts the free slots for trajectories, and queues waiting trajectories."""
 
     def __init__(self, count: int):
         self._count = count
@@ -143,13 +143,13 @@ class Session:
         return await self._ask(lambda worker: worker.agent(prompt, url, key))
 
     def close(self) -> None:
-        """Return the worker to the pool; a worker with a pending request is ended."""
+        """Return the worker to the pool, or terminate it if a request is pending."""
         worker, self._worker = self._worker, None
         if worker is not None:
             self._pool.give_back(worker, usable=not self._asked)
 
     async def _begin(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
-        """Send the first request; if a worker that other trajectories used dies, repeat it in a new worker."""
+        """Send the first request. If a worker that other trajectories used dies, repeat the request in a new worker."""
         self._worker = await self._taken(self._pool.lease)
         if not self._worker.fresh:
             try:

@@ -1,4 +1,4 @@
-"""Run Python programs in isolation: no file of the machine, no network, no process, limited memory and time.
+"""Run Python programs isolated from the machine's files, network and processes, with limited memory and time.
 
 Kernel namespaces isolate them (`sandbox.py`), without root and without a package. They stop a policy's attempts, but
 not a program that breaks the kernel itself.
@@ -65,7 +65,7 @@ class SandboxError(ExpectedError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits one program: `processes` times `memory_mb` of memory, and twice `files_mb`, of files and output."""
+    """Limits one program. Its memory is at most `processes` x `memory_mb`, plus 2 x `files_mb` for files and output."""
 
     wall_s: float = 10.0
     cpu_s: int = 10  # limit of each process
@@ -87,14 +87,14 @@ class Limits:
 
 
 class _ProgramRun(NamedTuple):
-    """Describes the end of a program. ended: the reason if it did not end by itself with code 0, else ""."""
+    """Describes the end of a program. `ended` is "" after exit code 0, otherwise the reason why it ended."""
 
     printed: str
     ended: str
 
 
 def python_tool(**limits: Any) -> Callable[[str], str]:
-    """Return the tool `python`, for `tools` of an environment. limits: fields of `Limits`.
+    """Return the tool `python` for `tools` of an environment. `limits` sets fields of `Limits`.
 
     Tests each limit. Raises `SandboxError` if one cannot be enforced on this machine.
     """
@@ -114,7 +114,7 @@ def python_tool(**limits: Any) -> Callable[[str], str]:
 
 
 class Python:
-    """Provides an environment with only this tool. Settings: fields of `Limits`; `reward:` scores the last turn."""
+    """Provides an environment with only this tool. Its settings are `Limits`. `reward:` scores the last turn."""
 
     def __init__(self, **limits: Any):
         self.tools = [python_tool(**limits)]

@@ -15,7 +15,7 @@ _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """Describes a tool call in a policy's turn. problem: why it cannot be called, "" if it can."""
+    """Describes a tool call in a policy's turn. `problem` states why the call is invalid, "" if it is valid."""
 
     name: str
     arguments: dict[str, Any]
@@ -36,9 +36,9 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 
 def parse_turn(text: str, offered: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
-    """Return (reasoning, content, calls) of a turn; text that is not a call stays content.
+    """Return (reasoning, content, calls) of a turn. Text that is not a call stays content.
 
-    offered: whether there are tools.
+    `offered` states whether the policy has tools.
     """
     reasoning, thought, rest = text.partition("</think>")
     if not thought:
@@ -64,7 +64,7 @@ def _parse(text: str) -> ToolCall:
 
 
 class Tools:
-    """Stores functions by name, each with a JSON schema of its arguments; raises `TypeError` if one has no schema."""
+    """Stores functions by name, with JSON schemas of their arguments. Raises `TypeError` for one without a schema."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
         # pydantic's annotation lacks functions, which it documents.

@@ -19,9 +19,9 @@ from .journals import FinishedTurns
 class TrajectoryRequest:
     """Describes one trajectory of a group.
 
-    first: the request of its first turn, as if that were the only one. Its id names the trajectory among all running
-    ones; max_tokens limits all tokens after the prompt. turns: finished before. order: number of its group, in the
-    order in which groups began. recorded: whether it counts in the metrics.
+    `first` is the request of the first turn. Its id is unique among running trajectories, and its max_tokens limits all
+    tokens after the prompt. `turns` has the turns that were finished before. `order` is the number of the group, in the
+    order in which groups began. `recorded` states whether the trajectory is included in the metrics.
     """
 
     prompt: Prompt
@@ -34,7 +34,7 @@ class TrajectoryRequest:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Contains a finished trajectory. reward: None if it failed. turn_rewards: empty if no turn has one."""
+    """Contains a finished trajectory. `reward` is None if it failed. `turn_rewards` is empty if no turn has one."""
 
     branches: list[list[Piece]]
     finish_reason: str
@@ -50,7 +50,7 @@ class Trajectory:
 
 @dataclass
 class Attempt:
-    """Tracks a running trajectory; after a failure it keeps its turns so far."""
+    """Tracks a running trajectory. After a failure it keeps the turns so far."""
 
     played: Dialogue | Conversation | None = None
     finish_reason: str = "abort"

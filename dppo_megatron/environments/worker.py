@@ -46,11 +46,11 @@ class EnvironmentWorker(Worker):
         return StepResult(*checked(tuple[list[Message], float | None, bool], tuple(answer)))
 
     def finish(self) -> float | None:
-        """Return the reward of the trajectory; None if the environment gives none."""
+        """Return the reward of the trajectory, or None if the environment gives no reward."""
         return self._call(_OptionalReward, "for the reward", "finish")
 
     def agent(self, prompt: Prompt, url: str, key: str) -> float | None:
-        """Run the agent to its end; return its reward, None if it gives none."""
+        """Run the agent to its end. Return its reward, or None if it gives no reward."""
         return self._call(_OptionalReward, "for the agent to return", "agent", prompt, url, key)
 
     def _call(self, kind: Any, what: str, method: str, *arguments: Any) -> Any:
@@ -65,10 +65,10 @@ class EnvironmentWorker(Worker):
 def environment_problem(
     config: EnvironmentConfig, tools: list[Any], *, chat: bool, by_turn: bool = False
 ) -> str | None:
-    """Return why an environment or agent cannot be used; None without a problem or without an environment.
+    """Return why an environment or agent cannot be used, or None without a problem or without an environment.
 
-    The checks: it can be created in its own process (an agent: imported), tools have a chat template (`chat`), and
-    `step` exists if turns need rewards (`by_turn`). Adds its tools to `tools`.
+    An environment must be created, and an agent imported, in its own process. Tools need a chat template (`chat`), and
+    `step` must exist if turns need rewards (`by_turn`). Adds its tools to `tools`.
     """
     if config.source is None:
         return None
@@ -116,7 +116,7 @@ def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 class _Host:
-    """Runs the environment in its process, with one event loop for its coroutines. make: the class, or the agent."""
+    """Runs the environment in its process, with one event loop. `make` is the environment's class, or the agent."""
 
     def __init__(self, make: Callable[..., Any]):
         self._make = make
@@ -124,7 +124,7 @@ class _Host:
         self._runner = asyncio.Runner()
 
     def answer(self, request: bytes) -> list[Any]:
-        """Answer one request. Foreign code may raise any error, which fails only this trajectory."""
+        """Answer one request. User code may raise any error, which fails only this trajectory."""
         try:
             kind, *arguments = pickle.loads(request)
             outcome = getattr(self, f"_{kind}")(*arguments)

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from dppo_megatron.engines.protocol import GenerateRequest
 
 BOUND = 1.25  # no request is sent to an engine that would then have more than this multiple of the mean load
-MOST_NAMES = 1 << 16  # groups and conversations with a known engine
+MOST_NAMES = 1 << 16  # limit of groups and conversations with a known engine
 
 
 class LoadedEngine(Protocol):
@@ -25,8 +25,8 @@ class PrefixRouter:
     """Chooses an engine by `GenerateRequest.affinity`, the names of the requests that share a prefix, widest first.
 
     A request goes to the engine that had the last request of its conversation, else of its group. Otherwise rendezvous
-    hashing decides: each engine has a rank for a group, so a death or a return moves only the groups of that engine. An
-    engine above `BOUND` is passed over. Requests without affinity go to the engine with the fewest running samples.
+    hashing gives each engine a rank for a group, so a death or a return moves only the groups of that engine. An engine
+    above `BOUND` is skipped. Requests without affinity go to the engine with the fewest running samples.
 
     Example: with affinity ("group-5", "group-5.3") the turn goes to the engine of the last turn of conversation 3; its
     first turn to the engine that has the prompt of group 5.

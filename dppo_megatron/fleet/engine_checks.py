@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 async def check_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
     """Return the self-description of a healthy engine.
 
-    All callers use this check. `MonitoredEngine` and `while_healthy` count consecutive failures: the first decides
-    whether an engine gets requests, the second ends one call and, in `launch.engine`, a frozen server.
+    All callers use this check. Two callers count consecutive failures. `MonitoredEngine` decides whether an engine gets
+    requests. `while_healthy` cancels one call and, in `launch.engine`, terminates a frozen server.
     `LiveEngines.answering` and `slurm.status` check once.
     Raises `EngineError` without an answer within `timeout_s` (default `engine.health_timeout_s`), and when an update of
     its weights takes longer than `weight_sync.timeout_s`.
@@ -46,7 +46,8 @@ async def while_healthy(
     """Return the result of `call`, but cancel it after `failures` consecutive failed health checks.
 
     The default of `failures` is `engine.health_failures`. The engine is checked every `engine.health_interval_s`. A
-    frozen engine therefore costs seconds, not the call's own time-out. Raises the last check's `EngineError`.
+    frozen engine is therefore noticed in seconds instead of after the call's own time-out. Raises the last check's
+    `EngineError`.
     """
     task = asyncio.ensure_future(call)
     failed = 0

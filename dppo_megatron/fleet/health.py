@@ -1,4 +1,4 @@
-"""Decide whether an engine may sample: a pure state machine, which `MonitoredEngine` gives the clock and the events.
+"""Decide whether an engine may sample, as a pure state machine. `MonitoredEngine` passes it the clock and the events.
 
 ```
  starting ──answers──► stale ──pool loads and scores──► verifying ──passes──► serving ◄──► suspect
@@ -84,8 +84,8 @@ class EngineHealth:
     def policy_published(self, now: float, version: int, confirmed: str | None = None) -> EngineHealth:
         """Return the state after `version` was published; the publisher verified it in the instance `confirmed`.
 
-        A version may be published again, after an engine came back. Then every engine loaded it again, so one that is
-        not confirmed this time may have other weights.
+        A version may be published again, after an engine came back. Then every engine loaded the version again, so an
+        engine that is not confirmed this time may have other weights.
         """
         verified = None if confirmed is None else (confirmed, version)
         after = replace(self, published=version, confirmed=verified)

@@ -102,7 +102,7 @@ class LiveEngines:
         load: Callable[[Engine], Awaitable[float]],
         tokens: np.ndarray,
     ) -> dict[str, Confirmation | EngineError]:
-        """Let each of `engines` load `version` and score `tokens`; return its confirmation or its error, by URL.
+        """Let each of `engines` load `version` and score `tokens`. Return its confirmation or its error, by URL.
 
         `load` returns the seconds for which the engine paused. An engine that was restarted, or loaded another version
         meanwhile, gives an error.

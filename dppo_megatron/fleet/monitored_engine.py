@@ -106,7 +106,7 @@ class MonitoredEngine:
         except (EngineRefused, EngineIncompatible):
             raise  # the engine did not fail
         except EngineError as error:
-            # Slow is not broken: the health checks decide whether a slow engine still works.
+            # A slow engine may still work, which the health checks decide.
             slow = isinstance(error, EngineTimeout) and not self.health.failed_checks
             if self._epoch == epoch and not slow:
                 self.apply(EngineHealth.request_failed, str(error))
@@ -217,7 +217,7 @@ class MonitoredEngine:
         return policy if policy.path is not None or (health.instance, health.version) == loaded else None
 
     async def _check_health(self) -> bool:
-        """Check the engine once. Return False if instance or policy changed meanwhile: the answer is outdated."""
+        """Check the engine once. Return False if the answer is outdated because instance or policy changed."""
         service, policy = self._service, self.policy
         info, problem = None, ""
         try:

@@ -30,7 +30,7 @@ class NoEngineServes(EngineUnavailable):
 
 
 class EnginePool:
-    """Monitors the engines of a run; `select` returns one that serves the published policy, as `PrefixRouter` chooses.
+    """Monitors the engines of a run. `select` lets `PrefixRouter` choose among engines that serve the published policy.
 
     `services` returns the registered engines by name; it is read again every `engine.health_interval_s`. An engine that
     returns, or is behind, is loaded with the published weights and scored before it gets a request.
@@ -77,10 +77,10 @@ class EnginePool:
             await engine.close()
 
     async def select(self, request: GenerateRequest, failures: Failures) -> MonitoredEngine | None:
-        """Return the engine that serves the published policy and suits the request best; wait if there is none.
+        """Return the engine that serves the published policy and suits the request best. Wait if no engine serves it.
 
-        Avoids an engine that returned an invalid sample; one that failed otherwise may have recovered. Returns None if
-        only avoided engines are alive. Raises `NoEngineServes` after `engine.unavailable_timeout_s`.
+        Avoids engines that returned an invalid sample. An engine that failed otherwise may have recovered. Returns None
+        if only avoided engines are alive. Raises `NoEngineServes` after `engine.unavailable_timeout_s`.
         """
         avoid = {name for name, error in failures.items() if isinstance(error, InvalidSample)}
         deadline = time.monotonic() + self._config.engine.unavailable_timeout_s
@@ -116,7 +116,7 @@ class EnginePool:
         )
 
     def _follow_policy(self) -> None:
-        """Follow the published policy before every request: no engine may get a request under an outdated policy."""
+        """Follow the published policy before every request, because no request may run under an outdated policy."""
         policy = self._published.current
         if policy is not self._policy:
             self._policy = policy
@@ -159,7 +159,7 @@ class EnginePool:
 
 
 def _work(engines: Sequence[Counter[str]]) -> dict[str, float]:
-    """Return metrics of the work that the engines report, those of features in use only."""
+    """Return metrics of the work that the engines report, but only for features in use."""
     hits = [c["cached_tokens"] / c["prompt_tokens"] for c in engines if c["prompt_tokens"]]
     total: Counter[str] = sum(engines, Counter())
     found = {}

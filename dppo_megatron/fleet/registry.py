@@ -106,7 +106,7 @@ def engine_log(index: int, node: int) -> str:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return an unused port, for a server that will listen on it some seconds later.
 
-    It is below the ports that systems assign to outgoing connections: a busy machine may take any of those in seconds.
+    It is below the ports of outgoing connections, because a busy machine may take any of those ports in seconds.
     """
     for port in SystemRandom().sample(_SERVER_PORTS, 64):
         if not port_in_use(host, port):

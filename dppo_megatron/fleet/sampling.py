@@ -37,7 +37,7 @@ from dppo_megatron.types import Rollout, join_columns
 log = logging.getLogger(__name__)
 
 # The retry budget. An interruption is not a failure: every continuation is a new request.
-ENGINE_ATTEMPTS = 8  # attempts of one request; a request that crashes every engine must not continue forever
+ENGINE_ATTEMPTS = 8  # attempts of one request, because a request may crash every engine
 SEED_ATTEMPTS = 3  # attempts of one group
 
 Failures = Mapping[str, EngineError]
@@ -56,7 +56,7 @@ class SamplingEngines(Protocol):
     """Provides engines that can receive requests: `EnginePool` or `FixedEngines`."""
 
     async def select(self, request: GenerateRequest, failures: Failures) -> SamplingEngine | None:
-        """Return the engine for the next attempt; None when no engine is left that might answer."""
+        """Return the engine for the next attempt, or None if no remaining engine can answer."""
         ...
 
     def take_metrics(self) -> dict[str, float]:

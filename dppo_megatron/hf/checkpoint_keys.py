@@ -1,4 +1,4 @@
-"""Locates a weight in a Megatron torch_dist checkpoint: the key of a global tensor and an index into that tensor.
+"""Locates a weight in a Megatron torch_dist checkpoint by the key of a global tensor and an index into it.
 
 Megatron stores a global tensor per parameter, regardless of the layout that saved it. It stacks the layers of a
 homogeneous model along a first axis and gives each layer of any other model its own key. A model is homogeneous unless
@@ -27,7 +27,7 @@ _SAVED_SPELLINGS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredAt:
-    """Locates a weight as `tensors[key][index]`; the index has an entry per stacked axis (layer, expert)."""
+    """Locates a weight as `tensors[key][index]`. `index` has one entry for each stacked axis (layer, expert)."""
 
     key: str
     index: tuple[int, ...] = ()

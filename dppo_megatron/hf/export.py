@@ -1,4 +1,4 @@
-"""Exports the weights of live Megatron ranks in Hugging Face names: streamed for weight sync, or as a directory."""
+"""Exports the weights of live Megatron ranks under Hugging Face names, streamed for weight sync or to a directory."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def export_weights(
     """Yield (HF name, whole tensor) of every weight that this rank exports. Every rank must exhaust its iterator.
 
     A weight with an adapter is exported as W + (alpha / r) B A, one tensor at a time. The source rank of a weight is
-    tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the first data-parallel replica: over all
-    ranks each HF tensor is yielded exactly once.
-    Collectives: one `gather` to the source rank per bucket of at most `bucket_bytes` of local shards, in the tensor- or
-    expert-tensor-parallel group of the first replica; none if that group has one rank.
-    Each rank of the group calls `before_gather` first. A caller waits there if its source rank may come late.
+    tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the first data-parallel replica. So over
+    all ranks each HF tensor is yielded exactly once.
+    Collectives: local shards fill buckets of at most `bucket_bytes`. Each bucket is one `gather` to the source rank in
+    the tensor- or expert-tensor-parallel group of the first replica. A group of one rank has no collectives. Each rank
+    of the group calls `before_gather` first, which may wait for a late source rank.
 
-    `dtype` casts before gathering (None keeps each parameter's). With `quantization` "fp8_block" the source rank
-    quantises each whole projection and yields its scales too, as `hf.fp8` describes. With "fp8_block_emulated" it
-    yields the dequantised values in the weight's dtype. Tensors are on the parameters' device and may be views of live
-    parameters: use or clone them before the next optimizer step.
+    Tensors are cast to `dtype` before gathering; None keeps each parameter's dtype. With `quantization` "fp8_block" the
+    source rank quantises each whole projection and yields its scales too, as `hf.fp8` describes. With
+    "fp8_block_emulated" it yields the dequantised values in the weight's dtype. Tensors are on the parameters' device
+    and may be views of live parameters, so use or clone them before the next optimizer step.
     Raises `ModelError` for a parameter without an HF counterpart.
     """
     ranks = ranks or ParallelRanks.current()
@@ -71,10 +71,10 @@ def export_weights(
 def overflowing(
     model_chunks: Sequence[nn.Module], config: HFModelConfig, dtype: torch.dtype, ranks: ParallelRanks | None = None
 ) -> list[str]:
-    """Return a line for each weight of which this rank's part overflows in `dtype`. No collectives.
+    """Return a line for each weight whose part on this rank overflows in `dtype`. No collectives.
 
-    Broadcasts need this check before `export_weights` sends anything; files are checked as they are written. It takes
-    one pass over all weights for fp16 and none for other dtypes, because they have the range of fp32.
+    Broadcasts need this check before `export_weights` sends anything. Files are checked as they are written. For fp16
+    it takes one pass over all weights. Other dtypes have the range of fp32 and need no pass.
     """
     if dtype != torch.float16:
         return []
@@ -109,9 +109,9 @@ def export_adapters(
     before_gather: Callable[[ShardGroup], None] | None = None,
     folded: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (PEFT's name, whole tensor) of every A and B of which this is the source rank, as `export_weights` does.
+    """Yield (PEFT's name, whole tensor) of every A and B on its source rank, as `export_weights` does.
 
-    `folded`: (alpha / r) B instead of B, multiplied in fp32 and rounded once.
+    `folded` yields (alpha / r) B instead of B, multiplied in fp32 and rounded once.
     """
     ranks = ranks or ParallelRanks.current()
     weights = [
@@ -150,8 +150,8 @@ def _whole_tensors(
     bucket_bytes: int,
     before_gather: Callable[[ShardGroup], None] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) on the source ranks: cast, gathered bucket by bucket, mapped to Hugging Face."""
-    # Dense weights come first: the two kinds use different groups, and every rank must enter the groups in one order.
+    """Cast weights, gather them bucket by bucket, and yield (HF name, whole tensor) on the source ranks."""
+    # Dense weights come first. They use another group than experts, and all ranks must enter the groups in one order.
     for experts, group, exports in (
         (False, ranks.tensor, ranks.first_replica),
         (True, ranks.expert_tensor, ranks.first_expert_replica),
@@ -170,7 +170,7 @@ def _gathered(
 ) -> Iterator[tuple[Entry, list[Tensor]]]:
     """Yield (entry, shards of all ranks of `group`) on the group's rank 0.
 
-    Shards of one dtype share a bucket and so a gather: thousands of small gathers would each cost the latency.
+    Shards of one dtype share a bucket and so a gather, because each of thousands of small gathers would cost latency.
     """
     bucket: list[tuple[Entry, Tensor]] = []
     nbytes = 0
@@ -221,16 +221,16 @@ def save_hf(
 ) -> None:
     """Write a complete HF directory that transformers and the engines load. Collective over all ranks.
 
-    Every source rank (see `export_weights`) writes its own files, so `directory` must be on storage
-    that all ranks share; config, tokenizer and generation config come from `template_dir`. The directory
-    appears by one rename when everything is in it and on the disk, before any rank returns. `dtype` None keeps
-    the parameters' dtype. `quantization` as in `export_weights`.
-    `observe` is called with each tensor that this rank writes. durable: False if the machine may lose the files.
+    Every source rank (see `export_weights`) writes its own files, so `directory` must be on storage that all ranks
+    share. Config, tokenizer and generation config come from `template_dir`. When all files are complete and on the
+    disk, one rename creates the directory, before any rank returns. `dtype` None keeps the parameters' dtype.
+    `quantization` is as in `export_weights`. `observe` is called with each tensor that this rank writes. `durable` is
+    False if the files may be lost when the machine fails.
 
-    Collectives: those of `export_weights`, and three agreements of all ranks. No rank waits for a disk in a collective.
-    The other ranks wait while the disk takes bytes, and at most the time-out of `Ranks()` while it does not.
-    Raises the error of any rank on every rank: `ModelError` without enough disk space or for an existing
-    directory without `overwrite`, `OSError`. Nothing is left behind then.
+    Collectives: those of `export_weights`, and all ranks synchronise three times. No rank waits for a disk in a
+    collective. The other ranks wait while the disk accepts bytes, and at most the time-out of `Ranks()` while it does
+    not. An error of any rank is raised on every rank, and no files remain then. `ModelError` means too little disk
+    space or an existing directory without `overwrite`. `OSError` is raised too.
     """
     config = config or read_hf_config(template_dir)
     ranks = ranks or ParallelRanks.current()
@@ -285,7 +285,7 @@ def write_parts(
                         raise ModelError(str(staging), [problem])
                     for key, packed in pack(name, tensor).items():
                         writer.add(key, packed)
-                except Exception as error:  # the loop goes on, because the other ranks wait for this one
+                except Exception as error:  # the loop continues, because the other ranks wait for this one
                     failure = error
         if failure is not None:
             raise failure

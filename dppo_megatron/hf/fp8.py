@@ -23,7 +23,7 @@ BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 _SUFFIX = "_scale_inv"
-# Not those of gated delta net, of which readers fuse some with others that are too small for a block.
+# Not those of gated delta net. Readers fuse some of these with others that are too small for a block.
 _PROJECTION = re.compile(r"model\.layers\.\d+\.(?!linear_attn\.).*proj(_with_mqa)?\.weight")
 _DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "out_proj")
 
@@ -73,8 +73,9 @@ def quantize_projections(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors, each projection as its e4m3 weight followed by its scales.
 
-    `emulated`: each projection is the product of the two, in its own dtype. Raises `ModelError` naming every tensor
-    that is not finite, but only after `tensors` is exhausted, because its iteration may be collective.
+    With `emulated` each projection is the product of e4m3 weight and scales, in its own dtype. Raises `ModelError`
+    naming every tensor that is not finite, but only after `tensors` is exhausted, because its iteration may be
+    collective.
     """
     problems = []
     for name, tensor in tensors:

@@ -53,7 +53,7 @@ class DeltaNetConfig:
     """
 
     num_key_heads: int
-    num_value_heads: int  # a multiple: the value heads of a group share queries and keys
+    num_value_heads: int  # a multiple of the key heads; the value heads of a group share queries and keys
     key_head_dim: int
     value_head_dim: int
     conv_kernel: int
@@ -61,7 +61,7 @@ class DeltaNetConfig:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Return the rows of each part of the input projection: q, k, v, output gate z, beta b and decay a."""
+        """Return the number of rows of each part of the input projection: q, k, v, output gate z, beta b, decay a."""
         key, value = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
         return {"q": key, "k": key, "v": value, "z": value, "b": self.num_value_heads, "a": self.num_value_heads}
 

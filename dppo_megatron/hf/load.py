@@ -30,7 +30,7 @@ def load_into(
     """Fill every local parameter of `model_chunks` from `hf_dir`; return the weight map.
 
     `hf_dir` is a Hugging Face directory, FP8 included, or a Megatron checkpoint saved in any layout; `source` replaces
-    its weights. `model_chunks` are GPTModels or their DDP / Float16Module wrappers: one, or one per virtual pipeline
+    its weights. `model_chunks` has one GPTModel or DDP / Float16Module wrapper, or one for each virtual pipeline
     stage. Each rank reads only the bytes of its own tensor, pipeline and expert shard, and casts to the parameter's
     dtype. No collectives. Padded vocabulary rows become zero. An optimizer with its own fp32 copy must reload it
     afterwards (`optimizer.reload_model_params()`).
@@ -83,7 +83,7 @@ def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[li
 
 
 def _expected(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> list[Entry]:
-    """Return the entries that this rank's layers and ends must have."""
+    """Return the entries that this rank must have: those of its layers, embedding, final norm and head."""
     first, last = has_ends(model_chunks)
     ends = weight_map.end_entries()
     out = [e for e in ends if (first if e.megatron.startswith("embedding.") else last) and not e.rule.duplicate]

@@ -1,9 +1,9 @@
 """Maps LoRA adapters of Megatron's linear layers, some of which fuse several of Hugging Face's, to PEFT's tensors.
 
 For each layer of Hugging Face PEFT adds (alpha / r) B A x to W x, with A [r, inputs] and B [outputs, r]
-(https://arxiv.org/abs/2106.09685, equation 3). A fused layer stacks the A's; each of its outputs belongs to one layer
-of Hugging Face. So its B has as many rows as its weight and is sharded by the same rule of the family's table. Each row
-multiplies only the A of its own layer. The sum is the same as PEFT's.
+(https://arxiv.org/abs/2106.09685, equation 3). A fused layer stacks the A's, and each of its outputs belongs to one
+layer of Hugging Face. So its B has as many rows as its weight and is sharded by the same rule of the family's table.
+Each row multiplies only the A of its own layer. The sum is the same as PEFT's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stacked(Replicated):
 
 @dataclass(frozen=True, slots=True)
 class PartlyStored:
-    """Stores only the parts of `op` numbered `chosen`, for B of a layer with only some targets; the others are 0."""
+    """Stores only the parts of `op` numbered `chosen`, for B of a layer with only some targets. Other parts are 0."""
 
     op: Operation
     rows: tuple[int, ...]  # numbers of rows of all parts, stored or not
@@ -77,7 +77,7 @@ class AdapterEntry:
 
 
 def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry | None:
-    """Return the adapter of a weight; None if it is not of a linear layer or `targets` does not name it."""
+    """Return the adapter of a weight, or None if its layer is not linear or not in `targets`."""
     if not is_linear(entry):
         return None
     chosen = [index for index, tensor in enumerate(entry.hf) if _is_target(tensor.name, targets)]
@@ -108,7 +108,7 @@ def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry 
 
 
 def is_linear(entry: Entry) -> bool:
-    """Return whether the weight is of a linear layer that may have an adapter: no norm, router or vocabulary."""
+    """Return whether the weight's layer may have an adapter: a linear layer, but no router, embedding or head."""
     tensor = entry.hf[0]
     router = tensor.name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))
     return (
@@ -145,9 +145,9 @@ def _is_target(name: str, targets: Sequence[str]) -> bool:
 class Adapter(nn.Module):
     """Computes this rank's part of one layer's adapter, in the dtype and on the device of its `weight` [rows, columns].
 
-    A [n r, columns]: n target layers of Hugging Face. B [rows, r]. `owner` [rows, n] is 1 if an output belongs to a
-    layer; None if all belong to one. A and B are initialised like PEFT's. A is uniform within 1 / sqrt(inputs), from
-    `seed` and its name, the same in every layout. B is 0.
+    A has shape [n r, columns] for n target layers of Hugging Face, and B has [rows, r]. `owner` [rows, n] is 1 if an
+    output belongs to a layer, or None if all outputs belong to one layer. A and B are initialised like PEFT's. A is
+    uniform within 1 / sqrt(inputs), from `seed` and its name, the same in every layout. B is 0.
     """
 
     owner: Tensor | None
@@ -169,7 +169,7 @@ class Adapter(nn.Module):
         self.register_buffer("owner", owner, persistent=False)
 
     def outputs(self) -> Tensor:
-        """Return [rows, n r]: B in the columns of a row's own layer, 0 in the others."""
+        """Return [rows, n r], with B in the columns of each row's own layer and 0 in the others."""
         return self.B if self.owner is None else spread(self.B, self.owner)
 
     def merged(self, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -96,7 +96,7 @@ def local_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | Non
 
 
 def has_ends(model_chunks: Sequence[nn.Module]) -> tuple[bool, bool]:
-    """Return whether the embedding, and whether the final norm and head, are on this rank."""
+    """Return two flags for this rank: it has the embedding; it has the final norm and head."""
     chunks = [unwrap(chunk) for chunk in model_chunks]
     return any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
 

@@ -1,7 +1,7 @@
 """Merges Hugging Face tensors into a Megatron tensor and shards it over tensor-parallel ranks.
 
-Every operation is pure and has only sizes. A rank's shard merges its slice of each part, so `to_shard` reads only the
-bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a linear weight,
+Every operation is pure and stores only sizes. A rank's shard merges its slice of each part, so `to_shard` reads only
+the bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a linear weight,
 `[rows]` of a bias or norm.
 """
 
@@ -31,7 +31,7 @@ class Operation(Protocol):
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         """Return the blocks of the whole Megatron tensor on rank `rank` of `size`, with their offsets.
 
-        A replicated tensor has none on ranks other than 0. Raises `ValueError` as `to_shard` does.
+        A replicated tensor has no blocks on ranks other than 0. Raises `ValueError` as `to_shard` does.
         """
 
 
@@ -124,8 +124,8 @@ class QKV:
     q3 k1 v1, so each of 2 ranks has one group. With fewer groups than ranks Megatron splits the interleaved tensor
     evenly, even inside a group.
 
-    gated: the queries of a head are followed by its output gate, [q0 g0 q1 g1 ...]; Megatron has the gates of a group
-    after its queries, [q0 q1 g0 g1 k0 v0 ...].
+    `gated` means that HF tensors have each head's output gate after its queries, [q0 g0 q1 g1 ...]. Megatron has the
+    gates of a group after the group's queries, [q0 q1 g0 g1 k0 v0 ...].
     """
 
     num_heads: int

@@ -62,8 +62,8 @@ def save_peft(
 ) -> None:
     """Write the adapters of `model_chunks` to a directory that PEFT and engines load. Collective over all ranks.
 
-    `base`: their base model. `folded`: every B is (alpha / r) B and alpha is r, so that an engine has the written
-    values even if it multiplies by alpha / r. Everything else is as in `save_hf`.
+    `base` is the base model of the adapters. With `folded` every B is stored as (alpha / r) B and alpha as r. An engine
+    that multiplies by alpha / r then has the written values. Everything else is as in `save_hf`.
     """
     directory, everyone = Path(directory), Ranks()
     turns = Turns(everyone, f"writes to {directory}")
@@ -95,7 +95,7 @@ def load_peft(
 ) -> None:
     """Fill the adapters of `model_chunks` from a directory in PEFT's format. No collectives.
 
-    Raises `ModelError` before any is written, listing every setting and tensor that differs from `lora`.
+    Before it fills any adapter, it raises `ModelError` listing every setting and tensor that differs from `lora`.
     """
     file = Path(directory) / ADAPTER_WEIGHTS
     if problems := adapter_problems(directory, config, lora):
@@ -120,7 +120,7 @@ def fill_adapters(model_chunks: Sequence[nn.Module], tensors: Mapping[str, Tenso
 
 
 def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraConfig) -> list[str]:
-    """Return why the adapter in `directory` does not fit `lora` and this model, one line each; reads no tensor."""
+    """Return each reason why the adapter in `directory` does not fit `lora` and this model. Reads no tensor."""
     directory = Path(directory)
     try:
         saved = read_foreign_json(directory / ADAPTER_CONFIG)

@@ -56,15 +56,15 @@ class RawConfig(_Fields):
     quantization_config: dict[str, Any] | None = None
 
     def experts(self) -> MoEConfig | None:
-        """Return the experts of the model; None = a dense model."""
+        """Return the experts of the model, or None for a dense model."""
         return None
 
     def latent_attention(self) -> MLAConfig | None:
-        """Return the sizes of latent attention; None = grouped queries."""
+        """Return the sizes of latent attention, or None for grouped-query attention."""
         return None
 
     def delta_net(self) -> DeltaNetConfig | None:
-        """Return the sizes of layers of gated delta net; None = attention in every layer."""
+        """Return the sizes of gated delta net layers, or None if every layer has attention."""
         return None
 
     def qkv_bias(self) -> bool:
@@ -114,8 +114,8 @@ ROPE_TYPES: Mapping[str, type[RopeSettings]] = {"default": RopeSettings, "llama3
 def read_fields(model: type[M], given: Mapping[str, Any], problems: list[str], prefix: str = "") -> M:
     """Validate `given` as `model`.
 
-    Every field that is missing or wrong adds a line to `problems`, its name after `prefix`. The field is then read as
-    absent, or as 1 if it is required, so that one pass finds all problems of a file.
+    Every missing or wrong field adds a line to `problems`, which begins with `prefix` and the field's name. The field
+    is then treated as absent, or as 1 if it is required, so that one pass finds all problems of a file.
     """
     present = {name: value for name, value in given.items() if value is not None}
     try:

@@ -27,7 +27,7 @@ class MegatronLayout:
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Return the rows of the embedding over all ranks: equal shards, each a multiple of 128 for real vocabularies.
+    """Return the rows of the embedding over all ranks. Shards are equal, and multiples of 128 for large vocabularies.
 
     Example: a vocabulary of 50,257 on 2 ranks has 50,432 rows.
     """

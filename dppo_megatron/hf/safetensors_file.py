@@ -1,4 +1,4 @@
-"""Writes one safetensors file tensor by tensor: the header is known first, so no tensor waits in memory.
+"""Writes one safetensors file tensor by tensor. The header is known first, so no tensor waits in memory.
 
 `safetensors.torch.save_file` needs all tensors of a file at once
 (https://github.com/safetensors/safetensors/issues/291). It also makes numpy views of tensors on the CPU, after which
@@ -57,8 +57,8 @@ def info_of(tensor: Tensor) -> TensorInfo:
 class SafetensorsFile:
     """Writes `tensors` to `path`, in any order, directly to their offsets in the file.
 
-    On exit every byte is on disk, if it is `durable`; it calls `moved` after each part. Raises `ValueError` for a
-    tensor with another dtype or shape than announced, and on exit for one that was not written.
+    `moved` is called after each part. With `durable` every byte is on disk on exit. Raises `ValueError` for a tensor
+    with another dtype or shape than in `tensors`, and on exit for a tensor that was not written.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SafetensorsFile:
         durable: bool = True,
     ):
         self._missing = dict(tensors)
-        # The widest come first: readers take views of the bytes, which must start at a multiple of the item size.
+        # The widest come first. Readers take views of the bytes, which must start at a multiple of the item size.
         ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
         # Readers refuse files without this format tag.
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -91,7 +91,7 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor; a contiguous one on the CPU is not copied."""
+        """Write one tensor. A contiguous tensor on the CPU is not copied."""
         announced = self._missing.pop(name, None)
         if announced != info_of(tensor):
             raise ValueError(f"{name}: {info_of(tensor)}, announced as {announced}")

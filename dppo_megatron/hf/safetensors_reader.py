@@ -62,13 +62,13 @@ class SafetensorsDirectory:
         return self._open[file].get_tensor(name)
 
     def release(self) -> None:
-        """Close the files after reading a few MB: their pages are freed with the last returned tensor."""
+        """Close the files after a few MB were read. Their pages are freed with the last returned tensor."""
         if self._read_bytes >= _MAPPED_BYTES:
             self._open.clear()
             self._read_bytes = 0
 
     def _index(self, problems: list[str]) -> dict[Path, list[str]]:
-        """Map each file to its names in the index; without an index they are empty, and the file's header decides."""
+        """Map each file to its tensor names in the index. Without an index there are no names; the header has them."""
         single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
         if single.is_file():
             return {single: []}

@@ -43,10 +43,11 @@ class Part:
 class PartWriter:
     """Writes tensors one after the other into files of at most `shard_bytes` (but at least one tensor).
 
-    A thread writes one file while the next one fills: peak memory is twice `shard_bytes` plus one tensor. Tensors on
+    A thread writes one file while the next one fills, so peak memory is twice `shard_bytes` plus one tensor. Tensors on
     the CPU are not copied, so they must not change before `close`. `tag` distinguishes the files of several writers.
-    `alive` is called while the writer waits for a disk that accepts bytes. Raises `OSError` if it accepts none for
-    `timeout_s`. durable: False = files may be only in the system's memory when the writer is done. A context manager.
+    `alive` is called while the writer waits for a disk that accepts bytes. If the disk accepts none for `timeout_s`,
+    `OSError` is raised. Without `durable`, files may be only in the system's memory when the writer is done. A context
+    manager.
     """
 
     def __init__(
@@ -201,8 +202,8 @@ def copy_metadata(
 
     config.json gets `dtype` if it is given, so that readers with "auto" keep the precision written here. `quantization`
     becomes its quantization_config, because the template's own describes other weights. The number of multi-token
-    prediction layers becomes 0, because their weights are never written. `config`: content of config.json in place of
-    the template's.
+    prediction layers becomes 0, because their weights are never written. `config` replaces the content of the
+    template's config.json.
     """
     for source in sorted(Path(template).iterdir()):
         weights_or_hidden = source.name.endswith(_WEIGHT_SUFFIXES) or source.name.startswith(".")

@@ -1,4 +1,4 @@
-"""Writes a directory of weights by many ranks: it appears with all its files, or not at all."""
+"""Writes a directory of weights from many ranks. It appears with all its files or not at all."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def write_staged(
 ) -> None:
     """Write the parts of all ranks to a staging directory, and rename it to `directory` when it is complete.
 
-    Every rank calls `write(staging)`, which returns its parts of `expected` (None: any parts). Rank 0 then calls
-    `complete(staging, parts of all ranks)`, which gives the files their final form, and renames the directory. With
-    `durable` the rename waits until all files are on the disk.
+    Every rank calls `write(staging)`, which returns the parts that it wrote. Together they must contain the tensors of
+    `expected`; with None any parts are accepted. Rank 0 then calls `complete(staging, parts of all ranks)`, which gives
+    the files their final form, and renames the directory. With `durable` it first waits until all files are on the
+    disk.
 
-    Collective over all ranks: three agreements. Raises the error of any rank on every rank: `ModelError` without enough
-    disk space, for an existing directory without `overwrite` and for tensors that are missing, unknown or written
-    twice, or `OSError`. Nothing is left behind then.
+    Collective: all ranks synchronise three times. An error of any rank is raised on every rank, and no files remain.
+    Raises `OSError`, and `ModelError` without enough disk space, for an existing directory without `overwrite`, and for
+    tensors that are missing, unknown or written twice.
     """
     staging = staging_of(directory)
 

@@ -1,7 +1,7 @@
 """Reads the text model of a directory that also has a vision model, for `convert hf-to-hf`.
 
 Published Qwen3.5 directories have the keys of the text model in `text_config` and its tensors below
-`model.language_model`. Some store the experts of a layer in one tensor: gate above up.
+`model.language_model`. Some store the experts of a layer in one tensor, with gate rows above up rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return config.json of the text model in `raw`, the config.json of a model with vision; None for other models."""
+    """Return config.json of the text model in `raw`, or None if `raw` is not the config.json of a model with vision."""
     named, text = raw.get("architectures"), raw.get("text_config")
     for family in FAMILIES.values():
         if family.wrapper is not None and named == [family.wrapper] and isinstance(text, Mapping):
@@ -37,7 +37,7 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read_text_config(directory: Path) -> HFModelConfig | None:
-    """Return the text model's config of a directory with a vision model; None for other directories.
+    """Return the text model's config of a directory that has a vision model, or None for other directories.
 
     Raises `ModelError` as `parse_hf_config` does.
     """

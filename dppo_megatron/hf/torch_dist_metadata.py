@@ -1,6 +1,6 @@
-"""Reads `.metadata` of a torch_dist checkpoint, a pickle, so that it can only yield descriptions of tensors.
+"""Reads `.metadata` of a torch_dist checkpoint. The file is a pickle, but only descriptions of tensors are accepted.
 
-torch reads it with `pickle.load`, which runs any code that the file names.
+torch reads the file with `pickle.load`, which runs any code that it names.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _ADMITTED |= {("torch", name): value for name, value in vars(torch).items() if i
 # The path of the file when it was written. It is not read, so any path type is accepted.
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _ADMITTED |= {(module, name): PurePath for module in ("pathlib", "pathlib._local") for name in _PATHS}
-# A pickle may set fields only of objects that it created. Those of a class, a function or an enumeration's member would
-# persist, and the same bytes could mean something else when torch reads them again.
+# A pickle may set fields only of objects that it created. Changed fields of a class, function or enumeration member
+# would persist, and the same bytes could mean something else when torch reads them again.
 _FILLED = {kind for kind in _ADMITTED.values() if isinstance(kind, type) and not issubclass(kind, (Enum, PurePath))}
 
 

@@ -94,7 +94,7 @@ def _yarn(config: HFModelConfig) -> dict[str, Any]:
 
 
 def _delta_net(sizes: DeltaNetConfig) -> dict[str, Any]:
-    """Return the fields of gated delta net, of the gate of attention and of the norms that such a model has."""
+    """Return the fields of a model with gated delta net: its layers, the attention gate, and the norms."""
     return {
         "attention_output_gate": True,
         "layernorm_zero_centered_gamma": True,
@@ -119,7 +119,7 @@ def _experts(moe: MoEConfig) -> dict[str, Any]:
         "moe_router_group_topk": moe.topk_groups,
     }
     if moe.score_function == "softmax":
-        # Softmax of only the selected logits equals softmax of all, rescaled to sum to 1.
+        # The softmax of the selected logits equals the softmax of all logits, rescaled to sum to 1.
         fields["moe_router_pre_softmax"] = not moe.norm_topk_prob
     if moe.routed_scaling_factor != 1.0:
         fields["moe_router_topk_scaling_factor"] = moe.routed_scaling_factor

@@ -1,7 +1,7 @@
-"""Lets the ranks that export together wait at the store, and in no collective, for the rank that takes the weights.
+"""Lets exporting ranks wait for the source rank, which receives the weights, in the store instead of a collective.
 
 The source rank waits for its disk or for engines, which may take long. Ranks that waited for it in the gather of its
-next weights would reach the time-out of a training collective (`parallel.timeout_s`), which ends the trainer.
+next weights would reach the time-out of a training collective (`parallel.timeout_s`), which terminates the trainer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .megatron_model import ShardGroup
 class Turns:
     """Blocks before each gather of an export until rank 0 of the group has arrived.
 
-    Construct it on all of `ranks`, collectively; `ranks` limits the time of a wait. Call it before every gather, on all
-    ranks of the gather's group. doing: description of rank 0's work, for errors. Raises `RanksTimeout`.
+    Construct it collectively on all of `ranks`, which limits the time of a wait. Call it before every gather, on all
+    ranks of the gather's group. `doing` describes rank 0's work in errors. Raises `RanksTimeout`.
     """
 
     def __init__(self, ranks: Ranks, doing: str):

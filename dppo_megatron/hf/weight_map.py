@@ -19,7 +19,7 @@ _ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # writ
 
 
 class WeightMap:
-    """Contains names, shapes and tensor-parallel shards of one model. Pure: no files, process groups or model instance.
+    """Contains names, shapes and tensor-parallel shards of one model. Needs no files, process groups or model instance.
 
     `layout` has the shapes that the HF config does not define; by default the vocabulary is not padded. Megatron names
     have GLOBAL layer and expert indices (see `megatron_model.named_weights`) and the spelling of the local or of the
@@ -42,7 +42,7 @@ class WeightMap:
         self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *behind, *[r"mtp\..*"] * bool(config.mtp_layers))))
 
     def entry(self, megatron_name: str) -> Entry:
-        """Return the entry of a parameter. Raises `KeyError` with the family's name if there is none."""
+        """Return the entry of a parameter. Raises `KeyError` with the family's name if it does not exist."""
         layer, template = _extract(_LAYER, megatron_name, "{layer}")
         expert, template = _extract(_EXPERT, template, "{expert}")
         for rule in self._by_name.get(template, ()):

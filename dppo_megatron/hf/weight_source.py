@@ -91,7 +91,7 @@ def shape_problems(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite: NaN and infinities show in the extremes, without a large temporary."""
+    """Return whether all values are finite. Only minimum and maximum are checked, which needs no large temporary."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return True
     low, high = torch.aminmax(tensor)
@@ -105,7 +105,7 @@ def overflow_problem(*names: str) -> str:
 
 
 def cast_problem(entry: Entry, before: Iterable[Tensor], after: Iterable[Tensor]) -> str | None:
-    """Return why a cast weight must not be stored; None if it may be."""
+    """Return why a cast weight must not be stored, or None if it may be stored."""
     if all(map(all_finite, after)):
         return None
     names = [t.name for t in entry.hf]

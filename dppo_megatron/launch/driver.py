@@ -57,7 +57,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._examination = Examination(self._run.root)
         self._warnings = Warnings(self._run.log(name) for name in ("orchestrator", "trainer-0"))
         self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # restarted until the run ends
-        self._orchestrator: list[ProcessT] = []  # it has at most one process
+        self._orchestrator: list[ProcessT] = []  # at most one process
         self.trainers: list[ProcessT] = []
 
     def start(self, plan: RunPlan[PlanT]) -> None:

@@ -88,7 +88,7 @@ class Servers:
         return cls(processes)
 
     def poll(self) -> int | None:
-        """Return the exit code of the first server that ended, negative for a signal; None while all run."""
+        """Return the exit code of the first server that ended, negative for a signal, or None while all run."""
         return next((code for process in self._processes if (code := process.poll()) is not None), None)
 
     def terminate(self) -> None:

@@ -34,11 +34,11 @@ Metrics = dict[str, dict[str, float]]  # evaluation set -> metric -> value
 def evaluate_model(
     config: Config, model: Path | None, source: str, *, urls: Sequence[str] = (), resume: bool = False
 ) -> Metrics:
-    """Return the metrics of `model` on every set: a Hugging Face directory or a checkpoint of a run.
+    """Return the metrics of `model`, a Hugging Face directory or a checkpoint of a run, on every set.
 
     Starts the engines in a new directory under `run.dir`, or with `resume` in the newest one of this model, evaluates
-    once, and ends them. With `urls` it uses these engines, which must serve no run meanwhile. They load the model;
-    without a model, they keep the one that they serve.
+    once, and terminates them. With `urls` it uses these engines, which must serve no run meanwhile. They load `model`.
+    If `model` is None, they keep the model that they serve.
 
     Raises `ConfigError` without sets, with too few GPUs and when the interrupted evaluation was a different one.
     Raises the errors of `running_engines` for engines that do not start.
@@ -104,7 +104,7 @@ async def _take(config: Config, engines: Sequence[Engine], load: Path | None, id
 
 
 def _identity(model: Path) -> dict[str, Any]:
-    """Return values that change when other weights are written to the same place."""
+    """Return values that change when other weights are written to the same path."""
     if (model / "config.json").is_file():
         return fingerprint_of(model)
     return fingerprint_of(checkpoint_at(model))
@@ -130,7 +130,7 @@ def _as_hugging_face(model: Path, directory: Path) -> Path:
 def numbered_directory(parent: Path, name: str, resume: bool) -> Path:
     """Return the first new directory of NAME-1, NAME-2, ... in `parent`, or with `resume` the newest one.
 
-    Each evaluation needs its own, because engines register in it and serve only its model.
+    Each evaluation needs its own directory, because engines register in it and serve only its model.
     """
     output(parent, "run.dir", directory=True)
     numbers = [int(m[1]) for path in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]

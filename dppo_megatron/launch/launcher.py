@@ -1,4 +1,4 @@
-"""Defines the interface between a run's driver and the place of its processes: this machine or a Slurm allocation."""
+"""Defines how a run's driver starts processes, on this machine or in a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Process(Protocol):
     log: Path
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
 
 
 PlanT = TypeVar("PlanT", bound=NamedPlan)
@@ -35,7 +35,7 @@ class Launcher(Protocol[StartedPlanT, ProcessT]):
         """Start the process and return at once. Its output is appended to its log."""
 
     def end(self, processes: Sequence[ProcessT], grace_s: float) -> None:
-        """Ask all processes to stop, wait up to `grace_s`, and kill the remaining ones. Some may have ended."""
+        """Ask all processes to stop, wait up to `grace_s`, and kill the rest. Some may have ended before the call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class LocalRun:
     def __init__(
         self, config: Config, plan: RunPlan[ProcessPlan], lock: FileLock | None = None, *, resume_command: str = ""
     ):
-        """Prepare the run. lock: the run directory's. resume_command: shown in messages; default: `train --resume`."""
+        """Prepare the run. `lock` is the run directory's. Messages show `resume_command`; default: `train --resume`."""
         self._config = config
         self._run = RunDir(config.run.dir)
         self._plan = plan

@@ -29,7 +29,7 @@ def _hardware_queues(config: Config) -> dict[str, str]:
 
 
 def _oldest_gpu() -> float | None:
-    """Return the lowest compute capability of this machine's GPUs; None if nvidia-smi does not report it.
+    """Return the lowest compute capability of this machine's GPUs, or None if nvidia-smi does not report it.
 
     torch is not used, because it would open a context on the ranks' first GPU.
     """

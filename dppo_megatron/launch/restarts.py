@@ -18,7 +18,7 @@ ORPHANS_S = 1.0  # time for the orphans of a dead server to end by themselves
 class RestartPolicy:
     """Defines the delays between the end of a server and its next start, in seconds."""
 
-    limit: int  # restarts in a row
+    limit: int  # consecutive restarts
     first_s: float = 1.0
     longest_s: float = 60.0
     healthy_s: float = 300.0  # after serving for this long, the count of restarts begins again
@@ -44,7 +44,7 @@ class RestartedServer(Generic[PlanT, ProcessT]):
         self._withdraw = withdraw
         self._is_registered = is_registered
         self._policy = policy
-        self._restarts = 0  # consecutive ones
+        self._restarts = 0  # consecutive restarts
         self._serving_since: float | None = None
         self._ever_served = False
         self._due: float | None = None  # time of its next start

@@ -1,1 +1,1 @@
-"""Records a run: metric names, trackers, console progress, logs and the report."""
+"""Records a run with metrics, trackers, console progress, logs and the report."""

@@ -104,8 +104,8 @@ class ProgressView:
 
     A terminal gets a line with a bar and the time left, and one with the latest values. Other outputs (a Slurm log, CI)
     get a plain line per step, at most one every `plain_interval_s`, without control codes. An evaluation gets its own
-    line. samples: number of samples in a step. If output fails (a closed pipe), the view is disabled and the run
-    continues.
+    line. `samples` is the number of samples in a step. If output fails (a closed pipe), the view is disabled and the
+    run continues.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ def _draw_grad_norm(axes: Axes, runs: Sequence[History]) -> None:
 
 
 def _draw_time(axes: Axes, runs: Sequence[History]) -> None:
-    """Draw the seconds of a step; for one run by part, with parts below 2 % in `other`."""
+    """Draw the seconds of a step. One run is drawn by part, with parts below 2 % in `other`."""
     axes.set_title("seconds per step")
     step = runs[0].series("time/step_s")
     if len(runs) > 1 or not step:

@@ -57,8 +57,8 @@ class Series(NamedTuple):
 class History:
     """Contains the records of one run.
 
-    rows: step -> all its metrics, for example {3: {"train/loss": 0.2}}. config: the resolved config as plain YAML,
-    perhaps of another version of the package.
+    `rows` maps each step to its metrics, for example {3: {"train/loss": 0.2}}. `config` is the resolved config as plain
+    YAML, which may be from another version of the package.
     """
 
     label: str
@@ -81,7 +81,7 @@ class History:
         return sorted(step for step, row in self.rows.items() if is_step_record(row))
 
     def setting(self, dotted: str, *kinds: type) -> Any:
-        """Return a setting of the resolved config; None if it is absent or of none of the types `kinds`."""
+        """Return a setting of the resolved config, or None if it is absent or has none of the types `kinds`."""
         node: Any = self.config
         for key in dotted.split("."):
             node = node.get(key) if isinstance(node, dict) else None

@@ -38,9 +38,9 @@ def setup_logging(
 ) -> Path | None:
     """Send this process's log records to RUN/logs/<process_name>.log, and return that path. Call it early.
 
-    Without `run_dir` records go to stderr. With it, a terminal on stderr also gets all records, another stderr only
-    warnings, unless it is the log file itself. Uncaught exceptions of any thread and fatal signals (segmentation fault,
-    abort) leave their traceback in the log.
+    Without `run_dir` records go to stderr. With `run_dir` stderr also gets all records if it is a terminal, and
+    otherwise only warnings, unless it is the log file itself. Uncaught exceptions of any thread and fatal signals
+    (segmentation fault, abort) leave their traceback in the log.
 
     `rank` defaults to the environment's RANK and is part of every line. Ranks above 0 log only warnings and errors,
     unless the process name ends in the rank, so that the process has its own file.
@@ -83,10 +83,10 @@ def append_line(path: str | Path, text: str) -> None:
 
 
 def last_lines(path: str | Path, n: int = 20) -> list[str]:
-    """Return the last `n` lines with text, without control codes; empty without a file.
+    """Return the last `n` lines with text, without control codes, or no lines without a file.
 
-    Reads only the end of the file, at most 4 MiB. A line that is redrawn with carriage returns (a progress bar) counts
-    with its last state.
+    Reads only the end of the file, at most 4 MiB. Of a line that is redrawn with carriage returns (a progress bar), the
+    last state is returned.
     """
     try:
         if n <= 0 or not Path(path).is_file():  # opening a pipe would block
@@ -98,7 +98,7 @@ def last_lines(path: str | Path, n: int = 20) -> list[str]:
 
 
 def root_cause(path: Path) -> str | None:
-    """Return the last exception in a log as `TEXT (PATH, line N)`; None without one.
+    """Return the last exception in a log as `TEXT (PATH, line N)`, or None without an exception.
 
     Exceptions that only report the failure of another process are skipped, as are those of earlier servers.
     """

@@ -20,7 +20,7 @@ class MaskedTokenLog:
     """Appends `{"step", "masked", "tokens": [{"id", "text", "count", "share"}, ...]}` for steps with masked tokens.
 
     `masked` counts all masked tokens of the step. `tokens` are the ten ids masked most, in descending order, each with
-    its share of all masked tokens. decode: token id -> its text.
+    its share of all masked tokens. `decode` returns the text of a token id.
     """
 
     def __init__(self, run_dir: Path, decode: Callable[[int], str], resume_step: int | None):
@@ -28,7 +28,7 @@ class MaskedTokenLog:
         self._decode = decode
 
     def log(self, step: int, counts: Mapping[int, int]) -> None:
-        """Append the record of a step. counts: token id -> how often the step masked it."""
+        """Append the record of a step. `counts` maps a token id to the number of times that the step masked it."""
         masked = sum(counts.values())
         if not masked:
             return

@@ -1,15 +1,15 @@
 """Lists the metrics of every run with unit and meaning.
 
 A record is one line of metrics.jsonl: `step`, `time` (Unix seconds) and any of these metrics. An objective may add
-metrics, see `objectives`. A step has a record of the orchestrator, about sampling, and one of the trainer; there is
-none about sampling for a step that an earlier attempt began to sample. With several rewards, `reward/NAME` is the mean
-of each over the samples scored since the previous record; with stale rollouts some belong to another step.
+metrics, see `objectives`. A step has a record of the orchestrator, about sampling, and one of the trainer. A
+step that an earlier attempt began to sample has no record about sampling. With several rewards, `reward/NAME` is the
+mean of each over the samples scored since the previous record; with stale rollouts some belong to another step.
 `reward/failed_REASON` counts samples without a reward, `environment/failed_REASON` trajectories with an environment
-that raised, timed out or died. `teacher/NAME/kl` and
-`teacher/NAME/tail_mass` are those of a teacher on the sampled tokens, see docs/distillation.md.
+that raised, timed out or died. `teacher/NAME/kl` and `teacher/NAME/tail_mass` are computed for a teacher on the sampled
+tokens, see docs/distillation.md.
 
 Trained tokens carry loss in the step's updates. Without a KL or an entropy bonus these are the tokens of responses with
-an advantage; the others are not computed.
+an advantage. Other tokens are not computed.
 
 A set NAME of `eval.sets` with n answers to a prompt has metrics `eval/NAME/...`: `avg@n` (share of right answers),
 `avg@n_stderr` (clustered by prompt), `pass@k`, `maj@n`, `reward_mean`, `failed_share` (not graded, count as wrong),

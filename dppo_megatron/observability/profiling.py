@@ -26,7 +26,7 @@ class Phase:
 
 @contextmanager
 def phase(name: str) -> Iterator[Phase]:
-    """Time a part of a step; `seconds` is set at its end. It is a range in torch's profiler and, on CUDA, in NVTX."""
+    """Time a part of a step and set `seconds` at its end. It is a range in torch's profiler and, on CUDA, in NVTX."""
     part, started = Phase(), time.perf_counter()
     with record_function(name), torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext():
         yield part
@@ -45,7 +45,7 @@ class StepProfiler:
             log.warning("profile.memory = true: there is no CUDA device, so no memory snapshot is written")
 
     def begin(self, step: int) -> None:
-        """Start the trace of a chosen step. step: counted from 1, as in the metrics."""
+        """Start the trace if `step` was chosen. Steps count from 1, as in the metrics."""
         if step in self._steps:
             if self._memory:
                 torch.cuda.memory._record_memory_history(max_entries=EVENTS)

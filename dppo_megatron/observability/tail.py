@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class JsonlFollower:
-    """Reads the records of metrics appended since the last call; an idle call costs one `stat`.
+    """Reads the records of metrics appended since the last call. An idle call costs one `stat`.
 
     A line without its newline waits for the next call. A file that was replaced or cut (a resumed run removes the steps
     that it repeats) is read again from the start and reported as `restarted`.
@@ -82,7 +82,7 @@ class JsonlFollower:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return all complete records of a file, none if it does not exist. An incomplete last line is ignored.
+    """Return all complete records of a file, or no records if it does not exist. Ignore an incomplete last line.
 
     Raises `DamagedFile` if the path is no regular file.
     """
@@ -101,7 +101,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
-    """Return the records that have the fields of a dataclass; a crash may leave others, which are skipped."""
+    """Return the records that have the fields of a dataclass. Skip other records, which a crash may leave."""
     found = []
     for record in records:
         with contextlib.suppress(ValidationError):
@@ -111,9 +111,10 @@ def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
 
 
 def metrics_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records with an integer `step`, each with its `time` and numbers; None stands for a non-finite one.
+    """Return the records with an integer `step`, each with its `time` and numbers. A non-finite number becomes None.
 
-    Other values, which a damaged file or another program may contain, are left out, because readers compute with all.
+    Other values, which a damaged file may contain or another program may write, are left out, because readers compute
+    with all values.
     """
     return [_numbers_of(r) for r in records if type(r.get("step")) is int and 0 <= r["step"] <= _MOST_STEPS]
 
@@ -130,7 +131,7 @@ def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_lines(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects in `data`, one a line; other lines are skipped, since a crash can leave any bytes."""
+    """Return the JSON objects in `data`, one per line. Skip other lines, because a crash can leave any bytes."""
     records = []
     for line in data.splitlines():
         try:
@@ -145,7 +146,7 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
 class JsonlFile:
     """Appends records with a `step`, one a line, to a JSONL file.
 
-    With `resume_step`, records of later steps are removed first; else an older file is renamed. Each line reaches
+    With `resume_step`, records of later steps are removed first. Otherwise an older file is renamed. Each line reaches
     the operating system completely or is removed again, so a killed trainer loses no logged record.
     """
 
@@ -169,7 +170,7 @@ class JsonlFile:
                 if os.write(self._fd, data) != len(data):
                     raise OSError(errno.ENOSPC, f"no room for the record of step {record['step']}")
         except OSError:
-            os.ftruncate(self._fd, size)  # half a line would swallow the next one
+            os.ftruncate(self._fd, size)  # an incomplete line would corrupt the next line
             raise
 
     def close(self) -> None:

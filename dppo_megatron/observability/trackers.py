@@ -40,8 +40,9 @@ class Tracker(Protocol):
 def build_trackers(config: Config, resume_step: int | None) -> Trackers:
     """Open the trackers of `config.tracking` in the run directory.
 
-    resume_step: step of the checkpoint from which the run continues. Later records are removed, because the run writes
-    them again. None starts a new file and keeps an older metrics.jsonl under another name. Raises MissingPackageError.
+    `resume_step` is the step of the checkpoint from which the run continues. Later records are removed, because the run
+    writes them again. None starts a new file and keeps an older metrics.jsonl under another name. Raises
+    MissingPackageError.
     """
     if missing := missing_packages(config.tracking):
         raise MissingPackageError("; ".join(missing))
@@ -67,7 +68,7 @@ def missing_packages(tracking: TrackingConfig) -> list[str]:
 
 
 class Trackers:
-    """Passes metrics to a required tracker, which raises its errors, and to optional ones, which an error removes."""
+    """Passes metrics to a required tracker, which raises its errors, and to optional trackers, which errors remove."""
 
     def __init__(self, required: Tracker, optional: Sequence[Tracker] = ()):
         self._required = required
@@ -95,7 +96,7 @@ class Trackers:
 
 
 class JsonlTracker(JsonlFile):
-    """Appends `{"step": ..., "time": ..., name: value, ...}` per call; a value that is not finite becomes null."""
+    """Appends `{"step": ..., "time": ..., name: value, ...}` per call. A value that is not finite becomes null."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

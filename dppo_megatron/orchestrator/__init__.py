@@ -1,1 +1,1 @@
-"""Fill the bank with finished groups from prompts: sampling under a staleness bound, rewards, evaluation."""
+"""Fill the bank with groups that are sampled under a staleness bound and scored, and run evaluations."""

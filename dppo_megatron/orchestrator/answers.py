@@ -41,10 +41,10 @@ class _SavedRecord:
 
 
 class SavedAnswers:
-    """Stores the answers of one set under one policy. `of`: stored answers count only if this is equal."""
+    """Stores the answers of one set under one policy. Stored answers are used only if their `of` is equal."""
 
     def __init__(self, directory: Path, version: int, of: dict[str, Any], *, prompts: int, n: int):
-        """Load the stored answers. `prompts` at positions from 0, `n` answers to each."""
+        """Load the stored answers. The set has `prompts` prompts at positions from 0, with `n` answers each."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"v{version:06d}.jsonl"
         self._head = self.path.with_suffix(".json")
@@ -67,7 +67,7 @@ class SavedAnswers:
     def _found(self) -> Any:
         try:
             return (read_json(self._head) or {}).get("of")
-        except ValueError:  # a damaged file: its answers do not count
+        except ValueError:  # a damaged file; its answers are not used
             return None
 
     def finish(self, metrics: dict[str, Any]) -> None:

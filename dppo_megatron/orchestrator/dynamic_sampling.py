@@ -1,4 +1,4 @@
-"""Sample dynamically (DAPO, arXiv 2503.14476): replace groups without a signal before the trainer sees them."""
+"""Sample dynamically (DAPO, arXiv 2503.14476) by replacing groups without a signal before training on them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class NoReward(ExpectedError, RuntimeError):
 
 @dataclass(eq=False)
 class SignalFilter:
-    """Chooses which groups to keep: all of them, or with `rollout.dynamic_sampling` those with different rewards.
+    """Chooses the groups to keep: all groups, or with `rollout.dynamic_sampling` the groups with different rewards.
 
-    Rewards are the verifier's; failed ones do not count. At most `rollout.max_prompts_per_group` prompts are spent per
-    group of a step, on average over the step, counted from the start of this process.
+    Rewards are the verifier's, and failed rewards are ignored. At most `rollout.max_prompts_per_group` prompts are
+    spent per group of a step, on average over the step, counted from the start of this process.
 
     For `NoReward`, last_failure returns the reason of the last reward that failed. trajectory_failure returns the most
     frequent reason of recent trajectories that failed in their environment or agent. Both are empty without failures.

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def average(right: np.ndarray) -> tuple[float, float | None]:
-    """Return the share of right answers in `right` [P, n] bool, and its standard error; None for a single prompt.
+    """Return the share of right answers in `right` [P, n] bool, and its standard error (None for one prompt).
 
     Answers to one prompt are a cluster: they are similar, and only prompts are drawn independently. For clusters of
     equal size the clustered standard error is that of the mean of the P shares (Miller 2024, arXiv 2411.00640, section

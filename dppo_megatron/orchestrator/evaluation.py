@@ -46,8 +46,8 @@ class Evaluator:
 
     Results are appended to the rollout metrics, one record per set. Its step is the oldest policy version of any token
     in the answers. That is the due version, unless newer ones were published before the first or last answer. A version
-    that already has a result is not evaluated again. When an interrupted evaluation is resumed, its stored answers
-    count if they are of the same policy. Seeds follow from the run's seed, the set, the prompt and the sample.
+    that already has a result is not evaluated again. When an interrupted evaluation is resumed, its stored answers are
+    used if they are of the same policy. Seeds are derived from the run's seed, the set, the prompt and the sample.
     """
 
     config: Config
@@ -69,9 +69,9 @@ class Evaluator:
         return bool(self._missing(version)) and (at_ends or (every > 0 and version % every == 0))
 
     def start(self, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, dict[str, float]]]:
-        """Start a task that returns the metrics of every set; a failed verifier counts as 0.
+        """Start a task that returns the metrics of every set. A failed verifier counts as 0.
 
-        Afterwards `version` is no longer due. `policy`: JSON that distinguishes it from others of the same version.
+        Afterwards `version` is no longer due. `policy` is JSON that identifies it among policies of the same version.
         Raises as `Sampler.sample`.
         """
         missing = self._missing(version)
@@ -163,7 +163,7 @@ class Evaluator:
         return samples
 
     async def _played(self, name: str, version: int, prompt: Prompt, _: Sampler) -> list[dict[str, Any]]:
-        """Return the samples for answers in turns: the text is that of the last branch, prompt included."""
+        """Return the samples for answers in turns. Their text is that of the last branch, prompt included."""
         one, request = self.sets[name], self._requests(name, version, prompt)(0)
         assert one.episodes is not None
         samples = []

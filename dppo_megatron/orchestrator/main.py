@@ -46,7 +46,8 @@ OTHER_FILES = 256  # bank, logs, reward processes, health checks
 def run_orchestrator(config: Config, prompts: int | None = None) -> None:
     """Wait for the engines, check that they can serve this config, and sample until the bank is full.
 
-    `prompts`: number of groups that the start model samples without a trainer; None = as many as the trainer needs.
+    `prompts` is the number of groups that the start model samples without a trainer. With None the orchestrator samples
+    as many as the trainer needs.
     """
     run = RunDir(config.run.dir)
     setup_logging("orchestrator", run.root)
@@ -174,7 +175,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
 
 
 async def _check_all(config: Config, check: Callable[[Engine], Awaitable[None]]) -> None:
-    """Check all engines: an unsuitable setting ends the run; an engine that is down is checked when it returns."""
+    """Check all engines. An unsuitable setting ends the run. An engine that is down is checked when it returns."""
     for service in engine_services(config, RunDir(config.run.dir)).values():
         engine = build_engine(config, service.url)
         try:
@@ -210,7 +211,7 @@ class _Setting:
     async def episodes(
         self, pools: contextlib.AsyncExitStack, sampler: Sampler, journals: Journals | None = None
     ) -> Episodes | None:
-        """Return the player of the config's `environment`, valid until `pools` closes; None without an environment."""
+        """Return `Episodes` of the config's environment, valid until `pools` closes. None without an environment."""
         config = self._config
         if config.environment.source is None:
             return None
@@ -236,7 +237,7 @@ class _Setting:
     def evaluator(
         self, pools: contextlib.AsyncExitStack, episodes: Episodes | None, rewards: RewardPool | None = None
     ) -> Evaluator:
-        """Return the evaluator. `rewards`: of the run, for sets without a grader; `pools` closes the other graders."""
+        """Return the evaluator. Sets without a grader use the run's `rewards`. `pools` closes the other graders."""
         config, run = self._config, RunDir(self._config.run.dir)
         sets = {}
         for name, chosen in config.eval_sets.items():

@@ -16,7 +16,7 @@ from dppo_megatron.types import RolloutGroup
 
 @dataclass(eq=False)
 class StepRecorder:
-    """Measures the cost of generation per training step; writes one record when the step's last group is stored."""
+    """Measures the cost of generation per training step. Writes one record when the step's last group is stored."""
 
     path: Path
     groups_per_step: int
@@ -44,7 +44,7 @@ class StepRecorder:
         self._count_tokens(step, group)
 
     def count_finished(self, step: int, group: RolloutGroup) -> None:
-        """Count one group of the step; steps that an earlier orchestrator began are not timed."""
+        """Count one group of the step. Steps that an earlier orchestrator began are not timed."""
         self._finished[step] += 1
         self._count_tokens(step, group)
         self._rewards[step].extend(group.rewards[~group.reward_failed].tolist())

@@ -1,4 +1,4 @@
-"""Turn prompts into finished groups in the bank: sample and score every group, and bound its staleness.
+"""Fill the bank with finished groups: sample and score a group for each prompt, and bound its staleness.
 
 The bank is the only state: it determines which prompts are done, and how many groups the trainer can expect. An
 orchestrator that is killed and restarted loses at most the running groups, and its seeds make it sample these
@@ -60,12 +60,12 @@ class Orchestrator:
     """Fills the bank with `train.steps * rollout.prompts_per_step` groups, then evaluates the last policy.
 
     Group number g belongs to training step s = g // prompts_per_step and is sampled by a policy of at least version s -
-    rollout.max_staleness. With 0, a step's batch is sampled by exactly the weights that it will update. With more,
-    sampling continues while the trainer trains. rollout.beyond_bound decides about a group that is not finished when
-    the last step that may train on it needs it.
+    rollout.max_staleness. With max_staleness 0, a step's batch is sampled by exactly the weights that the step updates.
+    With a larger value, sampling continues while the trainer trains. If a group is not finished when the last step that
+    may train on it needs it, rollout.beyond_bound decides what happens.
     A prompt is begun only when a group is certainly still missing. So with staleness 0 a run uses exactly the first
     prompts of the order, regardless of which group ends first and how often the orchestrator is restarted.
-    Evaluations run during sampling; with staleness 0 before it, so that one policy gives all answers.
+    Evaluations run during sampling, or with staleness 0 before it, so that one policy gives all answers.
     """
 
     config: Config
@@ -81,7 +81,7 @@ class Orchestrator:
     stop_token_ids: Sequence[int]
     episodes: Episodes | None = None  # plays answers in turns
     teachers: Teachers | None = None  # score every group before it is stored
-    journals: Journals | None = None  # has the finished turns
+    journals: Journals | None = None  # stores the finished turns
     prompts_in_all: int | None = None  # groups to fill the bank with, by one policy; None = as many as a trainer needs
     budget: ByteBudget | None = None  # shared with the engine clients
     earlier: EarlierSamples | None = None  # drafts for the engines
@@ -216,9 +216,9 @@ class Orchestrator:
             self._take_written()
 
     def _may_store(self, group: int, waiting: list[int], running: dict[asyncio.Task, Running]) -> bool:
-        """Return whether a finished group may be stored as number `group`: not if a running one would then be too late.
+        """Return whether a finished group may be stored as number `group` without making a running group too late.
 
-        No group is given up before the trainer needs it: until then the running ones may end by themselves.
+        No running group is given up before the trainer needs it, because it may still finish.
         """
         step = group // self.config.rollout.prompts_per_step
         # A group that is already late, and will be trained on late, delays no other group.
@@ -316,6 +316,6 @@ class Orchestrator:
 
 
 def _identity(policy: PublishedPolicy) -> dict[str, object]:
-    """Return the trainer's scores, which distinguish a policy from another one of that version, as after a resume."""
+    """Return the trainer's scores, which distinguish policies of the same version, for example after a resume."""
     scored = zlib.crc32(json.dumps(policy.probe_logprobs).encode()) if policy.probe_logprobs else policy.published_at
     return {"version": policy.version, "scored": scored}

@@ -102,7 +102,7 @@ def _prompts(config: Config) -> PromptFile:
 
 
 def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
-    """Return the answers by row of the prompt file, from 0; all answers count if a prompt was sampled several times."""
+    """Return the answers by row of the prompt file, from 0. If a prompt was sampled again, all its answers are used."""
     reader = BankReader(bank)
     found: dict[int, Measured] = {}
     for entry in reader.entries(0, reader.refresh()):

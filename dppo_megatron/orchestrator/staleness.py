@@ -1,4 +1,4 @@
-"""Compute the bound `rollout.max_staleness`: when a group may begin, and when a finished one may be stored."""
+"""Apply `rollout.max_staleness`, which decides when a group may begin and when a finished group may be stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """Bounds the staleness: group g is trained on in step g // groups_per_step, the version that this step updates.
+    """Bounds the staleness. Group g is trained on in step s = g // groups_per_step, which updates version s.
 
     Example: with 4 groups per step and max_staleness 1, group 9 (step 2) needs a policy of version 1 or newer.
     """
@@ -35,7 +35,7 @@ class StalenessBound:
     def count_too_late(self, group: int, running: Sequence[int], finished: Sequence[int]) -> int:
         """Return how many of the running groups, given most urgent first, must be given up.
 
-        All others, running or finished, can then be stored in time after number `group`.
+        All other groups, running or finished, can then be stored in time after number `group`.
         """
         count = 0
         while count < len(running) and not self.leaves_room(group, [*running[count:], *finished]):

@@ -1,7 +1,7 @@
 """Store groups between their last token and the bank: in memory up to a limit, beyond it in a file.
 
-They wait for their rewards, for slower groups that must be stored before them, and for the disk. With responses of very
-different lengths that may be most of a step, too much for a process's memory.
+Groups wait for their rewards, for slower groups that must be stored before them, and for the disk. If response lengths
+differ much, most groups of a step may wait, which is too much for a process's memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 class WaitingGroups:
     """Charges the bytes of waiting groups to `budget`; groups beyond half of its limit are spilled to `directory`.
 
-    At least half thus remains for arriving replies. A file has no name, and is deleted with its group.
+    At least half of the limit thus remains for arriving replies. A file has no name and is deleted with its group.
     """
 
     def __init__(self, budget: ByteBudget, directory: Path):

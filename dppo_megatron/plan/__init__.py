@@ -1,7 +1,8 @@
 """Plans a run before it starts: the model of every kind of rank, its memory, and changes that make it fit.
 
 Megatron-LM's estimate (megatron/training/theoretical_memory_usage.py) is not part of megatron-core, and counts neither
-latent attention nor our loss, publishing and engines. `tests/plan` compares this one with every allocation of updates.
+latent attention nor our loss, publishing and engines. `tests/plan` compares our estimate with all allocations of
+updates.
 """
 
 from dppo_megatron.common.hardware import hardware

@@ -1,7 +1,7 @@
 """Computes the memory of a micro-batch between its forward and its backward pass, for each part of a layer.
 
-docs/plan.md gives the same formulas as a table. Letters: t tokens of the micro-batch on this rank, s tokens that
-a sequence-parallel rank stores (t / tensor), e bytes of an element, and sizes per tensor-parallel rank.
+docs/plan.md gives the same formulas as a table. t is the number of tokens of the micro-batch on this rank, s the number
+that a sequence-parallel rank stores (t / tensor), and e the bytes of an element. Sizes are per tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXPERT_IMBALANCE = 1.2  # assumed tokens of the busiest expert-parallel rank ove
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:
-    """Describes one micro-batch. tokens: those of this context-parallel rank. cuda: fused kernels, else the CPU's."""
+    """Describes one micro-batch. `tokens` are those of this context-parallel rank. With `cuda` kernels are fused."""
 
     hf: HFModelConfig
     config: Config
@@ -46,7 +46,7 @@ class MicroBatchWork:
 
     @property
     def weight_gradient(self) -> int:
-        """Return the bytes of a gradient's element before it is added to the fp32 buffer; 0 without a gradient."""
+        """Return the bytes of a gradient's element before it is added to the fp32 buffer, or 0 without a gradient."""
         if self.config.model.lora.r:
             return 0
         widened = FP32 if self.e < FP32 and not self.cuda else 0  # the CPU adds in one dtype only
@@ -66,7 +66,7 @@ class MicroBatchWork:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Counts the bytes of one layer: `saved` until its backward pass, `working` in addition while that pass runs.
+    """Counts a layer's bytes. `saved` is kept until its backward pass, `working` is added while that pass runs.
 
     `core` is the part that selective recompute frees. It is small, because attention never stores its scores.
     """
@@ -140,7 +140,7 @@ def _latent(work: MicroBatchWork, mla: MLAConfig) -> tuple[int, int]:
 
 
 def _delta_net(work: MicroBatchWork, sizes: DeltaNetConfig) -> int:
-    """Return the bytes of gated delta net, which computes in fp32; the factors are fitted to its saved tensors."""
+    """Return the bytes of gated delta net, which computes in fp32. The factors are fitted to its saved tensors."""
     groups, heads = (n // work.tensor for n in (sizes.num_key_heads, sizes.num_value_heads))
     key, value = sizes.key_head_dim, sizes.value_head_dim
     of_head = 5 * key + 13 * value + 6 * CHUNK + key * value // CHUNK
@@ -187,7 +187,7 @@ def with_recompute(work: MicroBatchWork, made: Layer) -> tuple[int, int]:
 
 
 def head(work: MicroBatchWork, padded_vocab: int) -> dict[str, int]:
-    """Return the bytes that head and loss take at their backward pass, on top of the layers; every token has loss."""
+    """Return the bytes that head and loss add to the layers at their backward pass, if every token has loss."""
     hf, e, rows, model = work.hf, work.e, work.tokens, work.config.model
     columns, hidden, fused = padded_vocab // work.tensor, rows * hf.hidden_size, model.logits == "fused"
     block = max(block.stop - block.start for block in column_blocks(columns)) if fused else columns
@@ -198,7 +198,7 @@ def head(work: MicroBatchWork, padded_vocab: int) -> dict[str, int]:
         "hidden gradient": (FP32 + e if fused else e) * hidden,
         "weight gradient": work.weight_gradient * columns * hf.hidden_size,
     }
-    if work.config.rollout.has_sampling_mask:  # id, row, place in a block and logit of each token in the mask
+    if work.config.rollout.has_sampling_mask:  # id, row, index in a block and logit of each token in the mask
         out["sampling masks"] = 48 * rows * work.config.rollout.top_k
     if not fused and model.fp32_head and e < FP32:
         out["logits"] = FP32 * rows * columns

@@ -1,7 +1,7 @@
 """Predicts the gain of `engine.draft_tokens` by decoding the stored samples of a run again, with drafts.
 
-A stored token is a draw from its policy. So a draft is accepted here if it equals the stored token, which happens with
-the probability that the policy gave it.
+A stored token is a draw from its policy. So a draft is accepted here if it equals the stored token. This happens with
+the probability that the policy gave the draft.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DraftsError(ExpectedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """Contains the samples of a prompt and of its earlier groups, [.] int32 each, after the end of the prompt."""
+    """Contains the samples of a prompt and of its earlier groups, each [tokens] int32 after the end of the prompt."""
 
     prompt: np.ndarray  # [at most PROMPT_TOKENS] int32
     samples: list[np.ndarray]
@@ -45,7 +45,7 @@ class StoredGroup:
 
 @dataclass(slots=True)
 class Decoded:
-    """Contains the result of decoding samples again. accepted: (epoch, place) of each step with drafts -> tokens."""
+    """Contains the result of decoding samples again. `accepted`: (epoch, position) of steps with drafts -> tokens."""
 
     seconds: float
     drafted: int
@@ -95,7 +95,7 @@ def read_groups(run: Path) -> list[StoredGroup]:
 def decode(groups: Sequence[StoredGroup], *, running: int, batch: int, most: int, step_s: StepTime) -> Decoded:
     """Decode all samples on one engine, at most `running` at once, with at most `most` drafts of each in a step.
 
-    Drafts are made while at most `batch` samples run; they follow earlier samples and finished ones of the same group.
+    Drafts are made while at most `batch` samples run. They follow earlier samples and finished samples of the group.
     """
     queue = ((group, tokens) for group in groups for tokens in group.samples)
     acceptance = DraftRate()

@@ -24,19 +24,19 @@ UNUSED = 0.1  # assumed share of the memory that servers leave free for CUDA gra
 class EngineMemory:
     """Counts bytes on one GPU of an engine, in the stage that serves the fewest sequences.
 
-    cache: memory for keys and values after the weights are loaded, or `engine.kv_cache_bytes`. It is negative if the
-    weights do not fit.
+    `cache` is the memory for keys and values after the weights are loaded, or `engine.kv_cache_bytes`. It is negative
+    if the weights do not fit.
     """
 
     weights: int
     cache: int
     per_sequence: int  # keys and values of a sequence of `engine.max_model_len`
     update: int  # needed in addition to weights and cache while an update loads, see `update_bytes`
-    room: int  # available to an update: the memory without weights, cache and libraries
+    room: int  # available to an update, which is the memory without weights, cache and libraries
 
     @property
     def sequences(self) -> int:
-        """Return how many sequences of the maximal length fit at once; 0 = the engine does not start."""
+        """Return how many sequences of the maximal length fit at once. With 0 the engine does not start."""
         return max(0, self.cache // self.per_sequence)
 
     @property
@@ -85,7 +85,7 @@ _FUSED = (
 
 
 def _module(name: str) -> str:
-    """Return the engine's module that loads the tensor; all experts of a layer are one module."""
+    """Return the engine's module that loads the tensor. All experts of a layer are one module."""
     if (layer := expert_layer(name)) >= 0:
         return f"experts of layer {layer}"
     for pattern, fused in _FUSED:
@@ -106,7 +106,7 @@ def update_bytes(hf: HFModelConfig, config: Config) -> int:
 
 
 def engine_memory(hf: HFModelConfig, config: Config, hardware: Hardware) -> EngineMemory | None:
-    """Return the memory of an engine; None if the run starts none, and on a CPU, which has undivided memory."""
+    """Return the memory of an engine. None if the run starts no engine, and on a CPU, where processes share memory."""
     engine = config.engine
     if not config.engine_devices or not hardware.cuda:
         return None

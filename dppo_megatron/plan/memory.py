@@ -21,7 +21,7 @@ INT64 = 8
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Represents one line of the table: its name, its bytes, and the calculation."""
+    """Represents one line of the table, with its name, its bytes and the calculation."""
 
     name: str
     bytes: int
@@ -30,10 +30,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Describes a rank's memory: the static part, and the part that each phase of a step adds while it runs.
+    """Describes a rank's static memory, and the memory that each phase of a step adds while the phase runs.
 
-    host: pinned memory on its node. saved: memory on the node that a checkpoint takes until it is written. Both are
-    empty on a CPU, because the device's memory is the host's there.
+    `host` is pinned memory on the rank's node. `saved` is memory of the node that a checkpoint takes until it is
+    written. Both are empty on a CPU, where device memory and host memory are the same.
     """
 
     static: tuple[Item, ...]
@@ -64,7 +64,7 @@ class Load:
 
 
 def largest_load(config: Config) -> Load:
-    """Return the largest possible micro-batch: the budget, or one sequence that is longer than the budget."""
+    """Return the largest possible micro-batch, which is the budget or one sequence that is longer than the budget."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if config.samples:
         longest = min(longest, config.engine.max_model_len)
@@ -131,7 +131,7 @@ class _Rank:
         return items
 
     def step_line(self) -> list[Item]:
-        """Return the copies with which `acceptance` takes back a step; see `actor.StepLine`."""
+        """Return the copies with which `acceptance` undoes a step. See `actor.StepLine`."""
         if self.config.acceptance.bound is None:
             return []
         why = "fp32 parameters, for acceptance.bound; the end only while a step is taken back"
@@ -230,7 +230,7 @@ class _Rank:
         return [item, *([self._host_copy()] if on_host else [])]
 
     def _exchanged(self) -> int:
-        """Return the bytes that a rank sends and receives at once; dense and expert optimizers take turns."""
+        """Return the bytes that a rank sends and receives at once. The dense and the expert optimizer take turns."""
         from dppo_megatron.actor.checkpoint.optimizer_shards import EXCHANGE_BYTES, STATE_BYTES
 
         model = self.model

@@ -62,7 +62,7 @@ class Pace:
 def read_lengths(path: Path, group_size: int) -> list[np.ndarray]:
     """Return the lengths of groups from a bank, a run's bank, or a text file with the lengths of a group in each line.
 
-    Lines with one length each are joined to groups of `group_size` in their order; an incomplete last group is dropped.
+    Lines with one length each are joined to groups of `group_size` in order. An incomplete last group is dropped.
     Raises `LengthsError`, and `BankError` for a damaged bank.
     """
     if path.is_dir():
@@ -153,7 +153,7 @@ def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
     stored = 0
     events: list[tuple[float, int, int]] = []  # time, kind, group
     published = [0.0]  # time of each version
-    begun: dict[int, float] = {}  # start time of each group that is being sampled or scored
+    begun: dict[int, float] = {}  # start times of groups that are being sampled or scored
     last_steps: dict[int, int] = {}  # last allowed step of each such group
     finished: list[tuple[int, int, float]] = []  # last step, group, time at which it was begun
     while True:

@@ -68,7 +68,7 @@ def _engine(plan: LayoutPlan) -> Iterator[str]:
 
 def _disk(plan: LayoutPlan) -> Iterator[str]:
     config, total = plan.config, plan.totals
-    # While the newest is written, there is one more than is kept.
+    # While the newest checkpoint is written, one more than the kept checkpoints exists.
     yield f"checkpoints {config.checkpoint.keep + 1} x {_size(total.checkpoint_bytes)}"
     if total.published_bytes:
         if config.engine.serves_fp8:

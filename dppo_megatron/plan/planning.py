@@ -1,4 +1,4 @@
-"""Plans a config on a cluster, or names every reason against it, and advises on a plan that does not fit."""
+"""Plans a config on a cluster, or reports why it is impossible, and suggests changes to a plan that does not fit."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Cluster:
 class LayoutPlan:
     """Contains the plan of a run.
 
-    stages: one rank of each pipeline stage with its memory. busiest: an index into them. engine: memory of a serving
-    GPU; None on a CPU and if the run starts no engine.
+    `stages` has one rank of each pipeline stage with its memory, and `busiest` is an index into `stages`. `engine` is
+    the memory of a serving GPU, or None on a CPU and if the run starts no engine.
     """
 
     config: Config
@@ -153,10 +153,10 @@ class Advice:
 
 
 def advise(plan: LayoutPlan, builder: RankBuilder) -> list[Advice]:
-    """Return the changes that save memory of trainer ranks: the recommended one, then the others by rising cost.
+    """Return changes that save memory of trainer ranks, first the recommended change, then the others by rising cost.
 
-    Each change is tried on the plan. The recommended change is the cheapest one that makes the plan fit. If no change
-    does, it is the one that saves most. Returns nothing if the ranks fit.
+    Each change is tried on the plan. The recommended change is the cheapest that makes the plan fit. If no change makes
+    it fit, the change that saves most is recommended. The list is empty if the ranks fit.
     """
     if plan.ranks_fit:
         return []

@@ -133,7 +133,7 @@ def kept_steps(c: CheckpointConfig, max_staleness: int, steps: int) -> int:
     """Return the largest number of steps on the disk at once with `checkpoint.keep_rollouts` (0 if it is not set).
 
     Until a checkpoint is complete, the steps since the oldest kept checkpoint stay. Steps sampled in advance and the
-    current step come on top, because writing the first group of a step deletes old data.
+    current step are added, because old data is deleted only when the first group of a step is written.
     """
     if not c.every:
         return steps

@@ -1,4 +1,4 @@
-"""Score responses with verifiers, run so that no verifier can stop or stall the run."""
+"""Score responses with verifiers that cannot stop or stall the run."""
 
 from .interface import NOT_APPLICABLE, GroupReward, Reward, Ungradable
 from .pool import RewardPool

@@ -13,7 +13,7 @@ _MARKDOWN = " \t\r*_`"
 
 
 def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
-    """Yield (place, content) of every \\boxed{...} that closes within `longest` characters, ordered by their ends."""
+    """Yield (index, content) of every \\boxed{...} that closes within `longest` characters, ordered by their ends."""
     open_braces: list[tuple[int, int] | None] = []  # a box has its start and the start of its content
     for match in _BOX_OR_BRACE.finditer(text):
         token = match[0]
@@ -28,7 +28,7 @@ def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
 
 
 def answer_line(text: str) -> tuple[int, str] | None:
-    """Return (place, rest of the line) of the last `Answer:`; if the rest is empty, the next line."""
+    """Return (index, rest of the line) of the last `Answer:`. If the rest is empty, return the next line instead."""
     found = list(_ANSWER_LINE.finditer(text))
     if not found:
         return None
@@ -37,7 +37,7 @@ def answer_line(text: str) -> tuple[int, str] | None:
 
 
 def last_answer(text: str, longest: int) -> str | None:
-    """Return the last box or `Answer:` line in the text; None when there is none."""
+    """Return the last box or `Answer:` line in the text, or None if it has neither."""
     found = list(boxes(text, longest))
     if (line := answer_line(text)) is not None:
         found.append(line)

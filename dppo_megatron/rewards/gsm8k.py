@@ -27,7 +27,7 @@ _THOUSANDS = re.compile(r"(?<![0-9.])(?<!(?<!\\),)[0-9]{1,3}(?:(?:,|\{,\}|\\,)[0
 
 
 def final_answer(text: str) -> str | None:
-    """Return the last documented form in the text, without separators and units; None when there is none."""
+    """Return the last number in a documented form, without separators and units, or None without such a number."""
     text = latin(text)
     candidates = [(match.start(), match["number"]) for match in _MARKED.finditer(text)]
     candidates += boxes(text, _LONGEST)
@@ -60,7 +60,7 @@ class Gsm8k:
     """Returns 1.0 when the response's final number equals that of the answer column, else 0.0.
 
     The final number is a number after `####`, or the content of `\\boxed{}`; of several, the last in the
-    text. A number anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides.
+    text counts. A number anywhere else scores 0. Thousands separators, `$` and `%` are ignored on both sides.
     The answer column ends in `#### number`, as in GSM8K, or is only a number; raises `ValueError` otherwise.
     """
 

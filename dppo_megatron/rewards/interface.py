@@ -12,14 +12,14 @@ from dppo_megatron.types import Prompt
 class Reward(Protocol):
     """Scores one response.
 
-    `prompt.answer` is the answer column, `prompt.columns` the whole source row; `response_text` the text after the
-    prompt without special tokens. Returns a finite number, or `NOT_APPLICABLE`. If it raises, returns a non-finite
+    `prompt.answer` is the answer column and `prompt.columns` the whole source row. `response_text` is the text after
+    the prompt without special tokens. Returns a finite number, or `NOT_APPLICABLE`. If it raises, returns a non-finite
     value, or exceeds `reward.timeout_s`, the sample fails and carries no loss. It may be async.
 
     It runs in worker processes, so it should depend only on its arguments. A callable with the attribute
     `trusted = True` promises to return within microseconds; it runs in the calling process, without a timeout. A method
-    `check_answer(answer)` rejects, by ValueError, answers with which it cannot compare; these are reported by line
-    before a run begins. A method `final_answer(response_text)` returns the answer in the response as text, or None: the
+    `check_answer(answer)` raises ValueError for answers with which it cannot compare. These are reported by line before
+    a run begins. A method `final_answer(response_text)` returns the answer in the response as text, or None. It is the
     response's vote in an evaluation's maj@n.
     """
 
@@ -28,9 +28,9 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """Scores all responses to a prompt at once. It runs in the calling process and may only wait, as a judge does.
+    """Scores all responses to a prompt at once. It runs in the calling process, where it may wait but not compute.
 
-    Returns a number, or None if it has none, for each response. If it raises, all responses fail.
+    Returns a number for each response, or None if a response has no reward. If it raises, all responses fail.
     """
 
     def score_group(self, prompt: Prompt, texts: Sequence[str], timeout_s: float) -> Awaitable[list[float | None]]: ...
@@ -44,4 +44,4 @@ NOT_APPLICABLE = NotApplicable()
 
 
 class Ungradable(ValueError):
-    """The grader cannot decide whether the response is right: the sample fails and carries no loss."""
+    """The grader cannot decide whether the response is right, so the sample fails and carries no loss."""

@@ -137,7 +137,7 @@ def _word(answer: str) -> str | None:
 
 
 def _letters(answer: str) -> str | None:
-    """Return the letters of a text in lower case; None if it contains mathematics."""
+    """Return the letters of a text in lower case, or None if it contains mathematics."""
     if re.search(r"[0-9\\^_=+*/<>|{}\[\]]", answer):
         return None
     return " ".join(re.sub(r"[^A-Za-z ]", " ", answer).lower().split()) or None

@@ -1,4 +1,4 @@
-"""Represent the outcome of one sample: a number, or the reason for a missing one."""
+"""Represent the outcome of one sample, which is a number or the reason why the sample has no number."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Outcome = float | Failure | None  # None: not applicable
 
 
 def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
-    """Return the reward as a number in the range of fp32. Foreign code may raise any error; it fails only this sample.
+    """Return the reward as a number in the range of fp32. User code may raise any error, which fails only this sample.
 
     The coroutine of an async reward is run to its end. A plain function that drops a coroutine may have tested its
     truth value, so the sample fails. BaseException is caught, because math-verify's own time-out, sys.exit and
-    asyncio's CancelledError are not Exceptions; here no task is cancelled and no signal raises.
+    asyncio's CancelledError are not Exceptions. No task is cancelled and no signal raises here.
     """
     _unawaited.clear()
     try:
@@ -101,7 +101,7 @@ def problem_of(reward: Any, answer: str) -> str | None:
 
 
 def final_answer(reward: Any, text: str) -> str | None:
-    """Return the answer that a grader finds in a response; None if there is none or the grader raises."""
+    """Return the answer that a grader finds in a response, or None if it finds no answer or raises."""
     try:
         found = reward.final_answer(text)
         return None if found is None else str(found)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
@@ -122,7 +122,7 @@ def describe(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return ` (FILE, line N)` of the user's line that raised an error; empty if there is none."""
+    """Return ` (FILE, line N)` of the user's line that raised an error, or "" if no user's line raised it."""
     with contextlib.suppress(BaseException):
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         if isinstance(error, SyntaxError) and error.filename and error.lineno:

@@ -1,4 +1,4 @@
-"""Score responses so that no reward can stop or stall the run: own processes, timeouts, failures counted."""
+"""Score responses in separate processes with timeouts, so that no reward can stop or stall the run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class RewardPool:
     replaced. Rewards with `trusted = True` are called directly, without process or timeout. Remote rewards are awaited
     here.
 
-    With several terms, a sample's reward is the weighted sum over the terms for the row's data source. It fails when
-    one of these fails, or none applies. Example: weights 1 and 0.5 with outcomes 1 and -1 give 0.5.
+    With several terms, a sample's reward is the weighted sum over the terms for the row's data source. The sample fails
+    when one of these terms fails or no term applies. Example: weights 1 and 0.5 with outcomes 1 and -1 give 0.5.
 
-    Raises `RewardError` on construction when there is no such reward. Close it, or use it as a context manager.
+    The constructor raises `RewardError` for a reward that does not exist. Close the pool, or use it as a context
+    manager.
     """
 
     def __init__(self, config: RewardConfig):
@@ -55,7 +56,7 @@ class RewardPool:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return rewards [n] fp32 and failed [n] bool of n responses to one prompt; a reward's errors are not raised.
 
-        `recorded`: whether they count in `take_metrics`.
+        `recorded` states whether `take_metrics` includes these responses.
         """
         rewards = np.zeros(len(texts), dtype=np.float32)
         failed = np.zeros(len(texts), dtype=bool)
@@ -69,7 +70,7 @@ class RewardPool:
         return rewards, failed
 
     async def final_answers(self, prompt: Prompt, texts: Sequence[str]) -> list[str | None] | None:
-        """Return the answer in each text by the row's first term with `final_answer`; None without such a term."""
+        """Return the answer in each text by the row's first term with `final_answer`, or None without such a term."""
         for term in self._applying(prompt.source):
             if not hasattr(self._rewards[term], "final_answer"):
                 continue
@@ -80,16 +81,16 @@ class RewardPool:
         return None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics of the samples since the last call: the mean of each of several terms, failures by reason."""
+        """Return the number of failures by reason since the last call and, with several terms, the mean of each."""
         return self._tally.take_metrics()
 
     @property
     def last_failure(self) -> str:
-        """Return reason and text of the last reward that failed; empty if none failed."""
+        """Return reason and text of the last reward that failed, or "" if no reward failed."""
         return self._tally.last_failure
 
     def check_answers(self, rows: Sequence[tuple[str, str]]) -> list[str | None]:
-        """Return for each row (data source, answer) why no response to it could be scored, None if one can."""
+        """Return why no response could be scored for each row (data source, answer). None if one can be scored."""
         problems: dict[tuple[int, str], str | None] = {}
         wanted: dict[int, dict[str, None]] = {}  # term -> its answers, each once
         for source, answer in rows:
@@ -106,7 +107,7 @@ class RewardPool:
         return out
 
     def try_once(self, prompts: Sequence[Prompt]) -> list[tuple[str, Failure]]:
-        """Call each term of users' code once; return the names of failing terms with their failures.
+        """Call each term of users' code once. Return the names of failing terms with their failures.
 
         A term runs in a worker, with the first prompt to which it applies and that prompt's answer as the response.
         """
@@ -121,7 +122,7 @@ class RewardPool:
         return [(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failure)]
 
     def close(self) -> None:
-        """Stop the workers at once, including running verifiers. Harmless when repeated."""
+        """Stop the workers at once, including running verifiers. May be called again."""
         if not self._closed:
             self._closed = True
             self._workers.close()
@@ -198,7 +199,7 @@ class RewardPool:
         return as_outcome(total)
 
     def _read(self, term: int, answers: list[str]) -> list[tuple[str, str | None]]:
-        """Return (answer, why the term rejects it or None). A worker checks many at once, or singly if that fails."""
+        """Return (answer, why the term rejects it or None). A worker checks many at once, or singly after a failure."""
         if self._trusted(term):
             return [(answer, problem_of(self._rewards[term], answer)) for answer in answers]
         batches = [answers[i : i + _ANSWERS] for i in range(0, len(answers), _ANSWERS)]

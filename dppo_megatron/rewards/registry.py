@@ -44,10 +44,10 @@ def build_reward(config: RewardConfig) -> Reward | GroupReward:
 
 
 def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward | GroupReward:
-    """Return a built-in reward, or the callable `package.module:attribute`; for a class, an instance.
+    """Return a built-in reward, or the callable `package.module:attribute`. A class is instantiated.
 
-    `settings` are the arguments of the class, or further ones of every call of the function. Functions of verl's and
-    TRL's conventions are adapted. Modules are found on the Python path and in the working directory. Raises
+    `settings` are the arguments of the class, or additional arguments of every call of the function. Functions of
+    verl's and TRL's conventions are adapted. Modules are found on the Python path and in the working directory. Raises
     `RewardError`.
     """
     if name not in BUILTIN and ":" not in name:
@@ -100,14 +100,14 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
 
 
 def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[ExpectedError], of_line: str = "") -> Any:
-    """Return the result of the user's code, which can raise any error, including sys.exit; raise `raised` for it.
+    """Return the result of the user's code. Raise `raised` for any error of that code, including sys.exit.
 
-    of_line: the remedy if a line of the user's code raised.
+    `of_line` is the remedy if a line of the user's code raised.
     """
     try:
         return call()
     except BaseException as error:
-        # Only an Exception may be the cause: a traceback prints it for the author of the code.
+        # Only an Exception may be the cause, which a traceback prints for the author of the code.
         cause = error if isinstance(error, Exception) else None
         at = place(error)
         if isinstance(error, ModuleNotFoundError) and not at:

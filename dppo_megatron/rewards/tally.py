@@ -12,7 +12,7 @@ from .outcome import Failure, Outcome
 
 log = logging.getLogger(__name__)
 
-_LOGGED_PER_REASON = 5  # failures logged; later ones are logged each time their number doubles
+_LOGGED_PER_REASON = 5  # logged failures; later failures are logged each time their number doubles
 
 
 class Tally:

@@ -38,11 +38,11 @@ class RewardWorker(Worker):
         return [Failure(part[0], part[1][:LONGEST_DETAIL]) if isinstance(part, list) else part for part in parts]
 
     def check(self, term: int, answers: Sequence[str], timeout_s: float) -> list[str | None]:
-        """Return why a term cannot compare with each answer, None if it can. Raises `WorkerError`."""
+        """Return why a term cannot compare with each answer, or None if it can. Raises `WorkerError`."""
         return self.ask(("check", term, tuple(answers)), timeout_s, "for answers to be read", list[str | None])
 
     def final_answers(self, term: int, texts: Sequence[str], timeout_s: float) -> list[str | None]:
-        """Return the answer that a term finds in each text, None if it finds none. Raises `WorkerError`."""
+        """Return the answer that a term finds in each text, or None if it finds no answer. Raises `WorkerError`."""
         return self.ask(("final", term, tuple(texts)), timeout_s, "for the answers in responses", list[str | None])
 
 
@@ -63,7 +63,7 @@ def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 def _answer(rewards: Sequence[Any], problem: str | None, home: int, request: bytes) -> list[Any]:
-    """Return the parts of a reply. problem: why there are no rewards. home: descriptor of the start directory."""
+    """Return the parts of a reply. `problem` is why no rewards exist. `home` is the start directory's descriptor."""
     try:
         kind, *arguments = pickle.loads(request)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Run worker processes, which are replaced when foreign code breaks them; only the sample responsible fails."""
+"""Run worker processes, which are replaced when user code breaks them. Only the responsible sample fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 
 def import_problem(config: RewardConfig) -> str | None:
-    """Return why the user's modules cannot be imported or end their process; None if they can."""
+    """Return why the user's modules cannot be imported or terminate their process, or None if they can be imported."""
     named = [(term.name, term.settings) for term in config.all_terms if term.name not in BUILTIN]
     if not named:
         return None
@@ -37,9 +37,9 @@ def import_problem(config: RewardConfig) -> str | None:
 
 
 class WorkerPool(Generic[AnyWorker]):
-    """Runs at most `count` processes, each with foreign code imported, started on the first request.
+    """Runs at most `count` processes, each with user code imported, started on the first request.
 
-    `start` starts one. `what` names the foreign code in messages.
+    `start` starts a process. `what` names the user code in messages.
     """
 
     def __init__(self, start: Callable[[], AnyWorker], count: int, what: str):
@@ -51,11 +51,11 @@ class WorkerPool(Generic[AnyWorker]):
         self._closed = False
 
     def submit(self, ask: Callable[..., Result], *arguments: Any) -> Future[Result | Failure]:
-        """Call `ask` with a worker and the arguments; the result is its value, or the reason why there is none."""
+        """Call `ask` with a worker and the arguments. The result is its value, or the reason why it has no value."""
         return self._threads.submit(self._ask, lambda worker: ask(worker, *arguments))
 
     def in_thread(self, call: Callable[[], Result]) -> Future[Result]:
-        """Wait for one worker in a thread; there are as many threads as workers."""
+        """Wait for one worker in a thread. The pool has as many threads as workers."""
         return self._threads.submit(call)
 
     def lease(self) -> AnyWorker:
@@ -63,14 +63,14 @@ class WorkerPool(Generic[AnyWorker]):
         return self._idle_worker() or self.start()
 
     def give_back(self, worker: AnyWorker, *, usable: bool) -> None:
-        """Take a worker back. usable: whether it waits for the next request; else it is ended."""
+        """Take a worker back. If `usable`, it waits for the next request, otherwise it is terminated."""
         if usable:
             self._idle.append(worker)
         else:
             self._end(worker)
 
     def close(self) -> None:
-        """End the workers at once, including busy ones. Harmless when repeated."""
+        """Terminate the workers at once, including busy workers. May be called again."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in tuple(self._all):
@@ -78,9 +78,9 @@ class WorkerPool(Generic[AnyWorker]):
         self._threads.shutdown()
 
     def _ask(self, ask: Callable[[AnyWorker], Result]) -> Result | Failure:
-        """Send a request; if it ends a worker that served earlier requests, repeat it in a new one.
+        """Send a request. If it terminates a worker that served earlier requests, repeat it in a new worker.
 
-        It fails only if no earlier request can have damaged the worker.
+        A request fails only if no earlier request can have damaged the worker.
         """
         try:
             worker = self.lease()

@@ -37,7 +37,7 @@ class AttemptLog:
         self._run = run
 
     def record(self, event: Event, cause: str, *, job: str, restart: int, **nodes: tuple[str, ...]) -> None:
-        """Append a record. nodes: the event's `nodes` and `excluded`."""
+        """Append a record. `nodes` are the fields `nodes` and `excluded` of the event."""
         self._run.make()
         entry = AttemptEvent(time.time(), job, restart, event, cause, self._run.checkpoint_step, **nodes)
         append_json_line(self._run.restarts, asdict(entry))
@@ -51,9 +51,10 @@ class AttemptLog:
         return events[-1].cause if events and events[-1].event == "requeued" else LOST
 
     def without_progress(self) -> int:
-        """Return the number of attempts in a row, including this one, that began at the newest checkpoint.
+        """Return the number of consecutive attempts, including this one, that began at the newest checkpoint.
 
-        None of them saved another checkpoint, for any cause. The count starts again when the run is submitted again.
+        None of these attempts saved another checkpoint, for any cause. The count restarts when the run is submitted
+        again.
         """
         now, count = self._run.checkpoint_step, 0
         for start in reversed([e for e in self.events() if e.event == "started"]):

@@ -1,4 +1,4 @@
-"""Binds tasks to CPUs near their GPUs: whole cores of the GPUs' NUMA node, so that no two GPUs share a core."""
+"""Binds tasks to whole cores of their GPUs' NUMA node, so that no two GPUs share a core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bind_to_gpus(name: str, first: int, count: int, tasks: int) -> bool:
 def visible_gpus() -> list[str]:
     """Return the PCI addresses, as /sys writes them, of the GPUs that this task may use, in CUDA's order.
 
-    Empty if they are unknown.
+    The list is empty if the GPUs are unknown.
     """
     try:
         rows = nvidia_smi("index,uuid,pci.bus_id")
@@ -44,10 +44,10 @@ def visible_gpus() -> list[str]:
 
 
 def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[set[int]] | None:
-    """Return the CPUs of each GPU: those of its NUMA node within `allowed`, split by whole cores among its GPUs.
+    """Return the CPUs of each GPU. The `allowed` CPUs of a NUMA node are split by whole cores among its GPUs.
 
     Example: 2 GPUs on a NUMA node of 4 cores with CPUs (0, 4), (1, 5), (2, 6), (3, 7) get {0, 1, 4, 5} and {2, 3, 6,
-    7}. None if a GPU would get no CPU.
+    7}. Returns None if a GPU would get no CPU.
     """
     near = [_cores(gpu, allowed, sys) for gpu in gpus]
     shares = []

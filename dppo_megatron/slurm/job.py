@@ -217,7 +217,7 @@ class Job:
     def _requeue(self, cause: str, code: int, without: tuple[str, ...] = ()) -> int:
         """End the attempt and requeue the job; Slurm then ends this script.
 
-        `code` is the exit code when the job is not requeued. `without`: nodes that the job must not get again.
+        `code` is the exit code when the job is not requeued. The job must not get the nodes `without` again.
         """
         self._driver.end_all()
         if self._signal in CANCELLED:

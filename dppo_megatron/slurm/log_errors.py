@@ -16,7 +16,7 @@ _ERROR = re.compile(
 
 
 def last_error(lines: Sequence[str]) -> str | None:
-    """Return the last line that looks like an error. Errors of a server that was asked to end do not count."""
+    """Return the last line that looks like an error. Errors of a server that was asked to end are ignored."""
     found, ends = None, False
     for line in lines:
         ends = SERVER_STOP in line or (ends and SERVER_START not in line)
@@ -26,7 +26,7 @@ def last_error(lines: Sequence[str]) -> str | None:
 
 
 class NewErrors:
-    """Finds errors that appear in a run's logs from now on; lines of earlier attempts do not count."""
+    """Finds errors that appear in a run's logs from now on. Lines of earlier attempts are ignored."""
 
     def __init__(self, logs: Path):
         self._logs = logs
@@ -35,8 +35,8 @@ class NewErrors:
     def first_of(self, step: str) -> str | None:
         """Return the last error line of the log of `step`, or of its rank that failed first.
 
-        When one rank fails, the others report errors after it. So its log is the one with errors and the oldest last
-        write.
+        When one rank fails, the other ranks report errors later. So among the logs with errors, the failed rank's log
+        has the oldest last write.
         """
         logs = [path for names in ("", "-*", ".*") for path in self._logs.glob(f"{step}{names}.log")]
         for log in sorted(logs, key=lambda path: path.stat().st_mtime):

@@ -59,8 +59,8 @@ def check_plan(config: Config, allocation: Allocation) -> StepPlan:
 def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[StepPlan]:
     """Return the trainer's step with preflight tasks, and a step with one task for each serving node.
 
-    Serving nodes are nodes that only serve, or all nodes with engines if weights are broadcast. store: HOST,PORT where
-    all tasks connect, see `preflight.task`.
+    Serving nodes are nodes that only serve, or all nodes with engines if weights are broadcast. `store` is the
+    HOST,PORT to which all tasks connect, see `preflight.task`.
     """
     trainers, engines = trainer_plan(config, allocation, resume=False), engine_plans(config, allocation)
     broadcast = config.weight_sync.transport == "broadcast"
@@ -76,10 +76,10 @@ def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[
 
 
 def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
-    """Return one step per engine, so that each can restart by itself; engines fill their nodes in turn.
+    """Return one step per engine, so that each engine can restart separately. Engines fill their nodes in turn.
 
-    An engine of several nodes has a task on each, and its nodes are consecutive. On nodes they share with trainer
-    ranks, engines take the GPUs after the ranks' or, if colocated, the same.
+    An engine of several nodes has a task on each, and its nodes are consecutive. On nodes that they share with trainer
+    ranks, engines take the GPUs after the ranks' GPUs or, if colocated, the ranks' GPUs.
     """
     s = config.slurm
     names = engine_names(config)

@@ -31,7 +31,7 @@ class SlurmRefused(SlurmError):
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """Contains one line of squeue; a heterogeneous job has one for each component."""
+    """Contains one line of squeue. A heterogeneous job has one line for each component."""
 
     id: str  # 12, 12+1 for a component, 12_3 for a task of an array
     name: str
@@ -50,7 +50,7 @@ def submit(script: Path) -> str:
 
 
 def jobs(job_ids: list[str]) -> list[QueuedJob]:
-    """Return these jobs as in the queue. Slurm removes a job from it some minutes after its end."""
+    """Return the jobs that are in the queue. Slurm removes a job from the queue some minutes after its end."""
     if not job_ids:
         return []
     try:
@@ -64,7 +64,7 @@ def jobs(job_ids: list[str]) -> list[QueuedJob]:
 
 
 def requeue(job_id: str) -> None:
-    """End this attempt of the job, steps and batch script, and queue it again."""
+    """Terminate the steps and the batch script of this attempt, and queue the job again."""
     slurm_command("scontrol", "requeue", job_id)
 
 
@@ -92,7 +92,7 @@ def node_names(node_list: str) -> tuple[str, ...]:
 
 
 def slurm_command(*command: str) -> str:
-    """Return the standard output. Raises `SlurmError` with the command's output, `SlurmRefused` if it is final."""
+    """Return the standard output. Raises `SlurmError` with the command's output, or `SlurmRefused` if it is final."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     except FileNotFoundError:

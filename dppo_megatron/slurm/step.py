@@ -50,7 +50,7 @@ class JobStep:
         )
 
     def poll(self) -> int | None:
-        """Return the exit code of srun, the largest of its tasks' codes; None while it runs."""
+        """Return the exit code of srun, the largest of its tasks' codes, or None while srun runs."""
         return self._process.poll()
 
     def request_stop(self) -> None:
@@ -103,7 +103,7 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: Allocation) -> list[str]:
     """Return the srun command line of a step.
 
-    Ranks are numbered node by node. Steps overlap, so none waits for another's resources. One failed task ends its
+    Ranks are numbered node by node. Steps overlap, so no step waits for another's resources. A failed task ends its
     step.
     """
     program = config.slurm.command or (sys.executable, "-m", "dppo_megatron")

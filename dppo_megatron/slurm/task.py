@@ -153,7 +153,7 @@ def _wait_and_report(child: Child, task: Task) -> int:
 def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound: bool) -> dict[str, str]:
     """Return torchrun's variables, and variables that make a timed-out collective dump a trace of every rank.
 
-    bound: the CPUs of this process are the rank's own; otherwise the ranks of its node share them.
+    If `bound`, the CPUs of this process belong only to this rank. Otherwise the ranks of the node share them.
     """
     preset = {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (1 if bound else task.local_size))),
@@ -189,9 +189,9 @@ def engine_environment(config: Config, index: int, first_gpu: int, address: str)
 def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> MasterAddress:
     """Return host and port of the ranks' rendezvous.
 
-    Rank 0 chooses a free port of its node and writes it into the run directory; the others read it there. Each job step
-    has a file of its own, so no rank reads an earlier attempt's. Raises `ServiceTimeout` naming rank 0's log when there
-    is no file in time.
+    Rank 0 chooses a free port of its node and writes it into the run directory, where the other ranks read it. Each job
+    step has its own file, so no rank reads the file of an earlier attempt. Raises `ServiceTimeout` naming rank 0's log
+    if the file is not written in time.
     """
     path = run.services / f"trainers-{task.step}.json"
     if task.rank == 0:
@@ -200,7 +200,7 @@ def rendezvous(run: RunDir, task: Task, address: str, timeout_s: float) -> Maste
 
 
 def node_address(config: Config) -> str:
-    """Return the IPv4 address at which other nodes reach this one: that of `slurm.interface`, or of the host name."""
+    """Return this node's IPv4 address for other nodes, which is that of `slurm.interface` or of the host name."""
     name = config.slurm.interface
     if name is None:
         address = socket.gethostbyname(socket.gethostname())
@@ -221,12 +221,12 @@ def node_address(config: Config) -> str:
 
 
 def engine_host(config: Config, address: str) -> str:
-    """Return the address of engines: the node's `address` only if the run has other nodes."""
+    """Return the address of engines, which is the node's `address` if the run has other nodes."""
     return address if config.slurm.trainer_nodes + config.slurm.engine_nodes > 1 else "127.0.0.1"
 
 
 def interface_environment(config: Config) -> dict[str, str]:
-    """Return the network interface variables of NCCL and gloo; variables that are already set are kept."""
+    """Return the network interface variables of NCCL and gloo. Variables that are already set are kept."""
     interface, names = config.slurm.interface, ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     return {name: interface for name in names if name not in os.environ} if interface else {}
 

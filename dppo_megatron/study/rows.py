@@ -18,7 +18,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True, slots=True)
 class StudyRow:
-    """Contains one run. curve: (step, value) pairs of the study's metric. A value is None if the run recorded none."""
+    """Contains one run. `curve` has (step, value) pairs of the study's metric. Values not recorded are None."""
 
     method: str
     condition: str
@@ -38,7 +38,7 @@ class StudyRow:
 
 
 def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float) -> StudyRow:
-    """Read an ended run. `failed`: reason if it did not complete. Raises `ReportError` if it lacks the metric."""
+    """Read an ended run. `failed` states why it did not complete. Raises `ReportError` if it lacks the metric."""
     try:
         history = load_history(cell.config.run.dir, cell.name)
     except ReportError:
@@ -69,7 +69,7 @@ def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float)
 
 
 def _recovered(values: Sequence[float], share: float) -> bool:
-    """Return whether the last value reaches the first, and `share` of the best where that is positive."""
+    """Return whether the last value reaches the first value and, if the best is positive, `share` of the best."""
     first, final, best = values[0], values[-1], max(values)
     return math.isfinite(final) and final >= max(first, share * best if best > 0 else first)
 

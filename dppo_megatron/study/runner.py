@@ -50,10 +50,10 @@ def missing(study: Study, directory: Path) -> list[Cell]:
 
 
 def run_study(study: Study, directory: Path, say: Callable[[str], None], only: int | None = None) -> None:
-    """Train the missing runs and add their rows; `only` is the number of a single run, from 0, for a job array.
+    """Train the missing runs and add their rows. `only` is the number of a single run, from 0, for a job array.
 
-    A failed run is a row as well. A stopped run continues from its checkpoint. Raises `EngineStartError` when a shared
-    engine does not start.
+    A failed run gets a row as well. A stopped run continues from its checkpoint. Raises `EngineStartError` when a
+    shared engine does not start.
     """
     output(directory, directory=True)
     todo = missing(study, directory)
@@ -91,7 +91,7 @@ def _by_engine(study: Study, cells: Sequence[Cell]) -> list[list[Cell]]:
 
 @contextmanager
 def _shared_engine(cells: Sequence[Cell], directory: Path, say: Callable[[str], None]) -> Iterator[list[str]]:
-    """Yield the settings with which runs use shared engines; none if each run starts its own."""
+    """Yield the settings with which runs use shared engines, or no settings if each run starts its own."""
     config = cells[0].config
     if len(cells) == 1 or config.weight_sync.transport != "shared_storage":
         yield []

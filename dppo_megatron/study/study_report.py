@@ -1,4 +1,4 @@
-"""Reports a study from its stored rows: a table with intervals, and curves with bands over seeds."""
+"""Reports a study from its stored rows as a table with intervals and curves with bands over seeds."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Return the mean with its 95 % percentile bootstrap interval; None for fewer than three values."""
+    """Return the mean with its 95 % percentile bootstrap interval, or None for fewer than three values."""
     if len(values) < 3:
         return None
     drawn = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
@@ -33,7 +33,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def finals(rows: Sequence[StudyRow], method: str, condition: str) -> dict[int, float]:
-    """Return seed -> final metric, without runs that recorded none."""
+    """Return seed -> final metric, without runs that did not record the metric."""
     chosen = [row for row in rows if row.method == method and row.condition == condition]
     return {row.seed: row.final for row in chosen if row.final is not None}
 
@@ -47,8 +47,9 @@ def difference(rows: Sequence[StudyRow], method: str, reference: str, condition:
 def student_p(values: Sequence[float], margin: float | None = None) -> float:
     """Return the two-sided p-value of Student's t for a mean of 0. Needs two or more values.
 
-    margin: return instead the p-value for equality, the larger one of the two one-sided tests that the mean is outside
-    +- margin (TOST). Example: [0.1, 0.2, 0.3] has t = 3.46 with 2 degrees of freedom, p = 0.074.
+    With `margin` it returns the p-value for equality instead, which is the larger p-value of the two one-sided tests
+    that the mean is outside +- margin (TOST). Example: [0.1, 0.2, 0.3] has t = 3.46 with 2 degrees of freedom, p =
+    0.074.
     """
     from mpmath import betainc  # SymPy needs it, so it is installed wherever torch is
 

@@ -21,9 +21,10 @@ from .source import Source
 ANSWER_BYTES = 16 << 20  # limit for the files of all evaluations, beyond which every n-th prompt is shown
 _MOST_BYTES = 4 << 30
 
-# Fields: `set`: 0 for training, else the number of the evaluation's set. `source`: number of the group, or
-# of the file of answers. `item`: number of the prompt in that file. `step` counts from 1; for an evaluation it is the
-# policy's version. `prompt`: place in the prompt order. `row`: line of the prompt file, for an evaluation the place.
+# `set` is 0 for training, else the number of the evaluation's set. `source` is the number of the group or of the file
+# of answers, and `item` the number of the prompt in that file. `step` counts from 1; for an evaluation it is the
+# policy's version. `prompt` is the index in the prompt order. `row` is the line of the prompt file, or that index in
+# evaluations.
 ROW = np.dtype(
     [(name, np.uint8) for name in ("set", "truncated", "failed")]
     + [(name, np.int32) for name in ("source", "item", "sample", "step", "prompt", "row", "tokens", "version")]
@@ -68,7 +69,7 @@ def training_rows(source: Source, config: Config | None) -> TrainingRows:
 
 
 def _advantages(entries: list[BankEntry], config: Config | None) -> list[np.ndarray]:
-    """Return the trainer's advantages of every sample of a step; for advantages by turn, those of the first turn."""
+    """Return the trainer's advantages of every sample of a step. Of advantages by turn it returns the first turn's."""
     if config is not None and len(entries) == config.rollout.prompts_per_step:
         try:
             found = list(StepSamples.of(entries, config).advantages[:, :, 0])

@@ -15,7 +15,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.observability.history import History, ReportError, load_history, read_settings
 from dppo_megatron.run_dir import RunDir
 
-MOST_ROLLOUTS = 100_000  # of a larger bank, the page shows evenly spaced steps
+MOST_ROLLOUTS = 100_000  # if the bank has more, the page shows evenly spaced steps
 
 
 class ViewError(ExpectedError, ValueError):
@@ -54,7 +54,7 @@ class Source:
         return cls(root, True, history, bank, notes)
 
     def config(self) -> Config | None:
-        """Return the run's config; None if it is absent or invalid for this version of the package."""
+        """Return the run's config, or None if it is absent or invalid for this version of the package."""
         if not self.is_run:
             return None
         try:

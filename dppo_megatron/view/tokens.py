@@ -34,7 +34,7 @@ class ShownTokens:
         self._marks[ids[(ids >= 0) & (ids < _LARGEST_ID)]] = True
 
     def texts(self, vocabulary: TokenizerFile | None) -> dict[int, str]:
-        """Return id -> text of each shown token; empty without a tokenizer."""
+        """Return id -> text of each shown token. The result is empty without a tokenizer."""
         if vocabulary is None:
             return {}
         ids = [token for token in np.flatnonzero(self._marks).tolist() if token < vocabulary.size]
@@ -71,7 +71,7 @@ def _bytes(entry: BankEntry) -> int:
 def read_groups(
     source: Source, entries: Sequence[BankEntry], chosen: Sequence[int]
 ) -> Iterator[tuple[int, RolloutGroup]]:
-    """Yield (number, group) of the chosen groups that can be read; `source.missing` has the reason for the others."""
+    """Yield (number, group) of each chosen group that can be read. `source.missing` explains the other groups."""
     for number in chosen:
         try:
             yield number, source.reader.read(entries[number], parts=("core", "topk", "mask"))
@@ -94,7 +94,7 @@ def excerpt(text: str) -> str:
 
 
 def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens) -> bytes:
-    """Pack the samples end to end. spans [J, 3] as in the bank; counts [n, 3]: tokens, sampled tokens, spans.
+    """Pack the samples end to end. spans [J, 3] are as in the bank. counts [n, 3] are tokens, sampled tokens, spans.
 
     Example: samples with the ids [5, 6] and [7, 8, 9], all sampled, have ids [5, 6, 7, 8, 9] and counts [[2, 2, 1], [3,
     3, 1]].

@@ -36,7 +36,7 @@ class TrainedTokens:
         return masked / tokens if tokens else float("nan")
 
     def of(self, position: int, sample: int, size: int) -> np.ndarray:
-        """Return VALUES of every sampled token, fp32 [4, size]; NaN where nothing is stored."""
+        """Return VALUES of every sampled token, fp32 [4, size]. Values that are not stored are NaN."""
         found = np.full((len(VALUES), size), np.nan, np.float32)
         for path, part in self._places.get((position, sample), ()):
             index, values = self._read(path)
@@ -61,7 +61,7 @@ class TrainedTokens:
 
 
 def _values(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return (index [N], VALUES fp32 [4, N]); empty where the file has changed since it was opened."""
+    """Return (index [N], VALUES fp32 [4, N]). Both are empty if the file has changed since it was opened."""
     try:
         with safe_open(path, "np") as file:
             return file.get_tensor("index"), np.stack([file.get_tensor(name).astype(np.float32) for name in VALUES])

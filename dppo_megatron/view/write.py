@@ -33,11 +33,11 @@ SCRIPTS = ("data.js", "curves.js", "table.js", "tokens.js", "main.js")
 
 
 def write_view(root: Path, out: Path | None = None, model: Path | None = None, other: Path | None = None) -> Path:
-    """Write a run or bank, or two to compare, to `out`, by default `view.html` in the directory; return its path.
+    """Write a run or bank, or two to compare, to `out` and return its path.
 
-    model: directory of the tokenizer; default: the run's model.path. Without a tokenizer the page shows token ids.
-    other: the second run; the default of `out` is then `view-with-OTHER.html`.
-    The page names unreadable files. Raises `ViewError` for a directory that is neither a run nor a bank.
+    `out` defaults to `view.html` in the directory, or with a second run `other` to `view-with-OTHER.html`. `model` is
+    the directory of the tokenizer, by default the run's model.path. Without a tokenizer the page shows token ids. The
+    page names unreadable files. Raises `ViewError` for a directory that is neither a run nor a bank.
     """
     sides = [_Side.of(path, model) for path in ([root] if other is None else [root, other])]
     head, table = sides[0].head, sides[0].table
@@ -57,7 +57,7 @@ def write_view(root: Path, out: Path | None = None, model: Path | None = None, o
 
 @dataclass
 class _Side:
-    """Contains one run's data. excerpts: [prompt, response of each sample] of each group, and of answers by file."""
+    """Contains one run's data. `excerpts` has [prompt, response of each sample] for groups, and by file for answers."""
 
     head: dict[str, Any]
     table: dict[str, np.ndarray]

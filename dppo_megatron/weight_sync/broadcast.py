@@ -130,7 +130,7 @@ class Broadcast(Transport):
             channel.rendezvous.abort(self._step_name, problem)
             channel.close()
             self._formed = False
-            deque(exported, maxlen=0)  # to the end, because other ranks wait in its gathers
+            deque(exported, maxlen=0)  # exhausts it, because other ranks wait in its gathers
             return problem
         return None
 
@@ -143,7 +143,7 @@ class Broadcast(Transport):
             self._caller.abort(self._step_name, reason)
 
     def close(self) -> None:
-        """End this rank's part of the group; peers that wait for it fail at once."""
+        """Leave the group. Peers that wait for this rank fail at once."""
         if self._channel is not None:
             self._channel.close()
         self._channel = self._rendezvous = self._caller = None
@@ -239,10 +239,10 @@ class _BucketStream:
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
         self._tickets: list[int] = []  # tickets of the sent buckets, in order
         self._flat = self._buffers[0]
-        self._open: list[tuple[str, Tensor]] = []  # empty places of the current bucket, last first
+        self._open: list[tuple[str, Tensor]] = []  # unfilled tensors of the current bucket, last first
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into its place; send a full bucket. Raises `WeightGroupError` naming the bucket."""
+        """Copy a tensor into its bucket, and send a full bucket. Raises `WeightGroupError` naming the bucket."""
         if not self._open:
             self._next()
         place_name, place = self._open.pop()

@@ -22,7 +22,7 @@ CHECK_TOKENS = 64
 def build_publisher(
     config: Config, actor: Actor, engines: EngineThread | None, check_tokens: np.ndarray | None
 ) -> Publisher:
-    """Return the publisher. Collective; the other ranks than 0 pass None as `engines` and `check_tokens`.
+    """Return the publisher. Collective. Ranks other than 0 pass None as `engines` and `check_tokens`.
 
     `check_tokens`: see `weight_check_tokens`.
     """

@@ -35,8 +35,8 @@ def write_delta(
 ) -> float:
     """Write the weights to `directory` as a delta of the version in `base` next to it.
 
-    Returns the share of all elements that changed. Otherwise as `save_hf`, with two more collective agreements of all
-    ranks. Raises `DeltaTooLarge` on every rank, and `DamagedDelta` if `base` cannot be read or has other tensors.
+    Returns the share of all elements that changed. Everything else is as in `save_hf`, but all ranks synchronise two
+    more times. Raises `DeltaTooLarge` on every rank, and `DamagedDelta` if `base` cannot be read or has other tensors.
     """
     everyone = Ranks()
     opened: list[Version] = []

@@ -1,4 +1,4 @@
-"""Publish a policy version to the engines. It counts once an engine and the trainer score the same tokens alike."""
+"""Publish a policy version to the engines. An engine confirms it if it scores given tokens like the trainer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PublishResult:
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """Contains the publish, None if no engine confirmed it, and the reason of each failure by the engine's URL."""
+    """Contains the result, or None if no engine confirmed it, and the reason of each failure by the engine's URL."""
 
     published: PublishResult | None = None
     failures: dict[str, str] = field(default_factory=dict)
@@ -74,16 +74,16 @@ class AttemptResult:
 class Publisher:
     """Publishes policy versions, collectively over all trainer ranks.
 
-    Global rank 0 calls the engines and writes the published-policy file. check_tokens: a fixed token sequence [S] that
-    both sides score at temperature 1 after each update. engines: None on the other ranks.
+    Global rank 0 calls the engines and writes the published-policy file. `engines` is None on the other ranks.
+    `check_tokens` [S] is a fixed token sequence that both sides score at temperature 1 after each update.
 
-    An engine that dies loses the update, because it has it only in memory and the trainer does not wait for it. The run
-    loses no data. The loss is handled in these places, in this order:
+    An engine that dies loses the update, because the update is only in memory and the trainer does not wait for the
+    engine. The run loses no data. The loss is handled in this order:
 
     1. The publish continues without the engine if another one confirms the version (`_confirm`). Otherwise it waits for
        an engine (`_Retries.wait`).
-    2. The version counts from the moment the published-policy file is written (`_record`).
-    3. A returning engine is not trusted by the version that it reports, because its death ended the verification
+    2. The version is published when the published-policy file is written (`_record`).
+    3. The version that a returning engine reports is not trusted, because its death ended the verification
        (`fleet.health.EngineHealth.answered`).
     4. With `shared_storage` the orchestrator makes the engine load the published directory
        (`fleet.monitored_engine.MonitoredEngine._verify`). A `broadcast` left no directory, so the trainer sends the
@@ -164,9 +164,9 @@ class Publisher:
         return bool(new)
 
     def onload_actor(self) -> None:
-        """Put colocated engines to sleep and the actor back on its device, where it stays until the next publish.
+        """Put colocated engines to sleep and move the actor to its device, where it stays until the next publish.
 
-        The actor is back even when this raises `WeightSyncError` because an engine did not go to sleep.
+        The actor is on its device even when this raises `WeightSyncError` because an engine did not go to sleep.
         """
         if self._colocated:
             try:
@@ -196,7 +196,7 @@ class Publisher:
     ) -> AttemptResult:
         """Connect, load, then confirm: one attempt with these engines. The result is the same on every rank.
 
-        expected: the trainer's scores, if they exist already.
+        `expected` has the trainer's scores, or None if they do not exist yet.
         """
         started = time.perf_counter()
         try:

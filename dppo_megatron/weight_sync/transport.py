@@ -38,7 +38,7 @@ class Transport(ABC):
     changed_share: float | None = None  # share of changed elements, if a delta is sent
 
     def __init__(self) -> None:
-        self.sent: dict[str, int] = {}  # fingerprint of the version's weights that this rank sent, once sent
+        self.sent: dict[str, int] = {}  # fingerprint of the weights that this rank sent, once sent
 
     @abstractmethod
     def prepare(self, version: int) -> None:
@@ -58,18 +58,18 @@ class Transport(ABC):
         """
 
     def send(self) -> str | None:
-        """Send this rank's weights; return the reason of a failure, or None. A failed engine raises no error here."""
+        """Send this rank's weights. Return the reason of a failure, or None. A failed engine raises no error here."""
         return None
 
     def abort(self, reason: str) -> None:  # noqa: B027
         """End the transfer for all sides. Called on rank 0, in the engines' thread, when an engine failed."""
 
     def directory(self, version: int) -> Path | None:
-        """Return the directory that a starting engine loads; None if the policy must be sent again."""
+        """Return the directory that a starting engine loads, or None if the policy must be sent again."""
         return None
 
     def after_confirmation(self, version: int) -> None:  # noqa: B027
         """Release old versions on rank 0, after the engines confirmed the policy."""
 
     def close(self) -> None:  # noqa: B027
-        """End this rank's part of the transfer."""
+        """Stop this rank's part of the transfer."""

@@ -60,7 +60,7 @@ class WeightGroupPlan:
     host: str  # address of the store, as the engine reaches it
     port: int
     backend: Backend
-    timeout_s: float  # limit of every single step
+    timeout_s: float  # time limit of each step
     workers: int  # number in all engines
     streams: tuple[tuple[Bucket, ...], ...]
     first_worker: int = 0  # index of the engine's first worker among all workers

@@ -13,11 +13,11 @@ Example, a flat bf16 tensor of 40,003 elements:
     after    element 2 = 0.75   element 40,002 = 2.0
     entries  positions [2, 32769, 40002], gaps [2, 32767, 7233], values [0.75, unchanged, 2.0]
 
-A gap is at most `FAR` = 32,767, so a longer gap needs filler entries. The second entry is one: it repeats the old
-value. A tensor is stored whole, as NAME, instead of gaps and values, where that takes no more space.
+A gap is at most `FAR` = 32,767, so a longer gap needs filler entries, which repeat the old value. The second entry is a
+filler. If a whole tensor takes no more space than gaps and values, it is stored instead, as NAME.
 
-A directory therefore defines the weights regardless of the weights in the engine that reads it. `Version` reads the
-model, then applies the deltas in order, v0 (model) <- v1 <- v2. `PrefetchedVersion` does so before the engine pauses.
+Base and deltas therefore define the weights, regardless of the weights in the engine that reads them. `Version` reads
+the model and applies the deltas in order, v0 (model) <- v1 <- v2. `PrefetchedVersion` does so before the engine pauses.
 
 Depends only on torch and safetensors and on no other module, because an SGLang server loads this file by its path.
 """
@@ -49,7 +49,7 @@ class DamagedDelta(RuntimeError):
 class Change(NamedTuple):
     """Describes a change of one tensor: elements `positions` [N] int64 (ascending) of the flat tensor become `new` [N].
 
-    positions: None if the whole tensor is sent; then `new` is the whole tensor.
+    If the whole tensor is sent, `positions` is None and `new` is the whole tensor.
     """
 
     positions: torch.Tensor | None
@@ -68,7 +68,7 @@ class Change(NamedTuple):
 
 @torch.no_grad()
 def change(old: torch.Tensor, new: torch.Tensor) -> Change | None:
-    """Return the change from `old` to `new`, CPU tensors of one shape and dtype; None if every bit is the same."""
+    """Return the change from CPU tensor `old` to `new` of the same shape and dtype, or None if all bits are equal."""
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"{tuple(new.shape)} {new.dtype} cannot change {tuple(old.shape)} {old.dtype}")
     before, after = _words(old), _words(new)

@@ -1,4 +1,4 @@
-"""Compute fingerprints of weights: a number for each layer, expert and tensor outside the layers, in HF's names.
+"""Compute fingerprints of weights, one number for each layer, expert and tensor outside the layers, in HF's names.
 
 A fingerprint is a sum over all elements, modulo 2**64. Each element adds a mix of its bits and its column, times a
 factor of its row and a factor of its projection (q_proj, gate_proj ...). Rows and columns are those of the whole tensor
@@ -40,8 +40,8 @@ _SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding
 _DERIVED = {"MLAAttention"}  # vLLM: all its parameters, W_UV and W_UK_T, are computed from kv_b_proj
 _DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang: likewise; they are parameters where a CPU with AMX packs them
 
-# Fingerprints by group: {"layer 3": 0x5f...}. None: the engine cannot compute it, because it changed the loaded
-# weights.
+# Fingerprints by group: {"layer 3": 0x5f...}. None = the engine cannot compute the fingerprint, because it changed the
+# loaded weights.
 Fingerprint = dict[str, int | None]
 # One worker's sums by group: (sum of its shards, sum of tensors that every worker has whole). None as above. Example:
 # two workers with {"layer 0": (5, 7)} and {"layer 0": (6, 7)} give {"layer 0": 5 + 6 + 7}.
@@ -79,7 +79,7 @@ def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
-    """Return row sums, int64 [n] of [n, ...]. left: first column in the whole tensor; None: columns in any order."""
+    """Return row sums [n] int64 of [n, ...]. `left` is the first column in the whole tensor, or None for any order."""
     rows = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, -1)
     columns = torch.arange(rows.shape[1], device=rows.device)
     factor = torch.full_like(columns, _MIX[0]) if left is None else _odd(columns + left)
@@ -94,9 +94,9 @@ def _row_sums(tensor: torch.Tensor, left: int | None = 0) -> torch.Tensor:
 
 
 def _mix(part: torch.Tensor, factor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Mix the bits of each element as an fp32 into int64, in the buffer `room` [2, >= elements]; zeros give 0."""
+    """Mix the bits of each element, read as fp32, into int64 in the buffer `room` [2, >= elements]. Zeros give 0."""
     mixed, upper = (buffer[: part.numel()].view(part.shape) for buffer in room)
-    if part.dtype == torch.bfloat16:  # it is the upper half of an fp32, so its own bits suffice
+    if part.dtype == torch.bfloat16:  # bf16 is the upper half of fp32, so its own bits suffice
         mixed.copy_(part.view(torch.int16)).mul_(factor << 16)
     else:
         mixed.copy_(part.float().view(torch.int32) if part.is_floating_point() else part).mul_(factor)
@@ -105,7 +105,7 @@ def _mix(part: torch.Tensor, factor: torch.Tensor, room: torch.Tensor) -> torch.
 
 
 def _odd(places: torch.Tensor) -> torch.Tensor:
-    """Return a factor for each row or column. It is odd, so that a product with it loses no bit."""
+    """Return an odd factor for each row or column. A product with an odd factor loses no bit."""
     mixed = (places + 1) * _MIX[0]
     return (mixed ^ (mixed >> 29)) * _MIX[1] | 1
 
@@ -173,7 +173,7 @@ def in_order(groups: Iterable[str]) -> list[str]:
 def module_shares(name: str, module: Any, seen: set[int]) -> WorkerSums:
     """Return a worker's sums of the parameters of one vLLM or SGLang module, without its submodules.
 
-    seen: ids of parameters that are counted already, such as those of a tied head; updated here.
+    `seen` has the ids of parameters that are already counted, such as those of a tied head. It is updated here.
     """
     shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(module).__mro__}
@@ -192,7 +192,7 @@ def module_shares(name: str, module: Any, seen: set[int]) -> WorkerSums:
 def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> WorkerSums:
     """Return a worker's sums of the adapter of `layer`, one vLLM or SGLang module.
 
-    a, b: A's [..., r, in] and B's [..., out, r] of the projections that the module fuses, in their order, without
+    `a` has A [..., r, in] and `b` has B [..., out, r] of each projection that the module fuses, in order and without
     padding.
     """
     shares: WorkerSums = {}
@@ -319,7 +319,7 @@ def place(module: Any) -> tuple[int, int]:
 
 
 def _experts(module: Any, count: int) -> list[int | None]:
-    """Return each expert's number in the model; None for a shared expert that runs as one of them."""
+    """Return each expert's number in the model, or None for a shared expert that runs as a routed expert."""
     numbers: list[int | None] = list(range(count))
     placed = getattr(module, "_expert_map", None)  # vLLM: [experts of the model], local index or -1
     if placed is not None:

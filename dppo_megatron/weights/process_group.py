@@ -1,4 +1,4 @@
-"""Form the process groups that broadcast weights from trainer ranks to engine workers, and let both sides meet.
+"""Form the process groups that broadcast weights from trainer ranks to engine workers, and synchronise both sides.
 
 Both sides use this module; it depends only on torch. One group exists for each sender. Rank 0 is the sender; the
 workers of all engines follow, engine by engine. The weights go over gloo or NCCL, all other messages over one TCP store
@@ -109,7 +109,7 @@ class WeightRendezvous:
         """Join the group `name` of one sender as `rank`, and return it. Blocks until all members have joined.
 
         `address` is this process's own. With a `device` the group's first byte is broadcast here, because NCCL connects
-        no sooner. An SGLang server does not expect that byte. Raises `WeightGroupError`.
+        only at the first transfer. An SGLang server does not expect that byte. Raises `WeightGroupError`.
         """
         # SGLang joins through torch.distributed, which gives the keys of a named group these prefixes.
         store = dist.PrefixStore(name, self._server)
@@ -208,7 +208,7 @@ def nccl_settings() -> tuple[str, str]:
 
 
 def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: str) -> str | None:
-    """Return why a trainer and an engine with these `nccl_settings` cannot form a group. NCCL would hang or fail."""
+    """Return why trainer and engine cannot form a group with these `nccl_settings`. NCCL would hang or fail."""
     remedy = "or set weight_sync.transport to shared_storage"
     if trainer not in ("", engine):
         return (

@@ -1,4 +1,4 @@
-"""Record the policy that the engines serve. The trainer writes it once they confirmed it; the orchestrator reads it."""
+"""Record the policy that the engines serve. The trainer writes it after they confirm it. The orchestrator reads it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PolicyTimeout(ExpectedError, TimeoutError):
 
 
 class PublishedFollower:
-    """Follows the published-policy file; reads it again only when its modification time changes."""
+    """Follows the published-policy file, and reads it again only when its modification time changes."""
 
     def __init__(self, path: Path, timeout_s: float):
         self._path = path

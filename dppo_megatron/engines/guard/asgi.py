@@ -126,7 +126,7 @@ def roots_of_environment() -> tuple[str, ...]:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Return the body, cut off after the part that exceeds the limit; None if the client has disconnected."""
+    """Return the body, cut off after the part that exceeds the limit, or None if the client has disconnected."""
     parts, size = [], 0
     while size <= MAX_BODY_BYTES:
         message = await receive()

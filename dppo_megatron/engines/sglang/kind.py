@@ -132,7 +132,10 @@ class Sglang(EngineKind):
         node: Node | None = None,
         device: Device | None = None,
     ) -> list[str]:
-        """Return the argv. `device`: default `device_here()`. `config.engine.extra_args` come last and win."""
+        """Return the command line of the server. `device` defaults to `device_here()`.
+
+        `config.engine.extra_args` are appended last, so they override the other options.
+        """
         engine = config.engine
         argv = [
             *(str(self.python(config)), str(GUARDED_SERVER)),

@@ -33,7 +33,7 @@ NO_PLUGIN = (
     "its PYTHONPATH lacks the folder engines/sglang/plugin of dppo_megatron, with which `dppo-megatron engine` starts "
     "it; fingerprints (weight_sync.fingerprint), adapters (weight_sync.lora) and broadcasts over NCCL need it"
 )
-UPDATING = "updating-"  # prefix of the label during an update; the update's name follows
+UPDATING = "updating-"  # prefix of the label during an update, before the update's name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class SglangWeights:
             )
 
     async def join(self, plan: WeightGroupPlan, workers: int) -> None:
-        """Join the trainer's group, and leave the one before it.
+        """Join the trainer's group, and leave the previous group.
 
         Raises `EngineRefused` if the group has other tensors, another NCCL version or another NCCL_CUMEM_ENABLE.
         """

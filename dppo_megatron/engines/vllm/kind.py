@@ -107,7 +107,10 @@ class Vllm(EngineKind):
     def command(
         self, config: Config, port: int, model: Path, _: int, node: Node | None = None, device: Device | None = None
     ) -> list[str]:
-        """Return the argv. `device`: default `device_here()`. `config.engine.extra_args` come last and win."""
+        """Return the command line of the server. `device` defaults to `device_here()`.
+
+        `config.engine.extra_args` are appended last, so they override the other options.
+        """
         from dppo_megatron.hf import read_hf_config
 
         engine = config.engine
@@ -157,7 +160,7 @@ class Vllm(EngineKind):
             if hf.delta_net is not None:
                 argv += ["--no-enable-prefix-caching"]  # states are cached only with chunked prefill
             if hf.mla is None:
-                # The smallest block of the CPU's attention; the default is 128. Requests share only whole blocks of a
+                # The smallest block of the CPU's attention. The default is 128. Requests share only whole blocks of a
                 # prompt.
                 argv += ["--block-size", "32"]
             else:

@@ -73,7 +73,7 @@ def missing_null(name: str) -> str:
 def decoder_rules(
     config: HFModelConfig, layout: MegatronLayout, attention: tuple[Rule, ...] | None = None
 ) -> tuple[Rule, ...]:
-    """Return every rule of a decoder with dense layers or layers with experts. `attention` None: grouped queries."""
+    """Return every rule of a decoder with dense or expert layers. By default attention has grouped queries."""
     sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
     dense = tuple(i for i in range(config.num_layers) if not config.is_moe_layer(i))
     return (

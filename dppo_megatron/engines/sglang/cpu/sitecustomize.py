@@ -25,7 +25,7 @@ ABSENT = ("sgl_kernel", "torchvision")
 
 
 class Absent:
-    """Replaces any attribute of an absent package: its attributes are stubs too, and a call raises."""
+    """Replaces any attribute of an absent package. Its attributes are stubs too, and a call raises."""
 
     def __init__(self, name: str):
         self.__name__ = name

@@ -64,7 +64,7 @@ def register() -> None:
     memory = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     store = _loaded(WEIGHTS.parent / "common" / "local_store.py").LocalStore
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    rendezvous.TCPStore = store  # the schedulers, on one node, meet through it
+    rendezvous.TCPStore = store  # the schedulers, on one node, rendezvous in this store
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", handle, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
     HookRegistry.register(f"{updates}.init_custom_process_group", join_group, HookType.AROUND)
@@ -227,7 +227,7 @@ def prepare(original: Original, manager: Any, forward_batch: Any) -> Any:
 
 
 def _answered_by(manager: Any, names: Iterable[str | None]) -> list[str | None]:
-    """Return the adapter ids; requests without an adapter get the policy's, once it is loaded."""
+    """Return the adapter ids. Requests without an adapter get the policy's adapter, once it is loaded."""
     return [POLICY if name is None and POLICY in manager.loras else name for name in names]
 
 
@@ -257,7 +257,7 @@ def _ours(name: str) -> ModuleType:
 
 
 def _loaded(file: Path) -> ModuleType:
-    """Return our module in `file`. It is loaded once, so that its exceptions have one class."""
+    """Return our module in `file`. It is loaded only once, so that its exception classes are unique."""
     name = f"dppo_{file.stem}"
     if name not in sys.modules:
         spec: Any = importlib.util.spec_from_file_location(name, file)

@@ -62,7 +62,7 @@ def load_model(ours: Any, hooked: Iterable[str], original: Callable[..., Any], l
 
 
 class Product:
-    """Replaces a layer's quantization method, to multiply as the trainer does."""
+    """Replaces a layer's quantization method, so that the layer multiplies as the trainer does."""
 
     def __init__(self, method: Any, ours: Any):
         self._method, self.apply = method, ours.linear
@@ -74,7 +74,7 @@ class Product:
 def attended(extends: bool, original: Any, backend: Any, *passed: Tensor, scaling: float, **options: Any) -> Tensor:
     """Write the attention output of all requests to `output` and return it.
 
-    extends: requests have several new tokens, otherwise one each.
+    With `extends` requests have several new tokens, otherwise one each.
     """
     from dppo_megatron.engines.exact import attend
 

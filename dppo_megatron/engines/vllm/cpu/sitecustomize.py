@@ -14,7 +14,7 @@ from typing import Any
 
 
 class StubAttribute:
-    """Replaces any attribute of torchvision: its attributes are stubs too, and a call raises."""
+    """Replaces any attribute of torchvision. Its attributes are stubs too, and a call raises."""
 
     def __init__(self, name: str):
         self.__name__ = name

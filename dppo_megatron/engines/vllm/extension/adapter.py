@@ -20,7 +20,7 @@ NUMBER = 1  # vLLM's number of the only adapter
 
 
 def adapter_in(directory: Path, enabled: bool) -> LoRARequest | None:
-    """Return the adapter in `directory` as requests name it; None for a directory with a whole model.
+    """Return the adapter in `directory` as requests name it, or None for a directory with a whole model.
 
     `enabled`: the server was started with --enable-lora. Such a server keeps its first weights, since vLLM loads no
     others into layers under an adapter. Raises BadWeights for a directory of the other kind.

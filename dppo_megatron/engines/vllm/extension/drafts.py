@@ -107,7 +107,7 @@ class BankDrafts:
         return drafts
 
     def _follow(self) -> None:
-        """Notice new requests, and add the samples of finished ones to their groups."""
+        """Register new requests, and add the samples of finished requests to their groups."""
         requests = self._runner.requests
         for request_id in self._runner.input_batch.req_ids:
             if request_id not in self._running and (found := _given(requests[request_id])) is not None:
@@ -166,7 +166,7 @@ class BankDrafts:
 
 
 def _given(state: Any) -> list[bytes] | None:
-    """Return the sequences that a request brings; None if it takes no part."""
+    """Return the sequences that a request brings, or None if it takes no part."""
     return (state.sampling_params.extra_args or {}).get(GIVEN)
 
 

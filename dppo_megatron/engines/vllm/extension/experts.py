@@ -48,7 +48,7 @@ class ExpertRecorder:
         runner.execute_model = partial(self._execute, runner.execute_model)
 
     def take(self, request_id: str) -> np.ndarray | None:
-        """Return and drop the record [tokens, L, k] of a finished request; None when it had no step."""
+        """Return and drop the record [tokens, L, k] of a finished request, or None when it had no step."""
         parts = self._records.pop(request_id, None)
         return None if parts is None else np.concatenate(parts)
 

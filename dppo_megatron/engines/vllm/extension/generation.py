@@ -35,8 +35,8 @@ async def sample_group(
 ) -> GroupSamples:
     """Return all samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine.
 
-    drafts: whether the workers draft (`drafts.py`). Each sample is a request of its own, because vLLM's own `n` above 1
-    numbers the seeds itself.
+    `drafts` states whether the workers draft (`drafts.py`). Each sample is a request of its own, because vLLM's own `n`
+    above 1 numbers the seeds itself.
     """
     prompt = request.token_ids.tolist()
     names = child_ids(request)
@@ -184,7 +184,8 @@ def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.nda
 def _columns(found: Sequence[FlatLogprobs], positions: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids int32 and log-probs fp32, [positions of all samples, k + 1], the sampled token's first.
 
-    positions: number of positions of each sample. Raises ValueError if vLLM reports log-probs of other positions.
+    `positions` is the number of positions of each sample. Raises ValueError if vLLM reports log-probs of other
+    positions.
     """
     if (reported := list(map(len, found))) != list(positions):
         raise ValueError(f"log-probs of {reported} positions, expected {list(positions)}")

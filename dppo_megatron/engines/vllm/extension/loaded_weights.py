@@ -32,7 +32,7 @@ class LoadedWeights:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> LoadedWeights:
-        """Return the one instance for `model`."""
+        """Return the only instance for `model`."""
         return cls._of_models.setdefault(model, cls(model))
 
     def __init__(self, model: torch.nn.Module):

@@ -57,7 +57,7 @@ class ClientGone(Exception):
 
 
 class DppoRoutes:
-    """Adds the routes; vLLM creates one instance per API process."""
+    """Adds the routes. vLLM creates one instance per API process."""
 
     name = "dppo_megatron"
     required_tasks = ("generate",)

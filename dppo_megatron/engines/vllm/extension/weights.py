@@ -52,7 +52,7 @@ class WeightUpdater:
 
     @property
     def updating_s(self) -> float | None:
-        """Return the seconds since the running update, join, sleep or wake began; None if none is running.
+        """Return the seconds since the running update, join, sleep or wake began, or None if none is running.
 
         The engine core does not answer during these operations.
         """
@@ -68,7 +68,7 @@ class WeightUpdater:
                 self._began = None
 
     async def join(self, plan: WeightGroupPlan) -> None:
-        """Make the workers members of the trainer's weight group, and of no earlier one.
+        """Make the workers leave earlier weight groups and join the trainer's.
 
         Raises BadWeights, before any process waits, if the group's tensors are not those of the served model. Another
         NCCL version or NCCL_CUMEM_ENABLE raises it too.
@@ -84,7 +84,7 @@ class WeightUpdater:
             self.group = plan.name
 
     async def receive(self, group: str, step: str, version: int, mode: UpdateMode, wait_s: float) -> float:
-        """Serve the weights that the trainer broadcasts in `step` of `group` as policy `version`; see `load`."""
+        """Serve the weights that the trainer broadcasts in `step` of `group` as policy `version`. See `load`."""
         async with self._exclusive():
             if group != self.group:
                 raise BadWeights(f"weight group {group}: the workers are in {self.group or 'none'}; join it first")

@@ -41,7 +41,7 @@ def decode_reply(reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np
 
 
 def encode_samples(header: dict[str, Any], samples: GroupSamples) -> bytes:
-    """Encode the samples of one group with all columns that they have."""
+    """Encode the samples of one group with all their columns."""
     arrays = {"lengths": samples.lengths, "token_ids": samples.token_ids, **samples.columns}
     return encode_reply({**header, "finish_reasons": samples.finish_reasons, "counts": samples.counts}, arrays)
 
@@ -110,7 +110,7 @@ def decode_trace(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[
 
 
 def bits_of(value: torch.Tensor) -> np.ndarray:
-    """Return the bits of `value` as an array; numpy has no bfloat16."""
+    """Return the bits of `value` as an array, because numpy has no bfloat16."""
     return value.contiguous().view(getattr(torch, f"int{8 * value.dtype.itemsize}")).numpy()
 
 

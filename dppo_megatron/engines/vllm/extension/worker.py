@@ -226,12 +226,12 @@ class WorkerExtension:
         return self.dppo_moe_layers()
 
     def dppo_take_experts(self, names: list[str]) -> list[tuple[bytes, str, tuple[int, ...]] | None]:
-        """Return data, dtype and shape of the records of requests, each taken once; None if there is none."""
+        """Return data, dtype and shape of the records of requests, each taken once, or None if there is none."""
         records = [self._dppo_experts.take(name) for name in names]
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
     def dppo_draft(self) -> None:
-        """Start drafting from earlier samples; the server has `BankDrafts`."""
+        """Start drafting from earlier samples. The server must have `BankDrafts`."""
         self.model_runner.drafter.attach(self.model_runner)
 
     def dppo_record_masks(self) -> None:
@@ -241,7 +241,7 @@ class WorkerExtension:
     def dppo_take_masks(
         self, names: list[str], prompt_tokens: int, lengths: list[int]
     ) -> list[tuple[bytes, bytes] | None]:
-        """Return ids and counts of the response tokens of requests, each taken once; None where some are missing."""
+        """Return ids and counts of the response tokens of requests, each taken once, or None where some are missing."""
         records = [
             self._dppo_masks.take(*one) for one in zip(names, [prompt_tokens] * len(names), lengths, strict=True)
         ]
