@@ -113,6 +113,7 @@ class EngineKind(ABC):
 # libgomp's spin count for tens of microseconds, longer than most pauses between two operators of a small model. It
 # saves an eighth of the sampling time at 20 M parameters. Three times this count takes the cores from other processes.
 SPINS = 3000
+CPU_MODULES = Path(__file__).parent / "cpu"  # has dppo_megatron.engines.cpu.absent_packages, for PYTHONPATH
 CPU_KV_CACHE_BYTES = 2**30  # by default engines take a share of all memory, but other processes need it as well
 
 

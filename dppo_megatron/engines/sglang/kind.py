@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, EngineKind, Node, cpu_threads, device_here
+from dppo_megatron.engines.serving import (
+    CPU_KV_CACHE_BYTES,
+    CPU_MODULES,
+    Device,
+    EngineKind,
+    Node,
+    cpu_threads,
+    device_here,
+)
 
 if TYPE_CHECKING:
     from dppo_megatron.engines.byte_budget import ByteBudget
@@ -205,7 +213,7 @@ class Sglang(EngineKind):
         if (device or device_here()) == "cpu":
             variables |= {
                 "SGLANG_USE_CPU_ENGINE": "1",
-                "PYTHONPATH": f"{CPU_ENVIRONMENT}{os.pathsep}{PLUGIN}",
+                "PYTHONPATH": os.pathsep.join(map(str, (CPU_ENVIRONMENT, CPU_MODULES, PLUGIN))),
                 "TORCHDYNAMO_DISABLE": "1",  # only one small function is compiled, and that needs a compiler
                 **cpu_threads(config),
             }

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE
-from dppo_megatron.engines.serving import CPU_KV_CACHE_BYTES, Device, EngineKind, Node, cpu_threads, device_here
+from dppo_megatron.engines.serving import (
+    CPU_KV_CACHE_BYTES,
+    CPU_MODULES,
+    Device,
+    EngineKind,
+    Node,
+    cpu_threads,
+    device_here,
+)
 
 if TYPE_CHECKING:
     from dppo_megatron.engines.byte_budget import ByteBudget
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
 DRAFTS = "dppo_megatron.engines.vllm.extension.drafts.BankDrafts"
 ON_GPUS = "vLLM's model runner for GPUs draws in another way, and drafts have not been run there"
-CPU_STUBS = Path(__file__).parent / "cpu"
+CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 
 
@@ -203,7 +211,7 @@ class Vllm(EngineKind):
             }
             if _has_delta_net(config.model.path):
                 variables["PYTHONPATH"] = os.pathsep.join(
-                    (str(CPU_STUBS), *filter(None, [os.environ.get("PYTHONPATH")]))
+                    (str(CPU_ENVIRONMENT), str(CPU_MODULES), *filter(None, [os.environ.get("PYTHONPATH")]))
                 )
         return variables | config.engine.env
 

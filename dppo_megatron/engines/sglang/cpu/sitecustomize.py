@@ -2,9 +2,9 @@
 
 Python reads this file at start because the server's PYTHONPATH names this directory (see `engines/sglang/kind.py`).
 
-- `sgl_kernel` (no CPU build is published) and `torchvision` (its published build is for the CUDA torch) become stub
-  modules. Any attribute can be imported from a stub and raises when called, so a completed run called none of them. The
-  run needs one native function, the hash of seeded sampling, which `seeded_sampling` implements.
+- `sgl_kernel` (no CPU build is published) and `torchvision` (its published build is for the CUDA torch) become stubs
+  (`absent_packages`). The run needs one native function, the hash of seeded sampling, which `seeded_sampling`
+  implements.
 - Seeded sampling needs `--enable-deterministic-inference`, which supports only GPU attention and replaces GPU kernels.
   Here it accepts the CPU's own torch attention, one request at a time, and replaces no kernels.
 - Returning routed experts pins its host buffer through CUDA even on a machine without CUDA. Adapters (LoRA, by SGLang's
@@ -16,48 +16,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-ABSENT = ("sgl_kernel", "torchvision")
+from absent_packages import AbsentPackages
 
 
-class Absent:
-    """Replaces any attribute of an absent package. Its attributes are stubs too, and a call raises."""
+def register_native_functions(module: Any) -> None:
+    import seeded_sampling
 
-    def __init__(self, name: str):
-        self.__name__ = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return Absent(f"{self.__name__}.{attribute}")
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError(f"{self.__name__}: not available in SGLang's CPU environment")
-
-
-class AbsentModule(ModuleType):
-    __version__ = "0.0.0+absent"
-    __getattr__ = Absent.__getattr__
-
-
-class AbsentPackages(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.partition(".")[0] in ABSENT:
-            return ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return AbsentModule(spec.name)
-
-    def exec_module(self, module: Any) -> None:
-        if module.__name__ == "sgl_kernel":
-            import seeded_sampling
-
-            module.library = seeded_sampling.register()
+    module.library = seeded_sampling.register()
 
 
 def admit_torch_attention(module: Any) -> None:
@@ -120,4 +90,5 @@ class AdjustedModules(MetaPathFinder):
         return spec
 
 
-sys.meta_path[:0] = [AbsentPackages(), AdjustedModules()]
+ABSENT = {"sgl_kernel": register_native_functions, "torchvision": None}
+sys.meta_path[:0] = [AbsentPackages(ABSENT), AdjustedModules()]
