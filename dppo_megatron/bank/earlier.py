@@ -8,7 +8,7 @@ from threading import Lock
 
 import numpy as np
 
-from dppo_megatron.types import Prompt
+from dppo_megatron.types import Prompt, RolloutGroup
 
 from .errors import BankError
 from .reader import BankReader
@@ -56,7 +56,11 @@ class EarlierSamples:
         (entry,) = self._reader.entries(number, number + 1)
         if is_retired(self._directory, entry.segment):
             return []
-        group = self._reader.read(entry, parts=("core",))
-        if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # the row with this number in another file
-            return []
-        return [np.concatenate([prompt.token_ids[-PROMPT_TOKENS:], r.token_ids]) for r in group.rollouts]
+        return sequences(self._reader.read(entry, parts=("core",)), prompt)
+
+
+def sequences(group: RolloutGroup, prompt: Prompt) -> list[np.ndarray]:
+    """Return the samples of an earlier group of the row, each after the last tokens of `prompt`, [.] int32."""
+    if not np.array_equal(group.prompt.token_ids, prompt.token_ids):  # the row of another file
+        return []
+    return [np.concatenate([prompt.token_ids[-PROMPT_TOKENS:], r.token_ids]) for r in group.rollouts]

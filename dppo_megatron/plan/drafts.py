@@ -16,7 +16,7 @@ from statistics import mean
 import numpy as np
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.bank.earlier import GROUPS, PROMPT_TOKENS
+from dppo_megatron.bank.earlier import GROUPS, PROMPT_TOKENS, sequences
 from dppo_megatron.config import Config
 from dppo_megatron.engines.drafts import SUFFIXES, DraftRate, SuffixIndex
 from dppo_megatron.errors import ExpectedError
@@ -80,13 +80,8 @@ def read_groups(run: Path) -> list[StoredGroup]:
     for entry in entries[-MOST_GROUPS:]:
         group = reader.read(entry, parts=("core",))
         tail = group.prompt.token_ids[-PROMPT_TOKENS:]
-        of_prompt = (reader.read(entries[number], parts=("core",)) for number in before[entry.number][-GROUPS:])
-        earlier = [
-            np.concatenate([tail, rollout.token_ids])
-            for other in of_prompt
-            if np.array_equal(other.prompt.token_ids, group.prompt.token_ids)
-            for rollout in other.rollouts
-        ]
+        of_row = (reader.read(entries[number], parts=("core",)) for number in before[entry.number][-GROUPS:])
+        earlier = [sequence for other in of_row for sequence in sequences(other, group.prompt)]
         samples = [rollout.token_ids for rollout in group.rollouts if len(rollout.token_ids)]
         found.append(StoredGroup(tail, samples, earlier, len(before[entry.number])))
     return found
