@@ -30,15 +30,18 @@ def test_killed_while_it_generates(start_run, undisturbed):
     """Its requests go to the other engine; the launcher restarts it, and it is verified before it serves again."""
     run = start_run(count=2)
     run.wait_for_step(1)
-    pid = run.engine_pid("engine-1")
-    wait_while_generating(run, run.engine_url("engine-1"))
-    kill(pid)
-    with run.held():
-        run.wait_for_log("orchestrator", "engine-1 loaded policy", RESTART_S)
-        run.wait_for_log("train", "engine-1 serves again", 5)
+    kills = 0
+    while not run.logged("orchestrator", "sending a request again") and kills < 3:
+        pid = run.engine_pid("engine-1")
+        wait_while_generating(run, run.engine_url("engine-1"))
+        kill(pid)  # on a busy machine, the engine may have answered by now
+        kills += 1
+        with run.held():
+            run.wait_for_log("orchestrator", "engine-1 loaded policy", RESTART_S, kills)
+            run.wait_for_log("train", "engine-1 serves again", 5, kills)
     run.wait_to_end(REST_S)
     assert run.total("engine/retried_requests") >= 1
-    assert run.total("engine/restarts") == 1
+    assert run.total("engine/restarts") == kills
     assert "engine-1 ended: " in run.output.read_text()
     run.check_equals(undisturbed)
 

@@ -61,9 +61,12 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: step in steps_done(self.dir), f"step {step}", 120)
 
-    def wait_for_log(self, process: str, text: str, timeout_s: float) -> None:
+    def wait_for_log(self, process: str, text: str, timeout_s: float, times: int = 1) -> None:
+        self.wait_until(lambda: self.logged(process, text) >= times, f"{text!r} in {process}.log", timeout_s)
+
+    def logged(self, process: str, text: str) -> int:
         path = self.dir / "logs" / f"{process}.log"
-        self.wait_until(lambda: path.exists() and text in path.read_text(), f"{text!r} in {path.name}", timeout_s)
+        return path.read_text().count(text) if path.exists() else 0
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -136,6 +139,18 @@ def wait_while_generating(run: Run, url: str) -> None:
     """Returns when the engine at `url` has just begun to sample: later it may be done before it is hurt."""
     run.wait_until(lambda: info(run, url)["running"] == 0, "an idle engine", 60)
     run.wait_until(lambda: info(run, url)["running"] > 0, "a running request", 60)
+
+
+def lose_a_request(run: Run, hurt: Callable[[int], None]) -> int:
+    """Call `hurt(1)`, `hurt(2)`, … until the run sends a request again, and return the number of calls.
+
+    On a busy machine the engine may have answered before a signal reaches it.
+    """
+    for times in range(1, 4):
+        hurt(times)
+        if run.logged("orchestrator", "sending a request again"):
+            return times
+    raise AssertionError(f"the engine had no request in any of {times} attempts:\n{run.story()}")
 
 
 @contextlib.contextmanager
