@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import checks
 from .batch_invariant import invariant_mm
+from .checks import DeferredChecks
 from .collectives import gather_sequence, reduce_gradient
-from .deferred import DeferredChecks
 from .merge import add_rows, empty_rows
 from .request import Request, statistics
 from .sampling_mask import SamplingMasks

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from . import blocks, checks, torch_backend
-from .deferred import DeferredChecks, Verification
+from .checks import DeferredChecks
 from .merge import Coefficients, Merged
 from .sampling_mask import SamplingMasks
-from .shard import HEADER, Shard, gather_rows, write_header
+from .shard import HEADER, Shard, gather_rows, total_columns, write_header
 from .statistics import TokenStatistics
 from .topk import join_ids
+
+ENTROPY = ("none", "metric", "differentiable")
+BACKENDS = ("auto", "torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,15 @@ class Request:
         check: bool | DeferredChecks,
     ) -> Request:
         """Validate the arguments that both functions take. `like` has the device and dtype of the logits."""
-        checks.check_options(entropy, backend)
+        for name, option, known in (("entropy", entropy, ENTROPY), ("backend", backend, BACKENDS)):
+            if option not in known:
+                raise ValueError(f"{name} must be one of {known}, got {option!r}")
         checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, like.device)
         if topk_ids is not None:
             checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, like.device)
-        if loss_mask is not None:
-            checks.check_loss_mask(loss_mask, tokens)
+        if loss_mask is not None and (loss_mask.shape != (tokens,) or loss_mask.dtype != torch.bool):
+            found = f"{loss_mask.dtype} {checks.shape(loss_mask)}"
+            raise ValueError(f"loss_mask must be bool [T] with T = {tokens}, got {found}")
         checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, like.device)
         dtype = blocks.accumulation_dtype(like.dtype)
         return cls(
@@ -105,9 +111,23 @@ class Request:
         if headers is not None:
             numbers = torch.cat((numbers, headers.double().flatten()))
         deferred = DeferredChecks() if self.check is True else self.check
-        deferred.add(Verification(self.target_ids, self.topk_ids, self.scale, self.shard, self.masks, numbers))
+        deferred.add(self._raise_if_wrong, numbers)
         if self.check is True:
             deferred.raise_if_failed()
+
+    def _raise_if_wrong(self, numbers: list[float]) -> None:
+        """Raise ValueError if ids or temperatures are wrong, or the ranks of the group disagree.
+
+        numbers: `id_extremes`, then the headers of all ranks if there are several.
+        """
+        headers = None
+        if self.shard.world > 1:
+            flat = numbers[-self.shard.world * HEADER :]
+            numbers = numbers[: -len(flat)]
+            headers = [flat[i : i + HEADER] for i in range(0, len(flat), HEADER)]
+        total = total_columns(self.shard, headers)
+        vocab = total if self.shard.vocab_size is None else self.shard.vocab_size
+        checks.check_id_values(self.target_ids, self.topk_ids, self.scale, vocab, numbers, self.masks)
 
     def forward(self, ctx: Any, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor | None, ...]:
         """Merge the shards of all ranks, tile by tile in order, and keep in `ctx` the tensors of the backward pass.

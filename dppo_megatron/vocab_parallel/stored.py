@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks
-from .deferred import DeferredChecks
+from .checks import DeferredChecks
 from .merge import empty_rows
 from .request import Request, statistics
 from .shard import make_shard
