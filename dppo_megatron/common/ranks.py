@@ -89,7 +89,7 @@ class Ranks:
         """Return the result of `make` on rank 0 to every rank, or raise its error there, with type and text."""
         if self.size == 1:
             return make()
-        outcome, error = _outcome_of(make) if self.rank == 0 else ((None, None), None)
+        outcome, error = _outcome_of(make if self.rank == 0 else lambda: None)
         with self._waiting_for(what):
             key = f"{next(self._number)}"
             if self.rank == 0:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dppo_megatron.bank.journal import FinishedTurns, Journals
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import prompt_messages, render_chat
 from dppo_megatron.data.rows import column
@@ -25,7 +26,6 @@ from dppo_megatron.types import COLUMNS, ENVIRONMENT, Prompt, Rollout, RolloutGr
 from .conversation import Conversation, RequestRejected
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
 from .interface import EnvironmentFailed, EnvironmentNameError
-from .journals import FinishedTurns, Journals
 from .pool import EnvironmentPool, Session
 from .trajectory import AgentGateway, Attempt, Trajectory, TrajectoryRequest
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, checks, torch_backend
+from . import checks, torch_backend
 from .checks import DeferredChecks
 from .merge import Coefficients, Merged
 from .sampling_mask import SamplingMasks
@@ -69,7 +69,7 @@ class Request:
             found = f"{loss_mask.dtype} {checks.shape(loss_mask)}"
             raise ValueError(f"loss_mask must be bool [T] with T = {tokens}, got {found}")
         checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, like.device)
-        dtype = blocks.accumulation_dtype(like.dtype)
+        dtype = torch_backend.accumulation_dtype(like.dtype)
         return cls(
             target_ids,
             topk_ids,

@@ -144,7 +144,7 @@ def test_a_value_of_somebody_who_reached_the_store_is_not_unpickled(tmp_path, mo
     store, forged = dist.HashStore(), zlib.compress(pickle.dumps((RunsCode(tmp_path / "ran"), None)))
     if signed_by is not None:
         monkeypatch.setattr(agreements, "_secret", signed_by)
-        forged = agreements._signature("0", forged) + forged
+        forged = Ranks(5, over=(store, 0, 2))._signature("0", forged) + forged
     authenticate("of this run")
     entry = dist.PrefixStore("agreements", store)
     entry.set("0/part-0", forged)
