@@ -7,6 +7,7 @@ import re
 import time
 import zlib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dppo_megatron.types import RolloutGroup
 
 from .blob import Encoded
 from .entry import BankEntry
+from .errors import RESTORE, BankCorruption
 from .shapes import Shapes
 
 # Every record begins with `kind`, `position` and `row`, so that a scan can skip the rest of the line. In a group's
@@ -107,6 +109,14 @@ def starts_with_sealed(tail: bytes) -> bool:
     """Return whether `tail` is a complete line, possibly followed by other bytes than a newline."""
     start = tail.rfind(b',"line":"')
     return start >= 0 and len(tail) > start + _SEAL_BYTES and is_sealed(tail[: start + _SEAL_BYTES])
+
+
+def stored_entry(path: Path, line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
+    """Parse the index line of a group in `path`. Raises `BankCorruption`."""
+    try:
+        return parse_group_line(line, number, segment, line_number)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise BankCorruption(f"{path}: line {line_number}: not readable ({error}); {RESTORE}") from error
 
 
 def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -> BankEntry:

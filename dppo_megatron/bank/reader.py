@@ -21,7 +21,7 @@ from .entry import BankEntry
 from .errors import RESTORE, BankCorruption, BankTimeout, not_accessible
 from .files import Head, ReadBuffer, announce, is_local, read_up_to, segment_paths
 from .ledger import Ledger
-from .lines import parse_group_line
+from .lines import stored_entry
 
 Front = tuple[Prompt, list[str]]  # the prompt, the finish reason of every sample
 FRONTS = 256  # fronts that a reader keeps
@@ -228,11 +228,7 @@ class BankReader:
             raise not_accessible(path, error) from error
         for number in numbers:
             at = self._offsets[number] - begin
-            line_number = self._lines[number]
-            try:
-                yield parse_group_line(lines[at : at + self._sizes[number]], number, segment, line_number)
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise BankCorruption(f"{path}: line {line_number}: not readable ({error}); {RESTORE}") from error
+            yield stored_entry(path, lines[at : at + self._sizes[number]], number, segment, self._lines[number])
 
 
 def read_front(file: int, entry: BankEntry) -> Front:

@@ -16,7 +16,6 @@ from .checks import DeferredChecks
 from .merge import Coefficients, Merged
 from .sampling_mask import SamplingMasks
 from .shard import HEADER, Shard, gather_rows, total_columns, write_header
-from .statistics import TokenStatistics
 from .topk import join_ids
 
 ENTROPY = ("none", "metric", "differentiable")
@@ -132,8 +131,8 @@ class Request:
     def forward(self, ctx: Any, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor | None, ...]:
         """Merge the shards of all ranks, tile by tile in order, and keep in `ctx` the tensors of the backward pass.
 
-        fill(ids [T, n], out [tiles, T, n + 3]) writes this rank's rows of merge.py. Returns fresh tensors: logprob,
-        topk_logprob, other_logprob, entropy, nonfinite. Collectives: one all-gather if there are several ranks.
+        fill(ids [T, n], out [tiles, T, n + 3]) writes this rank's rows of merge.py. Returns fresh tensors in the order
+        of `TokenStatistics`. Collectives: one all-gather if there are several ranks.
         """
         ctx.set_materialize_grads(False)
         ids = join_ids(self.target_ids, self.topk_ids)
@@ -154,20 +153,17 @@ class Request:
             rows = gathered[:, 1:].reshape(self.shard.world * tiles, tokens, n + 3)
         merged = self.backend.merge(rows, ids, self.scale, entropy=self.entropy != "none")
         ctx.request, ctx.ids, ctx.merged = self, ids, merged
-        outputs = self._outputs(merged)
-        metrics = outputs[4:] if self.entropy == "differentiable" else outputs[3:]
-        ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
-        return outputs
-
-    def _outputs(self, merged: Merged) -> tuple[Tensor | None, ...]:
         topk = None if self.topk_ids is None else merged.logprob[:, 1:].clone()
         other = None if self.topk_ids is None else merged.other_logprob.clone()
         entropy = None if merged.entropy is None else merged.entropy.clone()
-        return merged.logprob[:, 0].clone(), topk, other, entropy, merged.nonfinite.clone()
+        nonfinite = merged.nonfinite.clone()
+        metric = entropy is not None and self.entropy == "metric"
+        ctx.mark_non_differentiable(nonfinite, *([entropy] if metric else []))
+        return merged.logprob[:, 0].clone(), entropy, topk, other, nonfinite
 
     def coefficients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Coefficients | None:
         """Turn the gradients of `forward`'s outputs into coefficients for the backward pass; None without gradients."""
-        g_logprob, g_topk, g_other, g_entropy, _ = grads
+        g_logprob, g_entropy, g_topk, g_other, _ = grads
         if self.entropy != "differentiable":
             g_entropy = None
         if g_logprob is None and g_topk is None and g_other is None and g_entropy is None:
@@ -182,12 +178,6 @@ class Request:
         if found.dead.device.type == "cpu" and not bool(found.dead.any()):  # elsewhere this would cost a sync
             found = replace(found, dead=None)
         return found
-
-
-def statistics(outputs: tuple[Tensor | None, ...]) -> TokenStatistics:
-    """Name the outputs of `Request.forward`."""
-    logprob, topk, other, entropy, nonfinite = outputs
-    return TokenStatistics(logprob, entropy, topk, other, nonfinite)
 
 
 def choose_backend(backend: str, device: torch.device) -> ModuleType:
