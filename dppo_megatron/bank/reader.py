@@ -107,7 +107,7 @@ class BankReader:
         Raises `IndexError` when `stop` exceeds `num_groups`.
         """
         if not 0 <= start <= stop <= self.num_groups:
-            raise IndexError(f"{self._directory}: groups [{start}, {stop}) of {self.num_groups}")
+            raise IndexError(f"{self._directory}: groups [{start}, {stop}) of {self.num_groups}; call refresh first")
         found: list[BankEntry] = []
         for segment, numbers in groupby(range(start, stop), key=self._segments.__getitem__):
             found += self._entries_of_segment(segment, list(numbers))

@@ -136,7 +136,7 @@ class BankWriter:
             raise BankError(f"{self._directory}: the writer is closed")
         if position in self._done:
             raise ValueError(
-                f"prompt position {position} is already in the bank {self._directory}; see done_positions()"
+                f"prompt position {position} is already in the bank {self._directory}; leave out `done_positions()`"
             )
         self._done.add(position)
         self._begun += groups

@@ -80,7 +80,6 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
     places = _Places.of(sequences)
     loss_weight = places.of_learned([s.loss_weight for s in sequences])
     carries_loss = loss_weight != 0
-    finite = np.isfinite(loss_weight).all()
     token_ids = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
     targets = np.concatenate([s.response_ids for s in sequences])[places.learned]
     batch: dict[str, torch.Tensor] = {
@@ -92,15 +91,9 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
         "loss_weight": places.at_rows(loss_weight, np.float32),
     }
     if sequences[0].advantage is not None:
-        advantage = _advantages(sequences, places)
-        finite &= np.isfinite(advantage).all()
         temperature = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), places.sizes)
-        batch["advantage"] = places.at_rows(advantage, np.float32)
+        batch["advantage"] = places.at_rows(_advantages(sequences, places), np.float32)
         batch["temperature"] = torch.from_numpy(temperature)
-    if not finite:
-        raise ValueError(
-            "a loss_weight or advantage is not finite; it would make the gradient not finite of the whole batch"
-        )
     columns = {
         column.name: _packed(column, sequences, places, carries_loss)
         for column in COLUMNS
@@ -223,6 +216,9 @@ def _problem(s: TokenSequence, first: TokenSequence) -> str:
     """Return why a sequence cannot be packed with the first; empty when it can."""
     if s.sampled is not None and s.sampled.shape != s.response_ids.shape:
         return f"{len(s.sampled)} marks of sampled tokens for {len(s.response_ids)} response tokens"
+    for name, value in (("loss_weight", s.loss_weight), ("advantage", s.advantage)):
+        if value is not None and not np.isfinite(np.float32(value)).all():
+            return f"{name} = {value}: not finite, which would make the gradient of the whole batch not finite"
     if len(s.prompt_ids) == 0:
         return "empty prompt: nothing predicts the first response token"
     if differing := s.columns.keys() ^ first.columns.keys():

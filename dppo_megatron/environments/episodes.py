@@ -203,7 +203,7 @@ class Episodes:
         attempt.finish_reason = conversation.finish_reason
         if wanted.turns.left:
             raise EnvironmentFailed(
-                "replay", "the agent does not repeat the requests that it sent before a process died"
+                "replay", "the agent does not repeat the requests from before a process died; make it deterministic"
             )
         if not conversation.branches:
             raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
@@ -303,7 +303,8 @@ class Episodes:
             return finished
         if wanted.turns.left and self.gateway is None:
             raise EnvironmentFailed(
-                "replay", f"turn {turn}: it does not repeat its answers from before its process died"
+                "replay",
+                f"turn {turn}: it does not repeat its answers from before its process died; use its seed",
             )
         request = partial(self._request, wanted, turn, behind, tokens)
         (sampled,) = await self.sample(request, f"prompt {wanted.prompt.position}, turn {turn}")
