@@ -125,7 +125,7 @@ def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = No
     return into[:found]
 
 
-def announce(file: int, begin: int, end: int) -> None:
+def prefetch(file: int, begin: int, end: int) -> None:
     """Ask the system to fetch bytes [begin, end) of a file into its cache, if it supports such hints; do not wait.
 
     Raises OSError when a file system rejects the hint.

@@ -19,7 +19,7 @@ from dppo_megatron.types import PARTS, Prompt, Rollout, RolloutGroup
 from .blob import decode_front, decode_sample
 from .entry import BankEntry
 from .errors import RESTORE, BankCorruption, BankTimeout, not_accessible
-from .files import Head, ReadBuffer, announce, is_local, read_up_to, segment_paths
+from .files import Head, ReadBuffer, is_local, prefetch, read_up_to, segment_paths
 from .ledger import Ledger
 from .lines import stored_entry
 
@@ -119,7 +119,7 @@ class BankReader:
         ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         return [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
 
-    def announce(self, wanted: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
+    def prefetch(self, wanted: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
         """Ask the system to fetch the bytes that `read` needs for these samples; return their number without waiting.
 
         This is only a hint: the bytes are not checked, and missing files raise no error.
@@ -131,7 +131,7 @@ class BankReader:
             with suppress(OSError), segment_paths(self._directory, segment)[0].open("rb", buffering=0) as file:
                 there = os.fstat(file.fileno()).st_size  # entries are not checked yet
                 for begin, end in spans:
-                    announce(file.fileno(), begin, min(end, there))
+                    prefetch(file.fileno(), begin, min(end, there))
         return total
 
     def read(

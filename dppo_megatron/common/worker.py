@@ -21,7 +21,7 @@ import psutil
 from pydantic import ValidationError
 from typing_extensions import TypedDict
 
-from .channel import LARGEST_REPLY, TOKEN_BYTES, Rubbish, WorkerChannel
+from .channel import LARGEST_REPLY, TOKEN_BYTES, InvalidReply, WorkerChannel
 from .files import adapter
 from .process import end_with_parent, exit_reason
 
@@ -128,7 +128,7 @@ class Worker:
             if begun:
                 raise WorkerTimeout(f"waited {timeout_s:g} s {what}") from None
             raise WorkerError(f"the {self._what}'s process took no request for {timeout_s:g} s") from None
-        except Rubbish as error:
+        except InvalidReply as error:
             raise WorkerError(f"the {self._what} wrote to the channel of the results: {error}") from None
         except (EOFError, OSError):
             raise WorkerError(f"the {self._what}'s process {self._how_it_ended()}") from None
