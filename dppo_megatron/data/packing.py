@@ -79,6 +79,7 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
         return _filler({"rollout_logprob": (), **(like or {})})
     places = _Places.of(sequences)
     loss_weight = places.of_learned([s.loss_weight for s in sequences])
+    _expect_finite("loss_weight", loss_weight, places)
     carries_loss = loss_weight != 0
     token_ids = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
     targets = np.concatenate([s.response_ids for s in sequences])[places.learned]
@@ -92,7 +93,9 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
     }
     if sequences[0].advantage is not None:
         temperature = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), places.sizes)
-        batch["advantage"] = places.at_rows(_advantages(sequences, places), np.float32)
+        advantage = _advantages(sequences, places)
+        _expect_finite("advantage", advantage, places)
+        batch["advantage"] = places.at_rows(advantage, np.float32)
         batch["temperature"] = torch.from_numpy(temperature)
     columns = {
         column.name: _packed(column, sequences, places, carries_loss)
@@ -185,6 +188,16 @@ def _advantages(sequences: Sequence[TokenSequence], places: _Places) -> np.ndarr
     return places.of_learned([s.advantage for s in sequences])
 
 
+def _expect_finite(name: str, values: np.ndarray, places: _Places) -> None:
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if len(wrong):
+        sequence = np.repeat(np.arange(len(places.sizes)), places.learned_sizes)[wrong[0]]
+        raise ValueError(
+            f"sequence {sequence}: {name} = {values[wrong[0]]}: not finite, which would make the gradient of the whole "
+            "batch not finite"
+        )
+
+
 def _shared_prefixes(sequences: Sequence[TokenSequence]) -> list[int]:
     """Return for each sequence the prompt tokens shared with the previous one: all or none."""
     shared = [0]
@@ -216,9 +229,6 @@ def _problem(s: TokenSequence, first: TokenSequence) -> str:
     """Return why a sequence cannot be packed with the first; empty when it can."""
     if s.sampled is not None and s.sampled.shape != s.response_ids.shape:
         return f"{len(s.sampled)} marks of sampled tokens for {len(s.response_ids)} response tokens"
-    for name, value in (("loss_weight", s.loss_weight), ("advantage", s.advantage)):
-        if value is not None and not np.isfinite(np.float32(value)).all():
-            return f"{name} = {value}: not finite, which would make the gradient of the whole batch not finite"
     if len(s.prompt_ids) == 0:
         return "empty prompt: nothing predicts the first response token"
     if differing := s.columns.keys() ^ first.columns.keys():
