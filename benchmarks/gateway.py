@@ -35,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples/quickstart"))
 from make_task import MODEL
 
+from dppo_megatron.bank.journal import FinishedTurns, Journals
 from dppo_megatron.data.prompts import render_chat
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.environments.conversation import Conversation, Sample
-from dppo_megatron.environments.journals import FinishedTurns, Journals
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.hf import make_random_hf_model
 from dppo_megatron.types import Rollout

@@ -10,7 +10,7 @@ from .entry import BankEntry
 from .errors import BankCorruption, BankError, BankLocked, BankTimeout, BankWriteError
 from .files import ReadBuffer
 from .reader import BankReader
-from .retention import give_leave, is_retired
+from .retention import allow_deletion, is_retired
 from .writer import BankWriter
 
 __all__ = [
@@ -24,6 +24,6 @@ __all__ = [
     "BankWriter",
     "EarlierSamples",
     "ReadBuffer",
-    "give_leave",
+    "allow_deletion",
     "is_retired",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,40 +64,17 @@ class Audit:
                     self.counts["turns"] += 1
                     self.counts["tokens that carry loss"] += 0 if group.reward_failed[i] else tokens
                     if turn in found:
-                        self.problems.append(f"{_name(turn)}: in two policy spans")
-                    self.problems += [f"{_name(turn)}: {what}" for what in _contradictions(part)]
+                        self.problems.append(f"{name_of(turn)}: in two policy spans")
+                    self.problems += [f"{name_of(turn)}: {what}" for what in _contradictions(part)]
                     found[turn], behind[turn] = part, whole
                 elif origin == INHERITED and not np.array_equal(behind.get(turn, ()), whole):
-                    self.problems.append(f"{_name(turn)}: inherited otherwise than an earlier branch has it")
+                    self.problems.append(f"{name_of(turn)}: inherited otherwise than an earlier branch has it")
         for trajectory in sorted(set(owners)):
             rewarded = 0 if group.turn_rewards is None else len(group.turn_rewards[trajectory])
             turns = {number for _, owner, number in found if owner == trajectory}
             missing = set(range(max([rewarded, *turns]))) - turns
-            self.problems += [f"{_name((position, trajectory, n))}: in no policy span" for n in sorted(missing)]
+            self.problems += [f"{name_of((position, trajectory, n))}: in no policy span" for n in sorted(missing)]
         return found
-
-
-def audit(groups: Iterable[RolloutGroup], sampled: Mapping[Turn, Rollout] | None = None) -> Audit:
-    """Check that each turn is in one policy span of its trajectory and is inherited exactly as it was sampled.
-
-    A bank on its own reveals only internal contradictions. `sampled` has every turn as the engine returned it, if the
-    run recorded that. Then tokens and all columns except the routes are compared bit for bit, and no turn may be
-    missing.
-    """
-    result = Audit()
-    left = set(sampled or ())
-    for group in groups:
-        found = result.add(group)
-        if sampled is None:
-            continue
-        left -= set(found)
-        for turn, rollout in found.items():
-            if turn not in sampled:
-                result.problems.append(f"{_name(turn)}: a policy span that was never sampled")
-            elif differing := _differing(rollout, sampled[turn]):
-                result.problems.append(f"{_name(turn)}: {', '.join(differing)} differ from what was sampled")
-    result.problems += [f"{_name(turn)}: sampled, but in no policy span" for turn in sorted(left)]
-    return result
 
 
 def audit_bank(directory: Path) -> Iterator[tuple[int, int, Audit]]:
@@ -162,21 +139,10 @@ def _contradictions(turn: Rollout) -> Iterator[str]:
         yield "a log-prob that differs from the one in its top-K list"
 
 
-def _differing(found: Rollout, sampled: Rollout) -> list[str]:
-    """Return the names of the values of a turn that differ from the sampled ones; routes are not compared."""
-    ours, theirs = ({"token_ids": r.token_ids, **split_columns(r.columns, [len(r.versions)], None)[0]}
-                    for r in (found, sampled))  # fmt: skip
-    return [
-        name
-        for name in {**ours, **theirs}
-        if name not in ours or name not in theirs or not np.array_equal(ours[name], theirs[name])
-    ]
-
-
 def _trajectory(group: RolloutGroup, i: int) -> int:
     number = group.rollouts[i].trajectory
     return i if number is None else number
 
 
-def _name(turn: Turn) -> str:
+def name_of(turn: Turn) -> str:
     return "prompt {}, trajectory {}, turn {}".format(*turn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +37,15 @@ def encode_group(group: RolloutGroup) -> Encoded:
 
     The prompt's `columns` are not stored, because `row` names the source line.
     """
-    shapes = Shapes.of(group)
-    header = json.dumps(
-        {"__metadata__": _metadata(group), **shapes.table()}, separators=(",", ":"), ensure_ascii=False
-    ).encode()
+    shapes, prompt = Shapes.of(group), group.prompt
+    trajectory = None if group.rollouts[0].trajectory is None else [r.trajectory for r in group.rollouts]
+    metadata = _indexed_metadata(group, prompt.position, prompt.row, trajectory)
+    metadata |= {"answer": prompt.answer, "text": prompt.text}
+    metadata["finish_reasons"] = ",".join(r.finish_reason for r in group.rollouts)
+    present = {name: value for name, value in sorted(metadata.items()) if value is not None}
+    header = json.dumps({"__metadata__": present, **shapes.table()}, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
-    front = len(header).to_bytes(8, "little") + header + np.ascontiguousarray(group.prompt.token_ids).tobytes()
+    front = len(header).to_bytes(8, "little") + header + np.ascontiguousarray(prompt.token_ids).tobytes()
     buffers = [np.frombuffer(front, np.uint8)]
     sizes, crcs = [], []
     for i, rollout in enumerate(group.rollouts):
@@ -50,14 +54,7 @@ def encode_group(group: RolloutGroup) -> Encoded:
         sizes.append([sum(map(len, part)) for part in found])
         crcs.append([_crc(part) for part in found])
         buffers += [buffer for part in found for buffer in part]
-    return Encoded(
-        buffers=buffers,
-        size=sum(map(len, buffers)),
-        front=(len(front), zlib.crc32(front)),
-        parts=sizes,
-        crc=crcs,
-        shapes=shapes,
-    )
+    return Encoded(buffers, sum(map(len, buffers)), (len(front), zlib.crc32(front)), sizes, crcs, shapes)
 
 
 def _stored(rollout: Rollout) -> dict[str, np.ndarray]:
@@ -78,23 +75,21 @@ def _crc(buffers: list[np.ndarray]) -> int:
     return crc
 
 
-def _metadata(group: RolloutGroup) -> dict[str, str]:
-    metadata = {
-        "answer": group.prompt.answer,
-        "finish_reasons": ",".join(r.finish_reason for r in group.rollouts),
+def _indexed_metadata(
+    group: RolloutGroup | BankEntry, position: int, row: int, trajectory: Sequence[int | None] | None
+) -> dict[str, str | None]:
+    """Return the fields of the header that the index line has too; None for an absent field."""
+    rewards = group.turn_rewards
+    return {
         "format": "2",
-        "position": str(int(group.prompt.position)),
-        "reward_failed": json.dumps(np.flatnonzero(group.reward_failed).tolist()),
-        "rewards": json.dumps(group.rewards.tolist()),
-        "row": str(int(group.prompt.row)),
+        "position": str(int(position)),
+        "row": str(int(row)),
         "temperature": repr(float(group.temperature)),
-        "text": group.prompt.text,
+        "rewards": json.dumps(group.rewards.tolist()),
+        "reward_failed": json.dumps(np.flatnonzero(group.reward_failed).tolist()),
+        "trajectory": None if trajectory is None else json.dumps(list(trajectory)),
+        "turn_rewards": None if rewards is None else json.dumps([of_one.tolist() for of_one in rewards]),
     }
-    if group.rollouts[0].trajectory is not None:
-        metadata["trajectory"] = json.dumps([r.trajectory for r in group.rollouts])
-    if group.turn_rewards is not None:
-        metadata["turn_rewards"] = json.dumps([rewards.tolist() for rewards in group.turn_rewards])
-    return dict(sorted(metadata.items()))
 
 
 def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
@@ -105,34 +100,17 @@ def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
     size = int.from_bytes(front[:8], "little")
     metadata, as_indexed = _read_header(front[8 : 8 + size].rstrip(b" "), entry.shapes)
     finish = metadata.get("finish_reasons", "").split(",")
-    stored = {
-        "format": metadata.get("format"),
+    stored = metadata | {
         "tensors": as_indexed,
-        "position": metadata.get("position"),
-        "row": metadata.get("row"),
-        "temperature": metadata.get("temperature"),
-        "rewards": metadata.get("rewards"),
-        "reward_failed": metadata.get("reward_failed"),
         "truncated": [reason == "length" for reason in finish],
         "finish_reasons": {reason: finish.count(reason) for reason in finish},
-        "trajectory": metadata.get("trajectory"),
-        "turn_rewards": metadata.get("turn_rewards"),
     }
-    rewards = entry.turn_rewards
-    indexed = {
-        "format": "2",
+    indexed = _indexed_metadata(entry, entry.position, entry.row, entry.trajectory) | {
         "tensors": True,
-        "position": str(entry.position),
-        "row": str(entry.row),
-        "temperature": repr(entry.temperature),
-        "rewards": json.dumps(entry.rewards.tolist()),
-        "reward_failed": json.dumps(np.flatnonzero(entry.reward_failed).tolist()),
         "truncated": entry.truncated.tolist(),
         "finish_reasons": entry.finish_reasons,
-        "trajectory": None if entry.trajectory is None else json.dumps(list(entry.trajectory)),
-        "turn_rewards": None if rewards is None else json.dumps([r.tolist() for r in rewards]),
     }
-    if differing := [name for name in stored if stored[name] != indexed[name]]:
+    if differing := [name for name, value in indexed.items() if stored.get(name) != value]:
         raise ValueError(f"header and index line differ in {', '.join(differing)}")
     if len(front) - 8 - size != 4 * entry.prompt_tokens:
         raise ValueError(f"{len(front) - 8 - size} bytes of prompt ids, expected {4 * entry.prompt_tokens}")
@@ -166,27 +144,23 @@ def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str,
             begin = end
         if begin != len(parts[part]):
             raise ValueError(f"sample {i}, part {part}: {len(parts[part])} bytes, its tensors have {begin}")
-    _compare_versions(entry, i, arrays["versions"])
-    spans = _compare_spans(entry, i, arrays["spans"])
-    return Rollout.of(
-        {column.name: arrays[column.stored_name] for column in COLUMNS if column.stored_name in arrays},
-        token_ids=arrays["ids"],
-        finish_reason=finish_reason,
-        spans=spans,
-        trajectory=None if entry.trajectory is None else entry.trajectory[i],
-    )
-
-
-def _compare_versions(entry: BankEntry, i: int, versions: np.ndarray) -> None:
+    versions = arrays["versions"]
     if len(versions) and (versions.min() < entry.min_version or versions.max() > entry.max_version):
         raise ValueError(
             f"sample {i}: versions {versions.min()} to {versions.max()}, the index line has {entry.min_version} to "
             f"{entry.max_version}"
         )
+    return Rollout.of(
+        {column.name: arrays[column.stored_name] for column in COLUMNS if column.stored_name in arrays},
+        token_ids=arrays["ids"],
+        finish_reason=finish_reason,
+        spans=_spans(entry, i, arrays["spans"]),
+        trajectory=None if entry.trajectory is None else entry.trajectory[i],
+    )
 
 
-def _compare_spans(entry: BankEntry, i: int, spans: np.ndarray) -> np.ndarray | None:
-    """Return the spans in the form of `Rollout`: None for a single span of the policy."""
+def _spans(entry: BankEntry, i: int, spans: np.ndarray) -> np.ndarray | None:
+    """Return the spans in the form of `Rollout`, None for a single span of the policy; compare them with the entry."""
     tokens = int(entry.response_lengths[i])
     wanted = [tokens, 0, 0] if entry.spans is None else entry.spans[i].tolist()
     if np.bincount(spans[:, 0], weights=spans[:, 1], minlength=3).tolist() != wanted:

@@ -16,16 +16,15 @@ def check_group(group: RolloutGroup) -> None:
     where = f"group of prompt position {group.prompt.position}"
     n = len(group.rollouts)
     if n == 0:
-        raise ValueError(f"{where}: no rollouts; record the prompt with drop() instead")
+        raise ValueError(f"{where}: no rollouts; call `drop` for a prompt without rollouts")
     if group.prompt.position < 0 or group.prompt.row < 0:
-        raise ValueError(f"{where}: position and row count from 0")
+        raise ValueError(f"{where}, row {group.prompt.row}: expected a position and a row of at least 0")
     _expect(group.prompt.token_ids, np.int32, (len(group.prompt.token_ids),), f"{where}: prompt token_ids")
     _expect(group.rewards, np.float32, (n,), f"{where}: rewards")
     _expect(group.reward_failed, np.bool_, (n,), f"{where}: reward_failed")
-    if not np.isfinite(group.rewards).all():
-        raise ValueError(f"{where}: rewards are {group.rewards}; a failed verifier scores 0 with reward_failed set")
+    _expect_finite(group.rewards, f"{where}: rewards", "where a verifier fails, store 0 and set reward_failed")
     if not (np.isfinite(group.temperature) and group.temperature > 0):
-        raise ValueError(f"{where}: temperature is {group.temperature}, expected > 0")
+        raise ValueError(f"{where}: temperature = {group.temperature}: expected the engine's, which is above 0")
     for i, rollout in enumerate(group.rollouts):
         _check_sample(rollout, group, f"{where}, sample {i}")
     _check_trajectories(group, where)
@@ -38,12 +37,18 @@ def _check_sample(r: Rollout, group: RolloutGroup, where: str) -> None:
     if r.finish_reason not in FINISH_REASONS:
         raise ValueError(f"{where}: finish_reason {r.finish_reason!r}, expected one of {FINISH_REASONS}")
     _check_columns(r, group, sampled, where)
-    if not np.isfinite(r.rollout_logprob).all():
-        raise ValueError(f"{where}: a sampled token has a log-prob that is not finite")
+    _expect_finite(r.rollout_logprob, f"{where}: rollout_logprob", "the engine sampled the token, so it has a log-prob")
     if r.sampling_mask_ids is not None and sampled:
         _check_mask(r, where)
-    if r.routed_experts is not None and (np.diff(np.sort(r.routed_experts, axis=2), axis=2) == 0).any():
-        raise ValueError(f"{where}: routed_experts: a token was sent to the same expert twice")
+    if r.routed_experts is not None:
+        twice = np.argwhere(np.diff(np.sort(r.routed_experts, axis=2), axis=2) == 0)
+        if len(twice):
+            token, layer, _ = twice[0].tolist()
+            experts = r.routed_experts[token, layer].tolist()
+            raise ValueError(
+                f"{where}: routed_experts of token {token} in MoE layer {layer} are {experts}, which names the same "
+                "expert twice; an engine sends a token to different experts"
+            )
 
 
 def _check_columns(r: Rollout, group: RolloutGroup, sampled: int, where: str) -> None:
@@ -69,9 +74,14 @@ def _check_spans(r: Rollout, where: str) -> int:
     _expect(spans, np.int32, (len(spans), 3), f"{where}: spans")
     origins, tokens, turns = spans.T
     if not len(spans) or tokens.min() < 1 or tokens.sum() != len(r.token_ids):
-        raise ValueError(f"{where}: spans must each have a token, and {len(r.token_ids)} tokens in all")
+        raise ValueError(
+            f"{where}: spans have {tokens.tolist()} tokens, expected at least 1 each and {len(r.token_ids)} together"
+        )
     if origins.min() < POLICY or origins.max() > INHERITED or turns[0] < 0 or (np.diff(turns) < 0).any():
-        raise ValueError(f"{where}: spans have an origin from {POLICY} to {INHERITED} and turns that do not decrease")
+        raise ValueError(
+            f"{where}: spans have origins {origins.tolist()} and turns {turns.tolist()}, expected origins within "
+            f"[{POLICY}, {INHERITED}], and turns from 0 that do not decrease"
+        )
     return int(tokens[origins == POLICY].sum())
 
 
@@ -80,32 +90,46 @@ def _check_mask(r: Rollout, where: str) -> None:
     counts: Any = r.sampling_mask_counts
     found = r.sampling_mask_ids == np.repeat(tokens, counts)
     if counts.min() < 1 or not np.add.reduceat(found, np.cumsum(counts) - counts).all():
-        raise ValueError(f"{where}: a sampled token is not among the sampling_mask_ids that it was drawn from")
+        raise ValueError(f"{where}: a sampled token is not among the sampling_mask_ids from which it was drawn")
 
 
 def _check_trajectories(group: RolloutGroup, where: str) -> None:
     numbers = [r.trajectory for r in group.rollouts]
     if len({number is None for number in numbers}) > 1:
-        raise ValueError(f"{where}: all samples must name their trajectory, or none")
+        raise ValueError(f"{where}: trajectories {numbers}, expected a number for each sample, or None for each")
     if numbers[0] is None:
         numbers = list(range(len(numbers)))
     begins = [i for i, number in enumerate(numbers) if number not in numbers[:i]]
     if sorted(numbers) != numbers or [numbers[i] for i in begins] != list(range(len(begins))):  # type: ignore[type-var]
-        raise ValueError(f"{where}: trajectories {numbers}, expected 0, 1, 2, ... with their branches side by side")
+        raise ValueError(f"{where}: trajectories {numbers}, expected 0, 1, 2, ... with adjacent branches, as 0, 0, 1")
     for i in begins:
         spans = group.rollouts[i].spans
         if spans is not None and (spans[:, 0] == INHERITED).any():
-            raise ValueError(f"{where}, sample {i}: the first branch of a trajectory inherits from none")
+            raise ValueError(f"{where}, sample {i}: the first branch of a trajectory cannot have inherited tokens")
     if not np.array_equal(group.rewards, group.rewards[[begins[t] for t in numbers]]):  # type: ignore[index]
-        raise ValueError(f"{where}: branches of one trajectory have different rewards")
+        raise ValueError(
+            f"{where}: rewards {group.rewards.tolist()} of trajectories {numbers}, expected equal rewards for all "
+            "branches of a trajectory"
+        )
     if group.turn_rewards is None:
         return
     if len(group.turn_rewards) != len(begins):
-        raise ValueError(f"{where}: turn_rewards of {len(group.turn_rewards)} trajectories, there are {len(begins)}")
-    for rewards in group.turn_rewards:
-        _expect(rewards, np.float32, (len(rewards),), f"{where}: turn_rewards")
-        if not np.isfinite(rewards).all():
-            raise ValueError(f"{where}: turn_rewards are {rewards}")
+        raise ValueError(
+            f"{where}: turn_rewards of {len(group.turn_rewards)} trajectories, the samples belong to {len(begins)}"
+        )
+    for number, rewards in enumerate(group.turn_rewards):
+        what = f"{where}, trajectory {number}: turn_rewards"
+        _expect(rewards, np.float32, (len(rewards),), what)
+        _expect_finite(rewards, what, "let the environment return 0.0 for a turn without a reward")
+
+
+def _expect_finite(values: np.ndarray, what: str, remedy: str) -> None:
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if len(wrong):
+        raise ValueError(
+            f"{what}[{wrong[0]}] = {values[wrong[0]]}: not finite, which would make the gradient of the whole step not "
+            f"finite; {remedy}"
+        )
 
 
 def _expect(array: Any, dtype: Any, shape: tuple[int, ...], what: str) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Literal
 
 import numpy as np
 import psutil
+from pydantic import ConfigDict, ValidationError
 
-from dppo_megatron.common.files import write_atomic
+from dppo_megatron.common.files import adapter, write_atomic
 
 from .errors import RESTORE, BankCorruption, not_accessible
 
-FORMAT = 2
+FORMAT: Literal[2] = 2
 HEAD_NAME = "head.json"
 # On these file systems, every other process sees the writes of a process at once and in order.
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "apfs"})
@@ -55,22 +56,22 @@ class Closed:
 
     index: int  # bytes of the last segment's .jsonl
     data: int  # bytes of its .bin
-    chain: int  # running crc32 of all lines
+    chain: str  # running crc32 of all lines, 8 hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     """Represents `head.json`, replaced when a segment begins, when a writer is closed and when the next one opens."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
+
+    format: Literal[2]
     segment: int  # the newest segment
     closed: Closed | None = None
 
     def write(self, directory: Path) -> None:
         """Write the file atomically. Raises OSError."""
-        closed = self.closed
-        fields: dict[str, Any] = {"format": FORMAT, "segment": self.segment}
-        if closed is not None:
-            fields["closed"] = {"index": closed.index, "data": closed.data, "chain": f"{closed.chain:08x}"}
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
         write_atomic(directory / HEAD_NAME, json.dumps(fields) + "\n")
 
     @classmethod
@@ -84,18 +85,9 @@ class Head:
         except OSError as error:
             raise not_accessible(path, error) from error
         try:
-            fields = json.loads(content)
-            if fields["format"] != FORMAT or type(fields["segment"]) is not int:
-                raise ValueError
-            closed = fields.get("closed")
-            if closed is not None:
-                closed = Closed(int(closed["index"]), int(closed["data"]), int(closed["chain"], 16))
-            head = cls(fields["segment"], closed)
-            if set(fields) - {"format", "segment", "closed"}:
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
+            return adapter(cls).validate_json(content, strict=True)  # type: ignore[arg-type]  # as in `parse_as`
+        except ValidationError:
             raise BankCorruption(f"{path}: line 1: no writer of this version wrote this content; {RESTORE}") from None
-        return head
 
 
 class ReadBuffer:
@@ -133,7 +125,7 @@ def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = No
     return into[:found]
 
 
-def announce(file: int, begin: int, end: int) -> None:
+def prefetch(file: int, begin: int, end: int) -> None:
     """Ask the system to fetch bytes [begin, end) of a file into its cache, if it supports such hints; do not wait.
 
     Raises OSError when a file system rejects the hint.

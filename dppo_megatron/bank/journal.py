@@ -1,4 +1,4 @@
-"""Write the finished turns of an unfinished group to disk before any process uses them.
+"""Write the finished turns of unfinished groups to disk before any process uses them, so that no turn is sampled twice.
 
 A journal is a pair of files like a segment of the bank, named by the prompt's position. A turn is stored as a group of
 one sample. The prompt of this group is all tokens before the turn; the trajectory is the number within the unfinished
@@ -7,8 +7,13 @@ group.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +72,107 @@ class Journal:
     def remove(self) -> None:
         """Delete the files once the bank has the group; a later `add` fails. Further calls have no effect."""
         self._segment.remove()
+
+
+Write = Callable[[np.ndarray, Rollout], Awaitable[None]]
+
+
+class FinishedTurns:
+    """Stores the finished turns of one trajectory, by the tokens before each turn.
+
+    When a process died and the trajectory is played again, its turns come from here instead of an engine.
+    """
+
+    def __init__(self, found: Iterable[tuple[np.ndarray, Rollout]] = (), write: Write | None = None):
+        """Store the turns `found` of an earlier process. `write` must return only once a turn is on disk."""
+        self._finished = [(_key(behind), sampled) for behind, sampled in found]
+        self._write = write
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Start the trajectory again: all finished turns can be taken once more."""
+        self._left = list(self._finished)
+
+    @property
+    def left(self) -> int:
+        """Return the number of turns that have not been taken."""
+        return len(self._left)
+
+    def take(self, behind: np.ndarray) -> Rollout | None:
+        """Return the first remaining turn that was sampled after the tokens `behind` [P] int32, or None."""
+        key = _key(behind)
+        for place, (other, sampled) in enumerate(self._left):
+            if other == key:
+                del self._left[place]
+                return sampled
+        return None
+
+    async def add(self, behind: np.ndarray, sampled: Rollout) -> None:
+        """Write the turn and return once it is on disk. It must not be used earlier. Raises `BankWriteError`."""
+        if self._write is not None:
+            await self._write(behind, sampled)
+        self._finished.append((_key(behind), sampled))
+
+
+class Journals:
+    """Keeps the journals of the running groups in `directory`, which is created.
+
+    `done` has the positions of prompts with a group in the bank. Their journals are removed. The constructor and the
+    methods raise `BankError`.
+    """
+
+    def __init__(self, directory: Path, done: Collection[int]):
+        directory.mkdir(exist_ok=True)
+        self._directory = directory
+        self._thread = ThreadPoolExecutor(1, "journal")  # the event loop must not wait for the disk
+        self._open: dict[int, Journal] = {}
+        for path in sorted(directory.glob("segment-*.bin")):
+            position = int(path.stem.rpartition("-")[2])
+            if position in done:
+                for file in segment_paths(directory, position):
+                    file.unlink(missing_ok=True)
+            else:
+                self._open[position] = Journal(directory, position)
+        if turns := sum(len(journal.found) for journal in self._open.values()):
+            log.info("%d groups continue after %d turns that an earlier process finished", len(self._open), turns)
+
+    def oldest_version(self, position: int) -> int | None:
+        """Return the oldest policy version of a group's turns from an earlier process, or None if there are none."""
+        found = self._open[position].found if position in self._open else []
+        return min((int(group.rollouts[0].versions.min()) for group in found), default=None)
+
+    async def turns(self, position: int, trajectories: int, temperature: float) -> list[FinishedTurns]:
+        """Return the turns of each trajectory of a group. Call it once per group."""
+        loop = asyncio.get_running_loop()
+        journal = await loop.run_in_executor(self._thread, self._opened, position)
+
+        async def write(number: int, behind: np.ndarray, sampled: Rollout) -> None:
+            await loop.run_in_executor(self._thread, journal.add, number, behind, sampled, temperature)
+
+        found: list[list[tuple[np.ndarray, Rollout]]] = [[] for _ in range(trajectories)]
+        for group in journal.found:
+            (sampled,) = group.rollouts
+            found[sampled.trajectory or 0].append((group.prompt.token_ids, sampled))
+        journal.found.clear()
+        return [FinishedTurns(of_one, partial(write, number)) for number, of_one in enumerate(found)]
+
+    def remove(self, position: int) -> None:
+        """Remove a group's journal: the bank has the group, or the group starts again. May be called in any thread."""
+        self._thread.submit(self._removed, position)  # runs after pending opens and writes
+
+    def close(self) -> None:
+        """Wait until all files are written or removed."""
+        self._thread.shutdown()
+
+    def _opened(self, position: int) -> Journal:
+        if position not in self._open:
+            self._open[position] = Journal(self._directory, position)
+        return self._open[position]
+
+    def _removed(self, position: int) -> None:
+        if (journal := self._open.pop(position, None)) is not None:
+            journal.remove()
+
+
+def _key(behind: np.ndarray) -> bytes:
+    return blake2b(np.ascontiguousarray(behind).data, digest_size=16).digest()

@@ -133,7 +133,7 @@ class Ledger:
                 f"{self.index_path}: line {self.lines + 1}: missing or incomplete, the writer left {closed.index} "
                 f"bytes of complete lines, found {self.index_size}; {RESTORE}"
             )
-        if self.index_size == closed.index and self.chain != closed.chain:
+        if self.index_size == closed.index and f"{self.chain:08x}" != closed.chain:
             return f"{path}: line 1: does not belong to the lines of {self.index_path.name}; {RESTORE}"
         return ""
 

@@ -7,6 +7,7 @@ import re
 import time
 import zlib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dppo_megatron.types import RolloutGroup
 
 from .blob import Encoded
 from .entry import BankEntry
+from .errors import RESTORE, BankCorruption
 from .shapes import Shapes
 
 # Every record begins with `kind`, `position` and `row`, so that a scan can skip the rest of the line. In a group's
@@ -25,6 +27,9 @@ PLACE = re.compile(rb'\{"kind":"group","position":\d{1,18},"row":\d{1,18},"offse
 GROUP_START = b'{"kind":"group",'
 BEGIN_START = b'{"kind":"begin",'
 END_START = b'{"kind":"end",'
+# Fields of a group's line that `BankEntry` has with the same name and value.
+_UNCHANGED = ("position", "row", "offset", "prompt_tokens", "min_version", "max_version", "version_sum", "temperature",
+              "topk", "time")  # fmt: skip
 _SEAL = re.compile(rb',"line":"([0-9a-f]{8})"\}\n?')
 _SEAL_BYTES = len(',"line":"00000000"}')
 
@@ -34,7 +39,12 @@ def group_line(group: RolloutGroup, offset: int, encoded: Encoded) -> bytes:
     versions = [r.versions for r in group.rollouts if len(r.versions)]
     optional: dict[str, Any] = {}
     if any(r.spans is not None for r in group.rollouts):
-        optional["spans"] = [tokens_by_origin(r.spans, len(r.token_ids)) for r in group.rollouts]
+        optional["spans"] = [
+            [len(r.token_ids), 0, 0]
+            if r.spans is None
+            else [int(r.spans[r.spans[:, 0] == o, 1].sum()) for o in range(3)]
+            for r in group.rollouts
+        ]
     if group.rollouts[0].trajectory is not None:
         optional["trajectory"] = [r.trajectory for r in group.rollouts]
     if group.turn_rewards is not None:
@@ -67,15 +77,10 @@ def group_line(group: RolloutGroup, offset: int, encoded: Encoded) -> bytes:
     )
 
 
-def tokens_by_origin(spans: np.ndarray | None, tokens: int) -> list[int]:
-    if spans is None:
-        return [tokens, 0, 0]
-    return [int(spans[spans[:, 0] == origin, 1].sum()) for origin in range(3)]
-
-
-def dropped_fields(position: int, row: int, reason: str, detail: str) -> dict[str, Any]:
+def dropped_line(position: int, row: int, reason: str, detail: str) -> bytes:
+    """Return the index line of a prompt that yields no group."""
     now = round(time.time(), 3)
-    return {"kind": "dropped", "position": position, "row": row, "reason": reason, "detail": detail, "time": now}
+    return sealed(kind="dropped", position=position, row=row, reason=reason, detail=detail, time=now)
 
 
 def begin_line(segment: int, chain: int) -> bytes:
@@ -106,6 +111,14 @@ def starts_with_sealed(tail: bytes) -> bool:
     return start >= 0 and len(tail) > start + _SEAL_BYTES and is_sealed(tail[: start + _SEAL_BYTES])
 
 
+def stored_entry(path: Path, line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
+    """Parse the index line of a group in `path`. Raises `BankCorruption`."""
+    try:
+        return parse_group_line(line, number, segment, line_number)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise BankCorruption(f"{path}: line {line_number}: not readable ({error}); {RESTORE}") from error
+
+
 def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
     """Parse the index line of a group.
 
@@ -126,22 +139,12 @@ def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -
         number=number,
         segment=segment,
         line=line_number,
-        position=fields["position"],
-        row=fields["row"],
-        offset=fields["offset"],
         size=fields["bytes"],
-        prompt_tokens=fields["prompt_tokens"],
         response_lengths=np.array(fields["lengths"], dtype=np.int32),
         rewards=np.array(fields["rewards"], dtype=np.float32),
         reward_failed=samples(fields["failed"]),
         truncated=samples(fields["truncated"]),
-        min_version=fields["min_version"],
-        max_version=fields["max_version"],
-        version_sum=fields["version_sum"],
         finish_reasons=fields["finish"],
-        temperature=fields["temperature"],
-        topk=fields["topk"],
-        time=fields["time"],
         routing=None if routing is None else (routing[0], routing[1]),
         shapes=Shapes.of_fields(fields, parts[:, 0].tolist()),
         front=tuple(fields["front"]),
@@ -150,4 +153,5 @@ def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -
         spans=None if spans is None else np.array(spans, dtype=np.int32),
         trajectory=None if trajectory is None else tuple(trajectory),
         turn_rewards=None if rewards is None else tuple(np.array(r, dtype=np.float32) for r in rewards),
+        **{name: fields[name] for name in _UNCHANGED},
     )

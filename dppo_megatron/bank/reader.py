@@ -19,9 +19,9 @@ from dppo_megatron.types import PARTS, Prompt, Rollout, RolloutGroup
 from .blob import decode_front, decode_sample
 from .entry import BankEntry
 from .errors import RESTORE, BankCorruption, BankTimeout, not_accessible
-from .files import Head, ReadBuffer, announce, is_local, read_up_to, segment_paths
+from .files import Head, ReadBuffer, is_local, prefetch, read_up_to, segment_paths
 from .ledger import Ledger
-from .lines import parse_group_line
+from .lines import stored_entry
 
 Front = tuple[Prompt, list[str]]  # the prompt, the finish reason of every sample
 FRONTS = 256  # fronts that a reader keeps
@@ -107,7 +107,7 @@ class BankReader:
         Raises `IndexError` when `stop` exceeds `num_groups`.
         """
         if not 0 <= start <= stop <= self.num_groups:
-            raise IndexError(f"{self._directory}: groups [{start}, {stop}) of {self.num_groups}")
+            raise IndexError(f"{self._directory}: groups [{start}, {stop}) of {self.num_groups}; call refresh first")
         found: list[BankEntry] = []
         for segment, numbers in groupby(range(start, stop), key=self._segments.__getitem__):
             found += self._entries_of_segment(segment, list(numbers))
@@ -119,7 +119,7 @@ class BankReader:
         ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         return [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
 
-    def announce(self, wanted: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
+    def prefetch(self, wanted: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
         """Ask the system to fetch the bytes that `read` needs for these samples; return their number without waiting.
 
         This is only a hint: the bytes are not checked, and missing files raise no error.
@@ -131,7 +131,7 @@ class BankReader:
             with suppress(OSError), segment_paths(self._directory, segment)[0].open("rb", buffering=0) as file:
                 there = os.fstat(file.fileno()).st_size  # entries are not checked yet
                 for begin, end in spans:
-                    announce(file.fileno(), begin, min(end, there))
+                    prefetch(file.fileno(), begin, min(end, there))
         return total
 
     def read(
@@ -228,11 +228,7 @@ class BankReader:
             raise not_accessible(path, error) from error
         for number in numbers:
             at = self._offsets[number] - begin
-            line_number = self._lines[number]
-            try:
-                yield parse_group_line(lines[at : at + self._sizes[number]], number, segment, line_number)
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise BankCorruption(f"{path}: line {line_number}: not readable ({error}); {RESTORE}") from error
+            yield stored_entry(path, lines[at : at + self._sizes[number]], number, segment, self._lines[number])
 
 
 def read_front(file: int, entry: BankEntry) -> Front:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from .errors import RESTORE, BankCorruption
 from .files import Closed, Head, read_up_to, segment_numbers, segment_paths, split_lines
 from .ledger import Ledger, file_size
-from .lines import GROUP_START, parse_group_line, starts_with_sealed
+from .lines import GROUP_START, starts_with_sealed, stored_entry
 
 HEADER_LIMIT = 100_000_000  # bytes, of safetensors
 
@@ -99,10 +99,7 @@ def _whole_lines(ledger: Ledger, lines: list[bytes], closed: Closed | None) -> t
 
 def _problem(ledger: Ledger, line: bytes, number: int, data: int, stored: int) -> str:
     """Return why the record is incomplete; empty when it is complete."""
-    try:
-        entry = parse_group_line(line, 0, ledger.segment, number)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise BankCorruption(f"{ledger.index_path}: line {number}: not readable ({error}); {RESTORE}") from error
+    entry = stored_entry(ledger.index_path, line, 0, ledger.segment, number)
     if entry.offset + entry.size > stored:
         return f"its data ends at byte {entry.offset + entry.size}, the file at {stored}"
     begin = entry.offset

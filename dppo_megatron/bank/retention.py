@@ -15,13 +15,13 @@ from .files import segment_paths
 
 log = logging.getLogger(__name__)
 
-_LEAVE = re.compile(r"retain-from-(\d{6,18})")
+_ALLOWED = re.compile(r"retain-from-(\d{6,18})")
 _DATA = re.compile(r"segment-(\d{6,18})\.bin")
 
 
-def give_leave(directory: Path, segment: int) -> None:
+def allow_deletion(directory: Path, segment: int) -> None:
     """Permit deletion of the data of segments before `segment`. A wider earlier permission stays. Raises OSError."""
-    before = _leaves(directory)
+    before = _allowed(directory)
     if segment <= max(before, default=0):
         return
     (directory / f"retain-from-{segment:06d}").touch()
@@ -33,7 +33,7 @@ def give_leave(directory: Path, segment: int) -> None:
 def delete_unneeded(directory: Path, newest: int) -> None:
     """Delete the permitted segments, but never the data of segment `newest`. A failed deletion is retried later."""
     try:
-        end = min(max(_leaves(directory), default=0), newest)
+        end = min(max(_allowed(directory), default=0), newest)
         unneeded = sorted(n for path in directory.glob("segment-*.bin") if 0 <= (n := _number(_DATA, path)) < end)
         for number in unneeded:
             segment_paths(directory, number)[0].unlink(missing_ok=True)
@@ -43,11 +43,11 @@ def delete_unneeded(directory: Path, newest: int) -> None:
 
 def is_retired(directory: Path, segment: int) -> bool:
     """Return whether the data of `segment` was deleted with permission, as `checkpoint.keep_rollouts` gives it."""
-    return segment < max(_leaves(directory), default=0) and not segment_paths(directory, segment)[0].exists()
+    return segment < max(_allowed(directory), default=0) and not segment_paths(directory, segment)[0].exists()
 
 
-def _leaves(directory: Path) -> list[int]:
-    return [number for path in directory.glob("retain-from-*") if (number := _number(_LEAVE, path)) >= 0]
+def _allowed(directory: Path) -> list[int]:
+    return [number for path in directory.glob("retain-from-*") if (number := _number(_ALLOWED, path)) >= 0]
 
 
 def _number(pattern: re.Pattern[str], path: Path) -> int:

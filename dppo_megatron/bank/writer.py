@@ -18,7 +18,7 @@ from . import lines
 from .blob import encode_group
 from .checks import check_group
 from .errors import BankError, BankLocked, BankWriteError, not_accessible, write_error
-from .files import HEAD_NAME, Closed, Head, is_local
+from .files import FORMAT, HEAD_NAME, Closed, Head, is_local
 from .ledger import Ledger
 from .recovery import recover
 from .retention import delete_unneeded
@@ -136,7 +136,7 @@ class BankWriter:
             raise BankError(f"{self._directory}: the writer is closed")
         if position in self._done:
             raise ValueError(
-                f"prompt position {position} is already in the bank {self._directory}; see done_positions()"
+                f"prompt position {position} is already in the bank {self._directory}; leave out `done_positions()`"
             )
         self._done.add(position)
         self._begun += groups
@@ -162,7 +162,7 @@ class BankWriter:
 
     def _drop(self, position: int, row: int, reason: str, detail: str) -> None:
         self._segment_for_next_record()
-        self._add([], lines.sealed(**lines.dropped_fields(position, row, reason, detail)))
+        self._add([], lines.dropped_line(position, row, reason, detail))
 
     def _add(self, blob: list[np.ndarray], line: bytes) -> None:
         self._segment.write(blob, line)
@@ -173,7 +173,7 @@ class BankWriter:
         ledger = recover(self._directory)
         if ledger.lines == 0:
             return ledger, self._begin_segment(ledger)
-        if head != Head(ledger.segment):
+        if head != Head(FORMAT, ledger.segment):
             # After a closed writer, the files may now grow beyond the sizes that it recorded. After a writer that was
             # killed between the begin line of a segment and this file, no second line may follow before the file names
             # the segment.
@@ -207,7 +207,7 @@ class BankWriter:
 
     def _write_head(self, segment: int, closed: Closed | None = None) -> None:
         try:
-            Head(segment, closed).write(self._directory)
+            Head(FORMAT, segment, closed).write(self._directory)
         except OSError as error:
             raise write_error(self._directory / HEAD_NAME, error, 200) from error
 
@@ -216,7 +216,7 @@ class BankWriter:
         if self._segment.broken or self._segment.number != ledger.segment:
             return
         try:
-            self._write_head(ledger.segment, Closed(ledger.index_size, ledger.data_size, ledger.chain))
+            self._write_head(ledger.segment, Closed(ledger.index_size, ledger.data_size, f"{ledger.chain:08x}"))
         except BankWriteError as error:
             log.warning("%s. The next writer opens the bank as after a killed writer", error)
 

@@ -19,7 +19,7 @@ _LENGTH = struct.Struct(">I")
 _HEAD = TOKEN_BYTES + _LENGTH.size
 
 
-class Rubbish(ConnectionError):
+class InvalidReply(ConnectionError):
     """The channel received bytes that the worker's own code did not write."""
 
 
@@ -38,15 +38,15 @@ class WorkerChannel:
         self._end.sendall(self._token + _LENGTH.pack(len(payload)) + payload)
 
     def receive(self, deadline: float | None = None, largest: int | None = None) -> bytes:
-        """Return the next message. Raises `Rubbish` if it has no token or more than `largest` bytes."""
+        """Return the next message. Raises `InvalidReply` if it has no token or more than `largest` bytes."""
         head = b""
         while len(head) < _HEAD:
             head += self._read(_HEAD - len(head), deadline)
             if not self._token.startswith(head[:TOKEN_BYTES]):
-                raise Rubbish(f"{head[:TOKEN_BYTES]!r} came instead of a reply")
+                raise InvalidReply(f"{head[:TOKEN_BYTES]!r} came instead of a reply")
         (size,) = _LENGTH.unpack(head[TOKEN_BYTES:])
         if largest is not None and size > largest:
-            raise Rubbish(f"a reply of {size} bytes")
+            raise InvalidReply(f"a reply of {size} bytes")
         parts = []
         while size:
             parts.append(self._read(min(size, 1 << 20), deadline))
@@ -59,9 +59,9 @@ class WorkerChannel:
         try:
             reply = json.loads(payload)
         except (ValueError, RecursionError):
-            raise Rubbish("a reply that is not JSON") from None
+            raise InvalidReply("a reply that is not JSON") from None
         if not isinstance(reply, dict) or reply.get("number") != number:
-            raise Rubbish("a reply to another request")
+            raise InvalidReply("a reply to another request")
         return reply
 
     @property

@@ -111,23 +111,22 @@ def append_json_line(path: Path, record: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in a file that `write_json` wrote, None when it does not exist. Raises `DamagedFile`."""
-    try:
-        return read_foreign_json(path)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise DamagedFile(f"{path}: {error}; {_REMEDY}") from None
+    return _or_damaged(read_foreign_json, path)
 
 
 def read_as(kind: type[T], path: Path) -> T | None:
     """Return the dataclass with the fields that `write_json` wrote, None without a file. Raises `DamagedFile`."""
+    content = _or_damaged(read_regular, path)
+    return None if content is None else parse_as(kind, content, path)
+
+
+def _or_damaged(read: Callable[[Path], T], path: Path) -> T | None:
     try:
-        content = read_regular(path, _MOST_BYTES)
+        return read(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise DamagedFile(f"{path}: {error}; {_REMEDY}") from None
-    return parse_as(kind, content, path)
 
 
 @cache
@@ -153,7 +152,7 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
     Raises FileNotFoundError, and `ValueError` for any other problem.
     """
     try:
-        value = json.loads(read_regular(path, _MOST_BYTES).decode())
+        value = json.loads(read_regular(path).decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -174,7 +173,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_regular(path: Path, most: int) -> bytes:
+def read_regular(path: Path, most: int = _MOST_BYTES) -> bytes:
     """Return the content of a file of at most `most` bytes.
 
     Raises FileNotFoundError, and `ValueError` for any other problem. Pipes and devices are rejected, because reading

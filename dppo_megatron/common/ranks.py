@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from dppo_megatron.errors import ExpectedError
 
 T = TypeVar("T")
+_Failure = tuple[type[Exception], str]  # an error's type and text
 
 FIRST_POLL_S, POLL_S = 0.0002, 0.01  # pauses between polls of the store
 POLL_S_PER_RANK = 0.0001  # all ranks together poll one process at most ten thousand times a second
@@ -60,49 +61,35 @@ class RanksTimeout(ExpectedError, TimeoutError):
 class Ranks:
     """Connects all ranks of the default process group, or only this process if torch.distributed has not started.
 
-    timeout_s: the longest wait for the other ranks without a progress report. If None, the default group's store sets
-    the timeout.
+    timeout_s: the longest wait for the other ranks without a progress report. If None, the store sets the timeout.
+    over: (store, rank, number of ranks) of ranks that share a store without a process group.
 
     All methods but `alive` and `after` are collective: all ranks call them in the same order, from one thread. The
     methods transfer pickled objects; `what` names the wait in errors. Each raises `RanksTimeout` if another rank
     terminated or exceeded the timeout. They synchronise processes, never devices.
     """
 
-    def __init__(self, timeout_s: float | None = None):
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._join(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout_s)
-        else:
-            self.rank, self.size = 0, 1
-
-    @classmethod
-    def over(cls, store: dist.Store, rank: int, size: int, timeout_s: float) -> Ranks:
-        """Return ranks that share a store, without a process group."""
-        ranks = cls.__new__(cls)
-        ranks._join(store, rank, size, timeout_s)
-        return ranks
-
-    def _join(self, store: dist.Store, rank: int, size: int, timeout_s: float | None) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, timeout_s: float | None = None, *, over: tuple[dist.Store, int, int] | None = None):
+        if over is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            over = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = 0, 1
+        if over is None:
+            return
+        store, self.rank, self.size = over
         if timeout_s is None:
             timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined] # torch's stub lacks it
         self._timeout_s = timeout_s
         self._store = dist.PrefixStore("agreements", store)
         self._of_attempt = store
         self._number = _numbers.setdefault(store, itertools.count())
-        self._poll_s = max(POLL_S, POLL_S_PER_RANK * size)
+        self._poll_s = max(POLL_S, POLL_S_PER_RANK * self.size)
         self._reported = 0.0
 
     def from_rank_zero(self, make: Callable[[], T], what: str) -> T:
         """Return the result of `make` on rank 0 to every rank, or raise its error there, with type and text."""
         if self.size == 1:
             return make()
-        error: Exception | None = None
-        outcome: tuple[Any, _Failure | None] = None, None
-        if self.rank == 0:
-            try:
-                outcome = make(), None
-            except Exception as raised:
-                error, outcome = raised, (None, _Failure.of(raised))
+        outcome, error = _outcome_of(make if self.rank == 0 else lambda: None)
         with self._waiting_for(what):
             key = f"{next(self._number)}"
             if self.rank == 0:
@@ -120,17 +107,12 @@ class Ranks:
 
         If it raises on any rank, every rank raises an error of the first one's type, with the reasons of all.
         """
-        error: Exception | None = None
-        try:
-            outcome: tuple[Any, _Failure | None] = act(), None
-        except Exception as raised:
-            error, outcome = raised, (None, _Failure.of(raised))
+        outcome, error = _outcome_of(act)
         outcomes = self.gather(outcome, what)
-        failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
+        failures = [(rank, *failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]
         if failures:
-            kinds = [failure.kind for failure in failures.values()]
-            reasons = [f"rank {rank}: {kind.__name__}: {text}" for rank, (kind, text) in failures.items()]
-            raise _error_of(kinds[0], "\n".join(reasons)) from error
+            reasons = [f"rank {rank}: {kind.__name__}: {text}" for rank, kind, text in failures]
+            raise _error_of(failures[0][1], "\n".join(reasons)) from error
         return [result for result, _ in outcomes]
 
     def gather(self, mine: T, what: str) -> list[T]:
@@ -230,7 +212,8 @@ class Ranks:
         return pickle.loads(zlib.decompress(data))
 
     def _signature(self, key: str, data: bytes) -> bytes:
-        return _signature(key, _attempts.get(self._of_attempt, b"") + data)
+        attempt = _attempts.get(self._of_attempt, b"")
+        return hmac.digest(_secret, key.encode() + b" " + attempt + data, "sha256")
 
     @contextmanager
     def _waiting_for(self, what: str) -> Iterator[None]:
@@ -246,27 +229,23 @@ class Ranks:
         )
 
 
-def _signature(key: str, data: bytes) -> bytes:
-    return hmac.digest(_secret, key.encode() + b" " + data, "sha256")
-
-
 def _listed(ranks: list[int]) -> str:
     shown = ", ".join(f"rank {rank}" for rank in ranks[:_NAMES_SHOWN])
     return shown if len(ranks) <= _NAMES_SHOWN else f"{shown} and {len(ranks) - _NAMES_SHOWN} more"
 
 
-class _Failure(NamedTuple):
-    kind: type[Exception]
-    text: str
+def _outcome_of(act: Callable[[], Any]) -> tuple[tuple[Any, _Failure | None], Exception | None]:
+    """Return ((result, failure), error) of a call.
 
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        """Return the failure with the error's type, or with its nearest base class that other ranks can construct.
-
-        An error that the other ranks cannot construct would leave them waiting, or would lose its text.
-        """
+    The failure has the error's type, or its nearest base class that other ranks can construct. An error that the other
+    ranks cannot construct would leave them waiting, or would lose its text.
+    """
+    try:
+        return (act(), None), None
+    except Exception as error:
         kind = next(kind for kind in type(error).__mro__ if _can_be_sent(kind))
-        return cls(kind, f"{error}" if kind is type(error) else f"{type(error).__name__}: {error}")
+        text = f"{error}" if kind is type(error) else f"{type(error).__name__}: {error}"
+        return (None, (kind, text)), error
 
 
 def _can_be_sent(kind: type) -> bool:

@@ -21,7 +21,7 @@ import psutil
 from pydantic import ValidationError
 from typing_extensions import TypedDict
 
-from .channel import LARGEST_REPLY, TOKEN_BYTES, Rubbish, WorkerChannel
+from .channel import LARGEST_REPLY, TOKEN_BYTES, InvalidReply, WorkerChannel
 from .files import adapter
 from .process import end_with_parent, exit_reason
 
@@ -31,7 +31,8 @@ _EXIT_S = 10.0
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from importlib import import_module
-import_module(sys.argv[3]).main(int(sys.argv[1]))"""
+from dppo_megatron.common.worker import serve
+serve(int(sys.argv[1]), import_module(sys.argv[3]).load)"""
 
 Answer = Callable[[bytes], list[Any] | bytes]
 """Returns the parts of the reply to a pickled request, or bytes that are sent unchanged. It raises nothing."""
@@ -54,8 +55,8 @@ class Worker:
     def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY):
         """Start the process.
 
-        module: its `main(descriptor)` calls `serve`. hello: arguments of `load`. what: names the foreign code in
-        errors. largest: most bytes of a reply.
+        module: its function `load` is the argument of `serve`. hello: argument of that function. what: names the
+        foreign code in errors. largest: most bytes of a reply.
         """
         self._hello = hello
         self._what = what
@@ -127,7 +128,7 @@ class Worker:
             if begun:
                 raise WorkerTimeout(f"waited {timeout_s:g} s {what}") from None
             raise WorkerError(f"the {self._what}'s process took no request for {timeout_s:g} s") from None
-        except Rubbish as error:
+        except InvalidReply as error:
             raise WorkerError(f"the {self._what} wrote to the channel of the results: {error}") from None
         except (EOFError, OSError):
             raise WorkerError(f"the {self._what}'s process {self._how_it_ended()}") from None

@@ -79,8 +79,8 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
         return _filler({"rollout_logprob": (), **(like or {})})
     places = _Places.of(sequences)
     loss_weight = places.of_learned([s.loss_weight for s in sequences])
+    _expect_finite("loss_weight", loss_weight, places)
     carries_loss = loss_weight != 0
-    finite = np.isfinite(loss_weight).all()
     token_ids = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
     targets = np.concatenate([s.response_ids for s in sequences])[places.learned]
     batch: dict[str, torch.Tensor] = {
@@ -92,15 +92,11 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
         "loss_weight": places.at_rows(loss_weight, np.float32),
     }
     if sequences[0].advantage is not None:
-        advantage = _advantages(sequences, places)
-        finite &= np.isfinite(advantage).all()
         temperature = np.repeat(np.array([s.temperature for s in sequences], dtype=np.float32), places.sizes)
+        advantage = _advantages(sequences, places)
+        _expect_finite("advantage", advantage, places)
         batch["advantage"] = places.at_rows(advantage, np.float32)
         batch["temperature"] = torch.from_numpy(temperature)
-    if not finite:
-        raise ValueError(
-            "a loss_weight or advantage is not finite; it would make the gradient not finite of the whole batch"
-        )
     columns = {
         column.name: _packed(column, sequences, places, carries_loss)
         for column in COLUMNS
@@ -190,6 +186,16 @@ def _advantages(sequences: Sequence[TokenSequence], places: _Places) -> np.ndarr
     if any(isinstance(s.advantage, np.ndarray) for s in sequences):
         return np.concatenate([np.broadcast_to(s.advantage, s.learned) for s in sequences])  # type: ignore[arg-type]
     return places.of_learned([s.advantage for s in sequences])
+
+
+def _expect_finite(name: str, values: np.ndarray, places: _Places) -> None:
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if len(wrong):
+        sequence = np.repeat(np.arange(len(places.sizes)), places.learned_sizes)[wrong[0]]
+        raise ValueError(
+            f"sequence {sequence}: {name} = {values[wrong[0]]}: not finite, which would make the gradient of the whole "
+            "batch not finite"
+        )
 
 
 def _shared_prefixes(sequences: Sequence[TokenSequence]) -> list[int]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dppo_megatron.common.worker import Worker, WorkerError, confine, serve
+from dppo_megatron.common.worker import Answer, Worker, WorkerError, confine
 from dppo_megatron.errors import ExpectedError
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def render_chats(
     return out
 
 
-def main(descriptor: int) -> None:
-    """Run the worker's process."""
-    serve(descriptor, lambda hello: (None, globals()[hello["answer"]](hello["memory"])))
+def load(hello: dict[str, Any]) -> tuple[None, Answer]:
+    """Create the class that `borrowed` names, in the worker's process."""
+    return None, globals()[hello["answer"]](hello["memory"])
 
 
 class Tables:

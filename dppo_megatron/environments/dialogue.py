@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,8 +11,6 @@ import numpy as np
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, join_columns
 
 from .interface import Message
-
-log = logging.getLogger(__name__)
 
 Render = Callable[[Sequence[dict[str, Any]]], str]
 """Returns a chat as the model reads it, up to the start of its answer."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dppo_megatron.bank.journal import FinishedTurns, Journals
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import prompt_messages, render_chat
 from dppo_megatron.data.rows import column
@@ -25,7 +26,6 @@ from dppo_megatron.types import COLUMNS, ENVIRONMENT, Prompt, Rollout, RolloutGr
 from .conversation import Conversation, RequestRejected
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
 from .interface import EnvironmentFailed, EnvironmentNameError
-from .journals import FinishedTurns, Journals
 from .pool import EnvironmentPool, Session
 from .trajectory import AgentGateway, Attempt, Trajectory, TrajectoryRequest
 
@@ -203,7 +203,7 @@ class Episodes:
         attempt.finish_reason = conversation.finish_reason
         if wanted.turns.left:
             raise EnvironmentFailed(
-                "replay", "the agent does not repeat the requests that it sent before a process died"
+                "replay", "the agent does not repeat the requests from before a process died; make it deterministic"
             )
         if not conversation.branches:
             raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
@@ -303,7 +303,8 @@ class Episodes:
             return finished
         if wanted.turns.left and self.gateway is None:
             raise EnvironmentFailed(
-                "replay", f"turn {turn}: it does not repeat its answers from before its process died"
+                "replay",
+                f"turn {turn}: it does not repeat its answers from before its process died; use its seed",
             )
         request = partial(self._request, wanted, turn, behind, tokens)
         (sampled,) = await self.sample(request, f"prompt {wanted.prompt.position}, turn {turn}")

@@ -9,14 +9,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any, TypeVar
 
-from dppo_megatron.common.worker import WorkerError, WorkerTimeout
 from dppo_megatron.config.task import EnvironmentConfig
-from dppo_megatron.rewards.outcome import describe
-from dppo_megatron.rewards.workers import WorkerPool
+from dppo_megatron.rewards.workers import WorkerPool, failure_of
 from dppo_megatron.types import Prompt
 
 from .interface import EnvironmentFailed, EnvironmentNameError, StepResult
@@ -45,12 +43,10 @@ class EnvironmentPool:
         await self._free.take(order)
         session = Session(self._pool)
         try:
-            yield session
+            with closing(session):
+                yield session
         finally:
-            try:
-                session.close()
-            finally:
-                self._free.give_back()
+            self._free.give_back()
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the tools in the form for chat templates. Raises `EnvironmentNameError` if none can be created."""
@@ -127,7 +123,7 @@ class Session:
         self._asked = False  # whether a request is pending
 
     async def tools(self) -> list[dict[str, Any]]:
-        return await self._begin(lambda worker: worker.tools())
+        return await self._begin(lambda worker: worker.described()[0])
 
     async def reset(self, prompt: Prompt, seed: int) -> str | None:
         return await self._begin(lambda worker: worker.reset(prompt, seed))
@@ -187,9 +183,5 @@ class Session:
         except EnvironmentFailed:
             self._asked = False  # the failure is an answer
             raise
-        except WorkerTimeout as error:
-            raise EnvironmentFailed("timeout", str(error)) from None
-        except WorkerError as error:
-            raise EnvironmentFailed("died", str(error)) from None
-        except Exception as error:  # pickling also runs foreign code, and some columns cannot be pickled
-            raise EnvironmentFailed("raised", describe(error)) from None
+        except Exception as error:
+            raise EnvironmentFailed(*failure_of(error)) from None

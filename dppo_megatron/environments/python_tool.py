@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.errors import ExpectedError
@@ -86,13 +86,6 @@ class Limits:
                 raise SandboxError(f"readable: {path!r} is no absolute path of this machine; correct or remove it")
 
 
-class _ProgramRun(NamedTuple):
-    """Describes the end of a program. `ended` is "" after exit code 0, otherwise the reason why it ended."""
-
-    printed: str
-    ended: str
-
-
 def python_tool(**limits: Any) -> Callable[[str], str]:
     """Return the tool `python` for `tools` of an environment. `limits` sets fields of `Limits`.
 
@@ -104,11 +97,11 @@ def python_tool(**limits: Any) -> Callable[[str], str]:
     def python(code: str) -> str:
         """Run a Python program and return its printed output. Each program starts in a new, empty directory, without
         network."""
-        run = _run(code, given)
-        said = run.printed[: given.output]
-        if len(run.printed) > given.output:
+        printed, ended = _run(code, given)
+        said = printed[: given.output]
+        if len(printed) > given.output:
             said += f"\n[cut after {given.output} characters]"
-        return f"{said}\n[{run.ended}]".lstrip("\n") if run.ended else said or "[it printed nothing]"
+        return f"{said}\n[{ended}]".lstrip("\n") if ended else said or "[it printed nothing]"
 
     return python
 
@@ -127,7 +120,7 @@ def _try_limits(limits: Limits) -> None:
             **vars(limits), port=server.getsockname()[1], canary=canary.name, writable=["/", *_directories(limits)]
         )
         try:
-            run = _run(code, limits)
+            printed, ended = _run(code, limits)
         except EnvironmentFailed as error:
             raise SandboxError(
                 f"the Python tool's limits cannot be enforced on this machine: {error}. It needs Linux 5.14 with user "
@@ -135,16 +128,20 @@ def _try_limits(limits: Limits) -> None:
                 "kernel.apparmor_restrict_unprivileged_userns = 0 where they exist; a container must let it call "
                 "unshare and mount (Docker: --security-opt seccomp=unconfined and apparmor=unconfined)"
             ) from None
-    *loose, last = run.printed.splitlines() or [""]
+    *loose, last = printed.splitlines() or [""]
     if loose or last != "tried":
+        found = ", ".join(loose) or f"the test program printed {printed!r} and {ended or 'ended normally'}"
         raise SandboxError(
-            f"the Python tool's limits do not hold on this machine: {', '.join(loose) or run}. A Python that does not "
-            "start needs more memory_mb, or its libraries in `readable`"
+            f"the Python tool's limits do not hold on this machine: {found}. If Python does not start, give it more "
+            "memory_mb, or add its libraries to `readable`"
         )
 
 
-def _run(code: str, limits: Limits) -> _ProgramRun:
-    """Run a program in a new sandbox. Raises `EnvironmentFailed` if no sandbox can be created."""
+def _run(code: str, limits: Limits) -> tuple[str, str]:
+    """Run a program in a new sandbox; return its output, and the reason why it ended ("" after exit code 0).
+
+    Raises `EnvironmentFailed` if no sandbox can be created.
+    """
     largest = max(limits.files_mb << 20, 4 * limits.output)
     output = os.memfd_create("output")
     told, tell = os.pipe()
@@ -183,7 +180,7 @@ def _run(code: str, limits: Limits) -> _ProgramRun:
             raise EnvironmentFailed("raised", said["failed"])
         printed.seek(0)
         ended = f"ended after {limits.wall_s:g} s" if late else _ended(said["code"], said["cpu_s"], limits)
-        return _ProgramRun(printed.read(4 * limits.output + 4).decode(errors="replace"), ended)
+        return printed.read(4 * limits.output + 4).decode(errors="replace"), ended
 
 
 @cache

@@ -6,13 +6,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dppo_megatron.bank.journal import FinishedTurns
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import Prompt, Rollout
 
 from .conversation import Conversation
 from .dialogue import Dialogue, Piece
-from .journals import FinishedTurns
 
 
 @dataclass(frozen=True)

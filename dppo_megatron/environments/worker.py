@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from dppo_megatron.common.worker import Answer, Worker, WorkerError, checked, serve
+from dppo_megatron.common.worker import Answer, Worker, WorkerError, checked
 from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, describe
 from dppo_megatron.rewards.registry import load_attribute
@@ -19,7 +19,6 @@ from .interface import EnvironmentFailed, EnvironmentNameError, Message, StepRes
 from .tools import Tools, tool_calls
 
 LARGEST_ANSWER = 4 * 1024 * 1024  # bytes of an environment's answer to a turn
-_OptionalText, _OptionalReward = str | None, float | None
 
 
 class EnvironmentWorker(Worker):
@@ -30,16 +29,13 @@ class EnvironmentWorker(Worker):
         super().__init__(__name__, hello, "environment", LARGEST_ANSWER)
         self._timeout_s = config.timeout_s
 
-    def tools(self) -> list[dict[str, Any]]:
-        """Return the tools in the form for chat templates."""
-        return self._call(list[dict[str, Any]], "for an environment to be created", "tools")
-
-    def steps(self) -> bool:
-        """Return whether the environment has `step`, and so can reward each turn."""
-        return self._call(bool, "for an environment to be created", "steps")
+    def described(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the tools in the form for chat templates, and whether `step` exists, which can reward each turn."""
+        found = self._call(list[Any], "for an environment to be created", "described")
+        return checked(tuple[list[dict[str, Any]], bool], tuple(found))
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        return self._call(_OptionalText, "for reset", "reset", prompt, seed)
+        return self._call(str | None, "for reset", "reset", prompt, seed)
 
     def step(self, text: str) -> StepResult:
         answer = self._call(list[Any], "for the answer to a turn", "step", text)
@@ -47,11 +43,11 @@ class EnvironmentWorker(Worker):
 
     def finish(self) -> float | None:
         """Return the reward of the trajectory, or None if the environment gives no reward."""
-        return self._call(_OptionalReward, "for the reward", "finish")
+        return self._call(float | None, "for the reward", "finish")
 
     def agent(self, prompt: Prompt, url: str, key: str) -> float | None:
         """Run the agent to its end. Return its reward, or None if it gives no reward."""
-        return self._call(_OptionalReward, "for the agent to return", "agent", prompt, url, key)
+        return self._call(float | None, "for the agent to return", "agent", prompt, url, key)
 
     def _call(self, kind: Any, what: str, method: str, *arguments: Any) -> Any:
         match self.ask((method, *arguments), self._timeout_s, f"(environment.timeout_s) {what}", list[Any]):
@@ -76,13 +72,13 @@ def environment_problem(
     try:
         if problem := worker.load():
             return problem
-        tools += worker.tools() if config.agent is None else []
+        found, steps = worker.described() if config.agent is None else ([], True)
+        tools += found
         if tools and not chat:
             return (
                 f"environment.name = {config.name}: has tools, which only a chat template shows to the policy; set "
                 "data.chat_template = true, or give it `step` instead"
             )
-        steps = config.agent is not None or worker.steps()
         if not (tools or steps):
             return f"environment.name = {config.name}: has neither `tools` nor `step`; give it one of them"
         if by_turn and not steps:
@@ -97,12 +93,8 @@ def environment_problem(
     return None
 
 
-def main(descriptor: int) -> None:
-    """Run the worker's process."""
-    serve(descriptor, _load)
-
-
-def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
+def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
+    """Import the environment or agent in the worker's process."""
     try:
         make = load_attribute(hello["setting"], hello["name"], EnvironmentNameError)
     except EnvironmentNameError as error:
@@ -132,11 +124,9 @@ class _Host:
             return ["failed", "raised", describe(error)]
         return ["failed", *outcome] if isinstance(outcome, Failure) else ["done", outcome]
 
-    def _tools(self) -> list[dict[str, Any]]:
-        return Tools(getattr(self._make(), "tools", ())).schemas
-
-    def _steps(self) -> bool:
-        return hasattr(self._make(), "step")
+    def _described(self) -> list[Any]:
+        environment = self._make()
+        return [Tools(getattr(environment, "tools", ())).schemas, hasattr(environment, "step")]
 
     def _reset(self, prompt: Prompt, seed: int) -> str | None:
         self._environment = self._make()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
 
-from .interface import MODEL, Body, arguments_of, call, refuse_unless, text_of, tool
+from .interface import MODEL, Body, arguments_of, call, text_of, tool
 
 PATH = "/v1/chat/completions"
-SERVED: dict[str, Collection[Any]] = {
+SERVED: dict[str, Any] = {
     "n": (None, 1),
     "stop": (None, [], ""),
     "tool_choice": (None, "auto"),
@@ -22,7 +22,6 @@ SERVED: dict[str, Collection[Any]] = {
 
 
 def read(body: Body) -> TurnRequest:
-    refuse_unless(body, SERVED)
     functions = [described["function"] for described in body.get("tools") or ()]
     tools = [tool(f["name"], f.get("description"), f.get("parameters")) for f in functions]
     return TurnRequest(
@@ -33,10 +32,8 @@ def read(body: Body) -> TurnRequest:
 
 
 def reply(turn: Turn, body: Body) -> Body:
-    message: Body = {"role": "assistant", "content": turn.content, **_reasoning(turn)}
-    if turn.calls:
-        message["tool_calls"] = _calls(turn)
-    choice = {"index": 0, "message": message, "finish_reason": _finish(turn), "logprobs": None}
+    calls = {"tool_calls": _calls(turn)} if turn.calls else {}
+    choice = {"index": 0, "message": {**_message_of(turn), **calls}, "finish_reason": _finish(turn), "logprobs": None}
     return {**_head(turn, body, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
@@ -46,7 +43,7 @@ def events(turn: Turn, body: Body) -> Iterator[Body]:
     def chunk(delta: Body, finish: str | None = None) -> Body:
         return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
-    yield chunk({"role": "assistant", "content": turn.content, **_reasoning(turn)})
+    yield chunk(_message_of(turn))
     for number, called in enumerate(_calls(turn)):
         yield chunk({"tool_calls": [{"index": number, **called}]})
     yield chunk({}, _finish(turn))
@@ -73,8 +70,9 @@ def _calls(turn: Turn) -> list[Body]:
     ]
 
 
-def _reasoning(turn: Turn) -> Body:
-    return {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+def _message_of(turn: Turn) -> Body:
+    reasoning = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return {"role": "assistant", "content": turn.content, **reasoning}
 
 
 def _finish(turn: Turn) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Tool, Turn, TurnRequest
@@ -17,6 +17,7 @@ class Interface(Protocol):
     """Declares the functions of an interface, which each of the three modules implements."""
 
     PATH: str
+    SERVED: dict[str, Any]  # setting -> collection of the values that change nothing; others are rejected
 
     def read(self, body: Body) -> TurnRequest:
         """Return the turn that a request asks for.
@@ -32,13 +33,6 @@ class Interface(Protocol):
         ...
 
     def error(self, message: str, status: int) -> Body: ...
-
-
-def refuse_unless(body: Body, served: Mapping[str, Collection[Any]]) -> None:
-    """Reject settings that would change sampling in a way that is not supported."""
-    for name, values in served.items():
-        if name in body and body[name] not in values:
-            raise RequestRejected(f"{name} = {json.dumps(body[name])[:100]}: not served here; leave it out")
 
 
 def text_of(content: str | list[Body] | None) -> str:

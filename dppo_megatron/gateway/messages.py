@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
 
-from .interface import MODEL, Body, call, refuse_unless, system, text_of, tool
+from .interface import MODEL, Body, call, system, text_of, tool
 
 PATH = "/v1/messages"
-SERVED = {"stop_sequences": (None, []), "tool_choice": (None, {"type": "auto"})}
+SERVED: dict[str, Any] = {"stop_sequences": (None, []), "tool_choice": (None, {"type": "auto"})}
 
 
 def read(body: Body) -> TurnRequest:
-    refuse_unless(body, SERVED)
     messages = system(text_of(body.get("system")))
     for message in body["messages"]:
         _put(messages, message)

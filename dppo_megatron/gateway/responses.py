@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
 
 from .chat import error
-from .interface import MODEL, Body, arguments_of, call, refuse_unless, system, text_of, tool
+from .interface import MODEL, Body, arguments_of, call, system, text_of, tool
 
-__all__ = ["PATH", "error", "events", "read", "reply"]
+__all__ = ["PATH", "SERVED", "error", "events", "read", "reply"]
 
 PATH = "/v1/responses"
-SERVED = {
+SERVED: dict[str, Any] = {
     "tool_choice": (None, "auto"),
     "text": (None, {}, {"format": {"type": "text"}}),
     "previous_response_id": (None,),
@@ -24,7 +25,6 @@ SERVED = {
 
 
 def read(body: Body) -> TurnRequest:
-    refuse_unless(body, SERVED)
     messages = system(body.get("instructions") or "")
     given = body["input"]
     for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
@@ -109,12 +109,8 @@ def _items(turn: Turn) -> list[Body]:
         )
     for number, called in enumerate(turn.calls):
         id = turn.call_id(number)
-        items.append(
-            {
-                **{"type": "function_call", "id": f"fc_{id}", "call_id": id, "status": "completed"},
-                **{"name": called.name, "arguments": arguments_of(called)},
-            }
-        )
+        head = {"type": "function_call", "id": f"fc_{id}", "call_id": id, "status": "completed"}
+        items.append({**head, "name": called.name, "arguments": arguments_of(called)})
     return items
 
 

@@ -100,6 +100,9 @@ class Gateway:
         session = self._session(request, interface)
         try:
             body = await request.json()
+            for name, values in interface.SERVED.items():
+                if name in body and body[name] not in values:
+                    raise RequestRejected(f"{name} = {json.dumps(body[name])[:100]}: not served here; leave it out")
             ask = interface.read(body)
         except RequestRejected as refused:
             return _error(interface, str(refused))

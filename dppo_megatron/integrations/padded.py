@@ -35,8 +35,8 @@ def unfit(objective: ObjectiveProtocol, *, topk: bool = False, old: bool = False
 
     reasons = {
         "learns from given answers, not from samples": objective.settings.supervised,
-        "reads the engine's list of likely tokens, which is not handed over": objective.needs_topk and not topk,
-        "tells the old from the rollout policy, and one of them is handed over": objective.needs_old and not old,
+        "reads the engine's list of likely tokens, which is not supplied": objective.needs_topk and not topk,
+        "compares old and rollout policy, and only one is supplied": objective.needs_old and not old,
         "reads columns of the engine's reply": bool(objective.needs_columns),
         "takes a number of the whole batch, which comes in micro-batches": objective.needs_statistic,
         "has a KL to a reference policy of its own": objective.needs_reference and not terms,

@@ -24,23 +24,12 @@ from .padded import on_rows, refuse_unfit, resolve, unfit
 
 # Settings of GRPOConfig for the loss, which the objective defines here.
 _OF_THE_LOSS = (
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "importance_sampling_level",
-    "top_entropy_quantile",
-    "entropy_coef",
-    "use_adaptive_entropy",
-    "off_policy_mask_threshold",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-)
-# With these settings TRL would sample from another distribution than the one that it scores.
-_OF_SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty")
+    "epsilon", "epsilon_high", "delta", "importance_sampling_level", "top_entropy_quantile", "entropy_coef",
+    "use_adaptive_entropy", "off_policy_mask_threshold", "sapo_temperature_neg", "sapo_temperature_pos",
+    "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+# With other values TRL would sample from another distribution than the one that it scores.
+_HARMLESS = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
 # Model inputs in addition to text: lists are requested only for text.
 _NOT_TEXT = ("pixel_values", "token_type_ids", "mm_token_type_ids")
 
@@ -100,26 +89,18 @@ class ObjectiveTrainer(GRPOTrainer):
     def _logits(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return the logits [B, C, V] of the completion's tokens, before the temperature."""
         length = inputs["completion_ids"].shape[1]
+        ids, mask = _whole(inputs)
         with self.accelerator.autocast():
-            logits = model(
-                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                logits_to_keep=length + 1,
-                use_cache=False,
-            ).logits
+            logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=length + 1, use_cache=False).logits
         return logits[:, -length - 1 : -1]
 
     def _policy(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, TopKLogprobs | None]:
         """Return (log-prob [B, C], entropy [B, C], lists [B C, K]) of the policy in training."""
         if not self.objective.needs_topk:
             extras = {name: inputs.get(name) for name in _FORWARD}
+            length = inputs["completion_ids"].shape[1]
             logprob, entropy, _ = self._get_per_token_logps_and_entropies(
-                model,
-                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                inputs["completion_ids"].shape[1],
-                compute_entropy=True,
-                **extras,
+                model, *_whole(inputs), length, compute_entropy=True, **extras
             )
             return logprob, entropy, None
         targets = inputs["completion_ids"]
@@ -196,17 +177,15 @@ class ObjectiveTrainer(GRPOTrainer):
 
 _TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 _FORWARD = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+def _whole(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the token ids and the attention mask of prompt and completion, [B, P + C] each."""
+    ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    return ids, mask
 
 
 def _refuse_settings(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss: bool) -> None:
@@ -218,13 +197,12 @@ def _refuse_settings(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss
         if getattr(args, name) != default[name] and not (name == "epsilon_high" and args.epsilon_high == args.epsilon)
     ]
     kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
-    sampled = {name: kwargs.get(name, getattr(args, name)) for name in _OF_SAMPLING}
-    harmless = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+    sampled = {name: kwargs.get(name, getattr(args, name)) for name in _HARMLESS}
     problems += [
         f"{name} = {value}: tokens would be sampled from another distribution than the one that is scored, and every "
         "ratio would be off; remove it"
         for name, value in sampled.items()
-        if value not in harmless[name]
+        if value not in _HARMLESS[name]
     ]
     if kwargs.get("temperature", args.temperature) != args.temperature:
         problems.append(

@@ -92,34 +92,19 @@ def use_token_statistics() -> None:
         logits: Tensor,  # [1, tokens, V_local], consumed
         label: Tensor,  # [1, tokens]
         temperature: Tensor,  # [1, tokens]; verl pads with 0
-        *,
-        calculate_sum_pi_squared: bool,
-        calculate_entropy: bool,
-        distillation_use_topk: bool,
-        distillation_only: bool,
-        **more: Any,
+        **flags: Any,
     ) -> dict[str, Tensor]:
-        if calculate_sum_pi_squared or distillation_use_topk or distillation_only:
-            return theirs(
-                self,
-                logits,
-                label,
-                temperature,
-                calculate_sum_pi_squared=calculate_sum_pi_squared,
-                calculate_entropy=calculate_entropy,
-                distillation_use_topk=distillation_use_topk,
-                distillation_only=distillation_only,
-                **more,
-            )
+        if flags["calculate_sum_pi_squared"] or flags["distillation_use_topk"] or flags["distillation_only"]:
+            return theirs(self, logits, label, temperature, **flags)
         statistics = token_statistics(
             logits.flatten(0, 1),
             label.flatten(),
             temperature=temperature.clamp(min=1e-8).expand_as(label).flatten(),
             group=parallel_state.get_tensor_model_parallel_group(),
-            entropy="differentiable" if calculate_entropy else "none",
+            entropy="differentiable" if flags["calculate_entropy"] else "none",
         )
         found = {"log_probs": statistics.logprob.view_as(label)}
-        if calculate_entropy:
+        if flags["calculate_entropy"]:
             found["entropy"] = statistics.entropy.view_as(label)
         return found
 

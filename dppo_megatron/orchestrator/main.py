@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from dppo_megatron.bank import BankWriter, EarlierSamples
+from dppo_megatron.bank.journal import Journals
 from dppo_megatron.common.process import raise_open_files_limit
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.data.prompts import PromptSource, training_prompts
@@ -21,7 +22,6 @@ from dppo_megatron.engines.protocol import Engine, EngineTimeout, EngineUnavaila
 from dppo_megatron.engines.serving import start_model
 from dppo_megatron.engines.teachers import teacher_config
 from dppo_megatron.environments.episodes import Episodes
-from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.pool import EnginePool, FixedEngines
 from dppo_megatron.fleet.registry import engine_services, engine_urls

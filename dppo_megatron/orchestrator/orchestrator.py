@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.bank import BankTimeout, BankWriter, EarlierSamples
+from dppo_megatron.bank.journal import Journals
 from dppo_megatron.config import Config
 from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes, training_requests
-from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup

@@ -2,7 +2,7 @@
 
 from .interface import NOT_APPLICABLE, GroupReward, Reward, Ungradable
 from .pool import RewardPool
-from .registry import RewardError, build_reward, build_rewards
+from .registry import RewardError, build_rewards
 from .workers import import_problem
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "RewardError",
     "RewardPool",
     "Ungradable",
-    "build_reward",
     "build_rewards",
     "import_problem",
 ]

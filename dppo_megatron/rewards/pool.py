@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -77,7 +76,12 @@ class RewardPool:
             if self._trusted(term):
                 return [final_answer(self._rewards[term], text) for text in texts]
             batches = [texts[i : i + _TEXTS] for i in range(0, len(texts), _TEXTS)]
-            return list(itertools.chain.from_iterable([await self._read_texts(term, batch) for batch in batches]))
+            out: list[str | None] = []
+            for batch in batches:
+                asked = self._workers.submit(RewardWorker.final_answers, term, batch, self._config.timeout_s)
+                found = await asyncio.wrap_future(asked)
+                out += [None] * len(batch) if isinstance(found, Failure) else found
+            return out
         return None
 
     def take_metrics(self) -> dict[str, float]:
@@ -211,11 +215,6 @@ class RewardPool:
                 problems = [p.detail if isinstance(p, Failure) else p[0] for p in single]
             out += zip(batch, problems, strict=True)
         return out
-
-    async def _read_texts(self, term: int, texts: Sequence[str]) -> list[str | None]:
-        asked = self._workers.submit(RewardWorker.final_answers, term, texts, self._config.timeout_s)
-        found = await asyncio.wrap_future(asked)
-        return [None] * len(texts) if isinstance(found, Failure) else found
 
     def _checked(self, term: int, batches: list[list[str]], timeout_s: float) -> list[list[str | None] | Failure]:
         asked = [self._workers.submit(RewardWorker.check, term, batch, timeout_s) for batch in batches]

@@ -37,12 +37,6 @@ def build_rewards(config: RewardConfig) -> list[Reward | GroupReward]:
     return [load_reward(term.name, term.settings) for term in config.all_terms]
 
 
-def build_reward(config: RewardConfig) -> Reward | GroupReward:
-    """Return the only reward of `config`. Raises `RewardError`."""
-    (reward,) = build_rewards(config)
-    return reward
-
-
 def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward | GroupReward:
     """Return a built-in reward, or the callable `package.module:attribute`. A class is instantiated.
 

@@ -42,7 +42,7 @@ class RemoteReward:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(f"url = {url!r}: must be http://HOST:PORT/PATH")
         if batch < 1 or attempts < 1:
-            raise ValueError("batch and attempts must be at least 1")
+            raise ValueError(f"batch = {batch}, attempts = {attempts}: both must be at least 1")
         if token_env is not None and token_env not in os.environ:
             raise ValueError(f"token_env = {token_env!r}: the environment has no such variable")
         if token_env is not None and not (os.environ[token_env].isascii() and os.environ[token_env].isprintable()):

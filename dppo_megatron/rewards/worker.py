@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from dppo_megatron.common.worker import Answer, Worker, WorkerError, serve
+from dppo_megatron.common.worker import Answer, Worker, WorkerError
 from dppo_megatron.types import Prompt
 
 from .outcome import LONGEST_DETAIL, Failure, Outcome, attempt, describe, final_answer, problem_of, refuse_unawaited
@@ -46,12 +46,8 @@ class RewardWorker(Worker):
         return self.ask(("final", term, tuple(texts)), timeout_s, "for the answers in responses", list[str | None])
 
 
-def main(descriptor: int) -> None:
-    """Run the worker's process."""
-    serve(descriptor, _load)
-
-
-def _load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
+def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
+    """Load the rewards in the worker's process."""
     rewards, problem = [], None
     home = os.open(".", os.O_RDONLY)
     try:

@@ -36,6 +36,16 @@ def import_problem(config: RewardConfig) -> str | None:
         worker.end()
 
 
+def failure_of(error: BaseException) -> Failure:
+    """Return the failure for an error of a request to a worker.
+
+    Other errors than `WorkerError` come from pickling: it also runs foreign code, and some columns cannot be pickled.
+    """
+    if isinstance(error, WorkerError):
+        return Failure("timeout" if isinstance(error, WorkerTimeout) else "died", str(error))
+    return Failure("raised", describe(error))
+
+
 class WorkerPool(Generic[AnyWorker]):
     """Runs at most `count` processes, each with user code imported, started on the first request.
 
@@ -92,12 +102,8 @@ class WorkerPool(Generic[AnyWorker]):
                 except WorkerError:
                     worker = self.start()
             return self._keep(worker, ask)
-        except WorkerTimeout as error:
-            return Failure("timeout", str(error))
-        except WorkerError as error:
-            return Failure("died", str(error))
-        except BaseException as error:  # pickling also runs foreign code, and some columns cannot be pickled
-            return Failure("raised", describe(error))
+        except BaseException as error:
+            return failure_of(error)
 
     def _keep(self, worker: AnyWorker, ask: Callable[[AnyWorker], Result]) -> Result:
         """Send a request, and keep the worker for the next one unless it is unusable."""

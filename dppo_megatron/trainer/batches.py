@@ -254,7 +254,7 @@ class BankBatches:
         for number, samples in enumerate(planned):
             while len(sizes) < len(planned) and sum(sizes[number:]) < AHEAD_BYTES:
                 wanted = [(entries[g], of) for g, of in _by_group(planned[len(sizes)]).items()]
-                sizes.append(self._reader.announce(wanted, self._parts))
+                sizes.append(self._reader.prefetch(wanted, self._parts))
             yield samples
 
     def _stored(

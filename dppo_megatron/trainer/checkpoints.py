@@ -9,7 +9,7 @@ from typing import Any
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.actor.checkpoint.directory import kept_steps
-from dppo_megatron.bank import give_leave
+from dppo_megatron.bank import allow_deletion
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
@@ -65,7 +65,7 @@ class Checkpoints:
         try:
             if steps := kept_steps(self._directory):
                 # A segment of the bank has the rollouts of one step.
-                give_leave(RunDir(self._config.run.dir).bank, min(steps[0], steps[-1] - keep))
+                allow_deletion(RunDir(self._config.run.dir).bank, min(steps[0], steps[-1] - keep))
         except OSError as error:
             log.warning("checkpoint.keep_rollouts = %d: no rollouts are deleted for now: %s", keep, error)
 

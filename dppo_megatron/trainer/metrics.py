@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -146,7 +146,7 @@ class StepMetrics:
     def _of_updates(self) -> dict[str, float]:
         stats = [s for s, _ in self._updates]
         values = {
-            "train/loss": _mean([s.loss for s in stats]),
+            "train/loss": fmean(s.loss for s in stats),
             "train/lr": stats[-1].lr,
             "train/skipped_updates": float(sum(s.skipped for s in stats)),
             "train/sequences": float(sum(b.sequences for _, b in self._updates)),
@@ -156,7 +156,7 @@ class StepMetrics:
             "time/optimizer_s": sum(s.optimizer_s for s in stats),
         }
         if norms := [s.grad_norm for s in stats if not s.overflowed]:  # an overflow has an infinite norm
-            values["train/grad_norm"] = _mean(norms)
+            values["train/grad_norm"] = fmean(norms)
         if stats[-1].loss_scale is not None:
             values["train/loss_scale"] = stats[-1].loss_scale
             values["train/overflowed_updates"] = float(sum(s.overflowed for s in stats))
@@ -194,7 +194,3 @@ def improvement_bounds(
         "bound/quadratic": 2 * horizon * (horizon - 1) * largest**2,
         "bound/linear": 4 * mean_length * total_variation,
     }
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -32,15 +32,10 @@ from .batches import StoredSequence, UpdateBatch
 
 log = logging.getLogger(__name__)
 
+_Row = tuple[tuple[int, int, int], np.ndarray, np.ndarray]
+"""Of one sequence: (position, sample, count), index [count], values [4, count]."""
+
 _NAME = re.compile(r"step-(\d{6,})-r\d+\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    given: TokenBatch
-    rows: Tensor  # [n] int64 on the device, the loss rows of this rank in `given`
-    values: Tensor  # [4, n] fp32 on the device
-    sequences: list[StoredSequence]
 
 
 class TokenLog:
@@ -54,7 +49,7 @@ class TokenLog:
         self._directory = RunDir(config.run.dir).tokens
         self._writes = config.tracking.token_sequences > 0 and layout.is_last_stage and layout.tensor_rank == 0
         self._rank = layout.rank
-        self._seen: list[_Seen] = []
+        self._seen: list[Callable[[], list[_Row]]] = []  # reads the device
         if layout.rank == 0:  # before the first update, which no other rank can finish without this one
             for path in self._directory.glob("step-*"):
                 if (name := _NAME.fullmatch(path.name)) and int(name[1]) > (resume_step or 0):
@@ -70,14 +65,14 @@ class TokenLog:
 
         def observe(batch: MicroBatch, values: Tensor) -> None:
             if batch.num_loss_tokens and (sequences := of_batch.get(id(batch.given))):
-                self._seen.append(_Seen(batch.given, batch.loss_rows, values, sequences))
+                self._seen.append(partial(_rows, batch.given, batch.loss_rows, values, sequences))
 
         return observe
 
     def write(self, step: int) -> None:
         """Write the finished step, counted from 1. A disk error does not stop the run."""
         seen, self._seen = self._seen, []
-        rows = [row for one in seen for row in _rows(one)]
+        rows = [row for rows_of_batch in seen for row in rows_of_batch()]
         if not rows:
             return
         names = ("position", "sample", "counts")
@@ -94,12 +89,15 @@ class TokenLog:
             self._writes = False
 
 
-def _rows(seen: _Seen) -> list[tuple[tuple[int, int, int], np.ndarray, np.ndarray]]:
-    """Return for each sequence ((position, sample, count), index [count], values [4, count])."""
-    values, at = seen.values.cpu().numpy(), seen.rows.cpu().numpy()
-    mask, bounds = seen.given.mask.numpy(), seen.given.cu_seqlens.numpy()
+def _rows(given: TokenBatch, loss_rows: Tensor, of_rows: Tensor, sequences: list[StoredSequence]) -> list[_Row]:
+    """Return the values of each sequence.
+
+    loss_rows: [n] int64 on the device, the loss rows of this rank in `given`. of_rows: [4, n] fp32 on the device.
+    """
+    values, at = of_rows.cpu().numpy(), loss_rows.cpu().numpy()
+    mask, bounds = given.mask.numpy(), given.cu_seqlens.numpy()
     found = []
-    for sequence in seen.sequences:
+    for sequence in sequences:
         begin, end = bounds[sequence.number], bounds[sequence.number + 1]
         own = np.flatnonzero((at >= begin) & (at < end))
         own = own[np.argsort(at[own])]

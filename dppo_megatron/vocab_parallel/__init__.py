@@ -4,7 +4,7 @@ Depends only on torch. `docs/vocab_parallel.md` shows its use from another frame
 """
 
 from .batch_invariant import batch_invariant_logits
-from .deferred import DeferredChecks
+from .checks import DeferredChecks
 from .linear import linear_token_statistics
 from .statistics import TokenStatistics
 from .stored import token_statistics

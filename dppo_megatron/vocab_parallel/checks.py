@@ -1,8 +1,12 @@
-"""Checks arguments; errors name the argument and its sizes."""
+"""Checks arguments; errors name the argument and its sizes.
+
+Values on the device are checked now or later, because the host waits for all earlier work to read a value.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,9 +14,30 @@ from torch import Tensor
 from .sampling_mask import SamplingMasks
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-ENTROPY = ("none", "metric", "differentiable")
-BACKENDS = ("auto", "torch", "triton")
 _INTEGER = (torch.int64, torch.int32)
+
+
+class DeferredChecks:
+    """Collects the checks of many calls with `check=` this object, to read the device once for all of them.
+
+    Until then the results of a call that fails its checks must not be used. The ids of pending calls stay in memory.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Callable[[list[float]], None], Tensor]] = []
+
+    def add(self, raise_if_wrong: Callable[[list[float]], None], numbers: Tensor) -> None:
+        """Add the check of one call, which takes its fp64 `numbers` once they are on the host."""
+        self._waiting.append((raise_if_wrong, numbers))
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of the first call that fails, and forget all calls. At most one synchronisation."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        of_calls = torch.cat([numbers for _, numbers in waiting]).cpu().split([len(numbers) for _, numbers in waiting])
+        for (raise_if_wrong, _), numbers in zip(waiting, of_calls, strict=True):
+            raise_if_wrong(numbers.tolist())
 
 
 def shape(tensor: Tensor) -> str:
@@ -51,18 +76,6 @@ def check_sampling_masks(
     check_ids("sampling_mask_ids", sampling_mask_ids, 1, "[N]", entries, device)
 
 
-def check_options(entropy: str, backend: str) -> None:
-    if entropy not in ENTROPY:
-        raise ValueError(f"entropy must be one of {ENTROPY}, got {entropy!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-
-
-def check_loss_mask(loss_mask: Tensor, tokens: int) -> None:
-    if loss_mask.shape != (tokens,) or loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask must be bool [T] with T = {tokens}, got {loss_mask.dtype} {shape(loss_mask)}")
-
-
 def inverse_temperature(
     temperature: float | Tensor, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> float | Tensor:
@@ -79,14 +92,23 @@ def inverse_temperature(
     return 1.0 / value
 
 
+def _named_ids(
+    target_ids: Tensor, topk_ids: Tensor | None, masks: SamplingMasks | None
+) -> list[tuple[str, int, Tensor]]:
+    """Return (name, smallest allowed id, ids) of the arguments that have ids."""
+    given = [("target_ids", 0, target_ids)]
+    given += [] if topk_ids is None else [("topk_ids", -1, topk_ids)]
+    given += [] if masks is None else [("sampling_mask_ids", 0, masks.ids)]
+    return [each for each in given if each[2].numel()]
+
+
 def id_extremes(
     target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, masks: SamplingMasks | None = None
 ) -> Tensor:
     """Return the extremes of ids, scale and masks that `check_id_values` needs, in fp64, without a synchronization."""
     extremes: list[Tensor] = []
-    for ids in (target_ids, topk_ids, None if masks is None else masks.ids):
-        if ids is not None and ids.numel():
-            extremes += torch.aminmax(ids)
+    for _, _, ids in _named_ids(target_ids, topk_ids, masks):
+        extremes += torch.aminmax(ids)
     if isinstance(scale, Tensor):
         extremes.append((torch.isfinite(scale) & (scale > 0)).all())
     if masks is not None:
@@ -111,16 +133,8 @@ def check_id_values(
     synchronises with the device.
     """
     values = [int(extreme) for extreme in extremes]
-    sampling_mask_ids = None if masks is None else masks.ids
-    for name, low, ids in (
-        ("target_ids", 0, target_ids),
-        ("topk_ids", -1, topk_ids),
-        ("sampling_mask_ids", 0, sampling_mask_ids),
-    ):
-        if ids is None or ids.numel() == 0:
-            continue
-        lowest, highest = values[:2]
-        values = values[2:]
+    for name, low, ids in _named_ids(target_ids, topk_ids, masks):
+        (lowest, highest), values = values[:2], values[2:]
         if lowest < low or highest >= vocab:
             bad = torch.nonzero((ids < low) | (ids >= vocab))
             raise ValueError(

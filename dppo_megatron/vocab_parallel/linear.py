@@ -12,10 +12,10 @@ from torch import Tensor
 
 from . import checks
 from .batch_invariant import invariant_mm
+from .checks import DeferredChecks
 from .collectives import gather_sequence, reduce_gradient
-from .deferred import DeferredChecks
 from .merge import add_rows, empty_rows
-from .request import Request, statistics
+from .request import Request
 from .sampling_mask import SamplingMasks
 from .shard import Shard, make_shard
 from .statistics import TokenStatistics
@@ -126,7 +126,7 @@ def linear_token_statistics(
     outputs = _Linear.apply(hidden, weight, bias, request, cuts, invariant_mm if batch_invariant else _mm)
     if rows is not None:
         outputs = tuple(None if output is None else _spread(output, rows, tokens) for output in outputs)
-    return statistics(outputs)
+    return TokenStatistics(*outputs)
 
 
 def _spread(output: Tensor, rows: Tensor, tokens: int) -> Tensor:

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blocks, checks, torch_backend
-from .deferred import DeferredChecks, Verification
+from . import checks, torch_backend
+from .checks import DeferredChecks
 from .merge import Coefficients, Merged
 from .sampling_mask import SamplingMasks
-from .shard import HEADER, Shard, gather_rows, write_header
-from .statistics import TokenStatistics
+from .shard import HEADER, Shard, gather_rows, total_columns, write_header
 from .topk import join_ids
+
+ENTROPY = ("none", "metric", "differentiable")
+BACKENDS = ("auto", "torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,17 @@ class Request:
         check: bool | DeferredChecks,
     ) -> Request:
         """Validate the arguments that both functions take. `like` has the device and dtype of the logits."""
-        checks.check_options(entropy, backend)
+        for name, option, known in (("entropy", entropy, ENTROPY), ("backend", backend, BACKENDS)):
+            if option not in known:
+                raise ValueError(f"{name} must be one of {known}, got {option!r}")
         checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, like.device)
         if topk_ids is not None:
             checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, like.device)
-        if loss_mask is not None:
-            checks.check_loss_mask(loss_mask, tokens)
+        if loss_mask is not None and (loss_mask.shape != (tokens,) or loss_mask.dtype != torch.bool):
+            found = f"{loss_mask.dtype} {checks.shape(loss_mask)}"
+            raise ValueError(f"loss_mask must be bool [T] with T = {tokens}, got {found}")
         checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, like.device)
-        dtype = blocks.accumulation_dtype(like.dtype)
+        dtype = torch_backend.accumulation_dtype(like.dtype)
         return cls(
             target_ids,
             topk_ids,
@@ -105,15 +110,29 @@ class Request:
         if headers is not None:
             numbers = torch.cat((numbers, headers.double().flatten()))
         deferred = DeferredChecks() if self.check is True else self.check
-        deferred.add(Verification(self.target_ids, self.topk_ids, self.scale, self.shard, self.masks, numbers))
+        deferred.add(self._raise_if_wrong, numbers)
         if self.check is True:
             deferred.raise_if_failed()
+
+    def _raise_if_wrong(self, numbers: list[float]) -> None:
+        """Raise ValueError if ids or temperatures are wrong, or the ranks of the group disagree.
+
+        numbers: `id_extremes`, then the headers of all ranks if there are several.
+        """
+        headers = None
+        if self.shard.world > 1:
+            flat = numbers[-self.shard.world * HEADER :]
+            numbers = numbers[: -len(flat)]
+            headers = [flat[i : i + HEADER] for i in range(0, len(flat), HEADER)]
+        total = total_columns(self.shard, headers)
+        vocab = total if self.shard.vocab_size is None else self.shard.vocab_size
+        checks.check_id_values(self.target_ids, self.topk_ids, self.scale, vocab, numbers, self.masks)
 
     def forward(self, ctx: Any, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor | None, ...]:
         """Merge the shards of all ranks, tile by tile in order, and keep in `ctx` the tensors of the backward pass.
 
-        fill(ids [T, n], out [tiles, T, n + 3]) writes this rank's rows of merge.py. Returns fresh tensors: logprob,
-        topk_logprob, other_logprob, entropy, nonfinite. Collectives: one all-gather if there are several ranks.
+        fill(ids [T, n], out [tiles, T, n + 3]) writes this rank's rows of merge.py. Returns fresh tensors in the order
+        of `TokenStatistics`. Collectives: one all-gather if there are several ranks.
         """
         ctx.set_materialize_grads(False)
         ids = join_ids(self.target_ids, self.topk_ids)
@@ -134,20 +153,17 @@ class Request:
             rows = gathered[:, 1:].reshape(self.shard.world * tiles, tokens, n + 3)
         merged = self.backend.merge(rows, ids, self.scale, entropy=self.entropy != "none")
         ctx.request, ctx.ids, ctx.merged = self, ids, merged
-        outputs = self._outputs(merged)
-        metrics = outputs[4:] if self.entropy == "differentiable" else outputs[3:]
-        ctx.mark_non_differentiable(*(metric for metric in metrics if metric is not None))
-        return outputs
-
-    def _outputs(self, merged: Merged) -> tuple[Tensor | None, ...]:
         topk = None if self.topk_ids is None else merged.logprob[:, 1:].clone()
         other = None if self.topk_ids is None else merged.other_logprob.clone()
         entropy = None if merged.entropy is None else merged.entropy.clone()
-        return merged.logprob[:, 0].clone(), topk, other, entropy, merged.nonfinite.clone()
+        nonfinite = merged.nonfinite.clone()
+        metric = entropy is not None and self.entropy == "metric"
+        ctx.mark_non_differentiable(nonfinite, *([entropy] if metric else []))
+        return merged.logprob[:, 0].clone(), entropy, topk, other, nonfinite
 
     def coefficients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Coefficients | None:
         """Turn the gradients of `forward`'s outputs into coefficients for the backward pass; None without gradients."""
-        g_logprob, g_topk, g_other, g_entropy, _ = grads
+        g_logprob, g_entropy, g_topk, g_other, _ = grads
         if self.entropy != "differentiable":
             g_entropy = None
         if g_logprob is None and g_topk is None and g_other is None and g_entropy is None:
@@ -162,12 +178,6 @@ class Request:
         if found.dead.device.type == "cpu" and not bool(found.dead.any()):  # elsewhere this would cost a sync
             found = replace(found, dead=None)
         return found
-
-
-def statistics(outputs: tuple[Tensor | None, ...]) -> TokenStatistics:
-    """Name the outputs of `Request.forward`."""
-    logprob, topk, other, entropy, nonfinite = outputs
-    return TokenStatistics(logprob, entropy, topk, other, nonfinite)
 
 
 def choose_backend(backend: str, device: torch.device) -> ModuleType:

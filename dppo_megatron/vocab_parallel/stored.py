@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks
-from .deferred import DeferredChecks
+from .checks import DeferredChecks
 from .merge import empty_rows
-from .request import Request, statistics
+from .request import Request
 from .shard import make_shard
 from .statistics import TokenStatistics
 
@@ -113,7 +113,7 @@ def token_statistics(
     outputs = _Stored.apply(logits, request, inplace)
     if loss_mask is not None:
         outputs = tuple(None if output is None else _masked(output, loss_mask) for output in outputs)
-    return statistics(outputs)
+    return TokenStatistics(*outputs)
 
 
 def _masked(output: Tensor, loss_mask: Tensor) -> Tensor:

@@ -18,19 +18,17 @@ _PAIRS_AT_ONCE = 1 << 22
 class Slots:
     """Describes the slots of T rows.
 
-    ids: [T, n] int64. present: ids >= 0. twin: [T, n] the first slot with the same id; None if n is 1. counted: present
-    slots that are their own twin, so that each distinct id counts once.
+    ids: [T, n] int64. present: ids >= 0. twin: [T, n] the first slot with the same id. counted: present slots that are
+    their own twin, so that each distinct id counts once.
     """
 
     ids: Tensor
     present: Tensor
     counted: Tensor
-    twin: Tensor | None
+    twin: Tensor
 
     def sum_over_twins(self, values: Tensor) -> Tensor:
         """Give each slot of values [T, n] the sum over the slots that name the same id."""
-        if self.twin is None:
-            return values
         return torch.zeros_like(values).scatter_add_(1, self.twin, values).gather(1, self.twin)
 
 
@@ -46,8 +44,6 @@ def find_slots(ids: Tensor) -> Slots:
     """Find the slots of ids [T, n] that name the same id."""
     present = ids >= 0
     n = ids.shape[1]
-    if n == 1:
-        return Slots(ids, present, present, None)
     twin = torch.empty_like(ids)
     rows = max(1, _PAIRS_AT_ONCE // (n * n))
     for r in range(0, ids.shape[0], rows):
@@ -80,13 +76,12 @@ class LocalSlots:
 
     inside: Tensor
     column: Tensor
-    source: Tensor | None
+    source: Tensor
     any_inside: Tensor
 
     def put(self, block: Tensor, values: Tensor) -> None:
         """Write values[t, slot] to the slot's column of block [T, columns], in place."""
-        if self.source is not None:
-            values = values.gather(1, self.source)
+        values = values.gather(1, self.source)
         before = block.gather(1, self.column)
         _scatter(block, self.column, torch.where(self.any_inside, values.to(block.dtype), before))
 
@@ -105,8 +100,6 @@ def local_slots(ids: Tensor, first: int, columns: int) -> LocalSlots:
     """Find the slots of ids [T, n] (global) within the block [first, first + columns), columns > 0."""
     local = ids - first
     inside = (local >= 0) & (local < columns)
-    if ids.shape[1] == 1:
-        return LocalSlots(inside, local.masked_fill_(~inside, 0), None, inside)
     any_inside = inside.any(dim=1, keepdim=True)
     home = inside.view(torch.uint8).argmax(dim=1, keepdim=True)
     source = torch.where(inside, torch.arange(ids.shape[1], device=ids.device), home)

@@ -6,6 +6,8 @@ Triton.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -194,12 +196,19 @@ def _by_row(scale: float | Tensor, like: Tensor) -> tuple[Tensor, int]:
     return torch.full((1,), scale, dtype=like.dtype, device=like.device), 0
 
 
-def _accumulator(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def _tile(columns: int) -> int:
-    return min(TILE, triton.next_power_of_2(columns))
+def _arguments(
+    block: Tensor, ids: Tensor, first: int, scale: float | Tensor, like: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the first positional arguments of both kernels, and their common keyword arguments."""
+    n, columns = ids.shape[1], block.shape[1]
+    sizes = {
+        "n": n,
+        "n_padded": triton.next_power_of_2(n),
+        "tile": min(TILE, triton.next_power_of_2(columns)),
+        "acc": tl.float64 if like.dtype == torch.float64 else tl.float32,
+        "num_warps": WARPS,
+    }
+    return (block, *block.stride(), ids.contiguous(), first, columns, *_by_row(scale, like)), sizes
 
 
 def forward(
@@ -214,31 +223,12 @@ def forward(
     large: bool,
 ) -> None:
     """Implement torch_backend.forward; the block is only read, so restore and large have no effect."""
-    tokens, columns = block.shape
-    if tokens == 0:
+    if len(block) == 0:
         return
-    n = ids.shape[1]
-    tile = _tile(columns)
-    tau, tau_stride = _by_row(scale, out)
+    common, sizes = _arguments(block, ids, first, scale, out)
     with torch.cuda.device_of(block):
-        forward_kernel[(tokens,)](
-            block,
-            block.stride(0),
-            block.stride(1),
-            ids.contiguous(),
-            first,
-            columns,
-            tau,
-            tau_stride,
-            out,
-            out.stride(0),
-            n=n,
-            n_padded=triton.next_power_of_2(n),
-            tile=tile,
-            chunk=min(CHUNK, tile),
-            entropy=entropy,
-            acc=_accumulator(out.dtype),
-            num_warps=WARPS,
+        forward_kernel[(len(block),)](
+            *common, out, out.stride(0), chunk=min(CHUNK, sizes["tile"]), entropy=entropy, **sizes
         )
 
 
@@ -252,35 +242,21 @@ def backward(
     large: bool,
 ) -> None:
     """Implement torch_backend.backward."""
-    tokens, columns = block.shape
-    if tokens == 0:
+    if len(block) == 0:
         return
-    n = ids.shape[1]
-    tile = _tile(columns)
     other_max, dead, b = coefficients.other_max, coefficients.dead, coefficients.b
-    tau, tau_stride = _by_row(scale, other_max)
+    common, sizes = _arguments(block, ids, first, scale, other_max)
     mask = torch.zeros_like(other_max, dtype=torch.uint8) if dead is None else dead.to(torch.uint8)
     with torch.cuda.device_of(block):
-        backward_kernel[(tokens, triton.cdiv(columns, tile))](
-            block,
-            block.stride(0),
-            block.stride(1),
-            ids.contiguous(),
-            first,
-            columns,
-            tau,
-            tau_stride,
+        backward_kernel[(len(block), triton.cdiv(block.shape[1], sizes["tile"]))](
+            *common,
             other_max.contiguous(),
             coefficients.slots.contiguous(),
             coefficients.a.contiguous(),
             coefficients.a if b is None else b.contiguous(),
             mask,
-            n=n,
-            n_padded=triton.next_power_of_2(n),
-            tile=tile,
             with_b=b is not None,
-            acc=_accumulator(other_max.dtype),
-            num_warps=WARPS,
+            **sizes,
         )
 
 

@@ -38,7 +38,7 @@ def errors(store: Path, places: list[tuple[str, str]]) -> list[str | None]:
     def check(rank: int) -> str | None:
         try:
             own = dist.FileStore(str(store), len(places))
-            check_own_gpus(Ranks.over(own, rank, len(places), timeout_s=20), *places[rank])
+            check_own_gpus(Ranks(20, over=(own, rank, len(places))), *places[rank])
         except LayoutError as error:
             return str(error)
         return None

@@ -14,7 +14,7 @@ import pytest
 from dppo_megatron.config.schema import DataConfig, RewardConfig
 from dppo_megatron.data.prompts import PromptFileError, PromptSource
 from dppo_megatron.data.tokenizer import load_tokenizer
-from dppo_megatron.rewards import RewardError, RewardPool, build_reward, import_problem
+from dppo_megatron.rewards import RewardError, RewardPool, build_rewards, import_problem
 from dppo_megatron.types import Prompt
 from tests.attack import cases, generator
 from tests.attack.hostile_rewards import HARMS, RAISES, RETURNS, exactly, harmless
@@ -99,7 +99,7 @@ def test_a_module_that_cannot_be_imported_is_one_clear_error(tmp_path, monkeypat
     (tmp_path / f"{name}.py").write_text(body + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RewardError, match=why) as raised:
-        build_reward(RewardConfig(name=f"{name}:reward"))
+        build_rewards(RewardConfig(name=f"{name}:reward"))
     sys.modules.pop(name, None)
     assert f"reward.name = {name}:reward" in str(raised.value)
     assert len(str(raised.value).encode()) < 4096

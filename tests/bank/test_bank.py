@@ -123,7 +123,10 @@ def test_a_closed_writer_refuses(tmp_path):
     [
         (lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob.astype(np.float16)), "float32"),
         (lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob.tolist()), "found list"),
-        (lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob * np.float32("nan")), "not finite"),
+        (
+            lambda g: replace_rollout(g, rollout_logprob=g.rollouts[0].rollout_logprob * np.float32("nan")),
+            r"rollout_logprob\[0\] = nan: not finite",
+        ),
         (lambda g: replace_rollout(g, versions=g.rollouts[0].versions[:-1]), "versions"),
         (lambda g: replace_rollout(g, topk_ids=None), "topk_ids and rollout_topk_logprob must be present"),
         (

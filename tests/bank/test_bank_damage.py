@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.bank import BankCorruption, BankError, BankLocked, BankReader, BankWriter
-from dppo_megatron.bank.lines import dropped_fields, sealed
+from dppo_megatron.bank.lines import dropped_line
 from tests.support.bank import as_killed, files, fill, make_group, read_all
 
 
@@ -127,7 +127,7 @@ def test_a_position_that_comes_twice_is_refused(tmp_path):
     fill(tmp_path, 2)
     as_killed(tmp_path)
     with files(tmp_path, 0)[1].open("ab") as index:
-        index.write(sealed(**dropped_fields(1, 1, "no_signal", "")))
+        index.write(dropped_line(1, 1, "no_signal", ""))
     for opened in (lambda: BankWriter(tmp_path, 3), lambda: BankReader(tmp_path).refresh()):
         with pytest.raises(
             BankCorruption, match=r"segment-000000\.jsonl: line 4: prompt position 1 is in the bank already"

@@ -107,17 +107,17 @@ def test_turns_branches_and_masks_return_unchanged(tmp_path, settings):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"spans": np.array([[POLICY, 8, 0]], np.int32)}, "9 tokens in all"),
+        ({"spans": np.array([[POLICY, 8, 0]], np.int32)}, "at least 1 each and 9 together"),
         ({"spans": np.array([[POLICY, 9, 0]], np.int64)}, "spans: expected numpy int32"),
-        ({"spans": np.array([[3, 9, 0]], np.int32)}, "origin from 0 to 2"),
-        ({"spans": np.array([[POLICY, 6, 1], [ENVIRONMENT, 3, 0]], np.int32)}, "turns that do not decrease"),
+        ({"spans": np.array([[3, 9, 0]], np.int32)}, r"origins \[3\] and turns \[0\]"),
+        ({"spans": np.array([[POLICY, 6, 1], [ENVIRONMENT, 3, 0]], np.int32)}, "turns from 0 that do not decrease"),
         ({"spans": None}, "rollout_logprob: expected numpy float32"),
         ({"sampling_mask_ids": None}, "sampling_mask_ids and sampling_mask_counts"),
         (
             {"sampling_mask_counts": np.zeros(6, np.int32), "sampling_mask_ids": np.zeros(0, np.int32)},
             "not among the sampling_mask_ids",
         ),
-        ({"trajectory": None}, "all samples must name their trajectory"),
+        ({"trajectory": None}, "expected a number for each sample, or None for each"),
         ({"trajectory": 1}, "trajectories"),
     ],
 )
@@ -127,11 +127,11 @@ def test_turns_that_contradict_themselves_are_refused(tmp_path, change, says):
     with BankWriter(tmp_path, 2) as writer:
         with pytest.raises(ValueError, match=says):
             writer.append(dataclasses.replace(group, rollouts=(first, *group.rollouts[1:])))
-        with pytest.raises(ValueError, match="sample 0: the first branch of a trajectory inherits from none"):
+        with pytest.raises(ValueError, match="sample 0: the first branch of a trajectory cannot have inherited tokens"):
             writer.append(dataclasses.replace(group, rollouts=tuple(group.rollouts[i] for i in (1, 0, 2))))
-        with pytest.raises(ValueError, match="branches of one trajectory have different rewards"):
+        with pytest.raises(ValueError, match="expected equal rewards for all branches of a trajectory"):
             writer.append(dataclasses.replace(group, rewards=np.array([0, 1, 1], np.float32)))
-        with pytest.raises(ValueError, match="turn_rewards of 1 trajectories, there are 2"):
+        with pytest.raises(ValueError, match="turn_rewards of 1 trajectories, the samples belong to 2"):
             writer.append(dataclasses.replace(group, turn_rewards=group.turn_rewards[:1]))
         writer.append(group)
 
@@ -186,11 +186,11 @@ def test_a_hint_that_cannot_be_given_is_left_out(tmp_path, monkeypatch):
     """The reader reports a damaged file; some platforms have no such hints."""
     reader, (entry,) = written(tmp_path, branched_group(4))
     monkeypatch.setattr(os, "posix_fadvise", refuse)
-    assert reader.announce([(entry, [0])]) > 0
+    assert reader.prefetch([(entry, [0])]) > 0
     monkeypatch.delattr(os, "posix_fadvise")
-    assert reader.announce([(entry, [0])]) > 0
+    assert reader.prefetch([(entry, [0])]) > 0
     segment_paths(tmp_path, 0)[0].unlink()
-    assert reader.announce([(entry, [0])]) > 0
+    assert reader.prefetch([(entry, [0])]) > 0
     with pytest.raises(BankCorruption, match="the file is gone"):
         reader.read(entry, [0])
 
@@ -210,7 +210,7 @@ def test_samples_are_read_alone_with_the_parts_that_are_asked_for(tmp_path, monk
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(files, "_HINT_BYTES", 64)  # of a longer hint Linux takes the beginning alone
     monkeypatch.setattr(os, "posix_fadvise", lambda file, at, size, advice: told.append((at, at + size)))
-    assert reader.announce([(entry, [2, 0])], parts) == disk.bytes
+    assert reader.prefetch([(entry, [2, 0])], parts) == disk.bytes
     assert max(end - begin for begin, end in told) == 64
     assert places(told) == places(disk.ranges)
     absent = {

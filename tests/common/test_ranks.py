@@ -144,13 +144,13 @@ def test_a_value_of_somebody_who_reached_the_store_is_not_unpickled(tmp_path, mo
     store, forged = dist.HashStore(), zlib.compress(pickle.dumps((RunsCode(tmp_path / "ran"), None)))
     if signed_by is not None:
         monkeypatch.setattr(agreements, "_secret", signed_by)
-        forged = agreements._signature("0", forged) + forged
+        forged = Ranks(5, over=(store, 0, 2))._signature("0", forged) + forged
     authenticate("of this run")
     entry = dist.PrefixStore("agreements", store)
     entry.set("0/part-0", forged)
     entry.set("0", "1")
     with pytest.raises(RanksForged, match="rank 1: the store's value of 0 was not signed with this run's secret"):
-        Ranks.over(store, 1, 2, 5).from_rank_zero(dict, "a value")
+        Ranks(5, over=(store, 1, 2)).from_rank_zero(dict, "a value")
     assert not (tmp_path / "ran").exists()
 
 
@@ -158,7 +158,7 @@ def test_a_value_of_an_earlier_attempt_is_refused_though_it_bears_the_runs_secre
     monkeypatch.setattr(agreements, "_secret", b"of this run")
 
     def attempt(store: dist.Store) -> list[Ranks]:
-        ranks = [Ranks.over(dist.PrefixStore("p", store), rank, 2, 5) for rank in range(2)]
+        ranks = [Ranks(5, over=(dist.PrefixStore("p", store), rank, 2)) for rank in range(2)]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(Ranks.begin_attempt, ranks))
         return ranks
@@ -177,9 +177,9 @@ def test_a_value_of_an_earlier_attempt_is_refused_though_it_bears_the_runs_secre
 def test_an_attempt_does_not_begin_with_the_values_of_another(monkeypatch):
     monkeypatch.setattr(agreements, "_secret", b"of this run")
     store = dist.HashStore()
-    Ranks.over(store, 0, 2, 5)._set("0/all", [b"old", b"older"])
+    Ranks(5, over=(store, 0, 2))._set("0/all", [b"old", b"older"])
     with pytest.raises(RanksForged, match="rank 1: the store has values of an earlier attempt"):
-        Ranks.over(store, 1, 2, 5).begin_attempt()
+        Ranks(5, over=(store, 1, 2)).begin_attempt()
 
 
 def _unreadable() -> None:
@@ -207,7 +207,7 @@ def _of_this_process_alone() -> None:
 )
 def test_an_error_that_others_cannot_make_is_told_all_the_same(act, kind, name, text):
     store = dist.HashStore()
-    ranks = [Ranks.over(dist.PrefixStore("world", store), rank, 2, timeout_s=5) for rank in range(2)]
+    ranks = [Ranks(5, over=(dist.PrefixStore("world", store), rank, 2)) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         told = [pool.submit(of.from_rank_zero, act, "a value") for of in ranks]
         with pytest.raises(Exception, match=text):
@@ -223,7 +223,7 @@ def test_an_error_that_others_cannot_make_is_told_all_the_same(act, kind, name, 
 def test_512_ranks_agree_over_the_connection_that_they_have():
     """An agreement of 512 simulated ranks adds no descriptor and takes about a second."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [Ranks.over(dist.PrefixStore("world", store), rank, 512, timeout_s=60) for rank in range(512)]
+    ranks = [Ranks(60, over=(dist.PrefixStore("world", store), rank, 512)) for rank in range(512)]
     before = _descriptors()
 
     def agree(of: Ranks) -> tuple[str, list[int]]:

@@ -259,7 +259,7 @@ def test_sequences_that_do_not_fit_together_are_refused():
             pack([wrong])
     with pytest.raises(ValueError, match="sequence 0: unknown is no column"):
         pack([with_columns(plain, unknown=plain.columns["rollout_logprob"])])
-    with pytest.raises(ValueError, match="loss_weight or advantage is not finite"):
+    with pytest.raises(ValueError, match="sequence 0: loss_weight = nan: not finite"):
         pack([sequence(rng, 2, 3, weight=float("nan"))])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.bank.audit import audit
+from tests.support.audit import audit
 from tests.support.runs import end_session, environment, records
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "calculator" / "run.py"

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dppo_megatron.bank.audit import Turn, audit
+from dppo_megatron.bank.audit import Turn
+from tests.support.audit import audit
 from tests.support.engine_watch import Watch, groups_of
 from tests.support.faults import Proxy, command_line, kill
 from tests.support.runs import Engine, config_tree, descendants, end_session, run, start, start_engine, write_config

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from dppo_megatron.bank.audit import audit
+from tests.support.audit import audit
 from tests.support.engine_watch import Watch, groups_of
 from tests.support.faults import Proxy
 from tests.support.runs import config_tree, run, write_config

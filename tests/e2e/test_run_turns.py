@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.bank.audit import audit
+from tests.support.audit import audit
 from tests.support.runs import GROUPS, SAMPLES, STEPS, config_tree, records, run, steps_done, write_config
 
 TURNS = 3

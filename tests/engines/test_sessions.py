@@ -20,10 +20,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.bank.audit import Turn, audit, spans_of
+from dppo_megatron.bank.audit import Turn, spans_of
 from dppo_megatron.cli import app
 from dppo_megatron.types import POLICY, Rollout, RolloutGroup
 from tests.engines.conftest import SUBJECTS
+from tests.support.audit import audit
 from tests.support.corruptions import FROM_THE_BANK_ALONE, FROM_THE_ENGINES_RECORD, write
 from tests.support.engine_watch import Watch, groups_of
 from tests.support.engines import MAX_LOGPROBS, MAX_MODEL_LEN, VOCAB

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dppo_megatron.bank import BankReader, BankWriter
-from dppo_megatron.bank.audit import audit
 from dppo_megatron.config import Config
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.engines.protocol import Engine
@@ -23,6 +22,7 @@ from dppo_megatron.objectives import build_objective
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import Prompt, RolloutGroup
 from tests.support.actor_ranks import Rank, run_scenario
+from tests.support.audit import audit
 from tests.support.engines import EOS, PROMPT, VOCAB
 
 PROMPTS, SAMPLES, LONGEST, TURNS = 4, 4, 120, 3

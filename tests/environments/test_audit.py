@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dppo_megatron.bank.audit import Turn, audit
+from dppo_megatron.bank.audit import Turn
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.environments.dialogue import as_rollout
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Prompt, Rollout, RolloutGroup
 from tests.environments.test_dialogue import REASONER, TRIMMED, begin, play
+from tests.support.audit import audit
 from tests.support.corruptions import FROM_THE_BANK_ALONE, FROM_THE_ENGINES_RECORD, swallowed
 
 TURNS = [("a !b", "one"), (" c!d ", "two"), ("e", "")]

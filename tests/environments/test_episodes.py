@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from dppo_megatron.bank.checks import check_group
+from dppo_megatron.bank.journal import Journals
 from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.environments import EnvironmentFailed
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.interface import EnvironmentNameError
-from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.environments.worker import environment_problem
 from dppo_megatron.gateway import Gateway

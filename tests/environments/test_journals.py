@@ -8,8 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from dppo_megatron.bank.journal import Journal
-from dppo_megatron.environments.journals import Journals
+from dppo_megatron.bank.journal import Journal, Journals
 from tests.environments.test_episodes import Killed, play, text_of
 
 SAID = ["ab", "cd", "ef"]
@@ -80,7 +79,7 @@ def test_one_whose_group_is_given_up_while_it_is_opened_is_removed(tmp_path, mon
             time.sleep(0.05)
             super().__init__(*arguments)
 
-    monkeypatch.setattr("dppo_megatron.environments.journals.Journal", Slow)
+    monkeypatch.setattr("dppo_megatron.bank.journal.Journal", Slow)
 
     async def give_up() -> None:
         journals = Journals(tmp_path / "j", ())

@@ -14,7 +14,6 @@ import aiohttp
 import numpy as np
 import pytest
 
-from dppo_megatron.bank.audit import audit
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.data.prompts import render_chat
 from dppo_megatron.environments.conversation import Conversation, TurnRequest
@@ -24,6 +23,7 @@ from dppo_megatron.types import Prompt, RolloutGroup
 from tests.gateway import clients, scripted
 from tests.gateway.conftest import Policy
 from tests.gateway.scripted import Client, user
+from tests.support.audit import audit
 
 CALL = '<tool_call>{"name": "look_up", "arguments": {"key": "a"}}</tool_call>'
 

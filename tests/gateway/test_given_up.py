@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from dppo_megatron.bank.journal import Journals
 from dppo_megatron.environments.episodes import Episodes
-from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.rewards import RewardPool

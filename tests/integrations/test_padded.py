@@ -17,7 +17,7 @@ def test_what_a_trainer_cannot_hand_over_is_refused_with_the_reason():
     assert not unfit(topk, topk=True)
     with pytest.raises(ObjectiveError, match="dppo_topk_tv cannot be a loss of verl: it reads the engine's list"):
         refuse_unfit(topk, "verl", unfit(topk))
-    assert unfit(build_objective("minirl")) == ["tells the old from the rollout policy, and one of them is handed over"]
+    assert unfit(build_objective("minirl")) == ["compares old and rollout policy, and only one is supplied"]
     assert not unfit(build_objective("minirl"), old=True)
     kl = build_objective("dppo_binary_tv", reference_kl="k3", reference_kl_coefficient=0.1, entropy_coefficient=0.1)
     assert len(unfit(kl)) == 2

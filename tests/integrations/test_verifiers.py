@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from dppo_megatron.bank.audit import audit
 from tests.environments.test_episodes import assert_exact, play, text_of
+from tests.support.audit import audit
 from tests.support.tokenizers import save_character_model
 
 pytestmark = pytest.mark.integrations

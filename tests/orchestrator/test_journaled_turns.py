@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankWriter
-from dppo_megatron.bank.journal import Journal
+from dppo_megatron.bank.journal import Journal, Journals
 from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.environments.interface import EnvironmentFailed
-from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.orchestrator.dynamic_sampling import NoReward, SignalFilter
 from tests.support.bank import make_group

@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dppo_megatron.bank.audit import audit
+from dppo_megatron.bank.journal import Journals
 from dppo_megatron.common.worker import WorkerError
 from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.interface import EnvironmentFailed, StepResult
-from dppo_megatron.environments.journals import Journals
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.types import Prompt, Rollout
 from dppo_megatron.weights.published import PublishedPolicy
+from tests.support.audit import audit
 from tests.support.fakes.orchestrator import STOP, Tokenizer, World, sampling_config
 
 GROUPS, SAMPLES, STEPS = 4, 3, 6

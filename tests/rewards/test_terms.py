@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.config.schema import RewardConfig
-from dppo_megatron.rewards import RewardError, RewardPool, build_reward
+from dppo_megatron.rewards import RewardError, RewardPool, build_rewards
 from dppo_megatron.rewards.dapo import normal_form
 from dppo_megatron.rewards.registry import load_reward
 
@@ -249,7 +249,7 @@ def test_a_judge_gets_all_responses_to_a_prompt_at_once(prompt, monkeypatch):
 def test_a_token_that_no_request_can_bring_is_refused_and_not_shown(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "hidden\n")
     with pytest.raises(RewardError, match="token_env = 'JUDGE_TOKEN': must be one line of ASCII") as refused:
-        build_reward(RewardConfig(name="http", settings={"url": "http://x", "token_env": "JUDGE_TOKEN"}))
+        build_rewards(RewardConfig(name="http", settings={"url": "http://x", "token_env": "JUDGE_TOKEN"}))
     assert "hidden" not in str(refused.value)
 
 
@@ -295,4 +295,4 @@ def test_a_judge_has_its_time(prompt):
 )
 def test_a_judge_s_settings_are_checked(settings, why):
     with pytest.raises(RewardError, match=why):
-        build_reward(RewardConfig(name="http", settings=settings))
+        build_rewards(RewardConfig(name="http", settings=settings))

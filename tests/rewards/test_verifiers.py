@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from dppo_megatron.config.schema import RewardConfig
-from dppo_megatron.rewards import Reward, RewardError, build_reward
+from dppo_megatron.rewards import Reward, RewardError, build_rewards
 from dppo_megatron.rewards.arithmetic import arithmetic
 from dppo_megatron.rewards.gsm8k import final_answer, gsm8k
 from dppo_megatron.rewards.registry import load_reward
@@ -133,13 +133,13 @@ def test_reference_solutions_score(prompt):
 
 
 def test_rewards_are_found_by_name_and_path(tmp_path, monkeypatch, prompt):
-    assert build_reward(RewardConfig(name="arithmetic")) is arithmetic
-    assert build_reward(RewardConfig(name="dppo_megatron.rewards.gsm8k:gsm8k")) is gsm8k
+    assert build_rewards(RewardConfig(name="arithmetic"))[0] is arithmetic
+    assert build_rewards(RewardConfig(name="dppo_megatron.rewards.gsm8k:gsm8k"))[0] is gsm8k
     assert isinstance(arithmetic, Reward)
     (tmp_path / "my_own_rewards.py").write_text("def length(prompt, text):\n    return len(text)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [p for p in sys.path if p])
-    assert build_reward(RewardConfig(name="my_own_rewards:length"))(prompt(""), "four") == 4
+    assert build_rewards(RewardConfig(name="my_own_rewards:length"))[0](prompt(""), "four") == 4
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_rewards_are_found_by_name_and_path(tmp_path, monkeypatch, prompt):
 )
 def test_bad_names_come_with_a_remedy(name, message):
     with pytest.raises(RewardError, match=message):
-        build_reward(RewardConfig(name=name))
+        build_rewards(RewardConfig(name=name))
 
 
 def test_answers_are_checked_for_rewards_with_settings_and_of_other_trainers(monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from dppo_megatron.actor import apply_objective, forward
 from dppo_megatron.actor.batch.packing import Packer
 from dppo_megatron.bank import BankCorruption, BankReader, BankWriter
-from dppo_megatron.bank.audit import audit, audit_bank
+from dppo_megatron.bank.audit import audit_bank
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
@@ -28,6 +28,7 @@ from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.objectives import Objective, ObjectiveSettings
 from dppo_megatron.trainer.batches import BankBatches, BankMismatch
 from dppo_megatron.types import COLUMNS, ENVIRONMENT, POLICY, Column, Prompt, Rollout, RolloutGroup
+from tests.support.audit import audit
 from tests.support.configs import make_config
 
 ADDED = [

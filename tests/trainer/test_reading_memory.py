@@ -83,11 +83,11 @@ def test_no_batch_lies_where_the_next_one_is_read(tmp_path, monkeypatch):
 def test_the_system_is_told_what_comes_next(tmp_path, monkeypatch, ahead):
     """Every micro-batch is announced once, before it is read, up to the wanted distance."""
     told, sizes, read = [], [], []
-    announce, pack = BankReader.announce, batches.pack
+    prefetch, pack = BankReader.prefetch, batches.pack
 
     def noted(self, wanted, parts):
         told.append([(entry.number, i) for entry, samples in wanted for i in samples])
-        sizes.append(announce(self, wanted, parts))
+        sizes.append(prefetch(self, wanted, parts))
         return sizes[-1]
 
     def noted_pack(sequences, **settings):
@@ -96,7 +96,7 @@ def test_the_system_is_told_what_comes_next(tmp_path, monkeypatch, ahead):
         return pack(sequences, **settings)
 
     monkeypatch.setattr(batches, "AHEAD_BYTES", ahead)
-    monkeypatch.setattr(BankReader, "announce", noted)
+    monkeypatch.setattr(BankReader, "prefetch", noted)
     monkeypatch.setattr(batches, "pack", noted_pack)
     (update,) = source_of(tmp_path).read(0).updates
     of_all = len(update.micro_batches)

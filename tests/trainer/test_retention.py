@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dppo_megatron.actor.checkpoint.directory import complete, final_path, kept_steps, partial_path
-from dppo_megatron.bank import BankReader, BankWriter, give_leave
+from dppo_megatron.bank import BankReader, BankWriter, allow_deletion
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
 from dppo_megatron.plan.totals import bank_disk
@@ -148,9 +148,9 @@ def test_without_the_setting_nothing_is_deleted(tmp_path):
 def test_leave_grows_only_and_the_newest_data_stays(tmp_path):
     """Leave for more than there is, files of other names, and a bank that is opened again."""
     fill(tmp_path, 6)  # segments of three groups
-    give_leave(tmp_path, 1)
-    give_leave(tmp_path, 9)
-    give_leave(tmp_path, 2)
+    allow_deletion(tmp_path, 1)
+    allow_deletion(tmp_path, 9)
+    allow_deletion(tmp_path, 2)
     assert [path.name for path in tmp_path.glob("retain-from-*")] == ["retain-from-000009"]
     (tmp_path / "segment-x.bin").touch()
     fill(tmp_path, 3, start=6)

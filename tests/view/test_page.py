@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dppo_megatron.bank import give_leave
+from dppo_megatron.bank import allow_deletion
 from dppo_megatron.view import write_view
 from dppo_megatron.view.tokens import RETIRED
 
@@ -198,7 +198,7 @@ def test_texts_are_shown_and_never_run(page):
 def test_two_runs_have_their_curves_and_the_samples_of_a_prompt_together(show, tmp_path):
     """The second run has no tokens of its first step, and a metric named as a property of every object."""
     one, two = write_run(tmp_path / "a").rename(tmp_path / "one"), write_run(tmp_path / "b").rename(tmp_path / "two")
-    give_leave(two / "bank", 1)
+    allow_deletion(two / "bank", 1)
     (two / "bank" / "segment-000000.bin").unlink()
     metrics = (two / "metrics.jsonl").read_text()
     (two / "metrics.jsonl").write_text(metrics.replace('"step"', '"constructor": 0.5, "__proto__": 0.25, "step"'))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dppo_megatron.vocab_parallel import TokenStatistics, blocks, compiled, token_statistics
+from dppo_megatron.vocab_parallel import TokenStatistics, compiled, token_statistics, torch_backend
 from tests.support.shards import Largest, shard_case
 from tests.support.statistics_reference import Case, assert_close_to_reference, cases, make_inputs, reference
 
@@ -249,7 +249,7 @@ def test_eager_allocates_a_fraction_of_the_logits() -> None:
 @pytest.mark.slow
 def test_compiled_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_WORTHWHILE", 0)
-    monkeypatch.setattr(blocks, "_COMPILED_CPU", 200)  # several pieces
+    monkeypatch.setattr(torch_backend, "_COMPILED_CPU", 200)  # several pieces
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # raised where compiling fails
         check(BASE, count=False)
@@ -273,8 +273,8 @@ def test_falls_back_where_compiling_fails(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(compiled, "_WORTHWHILE", 0)
     monkeypatch.setattr(torch, "compile", broken)
     for name in ("_compiled_sums_with_entropy", "_compiled_gradient_with_entropy"):
-        function = getattr(blocks, name)._function
-        monkeypatch.setattr(blocks, name, compiled.CompiledOrEager(function))
+        function = getattr(torch_backend, name)._function
+        monkeypatch.setattr(torch_backend, name, compiled.CompiledOrEager(function))
     with pytest.warns(RuntimeWarning, match="no compiler"):
         check(BASE)
 

@@ -43,7 +43,9 @@ async def play(
         raise EnvironmentFailed("raised", "; ".join(f"{error.type}: {error.message}" for error in errors))
     ours = [trace for trace in episode.traces if trace.agent.config.client == client]
     if len(ours) != 1 or not ours[0].agent.trainable:  # training would include turns of other models
-        raise EnvironmentFailed("raised", f"{len(ours)} seats have the policy; one trainable may, others need `client`")
+        raise EnvironmentFailed(
+            "raised", f"{len(ours)} seats have the policy, not one that is trainable; set `client` of others"
+        )
     return ours[0].reward if ours[0].rewards else None
 
 

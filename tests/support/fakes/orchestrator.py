@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.bank import BankReader, BankWriter, EarlierSamples
+from dppo_megatron.bank.journal import Journals
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
 from dppo_megatron.environments.episodes import Episodes
-from dppo_megatron.environments.journals import Journals
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.registry import forget_all
 from dppo_megatron.fleet.sampling import Sampler
