@@ -6,20 +6,19 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic
 
 from dppo_megatron.config import Config
 from dppo_megatron.doctor import Examination, Finding
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.fleet.registry import forget, forget_all
+from dppo_megatron.fleet.registry import forget_all
 from dppo_megatron.observability.logs import Warnings
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import clear, lead
 
 from .launcher import Launcher, PlanT, ProcessT, RunPlan
-from .restarts import RestartedServer, RestartPolicy
+from .restarts import RestartedServer
 
 GRACE_S = 10.0
 LAST_LINES = 25  # shown of the log of a failed process
@@ -68,7 +67,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
         if plan.engines:
             make_secret(self._config)
         for engine in plan.engines:
-            self._servers.append(self._server(engine))
+            self._servers.append(RestartedServer(self._launcher, engine, self._run, self._config.engine.restarts))
         if plan.orchestrator is not None:
             self._orchestrator.append(self._launcher.start(plan.orchestrator))
         for trainer in plan.trainers:
@@ -126,12 +125,3 @@ class RunDriver(Generic[PlanT, ProcessT]):
     def _trainers_ended(self) -> bool:
         """Return whether all trainers ended with exit code 0: at their last step, or after a signal."""
         return bool(self.trainers) and all(trainer.poll() == 0 for trainer in self.trainers)
-
-    def _server(self, plan: PlanT) -> RestartedServer[PlanT, ProcessT]:
-        return RestartedServer(
-            self._launcher,
-            plan,
-            withdraw=partial(forget, self._run, plan.name),
-            is_registered=(self._run.services / f"{plan.name}.json").exists,
-            policy=RestartPolicy(self._config.engine.restarts),
-        )

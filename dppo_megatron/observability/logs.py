@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import logging
 import os
 import re
@@ -12,7 +13,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from dppo_megatron.errors import bounded
 
@@ -28,8 +28,7 @@ _CONSEQUENCE = re.compile(
 _CACHE = re.compile(r"cache blocks|kv.?cache|gpu_memory_utilization", re.IGNORECASE)  # the servers' option names
 _WARNING = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (\S+) WARNING (?!py\.warnings)\S+: (.*)$", re.MULTILINE)
 MOST_WARNINGS = 20  # limit for the launcher's output; the logs have all
-_BLOCK = 64 * 1024
-_MOST_READ = 64 * _BLOCK
+_MOST_READ = 4 << 20
 _TALKATIVE = ("httpx", "httpcore", "megatron")  # they log a line per request or a page per optimizer
 
 
@@ -45,7 +44,9 @@ def setup_logging(
     `rank` defaults to the environment's RANK and is part of every line. Ranks above 0 log only warnings and errors,
     unless the process name ends in the rank, so that the process has its own file.
     """
-    rank = _environment_rank() if rank is None else rank
+    given = os.environ.get("RANK", "")
+    if rank is None and given.isdecimal():
+        rank = int(given)
     own_file = rank is None or process_name.endswith(f"-{rank}")
     who = process_name if own_file else f"{process_name}[{rank}]"
     level = level if own_file or rank == 0 else max(level, logging.WARNING)
@@ -89,12 +90,15 @@ def last_lines(path: str | Path, n: int = 20) -> list[str]:
     last state is returned.
     """
     try:
-        if n <= 0 or not Path(path).is_file():  # opening a pipe would block
+        if not Path(path).is_file():  # opening a pipe would block
             return []
         with Path(path).open("rb") as file:
-            return _end_of(file, n)[-n:]
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_READ))
+            last_first = reversed(file.read().split(b"\n"))
     except OSError:
         return []
+    texts = (plain_text(line.decode("utf-8", "replace")) for line in last_first)
+    return list(itertools.islice(filter(None, texts), n))[::-1]
 
 
 def root_cause(path: Path) -> str | None:
@@ -143,20 +147,6 @@ class Warnings:
         return found
 
 
-def _end_of(file: BinaryIO, n: int) -> list[str]:
-    position = file.seek(0, os.SEEK_END)
-    data = b""
-    lines: list[str] = []
-    while position > 0 and len(lines) <= n and len(data) < _MOST_READ:  # one more than n: the first may be cut
-        size = min(max(_BLOCK, len(data)), position)
-        position -= size
-        file.seek(position)
-        data = file.read(size) + data
-        texts = (plain_text(line.decode("utf-8", "replace")) for line in data.split(b"\n"))
-        lines = [text for text in texts if text]
-    return lines
-
-
 def plain_text(text: str) -> str:
     """Return one line of foreign output without colours, control characters and trailing blanks."""
     visible = text.rstrip("\r\n ").rsplit("\r", 1)[-1]
@@ -168,11 +158,6 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}"
-
-
-def _environment_rank() -> int | None:
-    value = os.environ.get("RANK", "")
-    return int(value) if value.isdecimal() else None
 
 
 def _is_stderr(path: Path) -> bool:
