@@ -54,8 +54,7 @@ def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
         place = f"run.dir = {run.root}, working directory = {directory}"
         raise ConfigError("batch script", [f"{place}: contains a line break or backslash; choose another"])
     arguments = ["-m", "dppo_megatron", "slurm-job", str(run.config), *(["--resume"] if resume else [])]
-    return _render(
-        "train.sbatch.j2",
+    return _TEMPLATES.get_template("train.sbatch.j2").render(
         site=False,
         name=config.run.dir.name,
         directory=directory,
@@ -86,9 +85,9 @@ def site_scripts() -> dict[str, str]:
 
 
 def _site_script(template: str, job: str, groups: list[NodeGroup], **values: Any) -> str:
-    common = {"output": "slurm-%j.out", "requeues": True, "signal_lead_s": SlurmConfig().signal_lead_s}
-    common |= {"site": True, "directory": None}
-    return _render(f"{template}.sbatch.j2", name=job, groups=groups, **(common | values))
+    common = {"site": True, "directory": None, "output": "slurm-%j.out", "requeues": True}
+    common |= {"name": job, "groups": groups, "signal_lead_s": SlurmConfig().signal_lead_s}
+    return _TEMPLATES.get_template(f"{template}.sbatch.j2").render(common | values)
 
 
 def _node_groups(s: SlurmConfig) -> list[NodeGroup]:
@@ -139,10 +138,6 @@ def _word(option: str) -> str:
 
 
 _TEMPLATES.filters["word"] = _word
-
-
-def _render(template: str, **values: Any) -> str:
-    return _TEMPLATES.get_template(template).render(values)
 
 
 if __name__ == "__main__":
