@@ -9,7 +9,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,19 +23,12 @@ IMPOSSIBLE = math.log(1e-9)  # a less probable event is evidence of a problem
 STILL = 50  # steps without a rising reward
 
 
-class Check(NamedTuple):
-    """Describes a kind of problem with its name, the function that finds it in a step, and the remedy."""
-
-    name: str
-    look: Callable[[ExaminedStep, Past], Evidence]
-    remedy: str
+Look = Callable[[ExaminedStep, Past], Evidence]
+CHECKS: list[tuple[str, Look, str]] = []  # name of a problem, the function that finds it in a step, and the remedy
 
 
-CHECKS: list[Check] = []
-
-
-def check(name: str, remedy: str) -> Callable[[Callable[[ExaminedStep, Past], Evidence]], None]:
-    return lambda look: CHECKS.append(Check(name, look, remedy))
+def check(name: str, remedy: str) -> Callable[[Look], None]:
+    return lambda look: CHECKS.append((name, look, remedy))
 
 
 @check("constant reward", "grade some answers of the bank by hand with the reward")

@@ -32,47 +32,29 @@ _MOST_READ = 4 << 20
 _TALKATIVE = ("httpx", "httpcore", "megatron")  # they log a line per request or a page per optimizer
 
 
-def setup_logging(
-    process_name: str, run_dir: str | Path | None, *, rank: int | None = None, level: int = logging.INFO
-) -> Path | None:
-    """Send this process's log records to RUN/logs/<process_name>.log, and return that path. Call it early.
+def setup_logging(process_name: str, run_dir: Path) -> None:
+    """Send this process's log records to RUN/logs/<process_name>.log. Call it early.
 
-    Without `run_dir` records go to stderr. With `run_dir` stderr also gets all records if it is a terminal, and
-    otherwise only warnings, unless it is the log file itself. Uncaught exceptions of any thread and fatal signals
-    (segmentation fault, abort) leave their traceback in the log.
-
-    `rank` defaults to the environment's RANK and is part of every line. Ranks above 0 log only warnings and errors,
-    unless the process name ends in the rank, so that the process has its own file.
+    stderr gets all records too if it is a terminal, and otherwise only warnings, unless it is the log file itself.
+    Uncaught exceptions of any thread and fatal signals (segmentation fault, abort) leave their traceback in the log.
     """
-    given = os.environ.get("RANK", "")
-    if rank is None and given.isdecimal():
-        rank = int(given)
-    own_file = rank is None or process_name.endswith(f"-{rank}")
-    who = process_name if own_file else f"{process_name}[{rank}]"
-    level = level if own_file or rank == 0 else max(level, logging.WARNING)
-    formatter = logging.Formatter(f"%(asctime)s {who} %(levelname)s %(name)s: %(message)s")
-    handlers: list[logging.Handler] = []
-    path = None
-    if run_dir is not None:
-        path = Path(run_dir) / "logs" / f"{process_name}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file_handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
-        assert file_handler.stream is not None  # it is open already
-        faulthandler.enable(file_handler.stream)
-        handlers.append(file_handler)
-    if path is None or not _is_stderr(path):
+    path = run_dir / "logs" / f"{process_name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file_handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
+    assert file_handler.stream is not None  # it is open already
+    faulthandler.enable(file_handler.stream)
+    handlers: list[logging.Handler] = [file_handler]
+    if not _is_stderr(path):
         screen = logging.StreamHandler(sys.stderr)
-        screen.setLevel(level if path is None or sys.stderr.isatty() else logging.WARNING)
+        screen.setLevel(logging.INFO if sys.stderr.isatty() else logging.WARNING)
         handlers.append(screen)
-    for handler in handlers:
-        handler.setFormatter(formatter)
-    logging.basicConfig(level=level, handlers=handlers, force=True)
+    form = f"%(asctime)s {process_name} %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers, force=True)
     logging.captureWarnings(True)
     for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+        logging.getLogger(name).setLevel(logging.WARNING)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
-    return path
 
 
 def append_line(path: str | Path, text: str) -> None:

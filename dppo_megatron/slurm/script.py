@@ -85,7 +85,7 @@ def site_scripts() -> dict[str, str]:
 
 
 def _site_script(template: str, job: str, groups: list[NodeGroup], **values: Any) -> str:
-    common = {"site": True, "directory": None, "output": "slurm-%j.out", "requeues": True}
+    common: dict[str, Any] = {"site": True, "directory": None, "output": "slurm-%j.out", "requeues": True}
     common |= {"name": job, "groups": groups, "signal_lead_s": SlurmConfig().signal_lead_s}
     return _TEMPLATES.get_template(f"{template}.sbatch.j2").render(common | values)
 
