@@ -90,9 +90,7 @@ def hf_to_megatron(
 def megatron_to_hf(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Megatron checkpoint, a run's step or the run itself")],
     destination: Destination,
-    template: Annotated[
-        Path | None, typer.Option(help="directory with config.json and tokenizer; default: the checkpoint's or run's")
-    ] = None,
+    template: Annotated[Path | None, typer.Option(help="has config.json and tokenizer; default: the run's")] = None,
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
     shard_gb: ShardSize = 4.3,
@@ -162,20 +160,16 @@ def _convert(
         for line in conversion.table():
             typer.echo(line)
         typer.echo(f"{len(conversion.shards)} files, {conversion.nbytes / 1e6:,.1f} MB; nothing was written")
-        _report_left_out(conversion)
-        return
-    converted = convert(build, resume=resume, processes=nproc)
-    if converted is None:
-        return
-    typer.echo(f"{converted.destination}: {len(converted.shards)} files, {converted.nbytes / 1e6:,.1f} MB")
-    _report_left_out(converted)
-    if to_verify is not None:
-        _verify(*to_verify)
-
-
-def _report_left_out(conversion: Conversion) -> None:
+    else:
+        converted = convert(build, resume=resume, processes=nproc)
+        if converted is None:  # a rank that is not the first
+            return
+        conversion = converted
+        typer.echo(f"{conversion.destination}: {len(conversion.shards)} files, {conversion.nbytes / 1e6:,.1f} MB")
     if count := conversion.config.mtp_layers:
         typer.echo(f"left out: {count} multi-token prediction layers; the config.json written names 0 of them")
+    if to_verify is not None and not dry_run:
+        _verify(*to_verify)
 
 
 def _verify(hf_dir: Path, checkpoint: Path) -> None:

@@ -190,8 +190,7 @@ def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
         found = json.loads((staging / _NOTES / _JOB).read_text())
     except (OSError, ValueError):
         found = {}
-    differing = [name for name in job if found.get(name) != job[name]]
-    if differing:
+    if differing := [name for name in job if found.get(name) != job[name]]:
         raise ModelError(
             str(staging),
             [f"cannot be resumed: {', '.join(differing)} changed since it was begun; remove it to start again"],

@@ -56,7 +56,7 @@ def no_learning_signal(step: ExaminedStep, past: Past) -> Evidence:
         return "the gradient is 0"
     if not groups or without is None or without < 0.9 * groups:
         return None
-    if _improved(step, past):
+    if past.improved(step):
         return None  # solved gradually
     return f"in {without:.0f} of {groups} groups all samples have the same reward"
 
@@ -212,7 +212,7 @@ def length_exploded(step: ExaminedStep, past: Past) -> Evidence:
         return None
     if now > 3 * recent:
         return f"{now:.0f} tokens a response, {recent:.0f} in the steps before"
-    if now > 4 * first and not _improved(step, past):
+    if now > 4 * first and not past.improved(step):
         return f"{now:.0f} tokens a response, {first:.0f} at the start, and the reward has not risen"
     return None
 
@@ -220,7 +220,7 @@ def length_exploded(step: ExaminedStep, past: Past) -> Evidence:
 @check("entropy collapse", "a smaller optimizer.lr, fewer updates a step, or a wider region for A > 0")
 def entropy_collapsed(step: ExaminedStep, past: Past) -> Evidence:
     first, now = past.at_start("train/entropy"), step.value("train/entropy")
-    if first is None or now is None or now > 0.1 * first or _improved(step, past):
+    if first is None or now is None or now > 0.1 * first or past.improved(step):
         return None
     return f"entropy {now:.2g} nats, {first:.2g} at the start, and the reward has not risen"
 
@@ -314,8 +314,3 @@ def _some(step: ExaminedStep) -> list[tuple[BankEntry, list[int]]]:
         found.append((entry, list(range(count))))
         left -= int(ends[count - 1]) if count else 0
     return found
-
-
-def _improved(step: ExaminedStep, past: Past) -> bool:
-    mean = step.value("rollout/reward_mean")
-    return mean is not None and past.improved(mean)

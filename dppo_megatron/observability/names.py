@@ -71,11 +71,7 @@ _ROWS = (
     ("mismatch/kl", "nats", "KL(rollout || trainer), mean over the trained tokens of the step's first update"),
     ("mismatch/kl_positive", "nats", "the same over those with advantage > 0"),
     ("mismatch/kl_negative", "nats", "the same over those with advantage < 0"),
-    (
-        "mismatch/total_variation",
-        "share",
-        "TV(rollout, trainer) as |r - 1| / 2, mean over the first update's tokens",
-    ),
+    ("mismatch/total_variation", "share", "TV(rollout, trainer), |r - 1| / 2, mean over the first update's tokens"),
     ("mismatch/max_abs_logprob_difference", "nats", "largest engine-trainer difference of a token"),
     ("moe/routing_replay_disagreement", "share", "replayed experts that the trainer would not have chosen"),
     ("probe/mean_abs_logprob_difference", "nats", "weight check after a publish: mean log-prob difference"),
@@ -87,11 +83,7 @@ _ROWS = (
     ("rollout/reward_failed", "count", "samples whose verifier raised or timed out"),
     ("rollout/response_tokens_mean", "tokens", "tokens that the policy sampled, mean over the samples"),
     ("rollout/branches_mean", "count", "token sequences of a trajectory, mean; more than 1 where history was edited"),
-    (
-        "rollout/response_tokens_max",
-        "tokens",
-        "most tokens that the policy sampled for a response, in all its branches",
-    ),
+    ("rollout/response_tokens_max", "tokens", "most tokens sampled for a response, in all its branches"),
     ("rollout/truncated_share", "share", "responses cut at rollout.max_response_tokens or environment.max_turn_tokens"),
     ("rollout/groups_without_signal", "count", "groups without any advantage: all rewards are equal"),
     ("rollout/overlong_filtered", "count", "truncated responses left out of the loss (objective.overlong_filter)"),
@@ -143,11 +135,7 @@ _ROWS = (
     ("throughput/mfu", "share", "the same over the GPU's peak in model.dtype or FP8; absent where that is unknown"),
     ("eval/accuracy", "share", "greedy answers to data.eval of reward >= eval.pass_reward; step 0 = start policy"),
     ("eval/reward_mean", "reward", "mean reward of the greedy answers; one that was not graded counts as 0"),
-    (
-        "eval/version_spread",
-        "versions",
-        "newest minus oldest policy that answered; 0 = all answers are of the policy after `step`",
-    ),
+    ("eval/version_spread", "versions", "newest minus oldest policy that answered; 0 = all by that after `step`"),
     ("eval/response_tokens_mean", "tokens", "mean length of the greedy answers"),
     ("eval/prompts", "count", "held-out prompts"),
 )

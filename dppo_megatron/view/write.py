@@ -25,8 +25,7 @@ from dppo_megatron.run_dir import RunDir
 
 from .rows import ROW, answer_rows, training_rows
 from .source import Source
-from .tokens import ShownTokens, chosen_groups, excerpt, excerpts, packed_group, read_groups
-from .trained import TrainedTokens
+from .tokens import ShownTokens, TrainedTokens, chosen_groups, excerpt, excerpts, packed_group, read_groups
 
 STYLES = ("page.css",)
 SCRIPTS = ("data.js", "curves.js", "table.js", "tokens.js", "main.js")

@@ -17,9 +17,9 @@ import pytest
 from dppo_megatron.config import Config, save_resolved
 from dppo_megatron.engines.kinds import server_python
 from dppo_megatron.fleet.registry import engine_services
+from dppo_megatron.launch.driver import RestartedServer
 from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.launch.local_processes import LocalLauncher, engine_plans
-from dppo_megatron.launch.restarts import RestartedServer
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.engines import START_TIMEOUT_S, Reference, engine_config, group, make_model, with_engine

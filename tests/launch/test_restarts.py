@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.fleet.registry import register
+from dppo_megatron.launch.driver import RestartedServer
 from dppo_megatron.launch.local_processes import ProcessPlan
-from dppo_megatron.launch.restarts import RestartedServer
 from dppo_megatron.run_dir import RunDir
 
 
