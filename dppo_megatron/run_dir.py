@@ -20,7 +20,7 @@ def run_below(directory: Path) -> str:
 
 
 class _Below:
-    """Is the path of a file or directory of a run: `RunDir(root).config` is `root / "config.yaml"`."""
+    """Defines a path below the root of a run: `RunDir(root).config` is `root / "config.yaml"`."""
 
     def __init__(self, name: str):
         self._name = name

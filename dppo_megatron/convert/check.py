@@ -53,7 +53,10 @@ def check(directory: Path) -> Support:
     try:
         config = read_hf_config(directory)
     except ModelError as error:
-        raw = _raw(directory, error)
+        try:
+            raw = read_foreign_json(directory / "config.json")
+        except (OSError, ValueError):
+            raise error from None
         text = text_config(raw)
         if text is None:
             return _unsupported(raw, error.problems)
@@ -69,14 +72,6 @@ def check(directory: Path) -> Support:
     missing = _weight_problems(directory, config) + check_model(trainer_config(directory))
     facts, unread = _facts(directory, config), _unread(config.raw, FAMILIES[config.family])
     return Support(config.family, tuple(facts), tuple(missing), unread)
-
-
-def _raw(directory: Path, error: ModelError) -> Mapping[str, Any]:
-    """Return config.json, or raise `error` if it is not a JSON object."""
-    try:
-        return read_foreign_json(directory / "config.json")
-    except (OSError, ValueError):
-        raise error from None
 
 
 def _unsupported(raw: Mapping[str, Any], problems: tuple[str, ...]) -> Support:

@@ -101,10 +101,11 @@ def megatron_to_hf(
 ) -> None:
     """Megatron torch_dist checkpoint, saved in any layout -> complete Hugging Face directory."""
     from .files import checkpoint_at, template_for
+    from .to_hf import ToHF
 
     checkpoint = checkpoint_at(source)
-    template = template or template_for(checkpoint)
-    build = _to_hf(checkpoint, destination, template, dtype, quantization, shard_gb)
+    options = _torch_dtype(dtype), quantization, int(shard_gb * 1e9)
+    build = partial(ToHF, checkpoint, destination, template or template_for(checkpoint), *options)
     _convert(build, nproc, dry_run, resume, (destination, checkpoint) if verify else None)
 
 
@@ -120,7 +121,9 @@ def hf_to_hf(
     nproc: Processes = 1,
 ) -> None:
     """Cast, quantise to FP8, dequantise from FP8 or divide a Hugging Face directory into other files."""
-    build = _to_hf(source, destination, source, dtype, quantization, shard_gb)
+    from .to_hf import ToHF
+
+    build = partial(ToHF, source, destination, source, _torch_dtype(dtype), quantization, int(shard_gb * 1e9))
     _convert(build, nproc, dry_run, resume, None)
 
 
@@ -135,19 +138,6 @@ def verify_command(
     from .files import checkpoint_at
 
     _verify(hf_dir, checkpoint_at(checkpoint))
-
-
-def _to_hf(
-    source: Path,
-    destination: Path,
-    template: Path,
-    dtype: FloatName | None,
-    quantization: str | None,
-    shard_gb: float,
-) -> Callable[[], Conversion]:
-    from .to_hf import ToHF
-
-    return partial(ToHF, source, destination, template, _torch_dtype(dtype), quantization, int(shard_gb * 1e9))
 
 
 def _convert(

@@ -20,7 +20,7 @@ from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.errors import ExpectedError, bounded
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import Service, engine_services
-from dppo_megatron.observability.logs import duration, last_lines
+from dppo_megatron.observability.logs import duration, last_error, last_lines
 from dppo_megatron.observability.names import accuracies, is_step_record
 from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.run_dir import RunDir, run_below
@@ -28,7 +28,6 @@ from dppo_megatron.weights.published import PublishedPolicy
 
 from . import queue
 from .attempts import AttemptLog
-from .log_errors import last_error
 
 HEALTH_TIMEOUT_S = 3.0
 SEARCHED_LINES = 400

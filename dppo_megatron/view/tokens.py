@@ -27,7 +27,15 @@ _SEED = 0
 _LARGEST_ID = 1 << 22  # upper limit of token ids with a text
 _USER = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user<\|end_header_id\|>")
 EXCERPT = 160  # characters of a prompt or response in the table
-VALUES = ("logprob", "entropy", "divergence", "masked")
+VALUES = ("logprob", "entropy", "divergence", "masked")  # stored by the trainer
+SHOWN = {  # name in the page -> column of the rollouts
+    "logprob": "rollout_logprob",
+    "versions": "versions",
+    "topk_ids": "topk_ids",
+    "topk_logprob": "rollout_topk_logprob",
+    "teacher_logprob": "teacher_logprob",
+    "kept": "sampling_mask_counts",
+}
 RETIRED = "kept only as a row: checkpoint.keep_rollouts retired the tokens"
 
 
@@ -166,18 +174,11 @@ def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens)
         "counts": np.array(counts, np.int32),
         "spans": np.concatenate(spans).astype(np.int32),
         "ids": np.concatenate([r.token_ids for r in rollouts]),
-        "logprob": np.concatenate([r.rollout_logprob for r in rollouts]),
-        "versions": np.concatenate([r.versions for r in rollouts]),
     }
-    used.add(arrays["ids"])
-    if rollouts[0].topk_ids is not None:
-        arrays["topk_ids"] = np.concatenate([r.topk_ids for r in rollouts])
-        arrays["topk_logprob"] = np.concatenate([r.rollout_topk_logprob for r in rollouts])
-        used.add(arrays["topk_ids"].reshape(-1))
-    if rollouts[0].teacher_logprob is not None:
-        arrays["teacher_logprob"] = np.concatenate([r.teacher_logprob for r in rollouts])
-    if rollouts[0].sampling_mask_counts is not None:
-        arrays["kept"] = np.concatenate([r.sampling_mask_counts for r in rollouts])
+    present = {name: column for name, column in SHOWN.items() if rollouts[0].column(column) is not None}
+    arrays |= {name: np.concatenate([r.column(column) for r in rollouts]) for name, column in present.items()}
+    for name in {"ids", "topk_ids"} & arrays.keys():
+        used.add(arrays[name].reshape(-1))
     if group.prompt.position in trained.positions:
         of_samples = [trained.of(group.prompt.position, i, len(r.versions)) for i, r in enumerate(rollouts)]
         arrays |= {f"trainer_{name}": part for name, part in zip(VALUES, np.concatenate(of_samples, 1), strict=True)}
