@@ -25,12 +25,14 @@ app = typer.Typer(
 
 
 class VerificationFailed(ExpectedError, RuntimeError):
-    """The two sides of a conversion compute different logits."""
+    """Raised when the two sides of a conversion compute different logits."""
 
 
 CheckOption = Annotated[
     Path | None,
-    typer.Option("--check", metavar="DIR", help="list what of a model directory is supported; config.json is enough"),
+    typer.Option(
+        "--check", metavar="DIR", help="list the supported features of a model directory; needs only config.json"
+    ),
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="directory to make; must not exist")]
 DtypeOption = Annotated[FloatName | None, typer.Option("--dtype", help="cast to; default: as stored (FP8: bf16)")]

@@ -65,7 +65,7 @@ _ROWS = (
     ("acceptance/divergence", "method's", "divergence of the policy after the step, as it was accepted"),
     ("acceptance/divergence_whole", "method's", "divergence after the step's updates, before a reduction of the step"),
     ("acceptance/bound", "method's", "acceptance.bound"),
-    ("acceptance/fraction", "share", "of the step that was kept; 1 = all of it, 0 = taken back"),
+    ("acceptance/fraction", "share", "of the step that was kept; 1 = all, 0 = undone"),
     ("acceptance/lr_scale", "share", "of the schedule's learning rate that the step's updates had"),
     ("acceptance/rejected", "count", "places on the step's line that were beyond the bound"),
     ("mismatch/kl", "nats", "KL(rollout || trainer), mean over the trained tokens of the step's first update"),
