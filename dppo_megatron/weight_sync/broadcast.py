@@ -148,7 +148,7 @@ class Broadcast(Transport):
 
     def _join(self, engines: Mapping[str, EngineInfo]) -> None:
         *before, workers = itertools.accumulate((info.workers for info in engines.values()), initial=0)
-        first_workers = dict(zip((url.rstrip("/") for url in engines), before, strict=True))  # by `Engine.url`
+        first_workers = dict(zip(engines, before, strict=True))
         hosts = [_host(url) for url in engines]
         first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # rank 0, at the address that the other ranks use
         name = self._ranks.from_rank_zero(lambda: f"weights-{uuid.uuid4().hex[:12]}", "the weight group's name")
