@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from dppo_megatron.actor import Actor
@@ -43,10 +45,5 @@ def weight_check_tokens(prompts: PromptSource, max_model_len: int) -> np.ndarray
 
     The tokens are real text, and the same in every attempt of the run.
     """
-    limit = min(CHECK_TOKENS, max_model_len - 1)
-    tokens: list[int] = []
-    for position in range(len(prompts)):
-        tokens.extend(prompts.prompt(position).token_ids.tolist())
-        if len(tokens) >= limit:
-            break
-    return np.array(tokens[:limit], dtype=np.int32)
+    tokens = itertools.chain.from_iterable(prompts.prompt(position).token_ids for position in range(len(prompts)))
+    return np.fromiter(itertools.islice(tokens, min(CHECK_TOKENS, max_model_len - 1)), np.int32)
