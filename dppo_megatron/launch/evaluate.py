@@ -56,12 +56,10 @@ def evaluate_model(
     problems = sampling.lengths(config) + sampling.eval_problems(config) + unusable_directory(config)
     if problems := problems + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
-    name = "running" if model is None else model.absolute().name
-    identity = (
-        {"engines": list(urls)}
-        if model is None
-        else fingerprint_of(model if (model / "config.json").is_file() else checkpoint_at(model))
-    )
+    name, identity = "running", {"engines": list(urls)}
+    if model is not None:  # the fingerprint changes when other weights are written to the same path
+        name = model.absolute().name
+        identity = fingerprint_of(model if (model / "config.json").is_file() else checkpoint_at(model))
     directory = numbered_directory(config.run.dir / "eval", name, resume)
     config = with_settings(config, run={"dir": directory})
     if model is not None:
