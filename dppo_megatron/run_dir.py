@@ -19,9 +19,39 @@ def run_below(directory: Path) -> str:
     return f"; did you mean {found[0].parent}?" if found else ""
 
 
+class _Below:
+    """Defines a path below the root of a run: `RunDir(root).config` is `root / "config.yaml"`."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, run: RunDir, _: type) -> Path:
+        return run.root / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     root: Path
+
+    config = _Below("config.yaml")
+    secret = _Below("secret")  # the secret token that the run's engines require; its mode is 0600
+    bank = _Below("bank")
+    open_turns = _Below("open_turns")  # journals: turns with an environment whose group is not in the bank yet
+    weights = _Below("weights")
+    published = _Below("weights/published.json")
+    quantized_start = _Below("weights/start")  # the quantised copy of the start model, with which engines start
+    checkpoints = _Below("checkpoints")
+    logs = _Below("logs")
+    services = _Below("services")
+    metrics = _Below("metrics.jsonl")
+    rollout_metrics = _Below("rollout_metrics.jsonl")
+    masked_tokens = _Below("masked_tokens.jsonl")
+    answers = _Below("answers")  # answers of evaluations, by set and policy version
+    tokens = _Below("tokens")  # per-token values of some sequences, see `trainer/token_log.py`
+    profile = _Below("profile")
+    restarts = _Below("restarts.jsonl")
+    final_model = _Below("model")
+    final_adapter = _Below("adapter")  # the adapter of a run with `model.lora`; the final model has it merged
 
     def make(self) -> None:
         """Create the directory with mode 0700; an existing one keeps its mode. Raises `ExpectedError`."""
@@ -56,41 +86,6 @@ class RunDir:
                 raise ExpectedError(f"run.dir = {path}: {error.strerror}; correct its permissions") from None
 
     @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def secret(self) -> Path:
-        """Return the file with the secret token that the run's engines require; its mode is 0600."""
-        return self.root / "secret"
-
-    @property
-    def bank(self) -> Path:
-        return self.root / "bank"
-
-    @property
-    def open_turns(self) -> Path:
-        """Return the directory of the journals: turns with an environment whose group is not in the bank yet."""
-        return self.root / "open_turns"
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "weights"
-
-    @property
-    def published(self) -> Path:
-        return self.weights / "published.json"
-
-    @property
-    def quantized_start(self) -> Path:
-        """Return the quantised copy of the start model, with which quantised engines start."""
-        return self.weights / "start"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
     def checkpoint_step(self) -> int | None:
         """Return the finished steps of the newest checkpoint, by its name; None if none is readable."""
         try:
@@ -102,44 +97,6 @@ class RunDir:
         """Return whether a run of `steps` steps is complete. A trainer that is stopped exits with 0 too."""
         return (self.checkpoint_step or 0) >= steps
 
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def services(self) -> Path:
-        return self.root / "services"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def rollout_metrics(self) -> Path:
-        return self.root / "rollout_metrics.jsonl"
-
-    @property
-    def answers(self) -> Path:
-        """Return the directory of the answers of evaluations, by set and policy version."""
-        return self.root / "answers"
-
-    @property
-    def tokens(self) -> Path:
-        """Return the directory of the per-token values of some sequences, see `trainer/token_log.py`."""
-        return self.root / "tokens"
-
-    @property
-    def profile(self) -> Path:
-        return self.root / "profile"
-
-    @property
-    def restarts(self) -> Path:
-        return self.root / "restarts.jsonl"
-
-    @property
-    def final_model(self) -> Path:
-        return self.root / "model"
-
     def model(self, path: str | None) -> Path | None:
         """Return the directory of the run's model.path, `path`, or else the run's final model; None without either.
 
@@ -147,11 +104,6 @@ class RunDir:
         """
         places = [base / path for base in (Path(), *self.root.absolute().parents)] if path else []
         return next((place for place in (*places, self.final_model) if (place / "config.json").is_file()), None)
-
-    @property
-    def final_adapter(self) -> Path:
-        """Return the directory of the adapter of a run with `model.lora`; the final model has it merged."""
-        return self.root / "adapter"
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"

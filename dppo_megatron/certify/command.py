@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,14 +81,17 @@ def certify(
 def _run_ranks(config: Config, run: RunDir, arguments: tuple[str, ...], report: Callable[[str], None]) -> None:
     launcher, ranks = LocalLauncher(run), list[Child]()
     deadline = time.monotonic() + LIMIT_S
-    shown = 0
+    progress, shown = run.root / PROGRESS, 0
     try:
         for plan in rank_plans(config, "rank", arguments):
             ranks.append(launcher.start(plan))
         running = ranks
         while running:
             running = [rank for rank in ranks if rank.poll() is None]
-            shown = _show(run.root / PROGRESS, shown, report)
+            lines = progress.read_text().splitlines() if progress.exists() else []
+            for line in lines[shown:]:
+                report(line)
+            shown = len(lines)
             for rank in ranks:
                 if code := rank.poll():
                     raise CertifyError(with_last_lines(f"{rank.name} ended: {exit_reason(code)}", rank))
@@ -99,10 +101,3 @@ def _run_ranks(config: Config, run: RunDir, arguments: tuple[str, ...], report: 
             time.sleep(POLL_S)
     finally:
         launcher.end(ranks, GRACE_S)
-
-
-def _show(path: Path, shown: int, report: Callable[[str], None]) -> int:
-    lines = path.read_text().splitlines() if path.exists() else []
-    for line in itertools.islice(lines, shown, None):
-        report(line)
-    return len(lines)

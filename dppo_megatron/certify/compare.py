@@ -18,25 +18,10 @@ if TYPE_CHECKING:
 
 FIRST = ("embedding",)
 OF_A_LAYER = (
-    "residual",
-    "input_norm",
-    "q_projection",
-    "k_projection",
-    "v_projection",
-    "q_norm",
-    "k_norm",
-    "q_rotated",
-    "k_rotated",
-    "attention",
-    "attention_projection",
-    "attention_residual",
-    "mlp_norm",
-    "router_logits",
-    "mlp_gate",
-    "mlp_up",
-    "mlp_activation",
-    "mlp",
-)
+    "residual", "input_norm", "q_projection", "k_projection", "v_projection", "q_norm", "k_norm", "q_rotated",
+    "k_rotated", "attention", "attention_projection", "attention_residual", "mlp_norm", "router_logits", "mlp_gate",
+    "mlp_up", "mlp_activation", "mlp",
+)  # fmt: skip
 LAST = ("final_residual", "final_norm", "logits")
 """Operators in the order of the computation."""
 

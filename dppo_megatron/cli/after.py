@@ -39,7 +39,7 @@ def report(
     """Print a run's summary table and draw its curves; several runs are overlaid."""
     from dppo_megatron.observability.report import write_report
 
-    typer.echo(write_report(runs if len(runs) > 1 else runs[0], out))
+    typer.echo(write_report(runs, out))
 
 
 @app.command()

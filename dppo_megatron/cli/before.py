@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -51,17 +52,11 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="devices of each machine")],
     gpu: Annotated[str, typer.Option(help="a100-40|a100-80|l40s-48|h100-80|h20-96|h200-141|b200-192|cpu-GIB")],
     rank: Annotated[int | None, typer.Option(help="trainer rank to show; default: one with the largest need")] = None,
-    lengths: Annotated[
-        Path | None, typer.Option(help="run, or file of response lengths by group: predict time and staleness")
-    ] = None,
+    lengths: Annotated[Path | None, typer.Option(help="run, or file of lengths: predict time and staleness")] = None,
     tokens_per_s: Annotated[float, typer.Option(min=1e-3, help="--lengths: sampling speed of one response")] = 50.0,
     train_s: Annotated[float, typer.Option(min=0, help="--lengths: seconds to train and publish a step")] = 60.0,
-    store_mb_per_s: Annotated[
-        float, typer.Option(min=1e-3, help="--lengths: speed of the orchestrator, see benchmarks/scale.py")
-    ] = 100.0,
-    speculation: Annotated[
-        Path | None, typer.Option(help="run: predict the gain of engine.draft_tokens from its stored samples")
-    ] = None,
+    store_mb_per_s: Annotated[float, typer.Option(min=1e-3, help="--lengths: speed of the orchestrator")] = 100.0,
+    speculation: Annotated[Path | None, typer.Option(help="run: predict the gain of engine.draft_tokens")] = None,
     step_ms: Annotated[
         str | None, typer.Option(help="--speculation: rows and milliseconds of decoding steps, '1:9 8:12 32:25'")
     ] = None,
@@ -94,13 +89,8 @@ def plan(
 def certify(
     config_file: ConfigFile,
     prompts: Annotated[int, typer.Option(min=1, help="first prompts of the order; up to 4 answers to each")] = 16,
-    within: Annotated[
-        float | None, typer.Option(min=0, help="exit code 1 when a sampled token's log-prob differs by more nats")
-    ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(help="first load the newest checkpoint of this run and publish it to the engine"),
-    ] = None,
+    within: Annotated[float | None, typer.Option(min=0, help="exit code 1 when a token differs by more nats")] = None,
+    run: Annotated[Path | None, typer.Option(help="first publish this run's newest checkpoint to the engine")] = None,
     urls: Urls = None,
     as_json: AsJson = False,
     overrides: Overrides = None,
@@ -113,14 +103,8 @@ def certify(
     from dppo_megatron.certify.command import certify as measure
 
     config = read_config(config_file, overrides or ())
-    path, found = measure(
-        config,
-        str(config_file),
-        prompts=prompts,
-        run=run,
-        urls=urls or (),
-        report=lambda line: typer.echo(line, err=True),
-    )
+    report = partial(typer.echo, err=True)
+    path, found = measure(config, str(config_file), prompts=prompts, run=run, urls=urls or (), report=report)
     typer.echo(json.dumps(found, indent=1) if as_json else text(found))
     typer.echo(f"certificate: {path}", err=True)
     raise typer.Exit(1 if within is not None and exceeds(found, within) else 0)
@@ -141,9 +125,7 @@ def certify_rank(
 
 @app.command()
 def objectives(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="describe this one, or package.module:attribute, in words")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="describe it, or a module:attribute")] = None,
 ) -> None:
     """List the training objectives with their axes, or describe one of them."""
     from dppo_megatron.objectives.listing import in_words, table

@@ -18,12 +18,9 @@ def slurm(
     config_file: ConfigFile,
     overrides: Overrides = None,
     nodes: Annotated[
-        str | None,
-        typer.Option(metavar="TRAINERS[+ENGINES]", help="change the numbers of nodes, at the same load per node"),
+        str | None, typer.Option(metavar="TRAINERS[+ENGINES]", help="other numbers of nodes, at the same load per node")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the script and, to stderr, notes and steps; submit nothing")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print the script; notes, steps to stderr")] = False,
     resume: Resume = False,
 ) -> None:
     """Check a config, write its batch script into the run directory and submit it to Slurm.

@@ -67,5 +67,5 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or 
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_small_model(directory / "model", 1, chat_tokenizer())
     typer.echo("\n".join(preflight(read_config(config_file), str(config_file))))
-    typer.echo(f"{directory}: ready. Next, which takes a minute or two without a GPU, and then shows what it sampled:")
+    typer.echo(f"{directory}: ready. Train it, one or two minutes without a GPU, then view its rollouts:")
     typer.echo(f"  dppo-megatron train {config_file}\n  dppo-megatron view {directory}/run --open")

@@ -53,7 +53,10 @@ def check(directory: Path) -> Support:
     try:
         config = read_hf_config(directory)
     except ModelError as error:
-        raw = _raw(directory, error)
+        try:
+            raw = read_foreign_json(directory / "config.json")
+        except (OSError, ValueError):
+            raise error from None
         text = text_config(raw)
         if text is None:
             return _unsupported(raw, error.problems)
@@ -64,20 +67,11 @@ def check(directory: Path) -> Support:
         return Support(
             config.family, tuple(_facts(directory, config)), error.problems, _unread(text, FAMILIES[config.family])
         )
-    missing = _weight_problems(directory, config) + _trainer_problems(directory)
+    from dppo_megatron.actor import check_model  # imports Megatron-core
+
+    missing = _weight_problems(directory, config) + check_model(trainer_config(directory))
     facts, unread = _facts(directory, config), _unread(config.raw, FAMILIES[config.family])
     return Support(config.family, tuple(facts), tuple(missing), unread)
-
-
-def _raw(directory: Path, error: ModelError) -> Mapping[str, Any]:
-    """Return config.json, or raise `error` if it is not a JSON object."""
-    try:
-        raw = read_foreign_json(directory / "config.json")
-    except (OSError, ValueError):
-        raise error from None
-    if not isinstance(raw, dict):
-        raise error
-    return raw
 
 
 def _unsupported(raw: Mapping[str, Any], problems: tuple[str, ...]) -> Support:
@@ -140,9 +134,3 @@ def _weight_problems(directory: Path, config: HFModelConfig) -> list[str]:
         return header_problems(WeightMap(config), open_weights(directory, config))
     except ModelError as error:
         return list(error.problems)
-
-
-def _trainer_problems(directory: Path) -> list[str]:
-    from dppo_megatron.actor import check_model  # imports Megatron-core
-
-    return check_model(trainer_config(directory))

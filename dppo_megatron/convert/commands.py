@@ -25,12 +25,14 @@ app = typer.Typer(
 
 
 class VerificationFailed(ExpectedError, RuntimeError):
-    """The two sides of a conversion compute different logits."""
+    """Raised when the two sides of a conversion compute different logits."""
 
 
 CheckOption = Annotated[
     Path | None,
-    typer.Option("--check", metavar="DIR", help="list what of a model directory is supported; config.json is enough"),
+    typer.Option(
+        "--check", metavar="DIR", help="list the supported features of a model directory; needs only config.json"
+    ),
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="directory to make; must not exist")]
 DtypeOption = Annotated[FloatName | None, typer.Option("--dtype", help="cast to; default: as stored (FP8: bf16)")]
@@ -90,9 +92,7 @@ def hf_to_megatron(
 def megatron_to_hf(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Megatron checkpoint, a run's step or the run itself")],
     destination: Destination,
-    template: Annotated[
-        Path | None, typer.Option(help="directory with config.json and tokenizer; default: the checkpoint's or run's")
-    ] = None,
+    template: Annotated[Path | None, typer.Option(help="has config.json and tokenizer; default: the run's")] = None,
     dtype: DtypeOption = None,
     quantization: QuantizationOption = None,
     shard_gb: ShardSize = 4.3,
@@ -103,10 +103,11 @@ def megatron_to_hf(
 ) -> None:
     """Megatron torch_dist checkpoint, saved in any layout -> complete Hugging Face directory."""
     from .files import checkpoint_at, template_for
+    from .to_hf import ToHF
 
     checkpoint = checkpoint_at(source)
-    template = template or template_for(checkpoint)
-    build = _to_hf(checkpoint, destination, template, dtype, quantization, shard_gb)
+    options = _torch_dtype(dtype), quantization, int(shard_gb * 1e9)
+    build = partial(ToHF, checkpoint, destination, template or template_for(checkpoint), *options)
     _convert(build, nproc, dry_run, resume, (destination, checkpoint) if verify else None)
 
 
@@ -122,7 +123,9 @@ def hf_to_hf(
     nproc: Processes = 1,
 ) -> None:
     """Cast, quantise to FP8, dequantise from FP8 or divide a Hugging Face directory into other files."""
-    build = _to_hf(source, destination, source, dtype, quantization, shard_gb)
+    from .to_hf import ToHF
+
+    build = partial(ToHF, source, destination, source, _torch_dtype(dtype), quantization, int(shard_gb * 1e9))
     _convert(build, nproc, dry_run, resume, None)
 
 
@@ -139,19 +142,6 @@ def verify_command(
     _verify(hf_dir, checkpoint_at(checkpoint))
 
 
-def _to_hf(
-    source: Path,
-    destination: Path,
-    template: Path,
-    dtype: FloatName | None,
-    quantization: str | None,
-    shard_gb: float,
-) -> Callable[[], Conversion]:
-    from .to_hf import ToHF
-
-    return partial(ToHF, source, destination, template, _torch_dtype(dtype), quantization, int(shard_gb * 1e9))
-
-
 def _convert(
     build: Callable[[], Conversion], nproc: int, dry_run: bool, resume: bool, to_verify: tuple[Path, Path] | None
 ) -> None:
@@ -162,20 +152,16 @@ def _convert(
         for line in conversion.table():
             typer.echo(line)
         typer.echo(f"{len(conversion.shards)} files, {conversion.nbytes / 1e6:,.1f} MB; nothing was written")
-        _report_left_out(conversion)
-        return
-    converted = convert(build, resume=resume, processes=nproc)
-    if converted is None:
-        return
-    typer.echo(f"{converted.destination}: {len(converted.shards)} files, {converted.nbytes / 1e6:,.1f} MB")
-    _report_left_out(converted)
-    if to_verify is not None:
-        _verify(*to_verify)
-
-
-def _report_left_out(conversion: Conversion) -> None:
+    else:
+        converted = convert(build, resume=resume, processes=nproc)
+        if converted is None:  # a rank that is not the first
+            return
+        conversion = converted
+        typer.echo(f"{conversion.destination}: {len(conversion.shards)} files, {conversion.nbytes / 1e6:,.1f} MB")
     if count := conversion.config.mtp_layers:
         typer.echo(f"left out: {count} multi-token prediction layers; the config.json written names 0 of them")
+    if to_verify is not None and not dry_run:
+        _verify(*to_verify)
 
 
 def _verify(hf_dir: Path, checkpoint: Path) -> None:

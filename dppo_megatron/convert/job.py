@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import psutil
 
 from dppo_megatron.common.files import output, write_json
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_existing, staging_of
@@ -189,8 +190,7 @@ def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
         found = json.loads((staging / _NOTES / _JOB).read_text())
     except (OSError, ValueError):
         found = {}
-    differing = [name for name in job if found.get(name) != job[name]]
-    if differing:
+    if differing := [name for name in job if found.get(name) != job[name]]:
         raise ModelError(
             str(staging),
             [f"cannot be resumed: {', '.join(differing)} changed since it was begun; remove it to start again"],
@@ -220,17 +220,14 @@ def _size(path: Path) -> int:
 
 
 def _wait_for_job(staging: Path, conversion: Conversion) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not (staging / _NOTES / _JOB).exists():
-        if conversion.destination.exists():
-            return
-        if time.monotonic() > deadline:
-            raise ModelError(
-                str(staging),
-                [f"process 0 did not begin in {_START_TIMEOUT_S:.0f} s; is this on storage that all processes share?"],
-            )
-        time.sleep(_POLL_S)
-    _refuse_other_job(staging, {"shards": conversion.shards, **conversion.fingerprint()})
+    job = staging / _NOTES / _JOB
+    if not wait_until(lambda: job.exists() or conversion.destination.exists(), _START_TIMEOUT_S, _POLL_S):
+        raise ModelError(
+            str(staging),
+            [f"process 0 did not begin in {_START_TIMEOUT_S:.0f} s; is this on storage that all processes share?"],
+        )
+    if job.exists():
+        _refuse_other_job(staging, {"shards": conversion.shards, **conversion.fingerprint()})
 
 
 def _records_of_all(

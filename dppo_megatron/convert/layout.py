@@ -27,17 +27,9 @@ class TargetLayout:
 
     def problems(self, config: HFModelConfig) -> list[str]:
         """Return every reason why a model does not fit this layout, each `option = value: why`."""
-        out = [
-            f"{name} = {size}: must be at least 1"
-            for name, size in (
-                ("--tensor", self.tensor),
-                ("--pipeline", self.pipeline),
-                ("--expert", self.expert),
-                ("--expert-tensor", self.expert_tensor_size),
-            )
-            if size < 1
-        ]
-        if out:
+        sizes = {"--tensor": self.tensor, "--pipeline": self.pipeline, "--expert": self.expert}
+        sizes["--expert-tensor"] = self.expert_tensor_size
+        if out := [f"{name} = {size}: must be at least 1" for name, size in sizes.items() if size < 1]:
             return out
         moe = config.moe
         divisible = {

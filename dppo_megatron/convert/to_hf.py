@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +55,8 @@ class ToHF:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            info.nbytes for group in self._groups for entry in group for info in self._written_info(entry).values()
-        )
+        entries = itertools.chain(*self._groups)
+        return sum(info.nbytes for entry in entries for info in self._written_info(entry).values())
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -102,12 +103,11 @@ class ToHF:
 
     def _main_dtype(self) -> torch.dtype:
         """Return the dtype for config.json: the dtype of most bytes that are not quantised."""
-        sizes: dict[torch.dtype, int] = {}
-        for group in self._groups:
-            for entry in group:
-                for info in self._plain_info(entry).values():
-                    sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-        return max(sizes, key=lambda dtype: sizes[dtype])
+        sizes: Counter[torch.dtype] = Counter()
+        for entry in itertools.chain(*self._groups):
+            for info in self._plain_info(entry).values():
+                sizes[info.dtype] += info.nbytes
+        return sizes.most_common(1)[0][0]
 
     def _group_entries(self) -> list[list[Entry]]:
         """Divide the entries into files, in order. A fused weight, whose parts are read at once, stays in one file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,7 @@ class ToMegatron:
         self.layout = layout
         self._dtype = dtype
         self._map = WeightMap(self.config)
-        problems = layout.problems(self.config)
-        if problems:
+        if problems := layout.problems(self.config):
             raise ModelError(f"layout for {source}", problems)
         self._weights = open_weights(source, self.config, dequantized=dtype or torch.bfloat16)
         if problems := source_problems(self._map, self._weights):
@@ -52,10 +52,10 @@ class ToMegatron:
     @property
     def nbytes(self) -> int:
         return sum(
-            self._stored_dtype(entry, name).itemsize * torch.Size(shape).numel() + _OVERHEAD
+            self._stored_dtype(entry, t.name).itemsize * math.prod(t.shape) + _OVERHEAD
             for entry in self._map.entries()
             if not entry.rule.duplicate
-            for name, shape in ((t.name, t.shape) for t in entry.hf)
+            for t in entry.hf
         )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -87,9 +87,8 @@ class ToMegatron:
     def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
         chunks = [Chunk.from_json(chunk) for record in records for chunk in record["chunks"]]
         (staging / MODEL).mkdir(exist_ok=True)
-        copy_metadata(
-            self.source, staging / MODEL, self._dtype or (torch.bfloat16 if self.config.quantization else None)
-        )
+        dtype = self._dtype or (torch.bfloat16 if self.config.quantization else None)
+        copy_metadata(self.source, staging / MODEL, dtype)
         write_torch_dist_metadata(staging, chunks)
 
     def table(self) -> Iterator[str]:

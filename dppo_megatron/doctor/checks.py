@@ -9,7 +9,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,19 +23,12 @@ IMPOSSIBLE = math.log(1e-9)  # a less probable event is evidence of a problem
 STILL = 50  # steps without a rising reward
 
 
-class Check(NamedTuple):
-    """Describes a kind of problem with its name, the function that finds it in a step, and the remedy."""
-
-    name: str
-    look: Callable[[ExaminedStep, Past], Evidence]
-    remedy: str
+Look = Callable[[ExaminedStep, Past], Evidence]
+CHECKS: list[tuple[str, Look, str]] = []  # name of a problem, the function that finds it in a step, and the remedy
 
 
-CHECKS: list[Check] = []
-
-
-def check(name: str, remedy: str) -> Callable[[Callable[[ExaminedStep, Past], Evidence]], None]:
-    return lambda look: CHECKS.append(Check(name, look, remedy))
+def check(name: str, remedy: str) -> Callable[[Look], None]:
+    return lambda look: CHECKS.append((name, look, remedy))
 
 
 @check("constant reward", "grade some answers of the bank by hand with the reward")
@@ -64,7 +56,7 @@ def no_learning_signal(step: ExaminedStep, past: Past) -> Evidence:
         return "the gradient is 0"
     if not groups or without is None or without < 0.9 * groups:
         return None
-    if _improved(step, past):
+    if past.improved(step):
         return None  # solved gradually
     return f"in {without:.0f} of {groups} groups all samples have the same reward"
 
@@ -220,7 +212,7 @@ def length_exploded(step: ExaminedStep, past: Past) -> Evidence:
         return None
     if now > 3 * recent:
         return f"{now:.0f} tokens a response, {recent:.0f} in the steps before"
-    if now > 4 * first and not _improved(step, past):
+    if now > 4 * first and not past.improved(step):
         return f"{now:.0f} tokens a response, {first:.0f} at the start, and the reward has not risen"
     return None
 
@@ -228,7 +220,7 @@ def length_exploded(step: ExaminedStep, past: Past) -> Evidence:
 @check("entropy collapse", "a smaller optimizer.lr, fewer updates a step, or a wider region for A > 0")
 def entropy_collapsed(step: ExaminedStep, past: Past) -> Evidence:
     first, now = past.at_start("train/entropy"), step.value("train/entropy")
-    if first is None or now is None or now > 0.1 * first or _improved(step, past):
+    if first is None or now is None or now > 0.1 * first or past.improved(step):
         return None
     return f"entropy {now:.2g} nats, {first:.2g} at the start, and the reward has not risen"
 
@@ -322,8 +314,3 @@ def _some(step: ExaminedStep) -> list[tuple[BankEntry, list[int]]]:
         found.append((entry, list(range(count))))
         left -= int(ends[count - 1]) if count else 0
     return found
-
-
-def _improved(step: ExaminedStep, past: Past) -> bool:
-    mean = step.value("rollout/reward_mean")
-    return mean is not None and past.improved(mean)

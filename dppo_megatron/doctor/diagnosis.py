@@ -44,8 +44,8 @@ NO_STEP = Finding("no step", 0, 0, 0, "", "remove the cause, then `train --resum
 class Examination:
     """Follows a run. Reads the bank's index and a few tokens of every step, and keeps a few numbers of each step."""
 
-    def __init__(self, run_dir: Path | str):
-        self._run = RunDir(Path(run_dir))
+    def __init__(self, run_dir: Path):
+        self._run = RunDir(run_dir)
         self._follower = JsonlFollower(self._run.metrics)
         self.findings: dict[str, Finding] = {}
         self.unread = ""  # why some rollouts were not read
@@ -125,9 +125,9 @@ class _ExaminedRun:
             return []
 
 
-def diagnose(run_dir: Path | str) -> Examination:
+def diagnose(run_dir: Path) -> Examination:
     """Examine all steps of a run, or the logs of a run without a step. Raises `ReportError` when they name no cause."""
-    examination, run = Examination(run_dir), RunDir(Path(run_dir))
+    examination, run = Examination(run_dir), RunDir(run_dir)
     examination.advance()
     examination.close()
     if not examination.examined:

@@ -88,9 +88,10 @@ class Past:
         """Return the median of the first three steps."""
         return _median(self.values(name)[:3])
 
-    def improved(self, now: float) -> bool:
-        """Return whether a mean reward exceeds that of the first steps by a tenth of the range of rewards."""
-        if not self.reward_means:
+    def improved(self, step: ExaminedStep) -> bool:
+        """Return whether the mean reward exceeds that of the first steps by a tenth of the range of rewards."""
+        now = step.value("rollout/reward_mean")
+        if now is None or not self.reward_means:
             return False
         span = self.highest_reward - self.lowest_reward
         return now > float(np.mean(self.reward_means[:3])) + 0.1 * span

@@ -6,9 +6,10 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic
 
+from dppo_megatron.common.process import exit_reason
+from dppo_megatron.common.retry import doubling_delay_s
 from dppo_megatron.config import Config
 from dppo_megatron.doctor import Examination, Finding
 from dppo_megatron.engines.secret import make_secret
@@ -19,10 +20,12 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import clear, lead
 
 from .launcher import Launcher, PlanT, ProcessT, RunPlan
-from .restarts import RestartedServer, RestartPolicy
 
 GRACE_S = 10.0
 LAST_LINES = 25  # shown of the log of a failed process
+ORPHANS_S = 1.0  # time for the orphans of a dead server to end by themselves
+FIRST_S, LONGEST_S = 1.0, 60.0  # delays between the end of a server and its next start
+HEALTHY_S = 300.0  # after serving for this long, the count of restarts begins again
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,64 @@ class Failed(Generic[ProcessT]):
 @dataclass(frozen=True, slots=True)
 class TrainerStopped:
     """States that the trainer ended before its last step, by a signal that the driver did not send."""
+
+
+class RestartedServer(Generic[PlanT, ProcessT]):
+    """Starts one engine, and restarts it when it ends, at most `limit` times in a row.
+
+    Call `check` often; it never blocks for long. The engine serves once it is registered in the run. Its registration
+    is removed when it ends.
+    """
+
+    def __init__(self, launcher: Launcher[PlanT, ProcessT], plan: PlanT, run: RunDir, limit: int):
+        self._launcher = launcher
+        self._plan = plan
+        self._run = run
+        self._limit = limit
+        self._restarts = 0  # consecutive restarts
+        self._serving_since: float | None = None
+        self._ever_served = False
+        self._due: float | None = None  # time of its next start
+        self.process = launcher.start(plan)
+        self.failed = False  # it ended and is not started again
+
+    def check(self, now: float) -> str | None:
+        """Return a line for the log about the events since the last call, or None.
+
+        Sets `failed` when the run cannot continue with this server.
+        """
+        if self._due is not None:
+            if now >= self._due:
+                self._due, self.process = None, self._launcher.start(self._plan)
+            return None
+        name, code = self.process.name, self.process.poll()
+        # An ended server is checked as well, because it may have registered and been killed between two calls.
+        serves = self._serving_since is None and (self._run.services / f"{name}.json").exists()
+        if serves:
+            self._serving_since, self._ever_served = now, True
+        if code is not None:
+            return self._plan_restart(name, exit_reason(code), now)
+        return f"{name} serves again" if serves and self._restarts else None
+
+    def _plan_restart(self, name: str, reason: str, now: float) -> str | None:
+        """Schedule the next start of the ended server, or set `failed`."""
+        forget(self._run, name)
+        self._launcher.end([self.process], ORPHANS_S)
+        served_s = 0.0 if self._serving_since is None else now - self._serving_since
+        self._restarts = 1 if served_s >= HEALTHY_S else self._restarts + 1
+        self._serving_since = None
+        if not self._ever_served:  # it is probably misconfigured, so a restart would not help
+            self.failed = True
+            return None
+        if self._restarts > self._limit:
+            self.failed = True
+            return f"{name} is not started again after {self._limit} restarts in a row (engine.restarts)"
+        delay = doubling_delay_s(FIRST_S, self._restarts - 1, LONGEST_S)
+        self._due = now + delay
+        return (
+            f"{name} ended: {reason}. Restart {self._restarts} of {self._limit} (engine.restarts) in {delay:g} s; "
+            f"see {self.process.log}"
+        )
 
 
 class RunDriver(Generic[PlanT, ProcessT]):
@@ -68,7 +129,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
         if plan.engines:
             make_secret(self._config)
         for engine in plan.engines:
-            self._servers.append(self._server(engine))
+            self._servers.append(RestartedServer(self._launcher, engine, self._run, self._config.engine.restarts))
         if plan.orchestrator is not None:
             self._orchestrator.append(self._launcher.start(plan.orchestrator))
         for trainer in plan.trainers:
@@ -126,12 +187,3 @@ class RunDriver(Generic[PlanT, ProcessT]):
     def _trainers_ended(self) -> bool:
         """Return whether all trainers ended with exit code 0: at their last step, or after a signal."""
         return bool(self.trainers) and all(trainer.poll() == 0 for trainer in self.trainers)
-
-    def _server(self, plan: PlanT) -> RestartedServer[PlanT, ProcessT]:
-        return RestartedServer(
-            self._launcher,
-            plan,
-            withdraw=partial(forget, self._run, plan.name),
-            is_registered=(self._run.services / f"{plan.name}.json").exists,
-            policy=RestartPolicy(self._config.engine.restarts),
-        )

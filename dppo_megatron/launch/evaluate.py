@@ -56,8 +56,10 @@ def evaluate_model(
     problems = sampling.lengths(config) + sampling.eval_problems(config) + unusable_directory(config)
     if problems := problems + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
-    name = "running" if model is None else model.absolute().name
-    identity = {"engines": list(urls)} if model is None else _identity(model)
+    name, identity = "running", {"engines": list(urls)}
+    if model is not None:  # the fingerprint changes when other weights are written to the same path
+        name = model.absolute().name
+        identity = fingerprint_of(model if (model / "config.json").is_file() else checkpoint_at(model))
     directory = numbered_directory(config.run.dir / "eval", name, resume)
     config = with_settings(config, run={"dir": directory})
     if model is not None:
@@ -101,13 +103,6 @@ async def _take(config: Config, engines: Sequence[Engine], load: Path | None, id
     # An instance may have loaded its policy after it started, but all serve the same version.
     served = [] if load else sorted((info.model, info.instance) for info in found)
     return found[0].version, {"identity": identity, "served": served}
-
-
-def _identity(model: Path) -> dict[str, Any]:
-    """Return values that change when other weights are written to the same path."""
-    if (model / "config.json").is_file():
-        return fingerprint_of(model)
-    return fingerprint_of(checkpoint_at(model))
 
 
 def _as_hugging_face(model: Path, directory: Path) -> Path:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
-
-
-class NamedPlan(Protocol):
-    """Describes how to start a process, or several that end together. Each launcher has its own kind of plan."""
-
-    @property
-    def name(self) -> str: ...
 
 
 class Process(Protocol):
@@ -25,15 +19,16 @@ class Process(Protocol):
         """Return the exit code, negative for a signal, or None while the process runs."""
 
 
-PlanT = TypeVar("PlanT", bound=NamedPlan)
-StartedPlanT = TypeVar("StartedPlanT", bound=NamedPlan, contravariant=True)
+PlanT = TypeVar("PlanT")  # how to start a process, or several that end together; each launcher has its own kind
 ProcessT = TypeVar("ProcessT", bound=Process)
 
 
-class Launcher(Protocol[StartedPlanT, ProcessT]):
-    def start(self, plan: StartedPlanT) -> ProcessT:
+class Launcher(ABC, Generic[PlanT, ProcessT]):
+    @abstractmethod
+    def start(self, plan: PlanT) -> ProcessT:
         """Start the process and return at once. Its output is appended to its log."""
 
+    @abstractmethod
     def end(self, processes: Sequence[ProcessT], grace_s: float) -> None:
         """Ask all processes to stop, wait up to `grace_s`, and kill the rest. Some may have ended before the call."""
 

@@ -17,7 +17,7 @@ from dppo_megatron.engines.teachers import teacher_config
 from dppo_megatron.fleet.registry import engine_names, forget_all, free_port
 from dppo_megatron.run_dir import RunDir
 
-from .launcher import RunPlan
+from .launcher import Launcher, RunPlan
 from .rank_environment import connection_environment
 
 
@@ -28,7 +28,7 @@ class ProcessPlan:
     environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's own
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher[ProcessPlan, Child]):
     """Starts each process in a session of its own, with `RUN/logs/<name>.log` as its output."""
 
     def __init__(self, run: RunDir, lock: FileLock | None = None):

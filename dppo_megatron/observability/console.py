@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,22 +24,14 @@ from .tail import JsonlFollower
 Record = Mapping[str, Any]
 
 
-class ShownMetric(NamedTuple):
-    metric: str
-    label: str
-    width: int
-    form: str
-    unit: str
-
-
-COLUMNS = (
-    ShownMetric("train/loss", "loss", 9, ".2e", ""),
-    ShownMetric("rollout/reward_mean", "reward", 6, ".3f", ""),
-    ShownMetric("policy/masked_share", "masked", 6, ".2%", ""),
-    ShownMetric("mismatch/kl", "mismatch", 8, ".1e", ""),
-    ShownMetric("throughput/tokens_per_s", "", 7, ",.0f", " tok/s"),
-    ShownMetric("throughput/mfu", "MFU", 5, ".1%", ""),
-    ShownMetric("time/step_s", "", 6, ".1f", " s/step"),
+COLUMNS = (  # metric, label, width, format, unit
+    ("train/loss", "loss ", 9, ".2e", ""),
+    ("rollout/reward_mean", "reward ", 6, ".3f", ""),
+    ("policy/masked_share", "masked ", 6, ".2%", ""),
+    ("mismatch/kl", "mismatch ", 8, ".1e", ""),
+    ("throughput/tokens_per_s", "", 7, ",.0f", " tok/s"),
+    ("throughput/mfu", "MFU ", 5, ".1%", ""),
+    ("time/step_s", "", 6, ".1f", " s/step"),
 )
 _PACE_STEPS = 20  # the pace of these last steps predicts the time left
 _REDRAW_S = 1.0  # the countdown moves even without new records
@@ -127,19 +119,19 @@ class ProgressView:
 
         An idle call costs less than 1 ms. At the first call, and after a resume, only the latest record is shown.
         """
-        first = self._follower is None or self._follower.path != Path(path)
-        if self._follower is None or first:
-            self._follower = JsonlFollower(path)
+        first = self._follower is None
+        self._follower = self._follower or JsonlFollower(path)
         found, restarted = self._follower.poll()
+        restarted = restarted or first
         records = [record for record in found if "step" in record and "time" in record]
-        if first or restarted:
+        if restarted:
             self._evals.clear()
             for record in records[:-1]:
                 self._absorb(record)
             self._pace.clear()  # the pace of an earlier attempt does not predict this one
-        for record in records[-1:] if first or restarted else records:
+        for record in records[-1:] if restarted else records:
             self.update(record)
-        if first or restarted:
+        if restarted:
             self._pace.clear()  # the pause until the next step does not predict the pace either
         if records or time.monotonic() - self._drawn_at > _REDRAW_S:
             self._refresh()
@@ -186,8 +178,7 @@ class ProgressView:
         clock = time.strftime("%H:%M:%S", time.localtime(at))
         width = len(str(self._total))
         parts = [f"{clock} step {step:>{width}}/{self._total}", *_values(record, aligned=True)]
-        left = self._seconds_left()
-        if left is not None:
+        if (left := self._seconds_left()) is not None:
             parts.append(f"{duration(left):>8} left")
         if failed := record.get("rollout/reward_failed"):
             of = f" of {self._samples}" if self._samples else ""
@@ -239,14 +230,12 @@ def _evaluation(record: Record) -> dict[str, Any]:
 
 
 def _values(record: Record, aligned: bool) -> Iterator[str]:
-    for column in COLUMNS:
-        if column.metric not in record or (column.label == "loss" and "rollout/reward_mean" in record):
+    for name, label, width, form, unit in COLUMNS:
+        if name not in record or (name == "train/loss" and "rollout/reward_mean" in record):
             continue  # the loss is shown only without a reward
-        value = record[column.metric]
-        text = "n/a" if value is None else format(value, column.form)
-        text = (text.rjust(column.width) if aligned else text) + column.unit
-        yield f"{column.label} {text}" if column.label else text
+        text = _number(record[name], form)
+        yield label + (text.rjust(width) if aligned else text) + unit
 
 
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.3g}"
+def _number(value: float | None, form: str = ".3g") -> str:
+    return "n/a" if value is None else format(value, form)

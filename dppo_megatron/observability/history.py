@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 
 from dppo_megatron.config import ConfigError, read_tree
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.run_dir import run_below
+from dppo_megatron.run_dir import RunDir, run_below
 
-from .masked_tokens import MASKED_TOKENS_FILE
 from .names import is_step_record
 from .tail import read_metrics, read_records
-from .trackers import METRICS_FILE
-
-CONFIG_FILE = "config.yaml"
 
 
 class ReportError(ExpectedError, ValueError):
@@ -90,23 +86,22 @@ class History:
 
 def load_history(run_dir: Path, label: str) -> History:
     """Read the metrics and settings of a run. Raises ReportError when the run has recorded nothing."""
+    run, times = RunDir(run_dir), []
     rows: dict[int, dict[str, float | None]] = {}
-    times = []
-    for record in read_metrics(run_dir / METRICS_FILE):
+    for record in read_metrics(run.metrics):
         values = {name: value for name, value in record.items() if name not in ("step", "time")}
         rows.setdefault(record["step"], {}).update(values)
         if "time" in record:
             times.append(float(record["time"]))
     if not rows:
         meant = run_below(run_dir)
-        raise ReportError(f"{run_dir / METRICS_FILE} has no metrics: name the directory of a run that trained{meant}")
-    masked = tuple(read_records(run_dir / MASKED_TOKENS_FILE))
-    return History(label, read_settings(run_dir), rows, tuple(times), masked)
+        raise ReportError(f"{run.metrics} has no metrics: name the directory of a run that trained{meant}")
+    return History(label, read_settings(run_dir), rows, tuple(times), tuple(read_records(run.masked_tokens)))
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """Read the run's config; return an empty tree if it is absent or damaged, because the curves do not need it."""
-    path = run_dir / CONFIG_FILE
+    path = RunDir(run_dir).config
     try:
         return read_tree(path)[0] if path.is_file() else {}
     except ConfigError:

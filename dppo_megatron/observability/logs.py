@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import logging
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from dppo_megatron.errors import bounded
 
@@ -27,51 +27,39 @@ _CONSEQUENCE = re.compile(
 )
 _CACHE = re.compile(r"cache blocks|kv.?cache|gpu_memory_utilization", re.IGNORECASE)  # the servers' option names
 _WARNING = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (\S+) WARNING (?!py\.warnings)\S+: (.*)$", re.MULTILINE)
+SEARCHED_BYTES = 64 * 1024
+# Matches the last line of a traceback, our and the servers' log levels, and messages about killed processes.
+_ERROR_LINE = re.compile(
+    r"^[\w.]*(Error|Exception|Timeout|Diverged|Frozen)\b|\b(ERROR|CRITICAL)\b|\bKilled\b|Segmentation fault"
+)
 MOST_WARNINGS = 20  # limit for the launcher's output; the logs have all
-_BLOCK = 64 * 1024
-_MOST_READ = 64 * _BLOCK
+_MOST_READ = 4 << 20
 _TALKATIVE = ("httpx", "httpcore", "megatron")  # they log a line per request or a page per optimizer
 
 
-def setup_logging(
-    process_name: str, run_dir: str | Path | None, *, rank: int | None = None, level: int = logging.INFO
-) -> Path | None:
-    """Send this process's log records to RUN/logs/<process_name>.log, and return that path. Call it early.
+def setup_logging(process_name: str, run_dir: Path) -> None:
+    """Send this process's log records to RUN/logs/<process_name>.log. Call it early.
 
-    Without `run_dir` records go to stderr. With `run_dir` stderr also gets all records if it is a terminal, and
-    otherwise only warnings, unless it is the log file itself. Uncaught exceptions of any thread and fatal signals
-    (segmentation fault, abort) leave their traceback in the log.
-
-    `rank` defaults to the environment's RANK and is part of every line. Ranks above 0 log only warnings and errors,
-    unless the process name ends in the rank, so that the process has its own file.
+    stderr gets all records too if it is a terminal, and otherwise only warnings, unless it is the log file itself.
+    Uncaught exceptions of any thread and fatal signals (segmentation fault, abort) leave their traceback in the log.
     """
-    rank = _environment_rank() if rank is None else rank
-    own_file = rank is None or process_name.endswith(f"-{rank}")
-    who = process_name if own_file else f"{process_name}[{rank}]"
-    level = level if own_file or rank == 0 else max(level, logging.WARNING)
-    formatter = logging.Formatter(f"%(asctime)s {who} %(levelname)s %(name)s: %(message)s")
-    handlers: list[logging.Handler] = []
-    path = None
-    if run_dir is not None:
-        path = Path(run_dir) / "logs" / f"{process_name}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file_handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
-        assert file_handler.stream is not None  # it is open already
-        faulthandler.enable(file_handler.stream)
-        handlers.append(file_handler)
-    if path is None or not _is_stderr(path):
+    path = run_dir / "logs" / f"{process_name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file_handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
+    assert file_handler.stream is not None  # it is open already
+    faulthandler.enable(file_handler.stream)
+    handlers: list[logging.Handler] = [file_handler]
+    if not _is_stderr(path):
         screen = logging.StreamHandler(sys.stderr)
-        screen.setLevel(level if path is None or sys.stderr.isatty() else logging.WARNING)
+        screen.setLevel(logging.INFO if sys.stderr.isatty() else logging.WARNING)
         handlers.append(screen)
-    for handler in handlers:
-        handler.setFormatter(formatter)
-    logging.basicConfig(level=level, handlers=handlers, force=True)
+    form = f"%(asctime)s {process_name} %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers, force=True)
     logging.captureWarnings(True)
     for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+        logging.getLogger(name).setLevel(logging.WARNING)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread
-    return path
 
 
 def append_line(path: str | Path, text: str) -> None:
@@ -89,12 +77,15 @@ def last_lines(path: str | Path, n: int = 20) -> list[str]:
     last state is returned.
     """
     try:
-        if n <= 0 or not Path(path).is_file():  # opening a pipe would block
+        if not Path(path).is_file():  # opening a pipe would block
             return []
         with Path(path).open("rb") as file:
-            return _end_of(file, n)[-n:]
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_READ))
+            last_first = reversed(file.read().split(b"\n"))
     except OSError:
         return []
+    texts = (plain_text(line.decode("utf-8", "replace")) for line in last_first)
+    return list(itertools.islice(filter(None, texts), n))[::-1]
 
 
 def root_cause(path: Path) -> str | None:
@@ -116,6 +107,41 @@ def root_cause(path: Path) -> str | None:
                 text += f" {line.strip()}"
     here = " (here: engine.kv_cache_bytes, engine.max_model_len)" if _CACHE.search(text) else ""
     return f"{bounded(text, 1000)}{here} ({path}, line {at})" if text else None
+
+
+def last_error(lines: Sequence[str]) -> str | None:
+    """Return the last line that looks like an error. Errors of a server that was asked to end are ignored."""
+    found, ends = None, False
+    for line in lines:
+        ends = SERVER_STOP in line or (ends and SERVER_START not in line)
+        if not ends and _ERROR_LINE.search(line):
+            found = line
+    return found
+
+
+class NewErrors:
+    """Finds errors that appear in a run's logs from now on. Lines of earlier attempts are ignored."""
+
+    def __init__(self, logs: Path):
+        self._logs = logs
+        self._sizes = {path: path.stat().st_size for path in logs.glob("*.log")}
+
+    def first_of(self, step: str) -> str | None:
+        """Return the last error line of the log of `step`, or of its rank that failed first.
+
+        When one rank fails, the other ranks report errors later. So among the logs with errors, the failed rank's log
+        has the oldest last write.
+        """
+        logs = [path for names in ("", "-*", ".*") for path in self._logs.glob(f"{step}{names}.log")]
+        for log in sorted(logs, key=lambda path: path.stat().st_mtime):
+            if (line := last_error(self._new_lines(log))) is not None:
+                return f"{log.stem}: {line}"
+        return None
+
+    def _new_lines(self, log: Path) -> list[str]:
+        with log.open("rb") as file:
+            file.seek(max(self._sizes.get(log, 0), log.stat().st_size - SEARCHED_BYTES))
+            return [plain_text(line) for line in file.read().decode("utf-8", "replace").split("\n")]
 
 
 class Warnings:
@@ -143,20 +169,6 @@ class Warnings:
         return found
 
 
-def _end_of(file: BinaryIO, n: int) -> list[str]:
-    position = file.seek(0, os.SEEK_END)
-    data = b""
-    lines: list[str] = []
-    while position > 0 and len(lines) <= n and len(data) < _MOST_READ:  # one more than n: the first may be cut
-        size = min(max(_BLOCK, len(data)), position)
-        position -= size
-        file.seek(position)
-        data = file.read(size) + data
-        texts = (plain_text(line.decode("utf-8", "replace")) for line in data.split(b"\n"))
-        lines = [text for text in texts if text]
-    return lines
-
-
 def plain_text(text: str) -> str:
     """Return one line of foreign output without colours, control characters and trailing blanks."""
     visible = text.rstrip("\r\n ").rsplit("\r", 1)[-1]
@@ -168,11 +180,6 @@ def duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}"
-
-
-def _environment_rank() -> int | None:
-    value = os.environ.get("RANK", "")
-    return int(value) if value.isdecimal() else None
 
 
 def _is_stderr(path: Path) -> bool:

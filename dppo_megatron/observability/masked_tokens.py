@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from dppo_megatron.run_dir import RunDir
+
 from .tail import JsonlFile, records_as
 
-MASKED_TOKENS_FILE = "masked_tokens.jsonl"
 MOST = 10
 
 
@@ -24,7 +25,7 @@ class MaskedTokenLog:
     """
 
     def __init__(self, run_dir: Path, decode: Callable[[int], str], resume_step: int | None):
-        self._file = JsonlFile(run_dir / MASKED_TOKENS_FILE, resume_step)
+        self._file = JsonlFile(RunDir(run_dir).masked_tokens, resume_step)
         self._decode = decode
 
     def log(self, step: int, counts: Mapping[int, int]) -> None:

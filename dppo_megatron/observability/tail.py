@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -27,11 +27,6 @@ _LATEST = 1e11  # Unix seconds: year 5138
 _LARGEST = 1e38  # limit of a number in float32
 
 
-class Batch(NamedTuple):
-    records: list[dict[str, Any]]
-    restarted: bool  # the file was replaced or cut, so `records` begin at its start
-
-
 class JsonlFollower:
     """Reads the records of metrics appended since the last call. An idle call costs one `stat`.
 
@@ -44,13 +39,14 @@ class JsonlFollower:
         self._file: BinaryIO | None = None  # stays open, so a replacement cannot reuse its inode
         self._offset = 0
 
-    def poll(self) -> Batch:
+    def poll(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the new records, and whether they begin at the start of a file that was replaced or cut."""
         try:
             status = os.stat(self.path)
         except OSError:
-            return Batch([], False)
+            return [], False
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
-            return Batch([], False)
+            return [], False
         restarted = self._file is not None and self._was_rewritten(status)
         if restarted:
             self.close()
@@ -58,14 +54,14 @@ class JsonlFollower:
             try:
                 self._file = self.path.open("rb")
             except FileNotFoundError:  # replaced between the two calls
-                return Batch([], restarted)
+                return [], restarted
         if not restarted and status.st_size == self._offset:
-            return Batch([], False)
+            return [], False
         self._file.seek(self._offset)
         data = self._file.read()
         end = data.rfind(b"\n") + 1
         self._offset += end
-        return Batch(metrics_of(parse_lines(data[:end])), restarted)
+        return metrics_of(parse_lines(data[:end])), restarted
 
     def close(self) -> None:
         if self._file is not None:
@@ -157,27 +153,24 @@ class JsonlFile:
             else:
                 _remove_after(path, resume_step)
         self._path = path
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = path.open("ab", buffering=0)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record. Raises ValueError once closed, and OSError if the disk is full; the file stays unchanged."""
-        if self._fd is None:
-            raise ValueError("this file is closed")
-        size = os.fstat(self._fd).st_size
+        size = os.fstat(self._file.fileno()).st_size
         data = (json.dumps(record) + "\n").encode()
         try:
             with naming_a_full_disk(self._path, len(data)):
-                if os.write(self._fd, data) != len(data):
+                if self._file.write(data) != len(data):
                     raise OSError(errno.ENOSPC, f"no room for the record of step {record['step']}")
         except OSError:
-            os.ftruncate(self._fd, size)  # an incomplete line would corrupt the next line
+            self._file.truncate(size)  # an incomplete line would corrupt the next line
             raise
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = None
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
 
 
 def _set_aside(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dppo_megatron.common.files import write_atomic
 from dppo_megatron.errors import MissingPackageError
+from dppo_megatron.run_dir import RunDir
 
 from .tail import JsonlFile
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
-ID_FILE = "wandb_id"
 CONNECT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 120.0
 
@@ -53,7 +52,7 @@ def build_trackers(config: Config, resume_step: int | None) -> Trackers:
         optional.append(TensorBoardTracker(run_dir / "tensorboard", resume_step))
     if config.tracking.wandb != "off" and (wandb_tracker := open_wandb(config, resume_step)):
         optional.append(wandb_tracker)
-    return Trackers(JsonlTracker(run_dir / METRICS_FILE, resume_step), optional)
+    return Trackers(JsonlTracker(RunDir(run_dir).metrics, resume_step), optional)
 
 
 def missing_packages(tracking: TrackingConfig) -> list[str]:
@@ -183,7 +182,7 @@ def open_wandb(config: Config, resume_step: int | None) -> WandbTracker | None:
 
 
 def _run_id(run_dir: Path, fresh: bool) -> str:
-    path = run_dir / ID_FILE
+    path = run_dir / "wandb_id"
     if not fresh and path.exists() and (known := path.read_text().strip()):
         return known
     run_id = uuid.uuid4().hex[:12]

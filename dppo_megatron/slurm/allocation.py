@@ -39,16 +39,12 @@ class Allocation:
                 "CONFIG` or `sbatch slurm/train.sbatch CONFIG`"
             )
         size = int(environment.get("SLURM_HET_SIZE", "1"))
-        lists = (
-            [environment[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"] for i in range(size)]
-            if size > 1
-            else [environment["SLURM_JOB_NODELIST"]]
-        )
+        parts = [f"_HET_GROUP_{i}" for i in range(size)] if size > 1 else [""]
         count, ids = environment.get("SLURM_GPUS_ON_NODE", ""), environment.get("SLURM_JOB_GPUS", "")
         return cls(
             job_id=_job_id(environment),
             restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
-            groups=tuple(node_names(nodes) for nodes in lists),
+            groups=tuple(node_names(environment[f"SLURM_JOB_NODELIST{part}"]) for part in parts),
             gpus=int(count) if count.isdecimal() else len(ids.split(",")) if ids else None,
         )
 

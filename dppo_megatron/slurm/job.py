@@ -19,12 +19,12 @@ from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError, bounded
 from dppo_megatron.launch.driver import Completed, Failed, RunDriver, TrainerStopped
+from dppo_megatron.observability.logs import NewErrors
 from dppo_megatron.run_dir import RunDir
 
 from . import queue
 from .allocation import Allocation
 from .attempts import TIME_LIMIT, AttemptLog, Event
-from .log_errors import NewErrors
 from .placement import check_plan, job_plan
 from .preflight import preflight_of_job
 from .step import JobStep, StepLauncher

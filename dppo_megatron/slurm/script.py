@@ -36,11 +36,8 @@ class NodeGroup:
     nodes_setting: str  # name of the setting with the number; empty if it is fixed
     gpus_per_node: str  # 8 or h100:8; empty without GPUs
     gpus_setting: str
-    time: str
-    account: str | None = None
     partition: str | None = None
     partition_placeholder: str = "PARTITION"  # used in the scripts of the repository
-    exclusive: bool = True
     sbatch_args: tuple[str, ...] = ()
 
 
@@ -54,41 +51,38 @@ def batch_script(config: Config, *, resume: bool, directory: Path) -> str:
         place = f"run.dir = {run.root}, working directory = {directory}"
         raise ConfigError("batch script", [f"{place}: contains a line break or backslash; choose another"])
     arguments = ["-m", "dppo_megatron", "slurm-job", str(run.config), *(["--resume"] if resume else [])]
-    return _render(
-        "train.sbatch.j2",
+    return _TEMPLATES.get_template("train.sbatch.j2").render(
         site=False,
         name=config.run.dir.name,
         directory=directory,
         output=str(run.logs.absolute()).replace("%", "%%") + "/slurm-%j.out",
         groups=_node_groups(config.slurm),
         requeues=True,
-        signal_lead_s=config.slurm.signal_lead_s,
-        setup=config.slurm.setup,
+        slurm=config.slurm,
         command=shlex.join([sys.executable, *arguments]),
     )
 
 
 def site_scripts() -> dict[str, str]:
     """Return file name -> text of every script in the repository's slurm/."""
-    three_nodes = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1))
-    two_kinds = _node_groups(SlurmConfig(trainer_nodes=2, engine_nodes=1, heterogeneous=True))
-    one_node = _node_groups(SlurmConfig())
-    serving = [NodeGroup("", 1, "", "8", "engine.count is lowered to as many engines as fit", "02:00:00")]
-    converting = [NodeGroup("", 1, "", "", "", "02:00:00")]
-    array_output = "slurm-%A_%a.out"
+    three_nodes = SlurmConfig(trainer_nodes=2, engine_nodes=1)
+    two_kinds = SlurmConfig(trainer_nodes=2, engine_nodes=1, heterogeneous=True)
+    short = SlurmConfig(time="02:00:00")
+    serving = [NodeGroup("", 1, "", "8", "engine.count is lowered to as many engines as fit")]
+    converting = [NodeGroup("", 1, "", "", "")]
     return {
         "train.sbatch": _site_script("train", "dppo", three_nodes, file="train.sbatch"),
         "train_hetjob.sbatch": _site_script("train", "dppo", two_kinds, file="train_hetjob.sbatch"),
-        "sweep.sbatch": _site_script("sweep", "dppo-sweep", one_node, output=array_output),
-        "eval.sbatch": _site_script("eval", "dppo-eval", serving, requeues=False),
-        "convert.sbatch": _site_script("convert", "dppo-convert", converting, requeues=False),
+        "sweep.sbatch": _site_script("sweep", "dppo-sweep", SlurmConfig(), output="slurm-%A_%a.out"),
+        "eval.sbatch": _site_script("eval", "dppo-eval", short, groups=serving, requeues=False),
+        "convert.sbatch": _site_script("convert", "dppo-convert", short, groups=converting, requeues=False),
     }
 
 
-def _site_script(template: str, job: str, groups: list[NodeGroup], **values: Any) -> str:
-    common = {"output": "slurm-%j.out", "requeues": True, "signal_lead_s": SlurmConfig().signal_lead_s}
-    common |= {"site": True, "directory": None}
-    return _render(f"{template}.sbatch.j2", name=job, groups=groups, **(common | values))
+def _site_script(template: str, job: str, slurm: SlurmConfig, **values: Any) -> str:
+    common = {"site": True, "directory": None, "output": "slurm-%j.out", "requeues": True, "name": job, "slurm": slurm}
+    values = {**common, "groups": _node_groups(slurm), **values}
+    return _TEMPLATES.get_template(f"{template}.sbatch.j2").render(values)
 
 
 def _node_groups(s: SlurmConfig) -> list[NodeGroup]:
@@ -99,18 +93,14 @@ def _node_groups(s: SlurmConfig) -> list[NodeGroup]:
         nodes_setting="slurm.trainer_nodes",
         gpus_per_node=_gpus(s.gpus_per_node, s.gpu_type),
         gpus_setting="slurm.gpus_per_node",
-        time=s.time,
-        account=s.account,
         partition=s.partition,
-        exclusive=s.exclusive,
         sbatch_args=s.sbatch_args,
     )
     if not s.heterogeneous:
         nodes, setting = s.trainer_nodes + s.engine_nodes, "slurm.trainer_nodes + slurm.engine_nodes"
         return [replace(trainers, nodes=nodes, nodes_setting=setting)]
     engine_type = s.engine_gpu_type or (s.gpu_type if s.engine_gpus_per_node is None else None)
-    engines = replace(
-        trainers,
+    engines = NodeGroup(
         name="engine nodes",
         nodes=s.engine_nodes,
         nodes_setting="slurm.engine_nodes",
@@ -139,10 +129,6 @@ def _word(option: str) -> str:
 
 
 _TEMPLATES.filters["word"] = _word
-
-
-def _render(template: str, **values: Any) -> str:
-    return _TEMPLATES.get_template(template).render(values)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.errors import ExpectedError, bounded
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import Service, engine_services
-from dppo_megatron.observability.logs import duration, last_lines
+from dppo_megatron.observability.logs import duration, last_error, last_lines
 from dppo_megatron.observability.names import accuracies, is_step_record
 from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.run_dir import RunDir, run_below
@@ -28,7 +28,6 @@ from dppo_megatron.weights.published import PublishedPolicy
 
 from . import queue
 from .attempts import AttemptLog
-from .log_errors import last_error
 
 HEALTH_TIMEOUT_S = 3.0
 SEARCHED_LINES = 400
@@ -167,12 +166,10 @@ def show(status: Status, console: Console | None = None) -> None:
     console = console or Console()
     console.print(_head(status))
     if status.jobs:
-        console.print(_table("jobs", ["id", "name", "state", "reason", "nodes", "time left"], [
-            (j.id, j.name, j.state, j.reason if j.reason != "None" else "", j.nodes, j.time_left) for j in status.jobs
-        ]))  # fmt: skip
+        jobs = [astuple(replace(job, reason="") if job.reason == "None" else job) for job in status.jobs]
+        console.print(_table("jobs", ["id", "name", "state", "reason", "nodes", "time left"], jobs))
     if status.engines:
-        engines = [(e.name, e.host, e.url, e.health) for e in status.engines]
-        console.print(_table("engines", ["name", "host", "url", "health"], engines))
+        console.print(_table("engines", ["name", "host", "url", "health"], map(astuple, status.engines)))
     if status.errors:
         errors = [(e.log, duration(e.age_s), e.line) for e in status.errors]
         console.print(_table("last error of each log", ["log", "written ago", "line"], errors))
@@ -200,7 +197,7 @@ def _head(status: Status) -> Table:
     return _table(status.run, None, rows)
 
 
-def _table(title: str, columns: list[str] | None, rows: Sequence[tuple[str, ...]]) -> Table:
+def _table(title: str, columns: list[str] | None, rows: Iterable[tuple[str, ...]]) -> Table:
     table = Table(title=Text(title), title_justify="left", show_header=columns is not None)
     for column in columns or ("", ""):
         table.add_column(column, overflow="fold")

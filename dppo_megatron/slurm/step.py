@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from dppo_megatron.common.process import end_with_parent
 from dppo_megatron.config import Config
+from dppo_megatron.launch.launcher import Launcher
 from dppo_megatron.run_dir import RunDir
 
 from .allocation import Allocation
@@ -55,13 +56,11 @@ class JobStep:
 
     def request_stop(self) -> None:
         """Request a stop by SIGUSR1, which srun forwards to the tasks. They stop as on SIGTERM."""
-        if self.poll() is None:
-            self._process.send_signal(signal.SIGUSR1)
+        self._process.send_signal(signal.SIGUSR1)  # does nothing if the process has ended
 
     def kill(self) -> None:
         """Send SIGTERM, at which srun kills its tasks at once."""
-        if self.poll() is None:
-            self._process.terminate()
+        self._process.terminate()
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the step ended in time."""
@@ -73,7 +72,7 @@ class JobStep:
 
 
 @dataclass(frozen=True)
-class StepLauncher:
+class StepLauncher(Launcher[StepPlan, JobStep]):
     """Starts job steps of this allocation, which read their config from `config_file`."""
 
     config: Config

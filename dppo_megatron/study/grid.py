@@ -26,9 +26,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")]  # a 
 class StudyFile(Section):
     base: FilePath = Field(description="config of every run")
     settings: Settings = Field(default={}, description="of every run, on top of base")
-    methods: dict[Name, Settings] = Field(
-        min_length=1, description="the first one is what the others are compared with"
-    )
+    methods: dict[Name, Settings] = Field(min_length=1, description="the others are compared with the first one")
     conditions: dict[Name, Settings] = Field(default={"base": {}}, min_length=1)
     seeds: tuple[CountFromZero, ...] = Field(min_length=1, description="run.seed of the runs of each cell")
     metric: str = Field("eval/accuracy", pattern=r"^[\w@./+-]+$", description="its last value is compared")
@@ -36,7 +34,7 @@ class StudyFile(Section):
         0.5, description="a run collapsed when the metric ends below this share of its best value, or below its first"
     )
     share_engine: bool = Field(
-        True, description="runs whose engines are configured alike use one, which loads each run's weights"
+        True, description="runs with equal engine settings share an engine, which loads the weights of each"
     )
 
 

@@ -79,7 +79,7 @@ class RankZeroRecorder:
             time.sleep(POLL_S)
 
     def _forward(self, trackers: Trackers) -> None:
-        for record in self._follower.poll().records:
+        for record in self._follower.poll()[0]:
             step = record.pop("step")
             evaluated = {(step, name) for name in evaluated_sets(record)}
             new = not evaluated <= self._evaluated if evaluated else step > self._first_step

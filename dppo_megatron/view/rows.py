@@ -33,14 +33,6 @@ ROW = np.dtype(
 
 
 @dataclass
-class TrainingRows:
-    """Contains the rows of the bank, and its groups."""
-
-    rows: np.ndarray  # of ROW
-    entries: list[BankEntry]
-
-
-@dataclass
 class AnswerRows:
     """Contains the rows of evaluations, the names of their sets, and the records of each file."""
 
@@ -49,7 +41,8 @@ class AnswerRows:
     files: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
-def training_rows(source: Source, config: Config | None) -> TrainingRows:
+def training_rows(source: Source, config: Config | None) -> tuple[np.ndarray, list[BankEntry]]:
+    """Return the rows of the bank [N] of ROW, and its groups."""
     blocks: list[np.ndarray] = []
     entries: list[BankEntry] = []
     for step, of_step in source.groups_of_steps():
@@ -65,7 +58,7 @@ def training_rows(source: Source, config: Config | None) -> TrainingRows:
             rows["staleness"] = step - 1 - entry.min_version if source.is_run else np.nan
             blocks.append(rows)
             entries.append(entry)
-    return TrainingRows(np.concatenate([np.zeros(0, ROW), *blocks]), entries)
+    return np.concatenate([np.zeros(0, ROW), *blocks]), entries
 
 
 def _advantages(entries: list[BankEntry], config: Config | None) -> list[np.ndarray]:

@@ -31,8 +31,7 @@ class Source:
     history: History
     bank: Path
     notes: list[str] = field(default_factory=list)  # missing or unreadable parts, for the page
-    lost: int = 0  # groups that could not be read
-    first_lost: str = ""
+    lost: list[str] = field(default_factory=list)  # the error of each group that could not be read
     missing: dict[int, str] = field(default_factory=dict)  # number of a group -> why the page lacks its tokens
 
     @classmethod
@@ -108,10 +107,8 @@ class Source:
         return chosen
 
     def lose(self, error: Exception, groups: int = 1) -> None:
-        """Count groups that could not be read."""
-        self.lost += groups
-        self.first_lost = self.first_lost or str(error)
+        """Note that groups could not be read."""
+        self.lost += [str(error)] * groups
 
     def all_notes(self) -> list[str]:
-        lost = f"{self.lost:,} groups cannot be read, the first: {self.first_lost}"
-        return self.notes + ([lost] if self.lost else [])
+        return self.notes + [f"{len(self.lost):,} groups cannot be read, the first: {e}" for e in self.lost[:1]]

@@ -1,27 +1,95 @@
-"""Packs groups with all their tokens for the page, up to a size limit, and makes the excerpts of the table."""
+"""Packs groups with all their tokens for the page, up to a size limit, and makes the excerpts of the table.
+
+The tokens have the values that the trainer stored (`tracking.token_sequences`) in the files of `trainer/token_log.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from dppo_megatron.bank import BankEntry, BankError, is_retired
 from dppo_megatron.common.tensors import packed
 from dppo_megatron.doctor.tokenizer_file import TokenizerFile
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import POLICY, RolloutGroup
 
 from .source import Source
-from .trained import VALUES, TrainedTokens
 
 TOKEN_BYTES, TOKEN_SAMPLES = 48 << 20, 20_000  # limits for the groups of the page: bytes before compression, samples
 _SEED = 0
 _LARGEST_ID = 1 << 22  # upper limit of token ids with a text
 _USER = re.compile(r"<\|im_start\|>user|<\|start_header_id\|>user<\|end_header_id\|>")
 EXCERPT = 160  # characters of a prompt or response in the table
+VALUES = ("logprob", "entropy", "divergence", "masked")  # stored by the trainer
+SHOWN = {  # name in the page -> column of the rollouts
+    "logprob": "rollout_logprob",
+    "versions": "versions",
+    "topk_ids": "topk_ids",
+    "topk_logprob": "rollout_topk_logprob",
+    "teacher_logprob": "teacher_logprob",
+    "kept": "sampling_mask_counts",
+}
 RETIRED = "kept only as a row: checkpoint.keep_rollouts retired the tokens"
+
+
+class TrainedTokens:
+    """Contains stored tokens by prompt position and sample. With context parallelism several files share a sequence."""
+
+    def __init__(self, source: Source):
+        self.positions: set[int] = set()
+        self._places: dict[tuple[int, int], list[tuple[Path, slice]]] = {}
+        self._masked: dict[tuple[int, int], tuple[int, int]] = {}  # (masked tokens, tokens)
+        self._read = lru_cache(maxsize=8)(_values)  # groups are read in the order of the files
+        paths = sorted(RunDir(source.root).tokens.glob("step-*.safetensors")) if source.is_run else []
+        for path in paths:
+            try:
+                self._add(path)
+            except (OSError, ValueError, SafetensorError) as error:
+                source.notes.append(f"{path}: not read: {error}")
+
+    def masked_share(self, position: int, sample: int) -> float:
+        masked, tokens = self._masked.get((position, sample), (0, 0))
+        return masked / tokens if tokens else float("nan")
+
+    def of(self, position: int, sample: int, size: int) -> np.ndarray:
+        """Return VALUES of every sampled token, fp32 [4, size]. Values that are not stored are NaN."""
+        found = np.full((len(VALUES), size), np.nan, np.float32)
+        for path, part in self._places.get((position, sample), ()):
+            index, values = self._read(path)
+            own = index[part]
+            if len(own) == part.stop - part.start and own.min() >= 0 and own.max() < size:  # else of another sample
+                found[:, own] = values[:, part]
+        return found
+
+    def _add(self, path: Path) -> None:
+        with safe_open(path, "np") as file:
+            names = ("position", "sample", "counts", "masked")
+            positions, samples, counts, masked = map(file.get_tensor, names)
+        ends = np.cumsum(counts)
+        if len(counts) and (counts.min() < 1 or ends[-1] != len(masked)):
+            raise ValueError(f"{len(masked)} values, but its counts add up to {ends[-1]}")
+        for position, sample, end, count in zip(positions, samples, ends, counts, strict=True):
+            key, part = (int(position), int(sample)), slice(int(end - count), int(end))
+            self._places.setdefault(key, []).append((path, part))
+            self.positions.add(key[0])
+            before = self._masked.get(key, (0, 0))
+            self._masked[key] = before[0] + int(masked[part].sum()), before[1] + int(count)
+
+
+def _values(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return (index [N], VALUES fp32 [4, N]). Both are empty if the file has changed since it was opened."""
+    try:
+        with safe_open(path, "np") as file:
+            return file.get_tensor("index"), np.stack([file.get_tensor(name).astype(np.float32) for name in VALUES])
+    except (OSError, ValueError, SafetensorError):
+        return np.zeros(0, np.int32), np.zeros((len(VALUES), 0), np.float32)
 
 
 class ShownTokens:
@@ -106,18 +174,11 @@ def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens)
         "counts": np.array(counts, np.int32),
         "spans": np.concatenate(spans).astype(np.int32),
         "ids": np.concatenate([r.token_ids for r in rollouts]),
-        "logprob": np.concatenate([r.rollout_logprob for r in rollouts]),
-        "versions": np.concatenate([r.versions for r in rollouts]),
     }
-    used.add(arrays["ids"])
-    if rollouts[0].topk_ids is not None:
-        arrays["topk_ids"] = np.concatenate([r.topk_ids for r in rollouts])
-        arrays["topk_logprob"] = np.concatenate([r.rollout_topk_logprob for r in rollouts])
-        used.add(arrays["topk_ids"].reshape(-1))
-    if rollouts[0].teacher_logprob is not None:
-        arrays["teacher_logprob"] = np.concatenate([r.teacher_logprob for r in rollouts])
-    if rollouts[0].sampling_mask_counts is not None:
-        arrays["kept"] = np.concatenate([r.sampling_mask_counts for r in rollouts])
+    present = {name: column for name, column in SHOWN.items() if rollouts[0].column(column) is not None}
+    arrays |= {name: np.concatenate([r.column(column) for r in rollouts]) for name, column in present.items()}
+    for name in {"ids", "topk_ids"} & arrays.keys():
+        used.add(arrays[name].reshape(-1))
     if group.prompt.position in trained.positions:
         of_samples = [trained.of(group.prompt.position, i, len(r.versions)) for i, r in enumerate(rollouts)]
         arrays |= {f"trainer_{name}": part for name, part in zip(VALUES, np.concatenate(of_samples, 1), strict=True)}

@@ -23,10 +23,9 @@ from dppo_megatron.observability.names import METRICS
 from dppo_megatron.observability.report import summary_rows
 from dppo_megatron.run_dir import RunDir
 
-from .rows import ROW, AnswerRows, TrainingRows, answer_rows, training_rows
+from .rows import ROW, answer_rows, training_rows
 from .source import Source
-from .tokens import ShownTokens, chosen_groups, excerpt, excerpts, packed_group, read_groups
-from .trained import TrainedTokens
+from .tokens import ShownTokens, TrainedTokens, chosen_groups, excerpt, excerpts, packed_group, read_groups
 
 STYLES = ("page.css",)
 SCRIPTS = ("data.js", "curves.js", "table.js", "tokens.js", "main.js")
@@ -68,13 +67,13 @@ class _Side:
     @classmethod
     def of(cls, root: Path, model: Path | None) -> _Side:
         source = Source.of(root)
-        training, answers = training_rows(source, source.config()), answer_rows(source)
+        (training, entries), answers = training_rows(source, source.config()), answer_rows(source)
         trained, used = TrainedTokens(source), ShownTokens()
         path = source.history.setting("model.path", str)
         model = model or RunDir(root).model(path) or (Path(path) if path else None)
         vocabulary = None if model is None else TokenizerFile.load(model)
         groups, texts = {}, {}
-        for number, group in read_groups(source, training.entries, chosen_groups(source, training.entries, trained)):
+        for number, group in read_groups(source, entries, chosen_groups(source, entries, trained)):
             groups[number] = packed_group(group, trained, used)
             texts[number] = excerpts(group, vocabulary)
         if groups and vocabulary is None:
@@ -87,20 +86,19 @@ class _Side:
             [[excerpt(record["prompt"]), *(excerpt(sample["text"]) for sample in record["samples"])] for record in file]
             for file in answers.files
         ]
-        table = _table(training, answers, groups.keys(), trained)
-        return cls(
-            _head(source, answers), table, {"groups": texts, "files": of_answers}, _curves(source.history), blobs
-        )
+        table = _table(training, answers.rows, groups.keys(), trained)
+        shown = {"groups": texts, "files": of_answers}
+        return cls(_head(source, answers.sets), table, shown, _curves(source.history), blobs)
 
 
 def _table(
-    training: TrainingRows, answers: AnswerRows, detailed: Collection[int], trained: TrainedTokens
+    training: np.ndarray, answers: np.ndarray, detailed: Collection[int], trained: TrainedTokens
 ) -> dict[str, np.ndarray]:
-    rows = np.concatenate([training.rows, answers.rows])
+    rows = np.concatenate([training, answers])
     detail, masked = np.ones(len(rows), np.uint8), np.full(len(rows), np.nan, np.float32)
-    detail[: len(training.rows)] = np.isin(training.rows["source"], list(detailed))
+    detail[: len(training)] = np.isin(training["source"], list(detailed))
     if trained.positions:
-        keys = training.rows[["prompt", "sample"]].tolist()
+        keys = training[["prompt", "sample"]].tolist()
         masked[: len(keys)] = [trained.masked_share(*key) for key in keys]
     return {**{name: np.ascontiguousarray(rows[name]) for name in ROW.names or ()}, "detail": detail, "masked": masked}
 
@@ -115,7 +113,7 @@ def _curves(history: History) -> dict[str, np.ndarray]:
     return curves
 
 
-def _head(source: Source, answers: AnswerRows) -> dict[str, Any]:
+def _head(source: Source, sets: list[str]) -> dict[str, Any]:
     history = source.history
     recorded = history.names
     return {
@@ -123,7 +121,7 @@ def _head(source: Source, answers: AnswerRows) -> dict[str, Any]:
         "path": str(source.root.resolve()),
         "summary": summary_rows(history) if history.rows else {},
         "metrics": {m.name: [m.unit, m.meaning] for m in METRICS if m.name in recorded},
-        "sets": ["training", *answers.sets],
+        "sets": ["training", *sets],
         "notes": source.all_notes(),
         "missing": source.missing,
     }

@@ -7,10 +7,12 @@ not used, because an engine that dies within a bucket must not end the trainer o
 
 from __future__ import annotations
 
+import itertools
 import os
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import torch
@@ -45,7 +47,7 @@ from dppo_megatron.weights.process_group import (
 )
 
 from .engine_thread import EngineThread
-from .transport import StoredAs, Transport, WeightSyncError
+from .transport import Transport, WeightSyncError
 
 
 class Broadcast(Transport):
@@ -55,15 +57,11 @@ class Broadcast(Transport):
     first rank of each group that shards an expert. The engines receive their buckets in `WeightGroupPlan.order`.
     """
 
-    def __init__(self, config: Config, actor: Actor, engines: EngineThread | None, ranks: Ranks, stored: StoredAs):
-        super().__init__()
-        self._actor = actor
+    def __init__(self, config: Config, actor: Actor, ranks: Ranks, engines: EngineThread | None):
+        super().__init__(config, actor, ranks)
         self._engines = engines
-        self._ranks = ranks
         self._turns = Turns(ranks, "sends to engines")
-        self._stored = stored
         self._timeout_s = config.weight_sync.timeout_s
-        self._on_update = config.rollout.on_update
         # See `WeightRendezvous.channel`.
         self._first_byte = actor.layout.device if kind_of(config).own_receiver else None
         self._backend: Backend = "nccl" if actor.layout.device.type == "cuda" else "gloo"
@@ -77,15 +75,14 @@ class Broadcast(Transport):
         self._caller: WeightRendezvous | None = None  # rank 0's second connection, for aborting
         self._channel: SenderGroup | None = None
         self._step = 0
-        self._fingerprints = config.weight_sync.fingerprint
 
     def prepare(self, version: int) -> None:
         """Plan the buckets of every sender, once, because shapes do not change.
 
         Raises `ModelError` on every rank for weights beyond fp16, before any weight is sent.
         """
-        if self._stored.dtype == torch.float16:
-            own = overflowing(self._actor.model_chunks, self._actor.hf, self._stored.dtype)
+        if self._dtype == torch.float16:
+            own = overflowing(self._actor.model_chunks, self._actor.hf, self._dtype)
             found = self._ranks.gather(own, "the weights to be checked")
             if problems := sorted({problem for of_rank in found for problem in of_rank}):
                 raise ModelError(f"policy version {version}", problems)
@@ -108,7 +105,7 @@ class Broadcast(Transport):
             self._join(engines)
 
     async def receive(self, engine: Engine, version: int) -> float:
-        return await engine.receive_weights(self._plan.name, self._step_name, version, self._on_update)
+        return await engine.receive_weights(self._plan.name, self._step_name, version, self._config.rollout.on_update)
 
     def send(self) -> str | None:
         self.sent = {}
@@ -120,7 +117,7 @@ class Broadcast(Transport):
         try:
             for name, tensor in exported:
                 stream.add(name, tensor)
-                if self._fingerprints:
+                if self._config.weight_sync.fingerprint:
                     add(self.sent, name, tensor)
             stream.finish()
         except WeightGroupError as error:
@@ -150,7 +147,8 @@ class Broadcast(Transport):
         self._formed = False
 
     def _join(self, engines: Mapping[str, EngineInfo]) -> None:
-        workers = sum(info.workers for info in engines.values())
+        *before, workers = itertools.accumulate((info.workers for info in engines.values()), initial=0)
+        first_workers = dict(zip(engines, before, strict=True))
         hosts = [_host(url) for url in engines]
         first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # rank 0, at the address that the other ranks use
         name = self._ranks.from_rank_zero(lambda: f"weights-{uuid.uuid4().hex[:12]}", "the weight group's name")
@@ -172,13 +170,15 @@ class Broadcast(Transport):
 
             async def invite(engine: Engine) -> None:
                 try:
-                    await engine.join_weight_group(self._plan_for(engine.url, engines))
+                    host = local_address(_host(engine.url))  # this machine's address as the engine reaches it
+                    plan = replace(self._plan, host=host, first_worker=first_workers[engine.url])
+                    await engine.join_weight_group(plan)
                 except Exception as error:
                     caller.abort("join", str(error))
                     raise
 
             replies = self._engines.start(LiveEngines.on, engines, invite)
-        problem = None
+        problems = []
         if self._sender is not None:
             try:
                 rendezvous = self._rendezvous or WeightRendezvous.connect(first, port, name, workers, self._timeout_s)
@@ -187,8 +187,7 @@ class Broadcast(Transport):
                     self._plan.group(self._sender), 0, self._backend, local_address(hosts[0]), self._first_byte
                 )
             except WeightGroupError as error:
-                problem = f"trainer rank {self._ranks.rank}: {error}"
-        problems = [] if problem is None else [problem]
+                problems = [f"trainer rank {self._ranks.rank}: {error}"]
         if replies is not None:
             problems = [str(reply) for reply in replies.result().values() if isinstance(reply, Exception)] or problems
         problems = [line for lines in self._ranks.gather(problems, "the weight group to form") for line in lines]
@@ -197,23 +196,13 @@ class Broadcast(Transport):
             raise WeightSyncError("the weight group did not form:\n  " + "\n  ".join(problems))
         self._formed = True
 
-    def _plan_for(self, url: str, engines: Mapping[str, EngineInfo]) -> WeightGroupPlan:
-        """Return the plan for one engine, with its first worker and this machine's address as it reaches it."""
-        before = 0
-        for member, info in engines.items():
-            if member == url:
-                break
-            before += info.workers
-        return self._plan.for_engine(local_address(_host(url)), before)
-
     def _export(self) -> Iterator[tuple[str, Tensor]]:
-        stored = self._stored
         return export_weights(
             self._actor.model_chunks,
             self._actor.hf,
-            stored.dtype,
+            self._dtype,
             bucket_bytes=self._bucket_bytes,
-            quantization=stored.quantization,
+            quantization=self._quantization,
             before_gather=self._turns,
         )
 
@@ -225,13 +214,7 @@ def _host(url: str) -> str:
 class _BucketStream:
     """Packs tensors into the planned buckets; one bucket is sent while the next one fills."""
 
-    def __init__(
-        self,
-        channel: SenderGroup,
-        buckets: tuple[Bucket, ...],
-        device: torch.device,
-        step: str,
-    ):
+    def __init__(self, channel: SenderGroup, buckets: tuple[Bucket, ...], device: torch.device, step: str):
         self._channel = channel
         self._buckets = buckets
         self._step = step

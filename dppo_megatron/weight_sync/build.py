@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from dppo_megatron.actor import Actor
-from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource
@@ -14,7 +15,7 @@ from .broadcast import Broadcast
 from .engine_thread import EngineThread
 from .publisher import Publisher
 from .shared_storage import SharedStorage
-from .transport import StoredAs, Transport
+from .transport import Transport
 
 CHECK_TOKENS = 64
 
@@ -26,17 +27,14 @@ def build_publisher(
 
     `check_tokens`: see `weight_check_tokens`.
     """
-    engine = config.engine
-    dtype = DTYPES[engine.dtype].torch
-    stored = StoredAs(dtype, None if engine.quantization == "none" else engine.quantization)
     # The other ranks wait while rank 0 waits for an engine to return, to end its update, or to score.
     timeout_s = config.engine.unavailable_timeout_s + 4 * config.weight_sync.timeout_s + config.request_timeout_s
     ranks = Ranks(timeout_s)
     transport: Transport
     if config.weight_sync.transport == "broadcast":
-        transport = Broadcast(config, actor, engines, ranks, stored)
+        transport = Broadcast(config, actor, ranks, engines)
     else:
-        transport = SharedStorage(config, actor, ranks, stored)
+        transport = SharedStorage(config, actor, ranks)
     tokens = ranks.from_rank_zero(lambda: check_tokens, "the tokens of the weight check")
     assert tokens is not None  # rank 0 has them
     return Publisher(config, actor, engines, ranks, transport, tokens)
@@ -47,10 +45,5 @@ def weight_check_tokens(prompts: PromptSource, max_model_len: int) -> np.ndarray
 
     The tokens are real text, and the same in every attempt of the run.
     """
-    limit = min(CHECK_TOKENS, max_model_len - 1)
-    tokens: list[int] = []
-    for position in range(len(prompts)):
-        tokens.extend(prompts.prompt(position).token_ids.tolist())
-        if len(tokens) >= limit:
-            break
-    return np.array(tokens[:limit], dtype=np.int32)
+    tokens = itertools.chain.from_iterable(prompts.prompt(position).token_ids for position in range(len(prompts)))
+    return np.fromiter(itertools.islice(tokens, min(CHECK_TOKENS, max_model_len - 1)), np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,25 @@ from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine
 from dppo_megatron.hf import export_weights, save_hf
+from dppo_megatron.hf.export import write_parts
 from dppo_megatron.hf.peft import save_peft
+from dppo_megatron.hf.safetensors_writer import Part
+from dppo_megatron.hf.staged import write_staged
+from dppo_megatron.hf.turns import Turns
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weights.delta import DamagedDelta, chain
+from dppo_megatron.weights.delta import DamagedDelta, Version, chain, change, write_base
 from dppo_megatron.weights.fingerprint import add
 from dppo_megatron.weights.place import lead
 
-from .delta_writer import DeltaTooLarge, write_delta
-from .transport import StoredAs, Transport
+from .transport import Transport
 
 log = logging.getLogger(__name__)
+
+LARGEST_SHARE = 0.8  # share of a model's bytes; a larger delta is not written
+
+
+class DeltaTooLarge(RuntimeError):
+    """The delta would be nearly as large as the model; its files are removed."""
 
 
 class SharedStorage(Transport):
@@ -35,13 +45,9 @@ class SharedStorage(Transport):
     the first version is a whole model.
     """
 
-    def __init__(self, config: Config, actor: Actor, ranks: Ranks, stored: StoredAs):
-        super().__init__()
-        self._config = config
-        self._ranks = ranks
+    def __init__(self, config: Config, actor: Actor, ranks: Ranks):
+        super().__init__(config, actor, ranks)
         self._run = RunDir(config.run.dir)
-        self._actor = actor
-        self._stored = stored
         self._kept = self._take_over() if ranks.rank == 0 else []
         self._prepared: Path | None = None  # directory of the version that was prepared last
         self._deltas_left = 0  # deltas until the next whole version
@@ -81,9 +87,7 @@ class SharedStorage(Transport):
             return False
         try:
             self.sent = {}
-            self.changed_share = write_delta(
-                self._actor.model_chunks, self._actor.hf, directory, base, self._stored, self._observe()
-            )
+            self.changed_share = self._write_delta(directory, base)
         except DeltaTooLarge as error:
             self._too_large = True
             reason = f"{error}; the next {self._deltas_left + 1} are whole too (weight_sync.full_every)"
@@ -95,14 +99,60 @@ class SharedStorage(Transport):
             log.warning("the whole model is published instead of a delta: %s", reason)
         return False
 
+    def _write_delta(self, directory: Path, base: Path) -> float:
+        """Write the weights to `directory` as a delta of the version in `base` next to it.
+
+        Returns the share of all elements that changed. Everything else is as in `save_hf`, but all ranks synchronise
+        two more times. Raises `DeltaTooLarge` on every rank, and `DamagedDelta` if `base` cannot be read or has other
+        tensors.
+        """
+        everyone, observe = Ranks(), self._observe()
+        opened: list[Version] = []
+        everyone.on_every_rank(lambda: opened.append(Version(base)), f"{base} to be opened")
+        (before,) = opened
+        most = LARGEST_SHARE * before.model_bytes
+        counts: Counter[str] = Counter()  # elements of the tensors that this rank exports
+        turns = Turns(everyone, f"writes to {directory}")
+
+        def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            if observe is not None:
+                observe(name, tensor)
+            counts.update(tensors=1, elements=tensor.numel())
+            found = change(before.tensor(name), tensor.detach().to("cpu"))
+            if found is None:
+                return {}
+            packed = found.stored(name)
+            counts.update(changed=found.changed, nbytes=sum(part.nbytes for part in packed.values()))
+            if counts["nbytes"] > most:
+                raise DeltaTooLarge(f"{directory}: more than {LARGEST_SHARE:.0%} of the model")
+            return packed
+
+        def write(staging: Path) -> list[Part]:
+            chunks, hf = self._actor.model_chunks, self._actor.hf
+            exported = export_weights(chunks, hf, self._dtype, quantization=self._quantization, before_gather=turns)
+            return write_parts(staging, exported, pack, everyone, durable=False)
+
+        def complete(staging: Path, parts: list[Part]) -> None:
+            if (nbytes := sum(part.nbytes for part in parts)) > most:
+                raise DeltaTooLarge(f"{directory}: {nbytes:,} bytes, more than {LARGEST_SHARE:.0%} of the model")
+            write_base(staging, base.name)
+
+        write_staged(directory, None, everyone, write=write, complete=complete, overwrite=True, durable=False)
+        mine = [counts[name] for name in ("tensors", "elements", "changed")]
+        gathered = everyone.gather(mine, "how much of the weights changed")
+        tensors, elements, changed = map(sum, zip(*gathered, strict=True))
+        if tensors != len(before.names):
+            raise DamagedDelta(f"{directory}: {tensors} tensors were exported, {base} has {len(before.names)}")
+        return changed / max(elements, 1)
+
     def _save_whole(self, directory: Path) -> None:
         self.sent, self.changed_share = {}, None
         save_hf(
             self._actor.model_chunks,
             directory,
             template_dir=self._config.model.path,
-            dtype=self._stored.dtype,
-            quantization=self._stored.quantization,
+            dtype=self._dtype,
+            quantization=self._quantization,
             overwrite=True,
             observe=self._observe(),
             durable=False,  # a resumed run publishes again
@@ -123,7 +173,7 @@ class SharedStorage(Transport):
             if self._frozen is None:
                 self._frozen = {}
                 with without_adapters(chunks):
-                    for name, tensor in export_weights(chunks, self._actor.hf, self._stored.dtype):
+                    for name, tensor in export_weights(chunks, self._actor.hf, self._dtype):
                         add(self._frozen, name, tensor)
             self.sent.update(self._frozen)
         save_peft(
@@ -132,7 +182,7 @@ class SharedStorage(Transport):
             self._actor.hf,
             model.lora,
             model.path.absolute(),
-            dtype=self._stored.dtype,
+            dtype=self._dtype,
             overwrite=True,
             folded=True,
             observe=observe,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from dppo_megatron.actor import Actor
+from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.common.ranks import Ranks
+from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineInfo
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf.export import Quantization
@@ -16,14 +17,6 @@ from dppo_megatron.hf.export import Quantization
 
 class WeightSyncError(ExpectedError, RuntimeError):
     """The engines do not serve the trainer's weights. Raised on every trainer rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAs:
-    """Describes the dtype and quantisation in which every transport exports weights."""
-
-    dtype: torch.dtype
-    quantization: Quantization | None = None
 
 
 class Transport(ABC):
@@ -37,7 +30,11 @@ class Transport(ABC):
     nbytes = 0  # bytes of one version, once prepared
     changed_share: float | None = None  # share of changed elements, if a delta is sent
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config, actor: Actor, ranks: Ranks):
+        engine = config.engine
+        self._config, self._actor, self._ranks = config, actor, ranks
+        self._dtype = DTYPES[engine.dtype].torch  # every transport exports weights in this dtype and quantisation
+        self._quantization: Quantization | None = None if engine.quantization == "none" else engine.quantization
         self.sent: dict[str, int] = {}  # fingerprint of the weights that this rank sent, once sent
 
     @abstractmethod

@@ -17,7 +17,7 @@ import heapq
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -66,9 +66,6 @@ class WeightGroupPlan:
     first_worker: int = 0  # index of the engine's first worker among all workers
     nccl: str = ""  # the trainer's version of NCCL; "" with gloo
     nccl_cumem: str = ""  # its NCCL_CUMEM_ENABLE; "" if it is not set
-
-    def for_engine(self, host: str, first_worker: int) -> WeightGroupPlan:
-        return replace(self, host=host, first_worker=first_worker)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,24 +86,16 @@ class Manifest:
 
     def check_replaces(self, served: Manifest) -> None:
         """Raise BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""
-        problems = []
-        for kind, names in (
-            ("missing", served.shapes.keys() - self.shapes.keys()),
-            ("unknown", self.shapes.keys() - served.shapes.keys()),
-        ):
-            if names:
-                problems.append(f"{len(names)} {kind} tensors ({_some(names)})")
-        wrong = [
-            f"{name} is {self.shapes[name]}, served {shape}"
-            for name, shape in served.shapes.items()
-            if self.shapes.get(name, shape) != shape
-        ]
-        if wrong:
-            problems.append(f"{len(wrong)} tensors of another shape ({_some(wrong)})")
         common = self.shapes.keys() & served.shapes.keys()
-        if cast := (self.fp8 ^ served.fp8) & common:  # an engine would cast them, which makes their scales meaningless
-            problems.append(f"{len(cast)} tensors are FP8 only on one side ({_some(cast)})")
-        if problems:
+        wrong = [name for name in common if self.shapes[name] != served.shapes[name]]
+        found: dict[str, Collection[str]] = {
+            "missing tensors": served.shapes.keys() - self.shapes.keys(),
+            "unknown tensors": self.shapes.keys() - served.shapes.keys(),
+            "tensors of another shape": [f"{n} is {self.shapes[n]}, served {served.shapes[n]}" for n in wrong],
+            # An engine would cast them, which makes their scales meaningless.
+            "tensors are FP8 only on one side": (self.fp8 ^ served.fp8) & common,
+        }
+        if problems := [f"{len(names)} {what} ({_some(names)})" for what, names in found.items() if names]:
             raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")
 
 

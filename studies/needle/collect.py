@@ -28,7 +28,7 @@ from dppo_megatron.bank.reader import BankReader
 from dppo_megatron.observability.history import load_history
 from dppo_megatron.study.rows import StudyRow, add_row, read_rows
 from dppo_megatron.view.source import Source
-from dppo_megatron.view.trained import VALUES, TrainedTokens
+from dppo_megatron.view.tokens import VALUES, TrainedTokens
 
 HERE = Path(__file__).parent
 STEPS = {

@@ -16,10 +16,10 @@ import pytest
 
 from dppo_megatron.config import Config, save_resolved
 from dppo_megatron.engines.kinds import server_python
-from dppo_megatron.fleet.registry import engine_services, forget
+from dppo_megatron.fleet.registry import engine_services
+from dppo_megatron.launch.driver import RestartedServer
 from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.launch.local_processes import LocalLauncher, engine_plans
-from dppo_megatron.launch.restarts import RestartedServer, RestartPolicy
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.engines import START_TIMEOUT_S, Reference, engine_config, group, make_model, with_engine
@@ -81,13 +81,7 @@ def engine(request, tmp_path_factory) -> Iterator[TwoNodes]:
     save_resolved(config, run.config)
     (plan,) = engine_plans(config, trains=False)
     launcher = LocalLauncher(run)
-    server = RestartedServer(
-        launcher,
-        plan,
-        withdraw=lambda: forget(run, plan.name),
-        is_registered=(run.services / f"{plan.name}.json").exists,
-        policy=RestartPolicy(limit=1),
-    )
+    server = RestartedServer(launcher, plan, run, limit=1)
     started = TwoNodes(config, server, models)
     try:
         started.wait_until_registered()

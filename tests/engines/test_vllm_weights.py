@@ -142,7 +142,7 @@ def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):
 
 
 def test_the_route_takes_the_whole_plan_as_the_trainer_writes_it():
-    sent = replace(plan(), nccl="2.27.3", nccl_cumem="0").for_engine("10.0.0.7", 4)
+    sent = replace(plan(), nccl="2.27.3", nccl_cumem="0", host="10.0.0.7", first_worker=4)
     assert parse(PlanBody, json.dumps(sent.to_json()).encode()).plan() == sent
 
 

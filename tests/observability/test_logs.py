@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,26 +12,25 @@ from dppo_megatron.observability.logs import MOST_WARNINGS, Warnings, last_lines
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
 
 
-def run(tmp_path, body, *, name="trainer", run_dir=True, rank=None, stderr=subprocess.PIPE):
+def run(tmp_path, body, *, stderr=subprocess.PIPE):
     """Runs `body` in a process of its own: logging is set up once per process."""
     code = (
         "import logging, sys\n"
+        "from pathlib import Path\n"
         "from dppo_megatron.observability.logs import setup_logging\n"
-        f"path = setup_logging({name!r}, {str(tmp_path) if run_dir else None!r})\n"
+        f"setup_logging('trainer', Path({str(tmp_path)!r}))\n"
         f"log = logging.getLogger('here')\n{body}"
     )
-    env = {key: value for key, value in os.environ.items() if key != "RANK"}
-    env |= {} if rank is None else {"RANK": str(rank)}
-    return subprocess.run([sys.executable, "-c", code], env=env, stderr=stderr, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", code], stderr=stderr, text=True, check=False)
 
 
-def test_lines_carry_time_process_rank_and_are_appended(tmp_path):
-    run(tmp_path, "log.info('hello')", rank=0)
-    run(tmp_path, "log.info('hello'); log.warning('careful')", rank=3)
+def test_lines_carry_time_and_process_and_are_appended(tmp_path):
+    run(tmp_path, "log.info('hello')")
+    run(tmp_path, "log.warning('careful')")
     lines = (tmp_path / "logs" / "trainer.log").read_text().splitlines()
     assert len(lines) == 2
-    assert re.fullmatch(rf"{STAMP} trainer\[0\] INFO here: hello", lines[0])
-    assert re.fullmatch(rf"{STAMP} trainer\[3\] WARNING here: careful", lines[1])
+    assert re.fullmatch(rf"{STAMP} trainer INFO here: hello", lines[0])
+    assert re.fullmatch(rf"{STAMP} trainer WARNING here: careful", lines[1])
 
 
 def test_stderr_gets_warnings_only_and_nothing_twice(tmp_path):
@@ -44,17 +42,6 @@ def test_stderr_gets_warnings_only_and_nothing_twice(tmp_path):
     with path.open("a") as file:  # a launcher that redirects into the same file
         run(tmp_path, "log.warning('careful')", stderr=file)
     assert path.read_text().count("careful") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "rank", "run_dir", "who"), [("trainer-3", 3, True, "trainer-3"), ("trainer", None, False, "trainer")]
-)
-def test_a_rank_with_its_own_file_and_a_process_without_a_run_log_everything(tmp_path, name, rank, run_dir, who):
-    body = f"assert (path is not None) == {run_dir}; log.info('hello')"
-    result = run(tmp_path, body, name=name, rank=rank, run_dir=run_dir)
-    text = (tmp_path / "logs" / f"{name}.log").read_text() if run_dir else result.stderr
-    assert re.fullmatch(rf"{STAMP} {who} INFO here: hello\n", text)
-    assert run_dir or not list(tmp_path.iterdir())
 
 
 def test_uncaught_exceptions_of_any_thread_land_in_the_log(tmp_path):

@@ -7,9 +7,10 @@ import json
 
 from rich.console import Console
 
-from dppo_megatron.observability.masked_tokens import MASKED_TOKENS_FILE, MaskedTokenLog, masked_rows
+from dppo_megatron.observability.masked_tokens import MaskedTokenLog, masked_rows
 from dppo_megatron.observability.report import write_report
 from dppo_megatron.observability.tail import read_records
+from dppo_megatron.run_dir import RunDir
 
 
 def decode(token: int) -> str:
@@ -21,7 +22,7 @@ def test_a_step_keeps_its_ten_most_masked_tokens(tmp_path):
     opened.log(1, {})
     opened.log(2, dict.fromkeys(range(20, 40), 1) | {1: 12, 2: 8})
     opened.close()
-    (record,) = read_records(tmp_path / MASKED_TOKENS_FILE)
+    (record,) = read_records(RunDir(tmp_path).masked_tokens)
     assert (record["step"], record["masked"], len(record["tokens"])) == (2, 40, 10)
     assert record["tokens"][:3] == [
         {"id": 1, "text": " Wait", "count": 12, "share": 0.3},
@@ -36,7 +37,7 @@ def test_a_resumed_run_repeats_no_step(tmp_path):
         for step, counts in steps.items():
             log.log(step, counts)
         log.close()
-    records = read_records(tmp_path / MASKED_TOKENS_FILE)
+    records = read_records(RunDir(tmp_path).masked_tokens)
     assert [(record["step"], record["masked"]) for record in records] == [(1, 1), (2, 2), (3, 5)]
 
 
@@ -53,7 +54,7 @@ def test_the_run_adds_up_its_steps():
 def test_the_report_shows_them(make_run):
     run, other = make_run("run"), make_run("other")
     tokens = [{"id": i, "text": decode(i), "count": 10 - i, "share": 0.1} for i in (1, 2, 3)]
-    (run / MASKED_TOKENS_FILE).write_text(json.dumps({"step": 1, "masked": 24, "tokens": tokens}) + "\n")
+    RunDir(run).masked_tokens.write_text(json.dumps({"step": 1, "masked": 24, "tokens": tokens}) + "\n")
     console = Console(file=io.StringIO(), width=120)
     text = write_report(run, console=console).read_text()
     assert "## Most masked tokens" in text

@@ -15,11 +15,10 @@ from rich.console import Console
 from dppo_megatron.common.files import DamagedFile, write_json
 from dppo_megatron.config import save_resolved
 from dppo_megatron.fleet.registry import Service, free_port, register
-from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP
+from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, NewErrors, last_error
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import queue
 from dppo_megatron.slurm.attempts import TIME_LIMIT, AttemptLog
-from dppo_megatron.slurm.log_errors import NewErrors, last_error
 from dppo_megatron.slurm.queue import SlurmError, SlurmRefused
 from dppo_megatron.slurm.status import NotARun, read_status, show
 from dppo_megatron.slurm.submit import StillQueued, refuse_second_job

@@ -13,6 +13,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import publisher, shared_storage
 from dppo_megatron.weight_sync.shared_storage import SharedStorage
 from dppo_megatron.weights.manifest import Manifest
+from tests.support.configs import make_config
 from tests.weight_sync.scenarios import FREEZES, LONG_TIMEOUT_S
 from tests.weight_sync.trainer_ranks import TIMEOUT_S
 
@@ -140,10 +141,8 @@ def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path
         run.weights_of(version).mkdir(parents=True)
     (run.weights / ".v000013.writing").mkdir()
     (run.weights / "start").mkdir()
-    config = SimpleNamespace(
-        run=SimpleNamespace(dir=tmp_path), weight_sync=SimpleNamespace(keep_versions=2, directory=None)
-    )
-    storage = SharedStorage(config, None, SimpleNamespace(rank=0), None)
+    config = make_config(run={"dir": tmp_path}, weight_sync={"keep_versions": 2})
+    storage = SharedStorage(config, None, SimpleNamespace(rank=0))
 
     def left() -> list[str]:
         return sorted(path.name for path in run.weights.iterdir())
@@ -155,15 +154,11 @@ def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path
 
 def test_a_version_prepared_twice_is_no_delta_of_itself(tmp_path, monkeypatch):
     """Its second files would replace the base of the delta."""
-    monkeypatch.setattr(shared_storage, "write_delta", lambda *_: pytest.fail("a delta of itself"))
+    monkeypatch.setattr(SharedStorage, "_write_delta", lambda *_: pytest.fail("a delta of itself"))
     written = []
     monkeypatch.setattr(shared_storage, "save_hf", lambda _chunks, directory, **_: written.append(directory.name))
-    settings = SimpleNamespace(lora="merged", full_every=4, fingerprint=False, directory=None)
-    config = SimpleNamespace(
-        run=SimpleNamespace(dir=tmp_path), model=SimpleNamespace(path=tmp_path), weight_sync=settings
-    )
-    actor, stored = SimpleNamespace(model_chunks=[], hf=None), SimpleNamespace(dtype=None, quantization=None)
-    storage = SharedStorage(config, actor, SimpleNamespace(rank=0), stored)
+    config = make_config(run={"dir": tmp_path}, weight_sync={"full_every": 4, "fingerprint": False})
+    storage = SharedStorage(config, SimpleNamespace(model_chunks=[], hf=None), SimpleNamespace(rank=0))
     for _ in range(2):
         storage.prepare(7)
     assert written == ["v000007", "v000007"]
