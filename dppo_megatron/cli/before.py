@@ -63,7 +63,8 @@ def plan(
         Path | None, typer.Option(help="run: predict the gain of engine.draft_tokens from its stored samples")
     ] = None,
     step_ms: Annotated[
-        str | None, typer.Option(help="--speculation: rows and milliseconds of decoding steps, '1:9 8:12 32:25'")
+        str | None,
+        typer.Option(help="--speculation: rows and milliseconds of steps, '0:80 1:9 8:12'; 0 rows start a group"),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
