@@ -6,9 +6,9 @@ Two servers have the same random model. It is sampled at the temperature at whic
 One token in 64 ends a sample, so lengths have a long tail. An epoch samples each prompt SAMPLES times, at most
 `running` samples at once, and its drafts are the samples of the two epochs before, as from a bank. Both servers sample
 the same requests, one after the other, in an order that alternates. A ratio above 1 is a saving. CPU seconds are those
-of the server, which other work on the machine changes less than the wall time. "predicted" is the gain that `plan
---speculation` computes from the CPU times of a step measured here and from the samples. The samples of both servers are
-compared: without engine.exact they may differ after a near-tie.
+of the server with one thread, which other work on the machine changes less than the wall time. "predicted" is the gain
+that `plan --speculation` computes from the CPU times of a step measured here and from the samples. The samples of both
+servers are compared: without engine.exact they may differ after a near-tie.
 With `--context short` the next token depends only on the current one, so samples that differ meet again, as texts do.
 With `full` the samples of a random model never do, which is less than texts have in common.
 """
@@ -43,6 +43,8 @@ from tests.support.engines import engine_config, running_server
 
 PROMPTS, SAMPLES, LONGEST, DRAFT_TOKENS, REPEATS = 4, 8, 256, 8, 5
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+# Two threads that wait for each other need up to 1.7 times the CPU seconds when another process uses a core.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 Group = Sequence[Rollout]
@@ -140,15 +142,16 @@ async def step_times(engine: Engine, server: psutil.Process, vocabulary: int) ->
     return " ".join(f"{rows}:{1e3 * s:.2f}" for rows, s in found)
 
 
-def predicted(wanted: list[GenerateRequest], groups: list[Group], running: int, step_ms: str) -> float:
-    """Return the gain that `plan --speculation` predicts for these samples."""
+def predicted(wanted: list[GenerateRequest], groups: list[Group], running: int, step_ms: str) -> tuple[float, float]:
+    """Return the gain and the share of tokens without a step that `plan --speculation` predicts for these samples."""
     stored = [
         StoredGroup(w.token_ids[-PROMPT_TOKENS:], [r.token_ids for r in group], list(w.drafts), GROUPS)
         for w, group in zip(wanted, groups, strict=True)
     ]
     limits = {"together": running // SAMPLES, "running": running, "batch": 8, "step_s": parse_step_times(step_ms)}
     plain, drafted = (decode(stored, most=most, **limits) for most in (0, DRAFT_TOKENS))
-    return plain.seconds / drafted.seconds
+    accepted, tokens = sum(map(sum, drafted.accepted.values())), sum(len(s) for g in stored for s in g.samples)
+    return plain.seconds / drafted.seconds, accepted / tokens
 
 
 async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namespace) -> None:
@@ -159,7 +162,9 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
     print(f"temperature {temperature:.3f}, {arguments.nats} nats a token; {PROMPTS} prompts x {SAMPLES} samples")
     step_ms = await step_times(engines["without"], servers["without"], vocabulary)
     print(f"CPU ms of a step by its rows: {step_ms}")
-    head = "running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  saved"
+    head = (
+        "running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  saved  predicted"
+    )
     print(f"{head}  same samples")
     for running in arguments.running:
         epochs = []
@@ -187,9 +192,10 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
         means = [median(getattr(c, field) for c in costs[name]) for name in costs for field in ("wall_s", "cpu_s")]
         print(
             f"{running:>7}{means[0]:>11.2f}{means[1]:>7.2f}{means[2]:>8.2f}{means[3]:>7.2f}{wall:>7.2f}{cpu:>11.2f}"
-            f"{median(gains):>11.2f}{counts['accepted'] / max(1, counts['draft_steps']):>15.2f}"
+            f"{median(gain for gain, _ in gains):>11.2f}{counts['accepted'] / max(1, counts['draft_steps']):>15.2f}"
             f"{counts['accepted'] / max(1, counts['drafted']):>7.2f}"
-            f"{counts['accepted'] / counts['sampled_tokens']:>7.2f}{np.mean(same):>14.2f}",
+            f"{counts['accepted'] / counts['sampled_tokens']:>7.2f}{np.mean([saved for _, saved in gains]):>11.2f}"
+            f"{np.mean(same):>14.2f}",
             flush=True,
         )
     for engine in engines.values():
@@ -211,7 +217,7 @@ def main() -> None:
         change(Path(name) / "model", arguments.context)
         urls, configs = {}, {}
         for side, tokens in (("without", 0), ("with", DRAFT_TOKENS)):
-            configs[side] = engine_config(Path(name) / "model", draft_tokens=tokens, env={})
+            configs[side] = engine_config(Path(name) / "model", draft_tokens=tokens, env=ONE_THREAD)
             urls[side] = stack.enter_context(running_server(configs[side], Path(name) / f"{side}.log", 0))
         asyncio.run(compare(urls, configs, arguments))
 
