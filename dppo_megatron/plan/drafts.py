@@ -55,18 +55,14 @@ class Decoded:
     accepted: dict[tuple[int, int], list[int]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Decoding:
-    """Describes a sample that is decoded: its tokens after the end of the prompt, and how many of them are done."""
+    """Describes a sample that is decoded: the end of its prompt and its tokens, and the place of the next token."""
 
     group: StoredGroup
     index: SuffixIndex
     tokens: np.ndarray
-    done: int = 0
-
-    @property
-    def ended(self) -> bool:
-        return len(self.group.prompt) + self.done >= len(self.tokens)
+    place: int
 
 
 def parse_step_times(text: str) -> StepTime:
@@ -121,7 +117,7 @@ def decode(
     samples. Drafts are made while at most `batch` samples run. They follow earlier samples and finished samples of the
     group.
     """
-    queue, acceptance = iter(groups), DraftRate()
+    queue, acceptance = (group for group in groups if group.samples), DraftRate()
     waiting, active = list[_Decoding](), list[_Decoding]()
     result = Decoded(0.0, 0, defaultdict(list))
     while True:
@@ -130,7 +126,8 @@ def decode(
             index = SuffixIndex(acceptance)
             for tokens in group.earlier:
                 index.add(tokens)
-            waiting += [_Decoding(group, index, np.concatenate([group.prompt, tokens])) for tokens in group.samples]
+            first = len(group.prompt)
+            waiting += [_Decoding(group, index, np.concatenate([group.prompt, t]), first) for t in group.samples]
         started = running - len(active)
         active, waiting = active + waiting[:started], waiting[started:]
         if not active:
@@ -138,7 +135,7 @@ def decode(
         rows = len(active)
         drafts = most if rows <= batch else 0
         for one in active:
-            place, accepted = len(one.group.prompt) + one.done, 0
+            place, accepted = one.place, 0
             room = min(drafts, len(one.tokens) - place - 1)
             if room > 0:
                 draft, shares = one.index.draft(one.tokens[max(0, place - max(SUFFIXES)) : place], room)
@@ -148,13 +145,12 @@ def decode(
                     one.index.tested(shares, accepted)
                     rows += len(draft)
                     result.drafted += len(draft)
-                result.accepted[one.group.epoch, one.done // TOKENS].append(accepted)
-            one.done += accepted + 1
+                result.accepted[one.group.epoch, (place - len(one.group.prompt)) // TOKENS].append(accepted)
+            one.place += accepted + 1
         result.seconds += step_s(rows)
-        for one in active:
-            if one.ended:
-                one.index.add(one.tokens)
-        active = [one for one in active if not one.ended]
+        for one in [one for one in active if one.place >= len(one.tokens)]:
+            active.remove(one)
+            one.index.add(one.tokens)
 
 
 def drafts_report(run: Path, config: Config, step_ms: str | None) -> Iterator[str]:
