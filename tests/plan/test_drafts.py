@@ -44,7 +44,7 @@ def test_without_drafts_a_step_gives_each_running_sample_a_token():
     assert seconds(group, most=0, running=1) == 12
     assert seconds(group, most=0, step_s=float) == 3 + 3 + 3 + 2 + 1
     assert seconds(group, most=0, running=2, step_s=float) == 12  # 2, 2, 2, 2, 2, 1, 1
-    assert seconds(group, stored(), group, most=0) == 10  # the second group waits for the longest sample of the first one
+    assert seconds(group, stored(), group, most=0) == 10  # one group after the other
     assert seconds(group, group, most=0, together=2) == 5
     assert seconds(group, group, most=0, step_s=lambda rows: 1.0 if rows else 20.0) == 2 * 20 + 10
 
