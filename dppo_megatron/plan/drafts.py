@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -186,6 +187,6 @@ def gain(groups: Sequence[StoredGroup], config: Config, step_s: StepTime, most: 
     together = -(-config.rollout.max_concurrent_groups // engines)
     first = len(groups) % size if len(groups) > size else 0
     steps = [groups[i : i + size][::engines] for i in range(first, len(groups), size)]
-    limits = {"together": together, "running": engine.max_num_seqs, "batch": engine.draft_batch, "step_s": step_s}
-    plain, drafted = (mean(decode(step, most=m, **limits).seconds for step in steps) for m in (0, most))
+    on_engine = partial(decode, together=together, running=engine.max_num_seqs, batch=engine.draft_batch, step_s=step_s)
+    plain, drafted = (mean(on_engine(step, most=m).seconds for step in steps) for m in (0, most))
     return plain, drafted
