@@ -1,14 +1,14 @@
-"""Measure the saving of `engine.draft_tokens`: sampling by a vLLM server with drafts from the epoch before and without.
+"""Measure the saving of `engine.draft_tokens`: sampling by a vLLM server with drafts from earlier epochs and without.
 
     python benchmarks/speculation.py [--size 20M] [--running 8 16 32] [--rounds 3] [--nats 0.3] [--context full]
 
 Two servers have the same random model. It is sampled at the temperature at which a token has `--nats` nats in the mean.
 One token in 64 ends a sample, so lengths have a long tail. An epoch samples each prompt SAMPLES times, at most
-`running` samples at once, and its drafts are the samples of the epoch before. Both servers sample the same requests,
-one after the other, in an order that alternates. A ratio above 1 is a saving. CPU seconds are those of the server,
-which other work on the machine changes less than the wall time. "predicted" is the gain that `plan --speculation`
-computes from the CPU times of a step measured here and from the samples. The samples of both servers are compared:
-without engine.exact they may differ after a near-tie.
+`running` samples at once, and its drafts are the samples of the two epochs before, as from a bank. Both servers sample
+the same requests, one after the other, in an order that alternates. A ratio above 1 is a saving. CPU seconds are those
+of the server with one thread, which other work on the machine changes less than the wall time. "predicted" is the gain
+that `plan --speculation` computes from the CPU times of a step measured here and from the samples. The samples of both
+servers are compared: without engine.exact they may differ after a near-tie.
 With `--context short` the next token depends only on the current one, so samples that differ meet again, as texts do.
 With `full` the samples of a random model never do, which is less than texts have in common.
 """
@@ -34,14 +34,17 @@ from on_quickstart import machine
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from dppo_megatron.bank.earlier import GROUPS, PROMPT_TOKENS
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.plan.drafts import StoredGroup, decode, parse_step_times
 from dppo_megatron.types import Rollout
 from tests.support.engines import engine_config, running_server
 
-PROMPTS, SAMPLES, LONGEST, DRAFT_TOKENS = 4, 8, 256, 8
+PROMPTS, SAMPLES, LONGEST, DRAFT_TOKENS, REPEATS = 4, 8, 256, 8, 5
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+# Two threads that wait for each other need up to 1.7 times the CPU seconds when another process uses a core.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 Group = Sequence[Rollout]
@@ -102,10 +105,11 @@ def change(model: Path, context: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def with_drafts(wanted: list[GenerateRequest], earlier: list[Group]) -> list[GenerateRequest]:
+def with_drafts(wanted: list[GenerateRequest], epochs: list[list[Group]]) -> list[GenerateRequest]:
+    """Return the requests with the samples that the bank would give: those of the prompt's newest groups."""
     return [
-        replace(w, drafts=tuple(np.concatenate([w.token_ids[-16:], r.token_ids]) for r in group))
-        for w, group in zip(wanted, earlier, strict=True)
+        replace(w, drafts=tuple(np.concatenate([w.token_ids[-PROMPT_TOKENS:], r.token_ids]) for g in groups for r in g))
+        for w, *groups in zip(wanted, *epochs[-GROUPS:], strict=True)
     ]
 
 
@@ -126,24 +130,28 @@ async def step_times(engine: Engine, server: psutil.Process, vocabulary: int) ->
     request = replace(request, stop_token_ids=())
     for rows in ROWS:
         times: dict[int, list[float]] = {8: [], 40: []}  # by tokens
-        for tokens in [*times] * 3:
+        for tokens in [*times] * REPEATS:
             name, began = f"t{rows}-{tokens}-{len(times[tokens])}", cpu_seconds(server)
             asked = replace(request, request_id=name, n=rows, seeds=tuple(range(rows)), max_tokens=tokens)
             await engine.generate(asked)
             times[tokens].append(cpu_seconds(server) - began)
-        found.append((rows, 1e3 * max(min(times[40]) - min(times[8]), 1e-6) / 32))
-    return " ".join(f"{rows}:{ms:.2f}" for rows, ms in found)
+        step = max(median(times[40]) - median(times[8]), 1e-6) / 32
+        found.append((rows, step))
+        if rows == SAMPLES:
+            found.insert(0, (0, max(median(times[8]) - 8 * step, 0)))
+    return " ".join(f"{rows}:{1e3 * s:.2f}" for rows, s in found)
 
 
-def predicted(wanted: list[GenerateRequest], groups: list[Group], running: int, step_ms: str) -> float:
-    """Return the gain that `plan --speculation` predicts for these samples."""
+def predicted(wanted: list[GenerateRequest], groups: list[Group], running: int, step_ms: str) -> tuple[float, float]:
+    """Return the gain and the share of tokens without a step that `plan --speculation` predicts for these samples."""
     stored = [
-        StoredGroup(w.token_ids[-16:], [r.token_ids for r in group], list(w.drafts), 1)
+        StoredGroup(w.token_ids[-PROMPT_TOKENS:], [r.token_ids for r in group], list(w.drafts), GROUPS)
         for w, group in zip(wanted, groups, strict=True)
     ]
-    step_s = parse_step_times(step_ms)
-    plain, drafted = (decode(stored, running=running, batch=8, most=most, step_s=step_s) for most in (0, DRAFT_TOKENS))
-    return plain.seconds / drafted.seconds
+    limits = {"together": running // SAMPLES, "running": running, "batch": 8, "step_s": parse_step_times(step_ms)}
+    plain, drafted = (decode(stored, most=most, **limits) for most in (0, DRAFT_TOKENS))
+    accepted, tokens = sum(map(sum, drafted.accepted.values())), sum(len(s) for g in stored for s in g.samples)
+    return plain.seconds / drafted.seconds, accepted / tokens
 
 
 async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namespace) -> None:
@@ -154,25 +162,28 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
     print(f"temperature {temperature:.3f}, {arguments.nats} nats a token; {PROMPTS} prompts x {SAMPLES} samples")
     step_ms = await step_times(engines["without"], servers["without"], vocabulary)
     print(f"CPU ms of a step by its rows: {step_ms}")
-    head = "running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  saved"
+    head = (
+        "running  without s  CPU s  with s  CPU s  ratio  CPU ratio  predicted  accepted/step  share  saved  predicted"
+    )
     print(f"{head}  same samples")
     for running in arguments.running:
-        _, earlier = await sample(
-            engines["without"], servers["without"], requests(1, vocabulary, temperature), running, f"e1-{running}"
-        )
+        epochs = []
+        for epoch in range(1, 1 + GROUPS):
+            wanted = requests(epoch, vocabulary, temperature)
+            epochs.append((await sample(engines["without"], servers["without"], wanted, running, f"e{running}"))[1])
         costs: dict[str, list[Cost]] = {"without": [], "with": []}
         same, gains = [], []
         engines["with"].counts.clear()
         for number in range(arguments.rounds):
-            wanted = with_drafts(requests(2 + number, vocabulary, temperature), earlier)
+            wanted = with_drafts(requests(len(epochs) + 1, vocabulary, temperature), epochs)
             found = {}
             for name in ("without", "with") if number % 2 else ("with", "without"):
-                cost, found[name] = await sample(engines[name], servers[name], wanted, running, f"e2-{running}")
+                cost, found[name] = await sample(engines[name], servers[name], wanted, running, f"e{running}")
                 costs[name].append(cost)
             pairs = [pair for groups in zip(*found.values(), strict=True) for pair in zip(*groups, strict=True)]
             same += [np.array_equal(a.token_ids, b.token_ids) for a, b in pairs]
             gains.append(predicted(wanted, found["without"], running, step_ms))
-            earlier = found["without"]
+            epochs.append(found["without"])
         counts = engines["with"].counts
         wall, cpu = (
             median(getattr(a, field) / getattr(b, field) for a, b in zip(*costs.values(), strict=True))
@@ -181,9 +192,10 @@ async def compare(urls: dict[str, str], config: dict, arguments: argparse.Namesp
         means = [median(getattr(c, field) for c in costs[name]) for name in costs for field in ("wall_s", "cpu_s")]
         print(
             f"{running:>7}{means[0]:>11.2f}{means[1]:>7.2f}{means[2]:>8.2f}{means[3]:>7.2f}{wall:>7.2f}{cpu:>11.2f}"
-            f"{median(gains):>11.2f}{counts['accepted'] / max(1, counts['draft_steps']):>15.2f}"
+            f"{median(gain for gain, _ in gains):>11.2f}{counts['accepted'] / max(1, counts['draft_steps']):>15.2f}"
             f"{counts['accepted'] / max(1, counts['drafted']):>7.2f}"
-            f"{counts['accepted'] / counts['sampled_tokens']:>7.2f}{np.mean(same):>14.2f}",
+            f"{counts['accepted'] / counts['sampled_tokens']:>7.2f}{np.mean([saved for _, saved in gains]):>11.2f}"
+            f"{np.mean(same):>14.2f}",
             flush=True,
         )
     for engine in engines.values():
@@ -205,7 +217,7 @@ def main() -> None:
         change(Path(name) / "model", arguments.context)
         urls, configs = {}, {}
         for side, tokens in (("without", 0), ("with", DRAFT_TOKENS)):
-            configs[side] = engine_config(Path(name) / "model", draft_tokens=tokens, env={})
+            configs[side] = engine_config(Path(name) / "model", draft_tokens=tokens, env=ONE_THREAD)
             urls[side] = stack.enter_context(running_server(configs[side], Path(name) / f"{side}.log", 0))
         asyncio.run(compare(urls, configs, arguments))
 

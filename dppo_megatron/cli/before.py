@@ -58,7 +58,8 @@ def plan(
     store_mb_per_s: Annotated[float, typer.Option(min=1e-3, help="--lengths: speed of the orchestrator")] = 100.0,
     speculation: Annotated[Path | None, typer.Option(help="run: predict the gain of engine.draft_tokens")] = None,
     step_ms: Annotated[
-        str | None, typer.Option(help="--speculation: rows and milliseconds of decoding steps, '1:9 8:12 32:25'")
+        str | None,
+        typer.Option(help="--speculation: rows and milliseconds of steps, '0:80 1:9 8:12'; 0 rows start a group"),
     ] = None,
     overrides: Overrides = None,
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -26,7 +27,10 @@ TOKENS = 64  # tokens of a row of the table
 DEFAULT_TOKENS = 8  # drafted tokens if the config drafts none
 
 StepTime = Callable[[int], float]
-"""Returns the seconds of a decoding step by the number of its rows: one for each sample, and one for each draft."""
+"""Returns the seconds of a decoding step by the number of its rows: one for each sample, and one for each draft.
+
+For 0 rows it returns the seconds to start a group: its requests and prompts.
+"""
 
 
 class DraftsError(ExpectedError, ValueError):
@@ -52,17 +56,35 @@ class Decoded:
     accepted: dict[tuple[int, int], list[int]]
 
 
+@dataclass(slots=True, eq=False)
+class _Decoding:
+    """Describes a sample that is decoded: the end of its prompt and its tokens, and the place of the next token."""
+
+    group: StoredGroup
+    index: SuffixIndex
+    tokens: np.ndarray
+    place: int
+
+
 def parse_step_times(text: str) -> StepTime:
-    """Return the step time that "ROWS:MS ROWS:MS ..." describes, linear in between. Raises `DraftsError`."""
+    """Return the step time that "ROWS:MS ROWS:MS ..." describes, linear in between. Raises `DraftsError`.
+
+    0:MS is the time to start a group, by default 0.
+    """
     try:
-        points = sorted((int(rows), float(ms) / 1e3) for rows, ms in (word.split(":") for word in text.split()))
-        rows, seconds = zip(*points, strict=True)
+        times = {int(rows): float(ms) / 1e3 for rows, ms in (word.split(":") for word in text.split())}
+        start_s = times.pop(0, 0.0)
+        rows, seconds = zip(*sorted(times.items()), strict=True)
     except ValueError:
         raise DraftsError(f"--step-ms {text!r}: expected rows and milliseconds such as '1:9 8:12 32:25'") from None
-    if rows[0] < 1 or seconds[0] <= 0:
+    if rows[0] < 0 or min(seconds) <= 0 or start_s < 0:
         raise DraftsError(f"--step-ms {text!r}: rows and milliseconds must be above 0")
-    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2]) if len(set(rows)) == len(rows) > 1 else 0.0
-    return lambda wanted: float(np.interp(wanted, rows, seconds)) + max(0, wanted - rows[-1]) * slope
+    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else 0.0
+
+    def step_s(wanted: int) -> float:
+        return float(np.interp(wanted, rows, seconds)) + max(0, wanted - rows[-1]) * slope if wanted else start_s
+
+    return step_s
 
 
 def read_groups(run: Path) -> list[StoredGroup]:
@@ -87,55 +109,56 @@ def read_groups(run: Path) -> list[StoredGroup]:
     return found
 
 
-def decode(groups: Sequence[StoredGroup], *, running: int, batch: int, most: int, step_s: StepTime) -> Decoded:
-    """Decode all samples on one engine, at most `running` at once, with at most `most` drafts of each in a step.
+def decode(
+    groups: Sequence[StoredGroup], *, together: int, running: int, batch: int, most: int, step_s: StepTime
+) -> Decoded:
+    """Decode groups on one engine, with at most `most` drafts of each sample in a step.
 
-    Drafts are made while at most `batch` samples run. They follow earlier samples and finished samples of the group.
+    The engine gets `together` groups at once, so fewer samples run towards their ends, and runs at most `running`
+    samples. Drafts are made while at most `batch` samples run. They follow earlier samples and finished samples of the
+    group.
     """
-    queue = ((group, tokens) for group in groups for tokens in group.samples)
-    acceptance = DraftRate()
-    indexes = {id(group): SuffixIndex(acceptance) for group in groups}
-    for group in groups:
-        for tokens in group.earlier:
-            indexes[id(group)].add(tokens)
-    active: list[tuple[StoredGroup, np.ndarray]] = []
-    done: list[int] = []
+    queue, acceptance = (group for group in groups if group.samples), DraftRate()
+    waiting, active = list[_Decoding](), list[_Decoding]()
     result = Decoded(0.0, 0, defaultdict(list))
     while True:
-        for group, tokens in islice(queue, running - len(active)):
-            active.append((group, np.concatenate([group.prompt, tokens])))
-            done.append(len(group.prompt))
+        for group in islice(queue, together - len({id(one.index) for one in (*waiting, *active)})):
+            result.seconds += step_s(0)
+            index = SuffixIndex(acceptance)
+            for tokens in group.earlier:
+                index.add(tokens)
+            first = len(group.prompt)
+            waiting += [_Decoding(group, index, np.concatenate([group.prompt, t]), first) for t in group.samples]
+        started = running - len(active)
+        active, waiting = active + waiting[:started], waiting[started:]
         if not active:
             return result
         rows = len(active)
-        drafts = most > 0 and rows <= batch
-        for number, (group, tokens) in enumerate(active):
-            place, accepted = done[number], 0
-            room = min(most, len(tokens) - place - 1) if drafts else 0
+        drafts = most if rows <= batch else 0
+        for one in active:
+            place, accepted = one.place, 0
+            room = min(drafts, len(one.tokens) - place - 1)
             if room > 0:
-                index = indexes[id(group)]
-                draft, shares = index.draft(tokens[max(0, place - max(SUFFIXES)) : place], room)
+                draft, shares = one.index.draft(one.tokens[max(0, place - max(SUFFIXES)) : place], room)
                 if draft:
-                    wrong = np.flatnonzero(tokens[place : place + len(draft)] != draft)
+                    wrong = np.flatnonzero(one.tokens[place : place + len(draft)] != draft)
                     accepted = int(wrong[0]) if len(wrong) else len(draft)
-                    index.tested(shares, accepted)
+                    one.index.tested(shares, accepted)
                     rows += len(draft)
                     result.drafted += len(draft)
-                result.accepted[group.epoch, (place - len(group.prompt)) // TOKENS].append(accepted)
-            done[number] += accepted + 1
+                result.accepted[one.group.epoch, (place - len(one.group.prompt)) // TOKENS].append(accepted)
+            one.place += accepted + 1
         result.seconds += step_s(rows)
-        for number in reversed(range(len(active))):
-            if done[number] >= len(active[number][1]):
-                group, tokens = active.pop(number)
-                done.pop(number)
-                indexes[id(group)].add(tokens)
+        for one in [one for one in active if one.place >= len(one.tokens)]:
+            active.remove(one)
+            one.index.add(one.tokens)
 
 
 def drafts_report(run: Path, config: Config, step_ms: str | None) -> Iterator[str]:
     """Yield the lines that `plan --speculation` prints."""
     groups, batch = read_groups(run), config.engine.draft_batch
     most = config.engine.draft_tokens or DEFAULT_TOKENS
-    found = decode(groups, running=batch, batch=batch, most=most, step_s=lambda rows: 0.0)
+    found = decode(groups, together=1, running=batch, batch=batch, most=most, step_s=lambda rows: 0.0)
     total = sum(len(tokens) for group in groups for tokens in group.samples)
     accepted = sum(map(sum, found.accepted.values()))
     yield (
@@ -161,11 +184,9 @@ def drafts_report(run: Path, config: Config, step_ms: str | None) -> Iterator[st
 def gain(groups: Sequence[StoredGroup], config: Config, step_s: StepTime, most: int) -> tuple[float, float]:
     """Return the mean seconds of one engine to decode its samples of a training step, without and with drafts."""
     size, engines, engine = config.rollout.prompts_per_step, config.engine.count, config.engine
-    running = min(engine.max_num_seqs, -(-config.rollout.max_concurrent_groups * config.rollout.group_size // engines))
+    together = -(-config.rollout.max_concurrent_groups // engines)
     first = len(groups) % size if len(groups) > size else 0
     steps = [groups[i : i + size][::engines] for i in range(first, len(groups), size)]
-    plain, drafted = (
-        mean(decode(step, running=running, batch=engine.draft_batch, most=m, step_s=step_s).seconds for step in steps)
-        for m in (0, most)
-    )
+    on_engine = partial(decode, together=together, running=engine.max_num_seqs, batch=engine.draft_batch, step_s=step_s)
+    plain, drafted = (mean(on_engine(step, most=m).seconds for step in steps) for m in (0, most))
     return plain, drafted

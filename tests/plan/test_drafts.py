@@ -23,14 +23,19 @@ from tests.support.configs import make_config
 PROMPT = np.array([90, 91], np.int32)
 
 
+def alike(rows):
+    """A second for each step, whatever its rows, and none to start a group."""
+    return float(rows > 0)
+
+
 def stored(*samples, earlier=()):
     arrays = [np.array(sample, np.int32) for sample in samples]
     before = [np.concatenate([PROMPT, np.array(sample, np.int32)]) for sample in earlier]
     return StoredGroup(PROMPT, arrays, before, 1 if earlier else 0)
 
 
-def seconds(group, *, running=8, batch=8, most=4, step_s=lambda rows: 1.0):
-    return decode([group], running=running, batch=batch, most=most, step_s=step_s).seconds
+def seconds(*groups, together=1, running=8, batch=8, most=4, step_s=alike):
+    return decode(groups, together=together, running=running, batch=batch, most=most, step_s=step_s).seconds
 
 
 def test_without_drafts_a_step_gives_each_running_sample_a_token():
@@ -39,11 +44,14 @@ def test_without_drafts_a_step_gives_each_running_sample_a_token():
     assert seconds(group, most=0, running=1) == 12
     assert seconds(group, most=0, step_s=float) == 3 + 3 + 3 + 2 + 1
     assert seconds(group, most=0, running=2, step_s=float) == 12  # 2, 2, 2, 2, 2, 1, 1
+    assert seconds(group, stored(), group, most=0) == 10  # one group after the other
+    assert seconds(group, group, most=0, together=2) == 5
+    assert seconds(group, group, most=0, step_s=lambda rows: 1.0 if rows else 20.0) == 2 * 20 + 10
 
 
 def test_right_drafts_save_steps_and_the_rows_are_paid():
     group = stored(range(10), earlier=[range(10)])
-    found = decode([group], running=1, batch=1, most=4, step_s=float)
+    found = decode([group], together=1, running=1, batch=1, most=4, step_s=float)
     assert found.accepted == {(1, 0): [4, 4]}  # 4 + 1, 4 + 1 tokens
     assert (found.seconds, found.drafted) == (10, 8)
     assert seconds(group, batch=0) == 10  # above the batch size of the gate
@@ -52,7 +60,7 @@ def test_right_drafts_save_steps_and_the_rows_are_paid():
 def test_wrong_drafts_cost_rows_and_stop():
     wrong = [np.arange(100) + 2 * (np.arange(100) % 2) for _ in range(1)]
     group = stored(range(100), earlier=[tokens.tolist() for tokens in wrong])
-    found = decode([group], running=1, batch=1, most=4, step_s=lambda rows: 1.0)
+    found = decode([group], together=1, running=1, batch=1, most=4, step_s=alike)
     assert found.seconds == 100 - sum(map(sum, found.accepted.values()))
 
 
@@ -65,9 +73,10 @@ def test_times_of_a_step_are_interpolated():
     step_s = parse_step_times("8:12 1:9 32:24")
     assert [1e3 * step_s(rows) for rows in (1, 8, 20, 40)] == pytest.approx([9, 12, 18, 28])
     assert parse_step_times("4:10")(9) == 0.01
+    assert [parse_step_times(text)(0) for text in ("4:10", "0:70 4:10")] == [0, 0.07]
 
 
-@pytest.mark.parametrize("text", ["", "1", "1:x", "0:4", "1:0", "a:b"])
+@pytest.mark.parametrize("text", ["", "1", "1:x", "0:4", "1:0", "a:b", "-1:4", "0:-1 1:1"])
 def test_other_times_are_refused(text):
     with pytest.raises(DraftsError, match="--step-ms"):
         parse_step_times(text)
@@ -94,7 +103,7 @@ def test_a_run_is_read_with_its_earlier_samples(tmp_path):
     lines = "\n".join(drafts_report(tmp_path, config, "1:10 40:10"))
     assert "4 groups" in lines
     assert "1 earlier   0: " in lines
-    plain, drafted = gain(groups, config, lambda rows: 1.0, 4)
+    plain, drafted = gain(groups, config, alike, 4)
     assert plain / drafted > 1.3
     assert f"{plain / drafted:.2f} x as fast" in lines
     assert "name the engine's step times" in "\n".join(drafts_report(tmp_path, config, None))

@@ -110,8 +110,9 @@ class BankDrafts:
         """Register new requests, and add the samples of finished requests to their groups."""
         requests = self._runner.requests
         for request_id in self._runner.input_batch.req_ids:
-            if request_id not in self._running and (found := _given(requests[request_id])) is not None:
-                state = requests[request_id]
+            state = requests[request_id]
+            found = (state.sampling_params.extra_args or {}).get(GIVEN)
+            if request_id not in self._running and found is not None:
                 group = name_of(request_id).rpartition("/")[0]
                 self._running[request_id] = _Running(group, state.prompt_token_ids, state.output_token_ids)
                 index = self._groups.setdefault(group, SuffixIndex(self._acceptance))
@@ -149,8 +150,10 @@ class BankDrafts:
             own = drafts[start - row : start - row + count - 1]
             accepted = next((i for i, token in enumerate(own) if token != tokens[start + i]), len(own))
             kept[row] = accepted + 1
-            if own:
-                self._learn(batch.req_ids[row], len(own), accepted)
+            name = batch.req_ids[row]
+            index = self._groups.get(self._running[name].group)
+            if own and index is not None and (shares := self._shares.get(name)):
+                index.tested(shares[: len(own)], accepted)
         for row, state in states.items():
             if not self._checked:
                 _check_draws(given.generators[row], state, int(counts[row]))
@@ -158,16 +161,6 @@ class BankDrafts:
             if kept[row] < counts[row]:
                 _set_back(given.generators[row], state, int(kept[row]))
         return _kept(found, kept, starts, drafted.max_spec_len + 1)
-
-    def _learn(self, request_id: str, drafted: int, accepted: int) -> None:
-        index, shares = self._groups.get(self._running[request_id].group), self._shares.get(request_id)
-        if index is not None and shares:
-            index.tested(shares[:drafted], accepted)
-
-
-def _given(state: Any) -> list[bytes] | None:
-    """Return the sequences that a request brings, or None if it takes no part."""
-    return (state.sampling_params.extra_args or {}).get(GIVEN)
 
 
 def _for_rows(given: Any, counts: np.ndarray) -> Any:
