@@ -11,7 +11,15 @@ import pytest
 from tests.parallel.cases import CASES, write_bank
 from tests.parallel.scenarios import train
 from tests.support.actor_cases import (
-    DEEPSEEK, GLM, GLM_FLASH, MISTRAL, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, set_expert_bias,
+    DEEPSEEK,
+    GLM,
+    GLM_FLASH,
+    MISTRAL,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    set_expert_bias,
 )  # fmt: skip
 from tests.support.actor_ranks import run_scenario
 
