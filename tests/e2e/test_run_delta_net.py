@@ -1,4 +1,4 @@
-"""Whole runs of Qwen3.5, dense and with experts: gated delta net over two tensor-parallel ranks, and a real vLLM server."""
+"""Whole runs of Qwen3.5, dense and with experts, on two tensor-parallel ranks and a real vLLM server."""
 
 from __future__ import annotations
 
