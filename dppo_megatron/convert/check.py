@@ -25,7 +25,7 @@ _NEUTRAL = frozenset((
     "embd_pdrop", "ep_size", "hidden_dropout", "id2label", "is_encoder_decoder", "label2id", "max_window_layers",
     "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type",
     "qk_head_dim", "resid_pdrop", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
-    "sliding_window", "text_config", "transformers_version", "use_cache",
+    "text_config", "transformers_version", "use_cache",
 ))  # fmt: skip
 
 
@@ -100,6 +100,8 @@ def _unread(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and set(map(str, kinds)) <= {"full_attention"}:
         known |= {"layer_types"}
+    if raw.get("use_sliding_window") is False:
+        known |= {"sliding_window"}
     return tuple(f"{name} = {shown(value)}" for name, value in raw.items() if name not in known and value is not None)
 
 

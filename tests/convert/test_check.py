@@ -69,6 +69,7 @@ def test_a_known_architecture_with_unsupported_settings(tmp_path):
 
 def test_an_unknown_architecture_is_compared_with_the_nearest_family(tmp_path):
     text = {**CONFIGS["qwen3_moe"], "partial_rotary_factor": 0.25, "layer_types": ["full_attention", "other"] * 2}
+    text["sliding_window"] = 128
     del text["architectures"]
     raw = {"architectures": ["NewForConditionalGeneration"], "text_config": text, "vision_config": {"depth": 2}}
     found = check(written(tmp_path, raw))
@@ -78,7 +79,10 @@ def test_an_unknown_architecture_is_compared_with_the_nearest_family(tmp_path):
         "vision_config: only text is supported",
         "as qwen3_moe: partial_rotary_factor = 0.25: not supported",
     )
-    assert found.unread == ("layer_types = ['full_attention', 'other', 'full_attention', 'other']",)
+    kinds = "layer_types = ['full_attention', 'other', 'full_attention', 'other']"
+    assert found.unread == (kinds, "sliding_window = 128")
+    switched_off = {**raw, "text_config": {**text, "use_sliding_window": False}}
+    assert check(written(tmp_path, switched_off)).unread == (kinds,)
     assert CliRunner().invoke(app, ["convert", "--check", str(tmp_path)]).exit_code == 1
 
 

@@ -66,7 +66,7 @@ REPLAY = {
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek", "glm")},
-        **{f"{model}:one": {} for model in ("delta", "delta_moe+replay")},
+        **{f"{model}:one": {} for model in ("delta", "delta_moe+replay", "mistral", "glm_flash")},
         **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept", "taught")},
     },
     2: {
@@ -87,9 +87,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
         **{
             f"{model}:{name}": EXPERTS[name]
-            for model in ("deepseek", "glm")
+            for model in ("deepseek", "glm", "glm_flash")
             for name in ("tp2_sp", "pp2", "cp2", "ep2")
         },
+        **{f"mistral:{name}": DENSE[name] for name in ("tp2_sp", "pp2", "cp2")},
         **{f"delta:{name}": DENSE[name] for name in ("tp2", "tp2_sp", "pp2_uneven", "vpp", "dp2_overlap")},
         **{f"delta_moe+replay:{name}": REPLAY[name] for name in ("tp2_sp", "ep2", "vpp_recompute")},
     },

@@ -10,7 +10,17 @@ import pytest
 
 from tests.parallel.cases import CASES, write_bank
 from tests.parallel.scenarios import train
-from tests.support.actor_cases import DEEPSEEK, GLM, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, set_expert_bias
+from tests.support.actor_cases import (
+    DEEPSEEK,
+    GLM,
+    GLM_FLASH,
+    MISTRAL,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    set_expert_bias,
+)  # fmt: skip
 from tests.support.actor_ranks import run_scenario
 
 
@@ -20,7 +30,7 @@ def models(tmp_path_factory) -> Path:
 
     root = tmp_path_factory.mktemp("parallel") / "models"
     configs = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK, "glm": GLM}
-    configs |= {"delta": QWEN3_5, "delta_moe": QWEN3_5_MOE}
+    configs |= {"delta": QWEN3_5, "delta_moe": QWEN3_5_MOE, "mistral": MISTRAL, "glm_flash": GLM_FLASH}
     for name, config in configs.items():
         make_random_hf_model(root / name, config, seed=1)
         set_expert_bias(root / name)

@@ -114,6 +114,8 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+MISTRAL = {**QWEN3, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+GLM_FLASH = {**DEEPSEEK, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
 K = 4
 
 
