@@ -135,11 +135,10 @@ def arm_table(judged: Curves) -> Iterator[str]:
             middle, low, high = map(exp, interval(found))
             cells = [f"`{method}`" if own[1] == other[1] else f"`{method}`, {arm}" for method, arm in (other, own)]
             yield f"| {own[1]} | {' / '.join(cells)} | {middle:.2f} [{low:.2f}, {high:.2f}] |"
-    steps = [step for key, curve in judged.items() if key[1] == replay for step in curve]
-    shares = [step["replay_disagreement"] for step in steps if step["replay_disagreement"] is not None]
+    shares = [curve[0]["replay_disagreement"] for key, curve in judged.items() if key[1] == replay]
     if shares:
         yield ""
-        yield f"The trainer's router would not have chosen {mean(shares):.1%} of the replayed experts."
+        yield f"In step 1 the trainer's router would not have chosen {mean(shares):.1%} of the replayed experts."
 
 
 def mask_table() -> Iterator[str]:
