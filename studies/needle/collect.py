@@ -38,6 +38,7 @@ STEPS = {
     "masked_negative": "policy/masked_share_negative",
     "ratio_max": "policy/ratio_max",
     "mismatch_kl": "mismatch/kl",
+    "replay_disagreement": "moe/routing_replay_disagreement",
 }
 EDGES = np.array([0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9])  # lower edges of the bins of mu
 
@@ -126,7 +127,7 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
         new = new.cast(pa.schema(fields))  # a column of None only has no type
         if path.exists():
             old = pq.read_table(path)
-            new = pa.concat_tables([old, new.select(old.column_names)])
+            new = pa.concat_tables([old, new], promote_options="default")
         pq.write_table(new, path)
 
 

@@ -122,14 +122,23 @@ def claim_table(claims: Sequence[Claim], judged: Curves) -> Iterator[str]:
 
 
 def arm_table(judged: Curves) -> Iterator[str]:
+    """Yield a row for each complete comparison of an arm without claims, and the effect of routing replay."""
     yield "| condition | compared | steps of theirs / ours |"
     yield "|---|---|---|"
-    for arm in (MAIN, *ARMS):
-        for theirs in ("clip_higher", "pg_is"):
-            found = differences(Claim("", ("dppo_binary_tv", arm), (theirs, arm)), judged)
-            if len(found) == SEEDS:
-                middle, low, high = map(exp, interval(found))
-                yield f"| {arm} | `{theirs}` / `dppo_binary_tv` | {middle:.2f} [{low:.2f}, {high:.2f}] |"
+    ours = "dppo_binary_tv"
+    pairs = [((ours, arm), (theirs, arm)) for arm in (MAIN, *ARMS) for theirs in ("clip_higher", "pg_is")]
+    plain, replay = "experts", "experts-replay"
+    pairs += [((method, replay), (method, plain)) for method in (ours, "clip_higher", "pg_is")]
+    for own, other in pairs:
+        found = differences(Claim("", own, other), judged)
+        if len(found) == SEEDS:
+            middle, low, high = map(exp, interval(found))
+            cells = [f"`{method}`" if own[1] == other[1] else f"`{method}`, {arm}" for method, arm in (other, own)]
+            yield f"| {own[1]} | {' / '.join(cells)} | {middle:.2f} [{low:.2f}, {high:.2f}] |"
+    shares = [curve[0]["replay_disagreement"] for key, curve in judged.items() if key[1] == replay]
+    if shares:
+        yield ""
+        yield f"In step 1 the trainer's router would not have chosen {mean(shares):.1%} of the replayed experts."
 
 
 def mask_table() -> Iterator[str]:
