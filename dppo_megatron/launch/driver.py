@@ -128,10 +128,11 @@ class RunDriver(Generic[PlanT, ProcessT]):
         return bool(self.trainers) and all(trainer.poll() == 0 for trainer in self.trainers)
 
     def _server(self, plan: PlanT) -> RestartedServer[PlanT, ProcessT]:
+        run, name = (self._run, plan.name) if plan.home is None else (RunDir(plan.home), "engine-0")
         return RestartedServer(
             self._launcher,
             plan,
-            withdraw=partial(forget, self._run, plan.name),
-            is_registered=(self._run.services / f"{plan.name}.json").exists,
+            withdraw=partial(forget, run, name),
+            is_registered=(run.services / f"{name}.json").exists,
             policy=RestartPolicy(self._config.engine.restarts),
         )

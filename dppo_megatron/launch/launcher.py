@@ -14,6 +14,10 @@ class NamedPlan(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def home(self) -> Path | None:
+        """Return the run directory of a teacher's server, which registers there as engine-0; otherwise None."""
+
 
 class Process(Protocol):
     """Represents a started process."""
