@@ -110,6 +110,10 @@ class RunDir:
     def services(self) -> Path:
         return self.root / "services"
 
+    def teacher(self, name: str) -> Path:
+        """Return the run directory of a teacher that the run serves."""
+        return self.root / "teachers" / name
+
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"

@@ -8,6 +8,7 @@ from dppo_megatron.config import Config, with_settings
 from dppo_megatron.config.distillation import DistillationConfig
 from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.config.schema import ObjectiveConfig
+from dppo_megatron.run_dir import RunDir
 
 
 def teacher_config(config: Config, name: str) -> Config:
@@ -34,7 +35,7 @@ def teacher_config(config: Config, name: str) -> Config:
     own |= {"expert_parallel": False, "placement": "disaggregated", "quantization": "none"}
     return with_settings(
         config,
-        run={"dir": config.run.dir / "teachers" / name},
+        run={"dir": RunDir(config.run.dir).teacher(name)},
         model={"path": teacher.path, "weights": None, "lora": LoraConfig()},
         objective=ObjectiveConfig(),
         distillation=DistillationConfig(),
