@@ -15,9 +15,9 @@ from dppo_megatron.slurm import task
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import (
     check_plan,
-    server_plans,
     job_plan,
     preflight_plans,
+    server_plans,
     trainer_plan,
 )
 from dppo_megatron.slurm.step import srun_command, step_environment
@@ -66,7 +66,7 @@ TEACHERS = {
 @pytest.mark.parametrize(
     ("changes", "places"),
     [
-        # Behind the engines of a shared node; on the node that no engine uses; behind engines that share the ranks' GPUs.
+        # Behind engines on a shared node; on the node that no engine uses; behind engines on the ranks' GPUs.
         ({"gpus_per_node": 10, "engine_nodes": 0, "world_size": 8}, {"large": ("a", "6"), "small": ("b", "6")}),
         ({"engine_nodes": 2, "engines": 1, "tensor_parallel": 1}, {"large": ("d", "0"), "small": ("c", "1")}),
         (
