@@ -11,6 +11,17 @@ from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.run_dir import RunDir
 
 
+def trainer_teacher_config(config: Config) -> Config:
+    """Return the config with which the trainer's ranks build `Config.trainer_teacher`, in the policy's layout."""
+    own = {"path": config.trainer_teacher, "weights": None, "lora": LoraConfig(), "logits": "stored"}
+    return with_settings(
+        config,
+        model={**own, "batch_invariant_head": False},
+        rollout={"routing_replay": False},
+        engine={"exact": False},
+    )
+
+
 def teacher_config(config: Config, name: str) -> Config:
     """Return the config of a run whose engines are the servers of teacher `name`.
 
