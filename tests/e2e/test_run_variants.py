@@ -105,12 +105,12 @@ def test_a_run_trains_to_its_end(task, tmp_path, request, name):
 
 
 def test_each_data_source_has_its_teacher(task, engine, tmp_path):
-    """One teacher is a running server, here with the policy itself. The other is the policy that reads the answer."""
+    """Both are the policy itself: one with the same prompt, the other reads the answer, too."""
     rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
     text = "".join(json.dumps(row | {"data_source": SOURCES[i % 2]}) + "\n" for i, row in enumerate(rows))
     (tmp_path / "train.jsonl").write_text(text)
     teachers = {
-        "server": {"urls": [engine.url], "secret_file": str(task / "secret"), "sources": [SOURCES[0]]},
+        "same": {"prompt_template": "{prompt}", "sources": [SOURCES[0]]},
         "helped": {"prompt_template": "{answer}={prompt}", "sources": [SOURCES[1]]},
     }
     tree = config_tree(task, tmp_path / "run", urls=(engine.url,))
@@ -132,7 +132,7 @@ def test_each_data_source_has_its_teacher(task, engine, tmp_path):
     assert helped
     check_scores(helped, task / "random_model")
     last = [r for r in records(tmp_path / "run") if "teacher/helped/kl" in r][-1]
-    assert abs(last["teacher/server/kl"]) < 1e-4 < last["teacher/helped/kl"]
+    assert abs(last["teacher/same/kl"]) < 1e-4 < last["teacher/helped/kl"]
 
 
 def test_a_mismatch_beyond_the_limit_ends_the_run(task, engine_in_bf16, tmp_path):
