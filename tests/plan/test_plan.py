@@ -336,15 +336,11 @@ def test_teachers_are_counted_in_bank_batch_and_gpus(plan_of):
     (note,) = [note for note in plan.notes if note.startswith("distillation")]
     assert note == "distillation.teachers.t: 28.4 GiB of weights on each device"
 
-
-def test_a_teacher_in_the_trainers_memory_is_counted_on_each_rank(plan_of):
-    """The policy itself is the teacher: as many bytes as its parameters on a rank, and no lists in the bank."""
     model = EXAMPLES / "models" / "qwen3-8b"
-    taught = f"distillation.teachers={{t: {{path: {model}, in_trainer: true}}}}"
-    plain, plan = plan_of("qwen3_8b", nodes=3), plan_of("qwen3_8b", taught, nodes=3)
-    assert plan.totals.bank_bytes_per_step == plain.totals.bank_bytes_per_step
-    sizes = {item.name: item.bytes for item in plan.memory.static}
-    assert sizes["teacher"] == pytest.approx(sizes["parameters"], rel=0.02)
+    own = plan_of("qwen3_8b", f"distillation.teachers={{t: {{path: {model}, in_trainer: true}}}}", nodes=3)
+    assert own.totals.bank_bytes_per_step == plain.totals.bank_bytes_per_step  # no lists
+    sizes = {item.name: item.bytes for item in own.memory.static}
+    assert sizes["teacher"] == pytest.approx(sizes["parameters"], rel=0.02)  # the policy itself
 
 
 def test_advice_of_several_settings_can_be_pasted():
