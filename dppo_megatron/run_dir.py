@@ -97,6 +97,10 @@ class RunDir:
         """Return whether a run of `steps` steps is complete. A trainer that is stopped exits with 0 too."""
         return (self.checkpoint_step or 0) >= steps
 
+    def teacher(self, name: str) -> Path:
+        """Return the run directory of a teacher that the run serves."""
+        return self.root / "teachers" / name
+
     def model(self, path: str | None) -> Path | None:
         """Return the directory of the run's model.path, `path`, or else the run's final model; None without either.
 

@@ -7,9 +7,10 @@ from .megatron_import import import_megatron
 
 import_megatron()
 
-from .actor import Actor, Reference, TrainingDiverged, UpdateStats
+from .actor import Actor, TrainingDiverged, UpdateStats
 from .checkpoint.directory import CheckpointError
 from .forward import apply_objective
+from .frozen import Reference, TrainerTeacher
 from .layout import Layout, LayoutError, init_layout
 from .model import check_model
 from .scoring import Scores
@@ -23,6 +24,7 @@ __all__ = [
     "Reference",
     "Scores",
     "StepLine",
+    "TrainerTeacher",
     "TrainingDiverged",
     "UpdateStats",
     "apply_objective",

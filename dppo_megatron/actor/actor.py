@@ -33,7 +33,6 @@ from .checkpoint.writer import BackgroundWrite
 from .experts import describe_experts
 from .forward import LossStep, reduce_reports
 from .layout import Layout
-from .lora import without_adapters
 from .loss_scale import LossScale
 from .model import PolicyModel, build_model
 from .model_config import shares_prefixes, transformer_config, use_transformer_engine
@@ -259,7 +258,7 @@ class Actor:
         return logprobs[:-1].numpy()
 
     def offloaded(self) -> AbstractContextManager[int]:
-        """Move the memory of the actor and its `Reference` to the host for the duration of the context.
+        """Move the memory of the actor and its frozen models to the host for the duration of the context.
 
         Engines on the same GPU can use the memory meanwhile. See `offload.offloaded`.
         """
@@ -303,33 +302,6 @@ class Actor:
     def _synchronize(self) -> None:
         if self.layout.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-class Reference:
-    """Scores with a KL penalty's reference policy: `model.start`, frozen, in the actor's layout, also in resumed runs.
-
-    It needs one more copy of the parameters on each rank, in `model.dtype`, without gradients and optimizer. It is
-    offloaded with the actor. With `model.lora` it needs no memory, because it is the actor without its adapters. All
-    ranks must construct it. Raises ModelError listing every tensor that does not fit.
-    """
-
-    def __init__(self, actor: Actor):
-        config, layout = actor.config, actor.layout
-        chunks = actor.model_chunks
-        if not config.model.lora.r:
-            chunks = build_model(actor.hf, config, layout, transformer_config(actor.hf, config))
-            load_into(chunks, config.model.start, actor.hf)
-            for chunk in chunks:
-                chunk.requires_grad_(False)
-                chunk.eval()
-            actor.frozen_chunks += chunks
-        self._chunks = chunks
-        self._scorer = Scorer(chunks, actor.packer, layout, actor.hf.vocab_size, config.train.micro_batch_tokens)
-
-    def scores(self, micro_batches: Sequence[TokenBatch]) -> list[Scores]:
-        """Compute the start model's log-probs of every micro-batch's targets; see `Scorer`."""
-        with without_adapters(self._chunks):
-            return self._scorer(micro_batches)
 
 
 def _finalize_without_division(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:

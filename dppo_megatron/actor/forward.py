@@ -27,6 +27,7 @@ from dppo_megatron.objectives import (
 )
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import DeferredChecks, TokenStatistics, linear_token_statistics, token_statistics
+from dppo_megatron.vocab_parallel.collectives import all_gather
 
 from .batch.context import gather_unequal_rows
 from .batch.packing import MicroBatch
@@ -205,7 +206,11 @@ class LogprobStep:
         return run_model(model, batch), partial(self.collect, batch, model)
 
     def collect(self, batch: MicroBatch, model: Any, output: Tensor, non_loss_data: bool = True) -> Tensor:
-        rows = batch.loss
+        columns = torch.cat(self.columns(batch.loss, model, output), dim=1)
+        scored = torch.where(batch.loss.mask[:, None], columns, 0.0)
+        return scored.new_zeros(batch.batch_tokens, scored.shape[1]).index_copy_(0, batch.loss_rows, scored)
+
+    def columns(self, rows: TokenBatch, model: Any, output: Tensor) -> list[Tensor]:
         topk_ids = rows.topk_ids if self.topk else None
         stats = head_statistics(model, output, rows, self, topk_ids=topk_ids, entropy="none")
         columns = [stats.logprob[:, None]]
@@ -213,8 +218,33 @@ class LogprobStep:
             assert stats.topk_logprob is not None  # both are given for a batch with top-K ids
             assert stats.other_logprob is not None
             columns += [stats.topk_logprob, stats.other_logprob[:, None]]
-        scored = torch.where(rows.mask[:, None], torch.cat(columns, dim=1), 0.0)
-        return scored.new_zeros(batch.batch_tokens, scored.shape[1]).index_copy_(0, batch.loss_rows, scored)
+        return columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class MostLikelyStep(LogprobStep):
+    """Collects the log-prob of each target, of the `k` most likely tokens, and their ids, [T, 1 + 2 k].
+
+    Needs stored logits. The ids are fp32, which is exact below 2^24. Collective: each tensor-parallel rank has its own
+    k candidates, whose ids are gathered, and the statistics score all of them.
+    """
+
+    k: int
+
+    def columns(self, rows: TokenBatch, model: Any, output: Tensor) -> list[Tensor]:
+        layout, width = self.layout, output.shape[1]
+        first = layout.tensor_rank * width
+        padding = torch.arange(first, first + width, device=output.device) >= self.vocab_size
+        ids = output.masked_fill(padding, float("-inf")).topk(min(self.k, width), dim=1).indices
+        ids = torch.where(padding[ids], -1, ids + first)
+        if layout.tensor_size > 1:
+            gathered = ids.new_empty(layout.tensor_size * len(ids), ids.shape[1])
+            all_gather(gathered, ids, layout.tensor_group)
+            ids = gathered.view(layout.tensor_size, *ids.shape).transpose(0, 1).flatten(1)
+        stats = head_statistics(model, output, rows, self, topk_ids=ids, entropy="none")
+        assert stats.topk_logprob is not None  # requested
+        best = stats.topk_logprob.topk(self.k, dim=1)
+        return [stats.logprob[:, None], best.values, ids.gather(1, best.indices).float()]
 
 
 def run_model(model: Any, batch: MicroBatch) -> Tensor:

@@ -44,16 +44,22 @@ class Scorer:
     vocab_size: int
     token_budget: int  # train.micro_batch_tokens; only a hint, because packed lengths travel with the tensors
 
-    @torch.no_grad()
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Run one forward pass and return the same scores on every rank of a replica.
+        """Return the scores of `columns`.
 
-        topk: also score the top-K ids, which micro-batches of the last pipeline stage must have. All ranks must call
-        this method. Context parallelism sums each result over its ranks. Pipeline parallelism broadcasts each result
-        and their width from the last stage.
+        topk: also score the top-K ids, which micro-batches of the last pipeline stage must have.
+        """
+        columns = self.columns(micro_batches, LogprobStep(self.vocab_size, self.layout, topk))
+        return [_scores(found.cpu(), topk) for found in columns]
+
+    @torch.no_grad()
+    def columns(self, micro_batches: Sequence[TokenBatch], step: LogprobStep) -> list[Tensor]:
+        """Run one forward pass and return the same columns [T, C] of `step` on every rank of a replica.
+
+        All ranks must call this method. Context parallelism sums each result over its ranks. Pipeline parallelism
+        broadcasts each result and their width from the last stage.
         """
         prepared = self.packer.whole_rounds(micro_batches)
-        step = LogprobStep(self.vocab_size, self.layout, topk)
         results = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(prepared) for _ in self.chunks],
@@ -70,7 +76,7 @@ class Scorer:
                 dist.all_reduce(result, group=self.layout.context_group)
         if self.layout.pipeline_size > 1:
             results = self._from_last_stage(results, prepared)
-        return [_scores(result.cpu(), topk) for result in results[: len(micro_batches)]]
+        return results[: len(micro_batches)]
 
     def _from_last_stage(self, results: list[Tensor], prepared: list[MicroBatch]) -> list[Tensor]:
         """Broadcast the results; only the last stage knows their width, because only it must have top-K ids."""

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dppo_megatron.config import Config
+from dppo_megatron.config import Config, with_settings
+from dppo_megatron.config.distillation import TeacherConfig
+from dppo_megatron.engines.teachers import trainer_teacher_config
 from dppo_megatron.errors import ExpectedError
+
+from .model import on_any_machine
 
 
 def problems(config: Config) -> list[str]:
     chosen, rollout, out = config.distillation, config.rollout, []
+    by_servers, temperature = config.trainer_teacher is None, rollout.temperature
     wrong = {
-        "nothing is sampled for them to score (a given bank has its lists); remove them": not config.samples,
-        f"score at temperature 1; set rollout.temperature = {rollout.temperature:g} to that": rollout.temperature != 1,
+        "nothing is sampled for them to score (a given bank has its lists); remove them": (
+            by_servers and not config.samples
+        ),
+        f"score at temperature 1; set rollout.temperature = {temperature:g} to that": by_servers and temperature != 1,
         "rollout.dynamic_sampling drops groups that teach; set it to false": rollout.dynamic_sampling,
     }
     if chosen.teachers:
@@ -27,6 +34,12 @@ def problems(config: Config) -> list[str]:
                 f"distillation.teachers.{name}: set one of urls and path; without them the policy teaches itself, and "
                 "needs a prompt_template"
             )
+        only = TeacherConfig(path=teacher.path, in_trainer=True)
+        if teacher.in_trainer and (teacher != only or len(chosen.teachers) > 1 or rollout.has_sampling_mask):
+            out.append(
+                f"distillation.teachers.{name}.in_trainer = true: supports no other teacher, setting except path, or "
+                "sampling mask (rollout.top_p, top_k, min_p); change these, or set it to false for a server"
+            )
         if template is not None and ("{prompt}" not in template or config.environment.source is not None):
             why = "must contain {prompt}, and no environment can continue it; change or remove it"
             out.append(f"distillation.teachers.{name}.prompt_template = {template!r}: {why}")
@@ -34,12 +47,16 @@ def problems(config: Config) -> list[str]:
 
 
 def model_problems(config: Config) -> list[str]:
-    """Return why a teacher that the run serves cannot be read, or has other tokens than the policy."""
+    """Return why a teacher with a path cannot be read, has other tokens than the policy, or cannot have its layout."""
+    from dppo_megatron.actor import check_model
+    from dppo_megatron.actor.model_config import shares_prefixes
     from dppo_megatron.data.tokenizer import load_tokenizer
     from dppo_megatron.hf import read_hf_config
 
     out = []
-    for name, path in config.started_teachers.items():
+    for name, path in ((name, teacher.path) for name, teacher in config.distillation.teachers.items()):
+        if path is None:
+            continue
         try:
             sizes = [read_hf_config(model).vocab_size for model in (path, config.model.path)]
             same = load_tokenizer(path).get_vocab() == load_tokenizer(config.model.path).get_vocab()
@@ -51,4 +68,9 @@ def model_problems(config: Config) -> list[str]:
                 f"distillation.teachers.{name}.path = {path}: has another tokenizer than model.path, or its {sizes[0]} "
                 f"tokens are less than those, {sizes[1]}, or distillation.topk; use a teacher of the same family"
             )
+        elif path == config.trainer_teacher:
+            shares = shares_prefixes(read_hf_config(config.model.path), config)
+            built = with_settings(trainer_teacher_config(config), train={"share_prefixes": shares})
+            found = check_model(on_any_machine(built))
+            out += [f"distillation.teachers.{name}.in_trainer = true: {line}" for line in found]
     return out

@@ -3,6 +3,30 @@
 from __future__ import annotations
 
 from dppo_megatron.config import Config
+from dppo_megatron.fleet.registry import engine_names
+
+
+def server_places(config: Config) -> dict[str, tuple[range, int, int]]:
+    """Return the serving nodes, the first GPU on each, and the number of GPUs there, by name of engine or teacher.
+
+    Serving nodes are numbered from 0. Engines fill them in turn, after the ranks' GPUs or, if colocated, on these. Then
+    each teacher takes free GPUs of the node with most of them.
+    """
+    s, each = config.slurm, config.engine.nodes
+    ranks = 0 if s.engine_nodes else -(-config.parallel.world_size // s.trainer_nodes)
+    homes = max(each, s.engine_nodes or s.trainer_nodes)
+    used, places = [0 if config.engine.placement == "colocated" else ranks] * homes, {}
+    for index, name in enumerate(engine_names(config)):
+        first = index % (homes // each) * each
+        places[name] = range(first, first + each), used[first], config.engine.devices_per_node
+        for node in places[name][0]:
+            used[node] += config.engine.devices_per_node
+    used = [max(ranks, gpus) for gpus in used]
+    for name in config.started_teachers:
+        node, gpus = used.index(min(used)), config.distillation.teachers[name].tensor_parallel
+        places[f"teacher-{name}"] = range(node, node + 1), used[node], gpus
+        used[node] += gpus
+    return places
 
 
 def problems(
@@ -33,20 +57,16 @@ def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:
 
 def _requested(config: Config, notes: list[str]) -> list[str]:
     s, p = config.slurm, config.parallel
-    engines = config.started_engines
-    out = [
-        f"distillation.teachers.{name}.path = {path}: a job serves no teachers; start its server elsewhere and set urls"
-        for name, path in config.started_teachers.items()
-    ]
+    engines, teachers, out = config.started_engines, len(config.started_teachers), []
     if p.world_size % s.trainer_nodes:
         out.append(
             f"slurm.trainer_nodes = {s.trainer_nodes}: does not divide parallel.world_size = {p.world_size}; every "
             "trainer node runs the same number of ranks"
         )
-    if s.engine_nodes and not engines:
+    if s.engine_nodes and not engines + teachers:
         out.append(f"slurm.engine_nodes = {s.engine_nodes}: the run starts no engine; set it to 0")
     each, homes = config.engine.nodes, s.engine_nodes or s.trainer_nodes
-    if s.engine_nodes > engines * each > 0:
+    if s.engine_nodes > engines * each + teachers > 0:
         out.append(
             f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines} x engine.nodes = {each}, so "
             "some would idle; raise engine.count"
@@ -61,7 +81,9 @@ def _requested(config: Config, notes: list[str]) -> list[str]:
             if (value := getattr(s, name)) not in (None, ()):
                 out.append(f"slurm.{name} = {value}: needs slurm.heterogeneous = true; set it, or remove this")
     ranks = -(-p.world_size // s.trainer_nodes)
-    serving = -(-engines // max(1, homes // each)) * config.engine.devices_per_node
+    places = server_places(config)
+    serving = max((first + gpus for _, first, gpus in places.values()), default=0)
+    servers = "engines and teachers" if teachers else "engines"
     colocated = config.engine.placement == "colocated"
     if colocated and s.engine_nodes:
         out.append(
@@ -71,9 +93,9 @@ def _requested(config: Config, notes: list[str]) -> list[str]:
     if s.engine_nodes:
         trainer_need, added = ranks, ""
     elif colocated:
-        trainer_need, added = max(ranks, serving), f" and, colocated, engines on {serving}"
+        trainer_need, added = max(ranks, serving), f" and, colocated, {servers} on {serving}"
     else:
-        trainer_need, added = ranks + serving, f" and engines on {serving}"
+        trainer_need, added = max(ranks, serving), f" and {servers} on {max(ranks, serving) - ranks}"
     if 0 < s.gpus_per_node < trainer_need:
         out.append(
             f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{added}; use more nodes "

@@ -19,6 +19,7 @@ class TeacherConfig(Section):
     )
     kind: KindName | None = setting(None, "the inference server; default: engine.kind")
     tensor_parallel: Processes = setting(1, "path: GPUs of its server")
+    in_trainer: bool = setting(False, "path: a frozen copy on the trainer's ranks scores, instead of a server")
     secret_file: FilePath | None = setting(None, "urls: file with the bearer token of the servers; default: none")
     sources: tuple[str, ...] = setting((), "only for rows of these data sources; empty = all others")
     prompt_template: str | None = setting(

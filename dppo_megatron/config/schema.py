@@ -115,7 +115,12 @@ class Config(Section):
     def started_teachers(self) -> dict[str, Path]:
         """Return the models of the teachers that the run serves, by name."""
         teachers = self.distillation.teachers if self.samples else {}
-        return {name: teacher.path for name, teacher in teachers.items() if teacher.path is not None}
+        return {name: t.path for name, t in teachers.items() if t.path is not None and not t.in_trainer}
+
+    @property
+    def trainer_teacher(self) -> Path | None:
+        """Return the model of the teacher in the trainer's memory, or None."""
+        return next((teacher.path for teacher in self.distillation.teachers.values() if teacher.in_trainer), None)
 
     @property
     def engine_devices(self) -> int:

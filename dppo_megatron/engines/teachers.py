@@ -8,6 +8,18 @@ from dppo_megatron.config import Config, with_settings
 from dppo_megatron.config.distillation import DistillationConfig
 from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.config.schema import ObjectiveConfig
+from dppo_megatron.run_dir import RunDir
+
+
+def trainer_teacher_config(config: Config) -> Config:
+    """Return the config with which the trainer's ranks build `Config.trainer_teacher`, in the policy's layout."""
+    own = {"path": config.trainer_teacher, "weights": None, "lora": LoraConfig(), "logits": "stored"}
+    return with_settings(
+        config,
+        model={**own, "batch_invariant_head": False},
+        rollout={"routing_replay": False},
+        engine={"exact": False},
+    )
 
 
 def teacher_config(config: Config, name: str) -> Config:
@@ -34,7 +46,7 @@ def teacher_config(config: Config, name: str) -> Config:
     own |= {"expert_parallel": False, "placement": "disaggregated", "quantization": "none"}
     return with_settings(
         config,
-        run={"dir": config.run.dir / "teachers" / name},
+        run={"dir": RunDir(config.run.dir).teacher(name)},
         model={"path": teacher.path, "weights": None, "lora": LoraConfig()},
         objective=ObjectiveConfig(),
         distillation=DistillationConfig(),

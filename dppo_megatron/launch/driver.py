@@ -46,22 +46,22 @@ class TrainerStopped:
 
 
 class RestartedServer(Generic[PlanT, ProcessT]):
-    """Starts one engine, and restarts it when it ends, at most `limit` times in a row.
+    """Starts one engine or teacher, and restarts it when it ends, at most `limit` times in a row.
 
-    Call `check` often; it never blocks for long. The engine serves once it is registered in the run. Its registration
-    is removed when it ends.
+    Call `check` often; it never blocks for long. The server serves once it is registered: an engine in the run, a
+    teacher in its own run directory. Its registration is removed when it ends.
     """
 
     def __init__(self, launcher: Launcher[PlanT, ProcessT], plan: PlanT, run: RunDir, limit: int):
         self._launcher = launcher
         self._plan = plan
-        self._run = run
         self._limit = limit
         self._restarts = 0  # consecutive restarts
         self._serving_since: float | None = None
         self._ever_served = False
         self._due: float | None = None  # time of its next start
         self.process = launcher.start(plan)
+        self._registered = (run, self.process.name) if plan.home is None else (RunDir(plan.home), "engine-0")
         self.failed = False  # it ended and is not started again
 
     def check(self, now: float) -> str | None:
@@ -73,18 +73,19 @@ class RestartedServer(Generic[PlanT, ProcessT]):
             if now >= self._due:
                 self._due, self.process = None, self._launcher.start(self._plan)
             return None
-        name, code = self.process.name, self.process.poll()
+        code, (run, entry) = self.process.poll(), self._registered
         # An ended server is checked as well, because it may have registered and been killed between two calls.
-        serves = self._serving_since is None and (self._run.services / f"{name}.json").exists()
+        serves = self._serving_since is None and (run.services / f"{entry}.json").exists()
         if serves:
             self._serving_since, self._ever_served = now, True
         if code is not None:
-            return self._plan_restart(name, exit_reason(code), now)
-        return f"{name} serves again" if serves and self._restarts else None
+            return self._plan_restart(exit_reason(code), now)
+        return f"{self.process.name} serves again" if serves and self._restarts else None
 
-    def _plan_restart(self, name: str, reason: str, now: float) -> str | None:
+    def _plan_restart(self, reason: str, now: float) -> str | None:
         """Schedule the next start of the ended server, or set `failed`."""
-        forget(self._run, name)
+        name = self.process.name
+        forget(*self._registered)
         self._launcher.end([self.process], ORPHANS_S)
         served_s = 0.0 if self._serving_since is None else now - self._serving_since
         self._restarts = 1 if served_s >= HEALTHY_S else self._restarts + 1

@@ -9,6 +9,14 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 
+class Plan(Protocol):
+    """Describes how to start a process, or several that end together. Each launcher has its own kind of plan."""
+
+    @property
+    def home(self) -> Path | None:
+        """Return the run directory of a teacher's server, which registers there as engine-0; otherwise None."""
+
+
 class Process(Protocol):
     """Represents a started process."""
 
@@ -19,7 +27,7 @@ class Process(Protocol):
         """Return the exit code, negative for a signal, or None while the process runs."""
 
 
-PlanT = TypeVar("PlanT")  # how to start a process, or several that end together; each launcher has its own kind
+PlanT = TypeVar("PlanT", bound=Plan)
 ProcessT = TypeVar("ProcessT", bound=Process)
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dppo_megatron.checks.devices import devices_needed, engine_devices, visible_devices
 from dppo_megatron.common.file_lock import FileLock
@@ -26,6 +27,7 @@ class ProcessPlan:
     name: str  # trainer-0, orchestrator, engine-0, ...; also the name of the log
     arguments: tuple[str, ...]  # arguments of `dppo-megatron`
     environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's own
+    home: Path | None = None
 
 
 class LocalLauncher(Launcher[ProcessPlan, Child]):
@@ -63,19 +65,28 @@ def local_plan(config: Config, *, resume: bool) -> RunPlan[ProcessPlan]:
 
 
 def teacher_plans(config: Config) -> list[ProcessPlan]:
-    """Return the teachers that the run serves, on the last GPUs. Writes a config, secret and run directory for each."""
+    """Prepare the teachers that the run serves, and return their processes, on the last GPUs."""
     visible, plans = visible_devices()[: devices_needed(config)], []
-    for name in reversed(config.started_teachers):
+    for name, home in reversed(prepare_teachers(config).items()):
+        count = config.distillation.teachers[name].tensor_parallel
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible[-count:])} if visible else {}
+        plans.append(ProcessPlan(f"teacher-{name}", ("engine", str(RunDir(home).config)), environment, home))
+        visible = visible[:-count]
+    return plans
+
+
+def prepare_teachers(config: Config) -> dict[str, Path]:
+    """Write a run directory with config and secret for each teacher that the run serves; return it by name."""
+    homes = {}
+    for name in config.started_teachers:
         own = teacher_config(config, name)
-        run, count = RunDir(own.run.dir), own.engine.tensor_parallel
+        run = RunDir(own.run.dir)
         run.make()
         forget_all(run)
         save_resolved(with_absolute_paths(own), run.config)
         make_secret(own)
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible[-count:])} if visible else {}
-        plans.append(ProcessPlan(f"teacher-{name}", ("engine", str(run.config)), environment))
-        visible = visible[:-count]
-    return plans
+        homes[name] = own.run.dir
+    return homes
 
 
 def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[ProcessPlan]:

@@ -83,11 +83,12 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
         share = " (1 - effective share)" if s.batch_statistic == "effective_size" else ""
         yield f"  rollout policy: + {s.rollout_kl_coefficient:g}{share} {term} on every token, r = pi / mu"
     if s.distillation != "none":
-        weight, limit = f"{s.distillation_coefficient:g}", _bound(s.distillation_clip, "inf")
+        weight = f"{s.distillation_coefficient:g}"
+        limit = "" if s.distillation_clip is None else f", at most {s.distillation_clip:g}"
         if s.distillation_steps is not None:
             weight += f", over {s.distillation_steps:g} steps to {s.distillation_end or 0:g},"
         where = "ln(teacher / pi) in A" if s.distillation == "sampled" else "over the teacher's top K and the rest"
-        yield f"  distillation: + {weight} {s.distillation}, {where}, at most {limit}; A times {s.advantage_weight:g}"
+        yield f"  distillation: + {weight} {s.distillation}, {where}{limit}; A times {s.advantage_weight:g}"
     if s.entropy_coefficient:
         yield f"  entropy: - {s.entropy_coefficient:g} entropy(pi)"
 

@@ -119,6 +119,7 @@ _ROWS = (
     ("time/read_s", "s", "part of the step: reading and packing its rollouts"),
     ("time/recompute_s", "s", "part of the step: old log-probs, by the weights the step starts from"),
     ("time/reference_s", "s", "part of the step: log-probs of the reference policy"),
+    ("time/teacher_s", "s", "part of the step: lists of a teacher in the trainer's memory"),
     ("time/forward_backward_s", "s", "part of the step: forward and backward passes"),
     ("time/optimizer_s", "s", "part of the step: gradient reduction, clipping, update"),
     ("time/acceptance_s", "s", "part of the step: measuring its divergence, and reducing a step beyond the bound"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.common.hardware import Hardware
 from dppo_megatron.config import Config
-from dppo_megatron.hf import HFModelConfig
+from dppo_megatron.hf import HFModelConfig, WeightMap, read_hf_config
 from dppo_megatron.hf.export import DEFAULT_BUCKET_BYTES
 from dppo_megatron.objectives import build_objective
 from dppo_megatron.weights.broadcast_plan import BUCKET_BYTES
@@ -116,6 +117,10 @@ class _Rank:
         needs_reference = build_objective(objective.name, **objective.settings).needs_reference
         if needs_reference and not self.config.model.lora.r:
             items.append(Item("reference policy", model.parameters * e, "a frozen copy of the start model"))
+        if (teacher := self.config.trainer_teacher) is not None:
+            shapes, p = WeightMap(read_hf_config(teacher)).hf_tensors().values(), self.config.parallel
+            count = sum(map(math.prod, shapes)) // (p.tensor * p.pipeline)
+            items.append(Item("teacher", count * e, f"about {count:,} x {e} bytes: a frozen model in this layout"))
         batch = load.micro_batches * load.tokens * self._bytes_per_token()
         why = f"tokens of {load.micro_batches} micro-batches, all of an update; counters"
         return [*items, Item("batch", batch + INT64 * self.hf.vocab_size, why)]

@@ -110,7 +110,7 @@ def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
         routing = (sum(hf.moe.layers), hf.moe.top_k, 1 if hf.moe.num_experts <= 256 else 2)
     prompt = config.data.max_prompt_tokens
     fields = {"prompt_tokens": prompt, "lengths": longest, "topk": r.topk_logprobs, "routing": routing}
-    if config.distillation.teachers:
+    if config.distillation.teachers and config.trainer_teacher is None:
         lists = {
             "teacher_ids": ["I32", config.distillation.topk],
             "teacher_topk_logprob": ["F32", config.distillation.topk],

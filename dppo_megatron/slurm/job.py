@@ -19,6 +19,7 @@ from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError, bounded
 from dppo_megatron.launch.driver import Completed, Failed, RunDriver, TrainerStopped
+from dppo_megatron.launch.local_processes import prepare_teachers
 from dppo_megatron.observability.logs import NewErrors
 from dppo_megatron.run_dir import RunDir
 
@@ -102,6 +103,7 @@ class Job:
             if self._config.slurm.preflight and not self._signal and (code := self._preflight()):
                 return code
             if not self._signal:
+                prepare_teachers(self._config)
                 self._driver.start(job_plan(self._config, self._allocation, resume=self._resume))
             return self._watch()
         finally:

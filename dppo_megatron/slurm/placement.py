@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from dppo_megatron.checks.slurm import server_places
 from dppo_megatron.config import Config
-from dppo_megatron.fleet.registry import engine_names
 from dppo_megatron.launch.launcher import RunPlan
+from dppo_megatron.run_dir import RunDir
 
 from .allocation import Allocation
 
@@ -22,6 +24,7 @@ class StepPlan:
     tasks: int = 1
     gpus_per_node: int = 0
     collected: bool = False  # its output goes to its log, and a failed task does not end the others
+    home: Path | None = None  # the run directory, if not that of the job's run
 
     @property
     def tasks_per_node(self) -> int:
@@ -32,7 +35,7 @@ def job_plan(config: Config, allocation: Allocation, *, resume: bool) -> RunPlan
     """Return the plans of every step of a run. The orchestrator has one task without GPUs on the job's first node."""
     first_node = allocation.groups[0][:1]
     return RunPlan(
-        engines=engine_plans(config, allocation),
+        engines=server_plans(config, allocation),
         orchestrator=StepPlan("orchestrator", ("orchestrator",), first_node, group=0) if config.samples else None,
         trainers=[trainer_plan(config, allocation, resume=resume)],
     )
@@ -62,9 +65,10 @@ def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[
     Serving nodes are nodes that only serve, or all nodes with engines if weights are broadcast. `store` is the
     HOST,PORT to which all tasks connect, see `preflight.task`.
     """
-    trainers, engines = trainer_plan(config, allocation, resume=False), engine_plans(config, allocation)
+    trainers, engines = trainer_plan(config, allocation, resume=False), server_plans(config, allocation)
     broadcast = config.weight_sync.transport == "broadcast"
-    serving = dict.fromkeys(node for plan in engines for node in plan.nodes if broadcast or node not in trainers.nodes)
+    receives = [(node, broadcast and plan.home is None) for plan in engines for node in plan.nodes]
+    serving = dict.fromkeys(node for node, updated in receives if updated or node not in trainers.nodes)
     meeting = ("--meeting", f"{store},{trainers.tasks + len(serving)}")
     plans = [replace(trainers, name="preflight", arguments=("trains", *meeting), collected=True)]
     if serving:
@@ -75,29 +79,22 @@ def preflight_plans(config: Config, allocation: Allocation, store: str) -> list[
     return plans
 
 
-def engine_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
-    """Return one step per engine, so that each engine can restart separately. Engines fill their nodes in turn.
+def server_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
+    """Return one step per engine and teacher, so that each can restart separately. See `server_places`.
 
-    An engine of several nodes has a task on each, and its nodes are consecutive. On nodes that they share with trainer
-    ranks, engines take the GPUs after the ranks' GPUs or, if colocated, the ranks' GPUs.
+    An engine of several nodes has a task on each, and its nodes are consecutive.
     """
-    s = config.slurm
-    names = engine_names(config)
-    if not names:
-        return []
+    s, plans = config.slurm, []
     group = 1 if allocation.heterogeneous else 0
     nodes = allocation.groups[group]
-    taken, gpus = 0, s.serving_gpus_per_node
-    if not s.engine_nodes:
-        colocated = config.engine.placement == "colocated"
-        taken, gpus = 0 if colocated else config.parallel.world_size // s.trainer_nodes, s.gpus_per_node
-    elif not allocation.heterogeneous:
+    if s.engine_nodes and not allocation.heterogeneous:
         nodes = nodes[s.trainer_nodes :]
-    each, plans = config.engine.nodes, []
-    for index, name in enumerate(names):
-        slot, place = divmod(index, len(nodes) // each)
-        first_gpu = taken + slot * config.engine.devices_per_node
+    gpus = s.serving_gpus_per_node if s.engine_nodes else s.gpus_per_node
+    for index, (name, (at, first_gpu, _)) in enumerate(server_places(config).items()):
+        home = None
+        if index >= config.started_engines:
+            index, home = 0, RunDir(config.run.dir).teacher(name.removeprefix("teacher-"))
         arguments = ("engine", "--index", str(index), "--first-gpu", str(first_gpu))
-        own = nodes[place * each : (place + 1) * each]
-        plans.append(StepPlan(name, arguments, own, group, tasks=each, gpus_per_node=gpus))
+        own = nodes[at.start : at.stop]
+        plans.append(StepPlan(name, arguments, own, group, tasks=len(at), gpus_per_node=gpus, home=home))
     return plans

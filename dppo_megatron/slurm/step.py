@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from dppo_megatron.checks.slurm import server_places
 from dppo_megatron.common.process import end_with_parent
 from dppo_megatron.config import Config
 from dppo_megatron.launch.launcher import Launcher
@@ -81,7 +82,7 @@ class StepLauncher(Launcher[StepPlan, JobStep]):
 
     def start(self, plan: StepPlan) -> JobStep:
         command = srun_command(self.config, self.config_file, plan, self.allocation)
-        log = RunDir(self.config.run.dir).log(plan.name)
+        log = RunDir(plan.home).log("engine-0") if plan.home else RunDir(self.config.run.dir).log(plan.name)
         with log.open("ab") if plan.collected else nullcontext() as output:
             return JobStep(plan.name, command, log, output)
 
@@ -118,7 +119,7 @@ def srun_command(config: Config, config_file: Path, plan: StepPlan, allocation: 
         *("--distribution=block", "--overlap", "--wait=0", "--cpu-bind=none", "--mpi=none"),
         f"--kill-on-bad-exit={0 if plan.collected else 1}",
         *config.slurm.srun_args,
-        *(*program, "slurm-task", *plan.arguments, str(config_file)),
+        *(*program, "slurm-task", *plan.arguments, str(RunDir(plan.home).config if plan.home else config_file)),
     ]
 
 
@@ -147,5 +148,5 @@ def _work(config: Config, step: StepPlan, node: str) -> str:
         return f"trainer ranks {first}-{first + step.tasks_per_node - 1}"
     if step.arguments[0] != "engine" or not step.gpus_per_node:
         return step.name
-    gpu = int(step.arguments[-1])
-    return f"{step.name} (GPUs {gpu}-{gpu + config.engine.devices_per_node - 1})"
+    _, gpu, gpus = server_places(config)[step.name]
+    return f"{step.name} (GPUs {gpu}-{gpu + gpus - 1})"

@@ -173,7 +173,8 @@ class BankBatches:
             setting = f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}"
             found, remedy = ("with", "as it was") if entry.has_sampling_mask else ("without", "to 1, -1 and 0")
             yield setting, f"was sampled {found} truncation", f"set them {remedy}"
-        taught = {c.name for c in COLUMNS if c.asked_by == "teacher" and self._objective.needs_teacher}
+        listed = self._objective.needs_teacher and self._config.trainer_teacher is None
+        taught = {c.name for c in COLUMNS if c.asked_by == "teacher" and listed}
         if missing := {*self._objective.needs_columns, *taught} - entry.shapes.columns.keys():
             found, remedy = f"has no {', '.join(sorted(missing))}", "use one that was filled with this objective"
             yield f"objective.name = {self._config.objective.name}", found, remedy

@@ -28,7 +28,7 @@ REMEMBERED, FEW = 100, 5  # steps in the median, the run's usual mismatch; with 
 JUMP, JUMP_FLOOR = 5.0, 1e-3  # first: factor of the median; second: nats, above the jumps that fp32 rounding causes
 # Engine and trainer must be compared with the same weights: only the first update of a step has them (at staleness 0).
 FIRST_UPDATE = ("mismatch/",)
-SCORED = ("time/recompute_s", "time/reference_s")  # each takes a forward pass over the step
+SCORED = ("time/recompute_s", "time/reference_s", "time/teacher_s")  # each takes a forward pass over the step
 COMPUTING = ("time/forward_backward_s", "time/optimizer_s", *SCORED)
 
 

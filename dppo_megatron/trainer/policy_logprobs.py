@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dppo_megatron.actor import Actor, Layout, Reference, Scores
+from dppo_megatron.actor import Actor, Layout, Reference, TrainerTeacher
 from dppo_megatron.objectives import ObjectiveProtocol
 from dppo_megatron.types import TokenBatch
 
@@ -22,24 +23,32 @@ class PolicyLogprobs:
     """Adds the log-probs that the objective needs to a step's micro-batches, before the first update.
 
     Most objectives need none. Old log-probs come from the current weights, before the step's updates change them.
-    Reference log-probs come from `model.path`, which is built here only when needed. Each costs one forward pass over
-    the step, which is timed separately.
+    Reference log-probs come from `model.path`, and lists may come from a teacher in the trainer's memory. These models
+    are built here only when needed. Each costs one forward pass over the step, which is timed separately.
     """
 
     def __init__(self, actor: Actor, objective: ObjectiveProtocol):
         self._needs_old = objective.needs_old
         self._old_scores = partial(actor.scores, topk=objective.needs_topk)
         self._reference = Reference(actor) if objective.needs_reference else None
+        taught = objective.needs_teacher and actor.config.trainer_teacher is not None
+        self._teacher = TrainerTeacher(actor) if taught else None
 
     def add(self, batch: StepBatch, metrics: StepMetrics) -> StepBatch:
         """Return `batch` with the log-probs added. Collective: every rank has equally many micro-batches."""
         if self._needs_old:
             with metrics.timed("recompute"):
-                columns = {f"old_{name}": name for name in ("logprob", "topk_logprob", "other_logprob")}
-                batch = _scored(batch, self._old_scores, columns)
+                names = ("logprob", "topk_logprob", "other_logprob")
+                batch = _scored(
+                    batch, lambda given: [{f"old_{n}": getattr(s, n) for n in names} for s in self._old_scores(given)]
+                )
         if self._reference is not None:
             with metrics.timed("reference"):
-                batch = _scored(batch, self._reference.scores, {"reference_logprob": "logprob"})
+                score = self._reference.scores
+                batch = _scored(batch, lambda given: [{"reference_logprob": s.logprob} for s in score(given)])
+        if self._teacher is not None:
+            with metrics.timed("teacher"):
+                batch = _scored(batch, self._teacher.with_lists)
         return batch
 
 
@@ -69,14 +78,11 @@ def _statistic_sums(objective: ObjectiveProtocol, tokens: TokenBatch) -> Tensor:
     return objective.statistic_sums(old, rollout, advantage, tokens.mask)
 
 
-def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[Scores]], columns: dict[str, str]) -> StepBatch:
-    """Return `batch` with scores in its micro-batches. columns: field of TokenBatch -> field of Scores."""
+def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[dict[str, Any]]]) -> StepBatch:
+    """Return `batch` with the fields that `score` returns for its micro-batches."""
     updates = []
     for update in batch.updates:
         scores = score(update.micro_batches)
-        scored = [
-            replace(tokens, **{column: getattr(found, name) for column, name in columns.items()})
-            for tokens, found in zip(update.micro_batches, scores, strict=True)
-        ]
+        scored = [replace(tokens, **found) for tokens, found in zip(update.micro_batches, scores, strict=True)]
         updates.append(replace(update, micro_batches=scored))
     return replace(batch, updates=updates)

@@ -63,6 +63,26 @@ def test_scores_of_top_k_ids_and_of_the_reference(one_rank, two_ranks):
     assert (alone["moved"] - alone["targets"]).abs().max() > 1e-3
 
 
+def test_a_teacher_in_the_trainers_memory_lists_its_most_likely_tokens(one_rank, two_ranks, models):
+    """By transformers: the log-probs of the targets and the most likely tokens of every loss row."""
+    from transformers import AutoModelForCausalLM
+
+    scorer, exact, batches = AutoModelForCausalLM.from_pretrained(models / "wider"), [], micro_batches(sequences(), 3)
+    with torch.no_grad():
+        for batch in batches:
+            for ids in batch.token_ids.tensor_split(batch.cu_seqlens[1:-1].long()):
+                exact.append(scorer(ids[None]).logits[0].log_softmax(-1))
+    mask, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("mask", "target_ids"))
+    exact = torch.cat(exact)[mask]
+    for layout, got in {**one_rank(update.trainer_teacher), **two_ranks(update.trainer_teacher)}.items():
+        logprob, ids, listed = (got[f"teacher_{name}"][mask] for name in ("logprob", "ids", "topk_logprob"))
+        close = {"rtol": 1e-4, "atol": 2e-5, "msg": layout}
+        torch.testing.assert_close(logprob, exact.gather(1, targets[mask][:, None])[:, 0], **close)
+        torch.testing.assert_close(listed, exact.topk(update.TEACHER_K).values, **close)
+        torch.testing.assert_close(listed, exact.gather(1, ids.long()), **close)
+        assert all(len(set(row)) == update.TEACHER_K for row in ids.tolist())
+
+
 def test_the_runs_learn_something(one_rank):
     run = one_rank(update.alone)
     assert len(set(run["loss"])) == 3

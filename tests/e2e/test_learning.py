@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,8 +11,12 @@ import pytest
 import yaml
 from make_task import write_sums
 
+from dppo_megatron.bank import BankReader
 from dppo_megatron.doctor import diagnose
+from dppo_megatron.types import Prompt, Rollout
+from tests.support.faults import Run, kill
 from tests.support.runs import Engine, records, run, write_config
+from tests.support.teachers import check_scores
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 HELD_OUT, STEPS = 200, 6
@@ -80,7 +86,10 @@ def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, careless, t
 
 @pytest.mark.slow
 def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
-    """In a quarter of the quickstart's 40 steps. The run serves the teacher; no reward is trained on."""
+    """In a quarter of the quickstart's 40 steps. The run serves the teacher; no reward is trained on.
+
+    A second run adds the reward. Its teacher is killed, which costs neither groups nor accuracy.
+    """
     start, engine = careless
 
     def raised(name: str, **changes: dict) -> Path:
@@ -93,16 +102,22 @@ def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
         teacher = pool.submit(raised, "teacher", model={"path": str(task / "random_model")}, **right)
         policy = raised("policy", model={"path": str(start / "warmup" / "model")}, train={"steps": 150})
         teacher = teacher.result()
-    distill = shortened(
-        "../distill/config.yaml",
-        tmp_path / "distill",
-        start,
-        model={"path": str(policy)},
-        distillation={"teachers": {"carries": {"path": str(teacher)}}},
-        engine={"urls": [engine.url], "secret_file": str(task / "secret")},
-        eval={"every": 0},
-    )
-    run("train", write_config(distill, tmp_path / "distill.yaml"))
+
+    def distilled(name: str, **changes: dict) -> dict:
+        return shortened(
+            "../distill/config.yaml",
+            tmp_path / name,
+            start,
+            **{
+                "model": {"path": str(policy)},
+                "distillation": {"teachers": {"carries": {"path": str(teacher)}}},
+                "engine": {"urls": [engine.url], "secret_file": str(task / "secret")},
+                "eval": {"every": 5},
+                **changes,
+            },
+        )
+
+    run("train", write_config(distilled("distill"), tmp_path / "distill.yaml"))
     found = records(tmp_path / "distill")
     accuracy = {r["step"]: r["eval/accuracy"] for r in found if "eval/accuracy" in r}
     assert accuracy[0] < 0.5, accuracy
@@ -110,3 +125,37 @@ def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
     divergence = [r["distillation/divergence"] for r in found if "distillation/divergence" in r]
     assert divergence[-1] < 0.75 * divergence[0]
     assert {r["teacher/retried_requests"] for r in found if "teacher/carries/kl" in r} == {0}
+
+    method = {"delta": 0.2, "distillation": "reverse_kl", "distillation_coefficient": 1.0}
+    with_reward = {"name": "dppo_binary_tv", "settings": method}
+    both = Run(distilled("both", objective=with_reward, train={"steps": 5}), tmp_path)
+    try:
+        kill_the_teacher(both)
+        both.wait_to_end(120)
+    finally:
+        both.end()
+    (reached,) = [r["eval/accuracy"] for r in records(both.dir) if r["step"] == 5 and "eval/accuracy" in r]
+    assert reached >= accuracy[5] - 0.03, (reached, accuracy)  # 0.02 is the standard error of a difference at 95 %
+    assert both.total("teacher/retried_requests") >= 1
+    check_scores(list(samples(both, groups=5 * 64)), teacher)
+
+
+def kill_the_teacher(both: Run) -> None:
+    service = both.dir / "teachers" / "carries" / "services" / "engine-0.json"
+
+    def asked_again() -> int:
+        return both.logged("orchestrator", "asked again about prompt")
+
+    both.wait_for_step(1)
+    kill(json.loads(service.read_text())["pid"])
+    both.wait_until(asked_again, "a request that is repeated", 30)
+    both.wait_until(lambda: "teacher-carries serves again" in both.output.read_text(), "its second start", 120)
+
+
+def samples(finished: Run, groups: int) -> Iterator[tuple[Prompt, Rollout]]:
+    reader = BankReader(finished.dir / "bank")
+    assert reader.refresh() == groups
+    entries = reader.entries(0, groups)
+    assert sorted(entry.position for entry in entries) == list(range(groups))
+    for group in map(reader.read, entries):
+        yield from ((group.prompt, rollout) for rollout in group.rollouts)

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from safetensors import safe_open
 
 from dppo_megatron.bank import BankReader
+from dppo_megatron.data.tokenizer import load_tokenizer
 from tests.support.runs import GROUPS, STEPS, config_tree, records, run, start_engine, steps_done, write_config
+from tests.support.teachers import check_scores
 
 pytestmark = pytest.mark.engines
+SOURCES = ("sums", "sums with help")
 TOPK = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}
 BF16 = {"engine": {"dtype": "bf16"}, "weight_sync": {"probe_tolerance": 0.3}, "rollout": {"max_mismatch_kl": 0.1}}
 # Log-probs of the engine and of the trainer, by the engine's dtype: rounded to 16 bits they cannot be equal.
@@ -95,6 +102,37 @@ def test_a_run_trains_to_its_end(task, tmp_path, request, name):
     reader = BankReader(tmp_path / "run" / "bank")
     assert reader.refresh() == STEPS * GROUPS
     assert all("abort" not in entry.finish_reasons for entry in reader.entries(0, STEPS * GROUPS))
+
+
+def test_each_data_source_has_its_teacher(task, engine, tmp_path):
+    """Both are the policy itself: one with the same prompt, the other reads the answer, too."""
+    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps(row | {"data_source": SOURCES[i % 2]}) + "\n" for i, row in enumerate(rows))
+    (tmp_path / "train.jsonl").write_text(text)
+    teachers = {
+        "same": {"prompt_template": "{prompt}", "sources": [SOURCES[0]]},
+        "helped": {"prompt_template": "{answer}={prompt}", "sources": [SOURCES[1]]},
+    }
+    tree = config_tree(task, tmp_path / "run", urls=(engine.url,))
+    tree["data"]["train"] = str(tmp_path / "train.jsonl")
+    tree["distillation"] = {"topk": 5, "teachers": teachers}
+    tree["objective"]["settings"] |= {"distillation": "forward_kl", "distillation_coefficient": 0.5}
+    run("train", write_config(tree, tmp_path / "c.yaml"))
+    assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
+    reader, helped = BankReader(tmp_path / "run" / "bank"), []
+    assert reader.refresh() == STEPS * GROUPS
+    tokenizer = load_tokenizer(task / "random_model")
+    for number, entry in enumerate(reader.entries(0, STEPS * GROUPS)):
+        group = reader.read(entry)
+        gaps = np.concatenate([r.teacher_logprob - r.rollout_logprob for r in group.rollouts])
+        assert (np.abs(gaps).max() < 1e-4) == (group.prompt.source == SOURCES[0])
+        if group.prompt.source == SOURCES[1] and number < GROUPS:  # sampled by the start policy
+            ids = tokenizer.encode(f"{group.prompt.answer}={group.prompt.text}", add_special_tokens=False)
+            helped += [(replace(group.prompt, token_ids=np.array(ids)), rollout) for rollout in group.rollouts]
+    assert helped
+    check_scores(helped, task / "random_model")
+    last = [r for r in records(tmp_path / "run") if "teacher/helped/kl" in r][-1]
+    assert abs(last["teacher/same/kl"]) < 1e-4 < last["teacher/helped/kl"]
 
 
 def test_a_mismatch_beyond_the_limit_ends_the_run(task, engine_in_bf16, tmp_path):

@@ -93,15 +93,19 @@ def test_a_process_that_failed_ends_the_run(driver, launcher, name):
     assert driver.check() == Failed(launcher.started[name])
 
 
-def test_an_engine_that_served_is_restarted_and_reported(driver, launcher, run, reported):
-    registration = run.services / "engine-0.json"
+@pytest.mark.parametrize("name", ["engine-0", "teacher-sums"])
+def test_an_engine_that_served_is_restarted_and_reported(driver, launcher, run, reported, name):
+    """A teacher registers in its own run directory."""
+    teacher = RunDir(run.root / "teachers" / "sums")
+    driver.start(RunPlan([ProcessPlan("teacher-sums", (), home=teacher.root)], None, []))
+    registration = (teacher if name == "teacher-sums" else run).services / "engine-0.json"
     registration.parent.mkdir(parents=True)
     registration.write_text('{"name": "engine-0", "url": "http://127.0.0.1:9", "pid": 1, "host": ""}')
     assert driver.check() is None
-    launcher.started["engine-0"].code = -9
+    launcher.started[name].code = -9
     assert driver.check() is None
     assert not registration.exists()
-    assert ["engine-0 ended: killed by SIGKILL. Restart 1 of 5" in line for line in reported] == [True]
+    assert [f"{name} ended: killed by SIGKILL. Restart 1 of 5" in line for line in reported] == [True]
 
 
 def test_warnings_in_logs_are_reported(driver, run, reported):

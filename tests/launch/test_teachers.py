@@ -8,7 +8,6 @@ import pytest
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.checks.devices import devices_needed, gpu_problems
-from dppo_megatron.checks.slurm import problems as slurm_problems
 from dppo_megatron.engines.kinds import server_command
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.launch import local_processes
@@ -54,4 +53,3 @@ def test_the_servers_of_teachers_start_as_engines_do(config, monkeypatch, tmp_pa
         assert f"--max-model-len {2048 if each.name == 'teacher-own' else 1101}" in argv
         secrets.add(read_secret(own))
     assert len(secrets) == 3
-    assert "teachers.large.path" in "".join(slurm_problems(config))

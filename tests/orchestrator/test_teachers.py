@@ -327,3 +327,9 @@ def test_settings_that_teach_nothing_are_named():
     assert "a: set one of urls and path" in problems({"a": {**url, "path": "model"}})
     assert "must contain {prompt}" in problems({"a": {**url, "prompt_template": "x"}})
     assert "a: set one of urls and path" in problems({"a": {}})
+    own = {"path": "model", "in_trainer": True}
+    assert problems({"a": own}) == problems({"a": own}, rollout={"bank": "bank"}) == ""
+    assert "a.in_trainer = true: supports no other teacher" in problems({"a": own, "b": {**url, "sources": ["x"]}})
+    assert "a.in_trainer = true: supports no other teacher" in problems({"a": {**own, "tensor_parallel": 2}})
+    assert "a.in_trainer = true: supports no other teacher" in problems({"a": own}, rollout={"top_p": 0.9})
+    assert "a.in_trainer = true: supports no other teacher" in problems({"a": {**url, "in_trainer": True}})

@@ -62,7 +62,8 @@ REPLAY = {
 
 # world size -> case -> layout. A case is model[+variant]:layout. gspo compares whole sequences, split by CP, and cppo
 # the tokens before each one; centred has gradients through the top-K log-probs; kept is over what top-p and top-k left;
-# taught has a teacher's list besides the engine's, both over what they left.
+# taught has a teacher's list besides the engine's, both over what they left, and one process and pipelines compute each
+# prompt once, which context parallelism does not.
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek", "glm")},
@@ -82,7 +83,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "qwen3+taught:tp2": {"tensor": 2},
         "qwen3+taught:tp2_sp_fused": {**SP, "settings": {"logits": "fused"}},
         "qwen3+taught:cp2": DENSE["cp2"],
-        "qwen3+taught:pp2": DENSE["pp2"],
+        "qwen3+taught:pp2_fused": {**DENSE["pp2"], "settings": {"logits": "fused"}},
         **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
         **{
@@ -117,6 +118,7 @@ OBJECTIVES["taught"] = {
     "aggregation": "token_mean",
     "settings": {"delta": 0.1, "distillation": "jensen_shannon", "distillation_coefficient": 0.5},
 }
+DIVERGENCES = ("jensen_shannon", "forward_kl", "reverse_kl")  # of the three steps of a taught case
 TRUNCATED = {"top_p": 0.9, "top_k": 12}  # mostly fewer than K tokens, so that some lists are the whole set
 FAST = (
     "qwen3:cp2",

@@ -9,7 +9,7 @@ from dppo_megatron.actor import forward, optimizer
 from dppo_megatron.bank import BankReader
 from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer.batches import BankBatches, parts_of
-from tests.parallel.cases import CASES, STEPS, bank_of, sections
+from tests.parallel.cases import CASES, DIVERGENCES, STEPS, bank_of, sections
 from tests.support.actor_ranks import Rank
 
 
@@ -33,15 +33,19 @@ def train(rank: Rank, case: str) -> dict[str, list]:
         mock.patch.object(forward, "head_statistics", head_statistics),
         rank.actor(name, sections=sections(bank, variant), **layout) as actor,
     ):
-        objective = build_objective(actor.config.objective.name, **actor.config.objective.settings)
+        method = actor.config.objective
+        changes = [{"distillation": kind} for kind in DIVERGENCES] if variant == "taught" else [{}] * STEPS
+        objectives = [build_objective(method.name, **{**method.settings, **change}) for change in changes]
         place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
         share = actor.shares_prefixes
-        batches = BankBatches(actor.config, BankReader(bank), objective, *place, parts_of(actor), share_prefixes=share)
+        batches = BankBatches(
+            actor.config, BankReader(bank), objectives[0], *place, parts_of(actor), share_prefixes=share
+        )
         stats = []
         for step in range(STEPS):
             (update,) = batches.read(step).updates
             another = step + 1 < STEPS  # with `overlap`, new parameters reach the other ranks behind its forward pass
-            stats.append(actor.train_update(update.micro_batches, objective, another_follows=another))
+            stats.append(actor.train_update(update.micro_batches, objectives[step], another_follows=another))
     return {
         "loss": [s.loss for s in stats],
         "grad_norm": [s.grad_norm for s in stats],

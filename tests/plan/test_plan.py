@@ -336,6 +336,12 @@ def test_teachers_are_counted_in_bank_batch_and_gpus(plan_of):
     (note,) = [note for note in plan.notes if note.startswith("distillation")]
     assert note == "distillation.teachers.t: 28.4 GiB of weights on each device"
 
+    model = EXAMPLES / "models" / "qwen3-8b"
+    own = plan_of("qwen3_8b", f"distillation.teachers={{t: {{path: {model}, in_trainer: true}}}}", nodes=3)
+    assert own.totals.bank_bytes_per_step == plain.totals.bank_bytes_per_step  # no lists
+    sizes = {item.name: item.bytes for item in own.memory.static}
+    assert sizes["teacher"] == pytest.approx(sizes["parameters"], rel=0.02)  # the policy itself
+
 
 def test_advice_of_several_settings_can_be_pasted():
     """Doubling the tensor-parallel size needs sequence parallelism: both are options of their own."""

@@ -15,9 +15,9 @@ from dppo_megatron.slurm import task
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.slurm.placement import (
     check_plan,
-    engine_plans,
     job_plan,
     preflight_plans,
+    server_plans,
     trainer_plan,
 )
 from dppo_megatron.slurm.step import srun_command, step_environment
@@ -39,21 +39,55 @@ HETEROGENEOUS = Allocation("7", 0, (("a", "b"), ("x",)))
 
 @pytest.mark.parametrize(("allocation", "group", "node"), [(ONE, 0, "c"), (HETEROGENEOUS, 1, "x")])
 def test_engines_on_nodes_of_their_own(allocation, group, node):
-    plans = engine_plans(config(), allocation)
+    plans = server_plans(config(), allocation)
     assert [(p.name, p.nodes, p.group) for p in plans] == [(f"engine-{i}", (node,), group) for i in range(4)]
     assert [p.arguments[-1] for p in plans] == ["0", "2", "4", "6"]
 
 
 def test_engines_on_shared_nodes_take_the_gpus_after_the_ranks():
-    plans = engine_plans(config(world_size=8, engine_nodes=0), Allocation("7", 0, (("a", "b"),)))
+    plans = server_plans(config(world_size=8, engine_nodes=0), Allocation("7", 0, (("a", "b"),)))
     assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "4"), (("b",), "4"), (("a",), "6"), (("b",), "6")]
 
 
 def test_colocated_engines_take_the_ranks_gpus():
     colocated = config(engine_nodes=0, sections=COLOCATED)
     assert slurm_problems(colocated) == []
-    plans = engine_plans(colocated, Allocation("7", 0, (("a", "b"),)))
+    plans = server_plans(colocated, Allocation("7", 0, (("a", "b"),)))
     assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "0"), (("b",), "0"), (("a",), "2"), (("b",), "2")]
+
+
+TEACHERS = {
+    "large": {"path": "model", "tensor_parallel": 4},
+    "small": {"path": "model", "sources": ["x"]},
+    "away": {"urls": ["http://10.0.0.7:8000"], "sources": ["y"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "places"),
+    [
+        # Behind engines on a shared node; on the node that no engine uses; behind engines on the ranks' GPUs.
+        ({"gpus_per_node": 10, "engine_nodes": 0, "world_size": 8}, {"large": ("a", "6"), "small": ("b", "6")}),
+        ({"engine_nodes": 2, "engines": 1, "tensor_parallel": 1}, {"large": ("d", "0"), "small": ("c", "1")}),
+        (
+            {"gpus_per_node": 12, "engine_nodes": 0, "sections": COLOCATED},
+            {"large": ("a", "8"), "small": ("b", "8")},
+        ),
+    ],
+)
+def test_teachers_take_free_gpus_of_the_serving_nodes(changes, places):
+    """Their steps read the config of their own run directory."""
+    sections = changes.pop("sections", {}) | {"distillation": {"teachers": TEACHERS}}
+    taught = config(engines=changes.pop("engines", 2), sections=sections, **changes)
+    assert slurm_problems(taught) == []
+    allocation = Allocation("7", 0, (tuple("abcd"),))
+    plans = {plan.name.partition("-")[2]: plan for plan in server_plans(taught, allocation) if plan.home}
+    assert {name: (*plan.nodes, plan.arguments[-1]) for name, plan in plans.items()} == places
+    for name, plan in plans.items():
+        assert plan.arguments[:3] == ("engine", "--index", "0")
+        command = srun_command(taught, "run/config.yaml", plan, allocation)
+        assert command[-1] == f"run/teachers/{name}/config.yaml"
+        assert f"--gpus-per-node={taught.slurm.gpus_per_node}" in command
 
 
 SPANNING = {"engine": {"nodes": 2}}
@@ -63,7 +97,7 @@ def test_engines_over_two_nodes_each():
     """Their nodes follow one another; four GPUs on each of two nodes, twice."""
     spanning = config(engines=4, engine_nodes=4, tensor_parallel=8, sections=SPANNING)
     assert slurm_problems(spanning) == []
-    plans = engine_plans(spanning, Allocation("7", 0, (tuple("abcdef"),)))
+    plans = server_plans(spanning, Allocation("7", 0, (tuple("abcdef"),)))
     places = [(plan.nodes, plan.arguments[-1], plan.tasks, plan.tasks_per_node) for plan in plans]
     pairs = [(("c", "d"), "0"), (("e", "f"), "0"), (("c", "d"), "4"), (("e", "f"), "4")]
     assert places == [(*pair, 2, 1) for pair in pairs]
@@ -74,7 +108,7 @@ def test_engines_over_two_nodes_each():
 def test_engines_over_two_nodes_beside_the_ranks():
     spanning = config(world_size=8, engines=1, engine_nodes=0, tensor_parallel=8, sections=SPANNING)
     assert slurm_problems(spanning) == []
-    (plan,) = engine_plans(spanning, Allocation("7", 0, (("a", "b"),)))
+    (plan,) = server_plans(spanning, Allocation("7", 0, (("a", "b"),)))
     assert (plan.nodes, plan.arguments[-1]) == (("a", "b"), "4")
 
 
@@ -157,6 +191,11 @@ def test_one_task_per_rank_on_the_first_nodes():
         ),
         ({"engine_partition": "small"}, "slurm.engine_partition = small: needs slurm.heterogeneous = true"),
         ({"engine_gpus_per_node": 0}, "slurm.engine_gpus_per_node = 0: needs slurm.heterogeneous = true"),
+        ({"sections": {"distillation": {"teachers": TEACHERS}}}, "an engine node would serve on 13 GPUs and has 8"),
+        (
+            {"engine_nodes": 0, "world_size": 8, "sections": {"distillation": {"teachers": TEACHERS}}},
+            "a trainer node runs 4 ranks and engines and teachers on 8",
+        ),
         ({"sections": COLOCATED}, "slurm.engine_nodes = 1: with engine.placement = colocated"),
         (
             {"sections": COLOCATED, "engine_nodes": 0, "engines": 10},

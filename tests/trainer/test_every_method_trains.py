@@ -20,6 +20,7 @@ VARIANTS = {
         "dppo_topk_tv",
         {"distillation": "jensen_shannon", "distillation_coefficient": 0.3, "distillation_steps": 2.0},
     ),
+    "distillation_in_trainer": ("dppo_binary_tv", {"distillation": "forward_kl", "distillation_coefficient": 0.3}),
     "dppo_entropy": ("dppo_binary_tv", {"entropy_coefficient": 0.01}),
 }
 # The bank is never refreshed, so a policy that learns leaves a tight region of responses altogether and stands still.
@@ -53,6 +54,9 @@ def trained(ranks, task, tmp_path_factory):
         paper = {axis: getattr(PRESETS[name], axis) for axis in ("advantage", "aggregation")}
         objective = {"name": name, "settings": settings, **paper}
         cases = {label: {"objective": objective, "parallel": {"world_size": 2, "tensor": 2}}}
+        if label == "distillation_in_trainer":
+            teacher = {"path": str(task / "model"), "in_trainer": True}
+            cases[label]["distillation"] = {"topk": 7, "teachers": {"start": teacher}}
         return ranks(2).run(train_cases, cases=cases, task=task, directory=directory)[0][label]
 
     return train
@@ -132,8 +136,17 @@ def test_the_teacher_teaches_with_the_weight_of_its_schedule(trained):
     assert updates[0]["grad_norm"] != pytest.approx(plain[0]["grad_norm"], rel=1e-3)
 
 
+def test_a_teacher_in_the_trainers_memory_teaches(trained):
+    """Here it is the start model, so the first update is at the teacher."""
+    found = trained("distillation_in_trainer")
+    divergence = [update["distillation/divergence"] for update in found["updates"]]
+    assert divergence[0] < 1e-6 < min(divergence[1:])
+    assert all(record["time/teacher_s"] > 0 for record in found["records"])
+
+
 def test_other_methods_pay_for_no_extra_pass(trained):
     for record in trained("dppo_binary_tv")["records"]:
+        assert "time/teacher_s" not in record
         assert "time/recompute_s" not in record
         assert "time/reference_s" not in record
 

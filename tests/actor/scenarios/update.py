@@ -15,6 +15,8 @@ from tests.support.actor_cases import VOCAB, K, micro_batches, pack, sequences, 
 from tests.support.actor_ranks import Rank
 from tests.support.host_reads import no_host_reads
 
+TEACHER_K = 30  # of 37 tokens: more than a shard of two has
+
 
 def scores(rank: Rank) -> Any:
     """Top-K log-probs of the weights and, after they moved, of a reference, in every layout of this world."""
@@ -40,6 +42,26 @@ def scores(rank: Rank) -> Any:
                 "moved": torch.cat(actor.logprobs(batches)),
                 "reference": torch.cat([s.logprob for s in reference.scores(batches)]),
             }
+    return results
+
+
+def trainer_teacher(rank: Rank) -> Any:
+    """Lists of a wider teacher in every layout of this world, with whole and with shared prompts."""
+    from dppo_megatron.actor import TrainerTeacher
+
+    layouts = {"alone": {}, "alone_fused": {"settings": {"logits": "fused"}}}
+    if rank.world_size == 2:
+        layouts = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}}
+        layouts["tensor_sequence"] = {"tensor": 2, "sequence": True, "settings": {"logits": "fused"}}
+    results = {}
+    teacher = {"path": str(rank.models / "wider"), "in_trainer": True}
+    for name, layout in layouts.items():
+        sections = {"distillation": {"topk": TEACHER_K, "teachers": {"wider": teacher}}}
+        with rank.actor(**layout, sections=sections) as actor:
+            batches = [replace(batch, temperature=None) for batch in micro_batches(sequences(), 3)]
+            found = [each["extra"] for each in TrainerTeacher(actor).with_lists(batches)]
+            assert len(actor.frozen_chunks) == len(actor.model_chunks)
+        results[name] = {column: torch.cat([each[column] for each in found]) for column in found[0]}
     return results
 
 

@@ -1,0 +1,76 @@
+"""Scores with frozen models on the trainer's ranks: the reference policy of a KL penalty, and a teacher.
+
+Each needs one more copy of its parameters on each rank, in `model.dtype`, without gradients and optimizer. It has the
+actor's layout and is offloaded with the actor. All ranks must construct it, and it raises ModelError listing every
+tensor that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dppo_megatron.config import Config
+from dppo_megatron.engines.teachers import trainer_teacher_config
+from dppo_megatron.hf import HFModelConfig, load_into, read_hf_config
+from dppo_megatron.types import TokenBatch
+
+from .actor import Actor
+from .batch.packing import Packer
+from .forward import MostLikelyStep
+from .lora import without_adapters
+from .model import PolicyModel, build_model
+from .model_config import transformer_config
+from .scoring import Scorer, Scores
+
+
+class Reference:
+    """Scores with `model.start`, also in resumed runs.
+
+    With `model.lora` it needs no memory, because it is the actor without its adapters.
+    """
+
+    def __init__(self, actor: Actor):
+        config, hf = actor.config, actor.hf
+        self._chunks = actor.model_chunks if config.model.lora.r else _frozen(actor, hf, config)
+        self._scorer = Scorer(self._chunks, actor.packer, actor.layout, hf.vocab_size, config.train.micro_batch_tokens)
+
+    def scores(self, micro_batches: Sequence[TokenBatch]) -> list[Scores]:
+        """Compute the start model's log-probs of every micro-batch's targets; see `Scorer`."""
+        with without_adapters(self._chunks):
+            return self._scorer(micro_batches)
+
+
+class TrainerTeacher:
+    """Lists the tokens that `Config.trainer_teacher` finds most likely."""
+
+    def __init__(self, actor: Actor):
+        config = trainer_teacher_config(actor.config)
+        hf, layout = read_hf_config(config.model.path), actor.layout
+        packer = Packer.of(hf, config, layout, None)
+        chunks = _frozen(actor, hf, config)
+        self._scorer = Scorer(chunks, packer, layout, hf.vocab_size, config.train.micro_batch_tokens)
+        self._step = MostLikelyStep(hf.vocab_size, layout, k=config.distillation.topk)
+        self._known = actor.hf.vocab_size  # larger ids are those of a padded embedding
+
+    def with_lists(self, micro_batches: Sequence[TokenBatch]) -> list[dict[str, dict[str, Tensor]]]:
+        """Return `extra` of every micro-batch with teacher_logprob [T], teacher_ids, teacher_topk_logprob [T, K]."""
+        out = []
+        for batch, scored in zip(micro_batches, self._scorer.columns(micro_batches, self._step), strict=True):
+            logprob, topk, ids = scored.cpu().tensor_split([1, 1 + self._step.k], dim=1)
+            ids = torch.where(ids < self._known, ids, -1).int()
+            lists = {"teacher_logprob": logprob[:, 0], "teacher_ids": ids, "teacher_topk_logprob": topk}
+            out.append({"extra": {**batch.extra, **lists}})
+        return out
+
+
+def _frozen(actor: Actor, hf: HFModelConfig, config: Config) -> list[PolicyModel]:
+    chunks = build_model(hf, config, actor.layout, transformer_config(hf, config))
+    load_into(chunks, config.model.start, hf)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        chunk.eval()
+    actor.frozen_chunks += chunks
+    return chunks
