@@ -1,5 +1,5 @@
-"""Whole runs with other ways to move weights, to sample and to compute: broadcast, asynchronous, colocated, SGLang,
-16 bits, exact."""
+"""Whole runs with other ways to move weights, to sample and to compute. A run has several of them where they do not
+depend on each other."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ BF16 = {"engine": {"dtype": "bf16"}, "weight_sync": {"probe_tolerance": 0.3}, "r
 # Log-probs of the engine and of the trainer, by the engine's dtype: rounded to 16 bits they cannot be equal.
 DIFFERENCE = {"fp32": (0, 1e-4), "fp16": (1e-4, 0.02), "bf16": (1e-3, 0.3)}
 VARIANTS = {
-    "broadcast": {"weight_sync": {"transport": "broadcast"}},
     "asynchronous": {
         "weight_sync": {"transport": "broadcast"},
         "rollout": {"max_staleness": 2, "on_update": "abort", "beyond_bound": "drop"},
     },
     "colocated": {"engine": {"placement": "colocated"}},
-    "colocated_sglang": {"engine": {"placement": "colocated", "kind": "sglang"}},
-    # By shared storage it runs in tests/faults.
-    "sglang": {
-        "engine": {"kind": "sglang"},
-        "weight_sync": {"transport": "broadcast"},
+    # With broadcasts it is `exact_sglang` below; not colocated, it runs in tests/faults.
+    "colocated_sglang": {
+        "engine": {"placement": "colocated", "kind": "sglang"},
         "rollout": {"topk_logprobs": 4},
         "objective": TOPK,
     },
-    "truncated": {"rollout": {"top_p": 0.95, "top_k": 9, "min_p": 0.01, "topk_logprobs": 4}, "objective": TOPK},
-    "lora": {"model": {"lora": {"r": 4}}, "weight_sync": {"transport": "broadcast"}},
+    "lora_truncated": {
+        "model": {"lora": {"r": 4}},
+        "weight_sync": {"transport": "broadcast"},
+        "rollout": {"top_p": 0.95, "top_k": 9, "min_p": 0.01, "topk_logprobs": 4},
+        "objective": TOPK,
+    },
     "lora_adapter": {
         "model": {"lora": {"r": 4, "targets": ["q_proj", "v_proj", "down_proj"]}},
         "weight_sync": {"lora": "adapter"},
@@ -63,7 +64,7 @@ VARIANTS = {
 }
 # Variants without special server settings share one; the others start theirs, as runs do.
 SHARED = {
-    **dict.fromkeys(("broadcast", "asynchronous", "truncated", "lora"), "engine"),
+    **dict.fromkeys(("asynchronous", "lora_truncated"), "engine"),
     **dict.fromkeys(("bf16", "bf16_engine"), "engine_in_bf16"),
 }
 
