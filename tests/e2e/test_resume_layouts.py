@@ -23,7 +23,7 @@ EXPERTS = {**MOE, "num_experts": 4, "moe_intermediate_size": 64, "mlp_only_layer
 LAYOUTS = {
     "virtual_pipeline": ({}, {"pipeline": 2, "virtual_pipeline": 2}),
     "data": ({}, {}),  # with steps that are taken back in part
-    # Of a dense model on tensor-parallel ranks it is in test_run.py.
+    # Of a dense model on tensor-parallel ranks it is in tests/faults/test_kill_matrix.py.
     "experts": (EXPERTS, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
 }
 

@@ -34,7 +34,7 @@ CELLS = {
         *(("orchestrator", phase) for phase in ("sampling", "publishing")),
         ("launcher", "saving"),
     ],
-    "sglang": [("trainer", "publishing"), ("orchestrator", "sampling"), ("trainer", "sampling")],
+    "sglang": [("trainer", "publishing"), ("orchestrator", "sampling")],  # the requests that SGLang has then
 }
 
 
@@ -72,7 +72,7 @@ def tree_of(task: Path, directory: Path, kind: str, url: str) -> dict:
 
 def live(life: Run, part: str, phase: str, phases: Phases, rank: int) -> None:
     """Until `part` is killed in `phase` of the first step that this life trains; all of the run is gone then."""
-    own = RunDir(life.dir)
+    own, said = RunDir(life.dir), life.output.stat().st_size if life.output.exists() else 0
     first = own.checkpoint_step or 0
     killed: list[psutil.Process] = []
 
@@ -111,6 +111,9 @@ def live(life: Run, part: str, phase: str, phases: Phases, rank: int) -> None:
         life.process.wait(30)
     else:
         assert life.process.wait(60) == 1, life.story()
+        reported = life.output.read_text()[said:]
+        assert {"orchestrator": "orchestrator ended", "trainer": "trainer-"}[part] in reported
+        assert "SIGKILL" in reported
     _, alive = psutil.wait_procs(killed, timeout=10)
     assert not alive, f"{part}, {phase}"
 
