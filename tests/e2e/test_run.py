@@ -25,7 +25,7 @@ from tests.support.runs import (
     write_config,
 )
 
-STEPS = 10  # so many that a run can be ended in each of several lives
+STEPS = 10  # so many that a run can be ended in each of two lives
 
 
 def config_tree(task, run_dir, *, urls=()):
@@ -120,15 +120,6 @@ def start_until_a_step(config, run_dir, output, *options):
     return process
 
 
-def kill_a_part(process, part):
-    """kill -9 of the process with `part` in its command line; returns the run's exit code, once all processes ended."""
-    others = descendants(process)
-    next(p for p in others if part in " ".join(p.cmdline())).kill()
-    code = process.wait(60)
-    assert not still_there(others)
-    return code
-
-
 def still_there(processes):
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
@@ -138,49 +129,32 @@ def shown(output):
 
 
 @pytest.mark.slow
-def test_however_it_is_ended_it_goes_on_and_equals_an_undisturbed_run(task, engine, uninterrupted, tmp_path):
-    """SIGTERM, then kill -9 of the orchestrator, of a trainer rank and of the supervisor, each resumed."""
-    run_dir, outputs = tmp_path / "run", [tmp_path / f"out-{life}" for life in range(4)]
-    config = write_config(config_tree(task, run_dir, urls=(engine.url,)), tmp_path / "c.yaml")
+def test_ended_by_a_dead_engine_then_by_a_signal_it_goes_on_and_equals_an_undisturbed_run(
+    task, engine, uninterrupted, tmp_path
+):
+    """The run starts its own engine, which the launcher would restart by default. It goes on with the shared one, and
+    ends by SIGTERM. Other processes of a run are killed in tests/faults/test_kill_matrix.py."""
+    run_dir, outputs = tmp_path / "run", [tmp_path / f"out-{life}" for life in range(2)]
+    tree = config_tree(task, run_dir)
+    tree["engine"]["restarts"] = 0
+    process = start_until_a_step(write_config(tree, tmp_path / "own.yaml"), run_dir, outputs[0])
+    others = descendants(process)
+    next(p for p in others if "api_server" in " ".join(p.cmdline())).kill()
+    assert process.wait(60) == 1
+    assert not still_there(others)
+    assert "engine-0 ended" in shown(outputs[0])
+    assert "SIGKILL" in shown(outputs[0])
 
-    process = start_until_a_step(config, run_dir, outputs[0])
-    children = descendants(process)
+    config = write_config(config_tree(task, run_dir, urls=(engine.url,)), tmp_path / "c.yaml")
+    process = start_until_a_step(config, run_dir, outputs[1], "--resume")
+    others = descendants(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
-    assert not still_there(children)
-    assert "--resume" in shown(outputs[0])
-
-    for part, named, output in (
-        ("dppo_megatron orchestrator", "orchestrator ended", outputs[1]),
-        ("dppo_megatron trainer", "trainer-", outputs[2]),
-    ):
-        assert kill_a_part(start_until_a_step(config, run_dir, output, "--resume"), part) == 1
-        assert named in shown(output)
-        assert "SIGKILL" in shown(output)
-
-    process = start_until_a_step(config, run_dir, outputs[3], "--resume")
-    children = descendants(process)
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not alive
+    assert not still_there(others)
+    assert "--resume" in shown(outputs[1])
 
     run("train", config, "--resume")
     check_complete(run_dir, uninterrupted)
-
-
-@pytest.mark.slow
-def test_a_killed_engine_ends_a_run_without_restarts_which_goes_on(task, uninterrupted, tmp_path):
-    """The run starts its own engine, which the launcher would restart by default."""
-    tree = config_tree(task, tmp_path / "run")
-    tree["engine"]["restarts"] = 0
-    config = write_config(tree, tmp_path / "c.yaml")
-    process = start_until_a_step(config, tmp_path / "run", tmp_path / "out")
-    assert kill_a_part(process, "api_server") == 1
-    assert "engine-0 ended" in shown(tmp_path / "out")
-    assert "SIGKILL" in shown(tmp_path / "out")
-    run("train", config, "--resume")
-    check_complete(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.parametrize(
