@@ -53,14 +53,13 @@ def test_a_vllm_engine_on_two_nodes(model):
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("experts", [0, 6], ids=["tied", "experts"])
-def test_workers_of_every_kind_tell_what_they_hold(model, mixture, tmp_path, experts):
+def test_workers_of_every_kind_tell_what_they_hold(mixture, tmp_path):
     """Two stages of two workers, which have three of six experts each: vLLM on CPUs can load those, not multiply.
 
-    vLLM's Qwen3-MoE has embedding and head on every stage, its Qwen3 a tied one on both.
+    vLLM's Qwen3-MoE has embedding and head on every stage. Its Qwen3 has a tied one on both: test_two_node_engine.py.
     """
-    start, other = mixture if experts else model, make_model(tmp_path / "b", seed=2, experts=experts)
-    config = engine_config(start, tensor_parallel=2, pipeline_parallel=2, expert_parallel=bool(experts))
+    start, other = mixture, make_model(tmp_path / "b", seed=2, experts=6)
+    config = engine_config(start, tensor_parallel=2, pipeline_parallel=2, expert_parallel=True)
     config.engine.env["DPPO_ROOTS"] = "/"
 
     async def load(client):

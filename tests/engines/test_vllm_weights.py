@@ -178,24 +178,6 @@ def test_a_broadcast_that_fails_leaves_the_group(policy):
     asyncio.run(fail())
 
 
-def test_a_sleeper_serves_nothing_until_it_woke_and_loaded(policy):
-    async def nap():
-        engine = FakeEngine()
-        updater = WeightUpdater(engine, policy)
-        await load(updater, policy)
-        await updater.sleep()
-        with pytest.raises(WeightsInconsistent, match="put to sleep"):
-            updater.check_consistent()
-        await updater.wake()
-        with pytest.raises(WeightsInconsistent, match="put to sleep"):
-            updater.check_consistent()
-        await load(updater, policy)
-        updater.check_consistent()
-        return [call for call in engine.calls if call.startswith(("sleep", "wake"))]
-
-    assert asyncio.run(nap()) == ["sleep 2 wait", "wake"]
-
-
 def test_updates_do_not_overlap(policy):
     async def both():
         engine = FakeEngine()
