@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from dppo_megatron.config import Config, read_config, save_resolved
-from dppo_megatron.engines.guard.asgi import MAX_BODY_BYTES, SECRET_VARIABLE, Guard
+from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard
 from dppo_megatron.engines.http import EngineCalls, Reply
 from dppo_megatron.engines.kinds import server_command, server_environment
 from dppo_megatron.engines.protocol import EngineIncompatible
@@ -28,7 +28,6 @@ from tests.support.configs import make_config
 
 KNOWN = {"authorization": f"Bearer {SECRET}"}
 BEFORE = Path(__file__).parents[1] / "data" / "run_before" / "run"  # written by an earlier version
-OURS = ("generate", "score", "abort", "load_weights", "join_weight_group", "receive_weights", "sleep", "wake")
 
 
 def answers(app, requests):
@@ -92,23 +91,6 @@ def test_a_websocket_without_the_secret_is_closed():
     asyncio.run(main([]))
     asyncio.run(main([(b"authorization", f"Bearer {SECRET}".encode())]))
     assert sent == ["websocket.close", "let in"]
-
-
-def test_requests_that_are_too_large_are_not_read(served):
-    async def endless():
-        while True:
-            yield bytes(2**20)
-
-    declared = {**KNOWN, "content-length": str(MAX_BODY_BYTES + 1)}
-    requests = [
-        (method, f"/dppo/{name}", {"headers": headers, "content": content()})
-        for name in OURS
-        for method, headers, content in (("POST", declared, endless), ("POST", KNOWN, endless))
-    ]
-    for reply in answers(served.app, requests):
-        assert reply.status_code == 413
-        assert str(MAX_BODY_BYTES) in reply.json()["error"]
-    assert not served.engine.called
 
 
 GOOD = {

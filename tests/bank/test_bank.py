@@ -20,29 +20,6 @@ def replace_rollout(group, **fields):
     return dataclasses.replace(group, rollouts=(first, *group.rollouts[1:]))
 
 
-@pytest.mark.parametrize("topk", [0, 3])
-def test_groups_return_unchanged(tmp_path, topk):
-    groups = [make_group(p, topk=topk) for p in (4, 0, 2)]
-    with BankWriter(tmp_path, 2) as writer:
-        assert [writer.append(g) for g in groups] == [0, 1, 2]
-    reader = BankReader(tmp_path)
-    assert reader.refresh() == 3
-    for entry, group in zip(reader.entries(0, 3), groups, strict=True):
-        assert_same_group(reader.read(entry), group)
-
-
-@pytest.mark.parametrize("experts", [8, 256, 300])
-def test_routed_experts_return_unchanged(tmp_path, experts):
-    group = make_group(3, topk=2, experts=experts)
-    with BankWriter(tmp_path, 1) as writer:
-        writer.append(group)
-        writer.append(make_group(4))
-    reader = BankReader(tmp_path)
-    routed, plain = reader.entries(0, reader.refresh())
-    assert (routed.routing, plain.routing) == ((3, 2), None)
-    assert_same_group(reader.read(routed), group)
-
-
 def test_entries_describe_groups_without_reading_them(tmp_path):
     group = make_group(10, topk=2)
     with BankWriter(tmp_path, 4) as writer:

@@ -93,11 +93,16 @@ def assert_same_everything(found: RolloutGroup, expected: RolloutGroup) -> None:
         assert_same_array(a, b)
 
 
-@pytest.mark.parametrize("settings", [{}, {"topk": 0}, {"sampling_mask": False}, {"experts": 0}, {"experts": 300}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"topk": 0}, {"sampling_mask": False}, {"experts": 0}, {"experts": 256}, {"experts": 300}]
+)
 def test_turns_branches_and_masks_return_unchanged(tmp_path, settings):
-    group = branched_group(4, **settings)
-    reader, (entry,) = written(tmp_path, group)
+    """Also next to a group without lists and routes, in the order in which they were written."""
+    group, other = branched_group(4, **settings), make_group(0)
+    reader, (entry, plain_entry) = written(tmp_path, group, other)
     assert_same_everything(reader.read(entry), group)
+    assert_same_everything(reader.read(plain_entry), other)
+    assert [e.routing for e in (entry, plain_entry)] == [(3, 2) if settings.get("experts", 8) else None, None]
     assert entry.spans.tolist() == [[6, 3, 0], [4, 7, 4], [6, 0, 0]]
     assert entry.trajectory == (0, 0, 1)
     assert entry.has_sampling_mask == settings.get("sampling_mask", True)
