@@ -55,7 +55,7 @@ def _a_url(value: str) -> str:
         raise refusal("must be http://HOST:PORT, with a port of at most 65535")
     if parts.path.strip("/") or parts.query or parts.fragment:
         raise refusal(f"must be http://HOST:PORT; remove {value.partition(parts.netloc)[2]}")
-    return value
+    return value.rstrip("/")
 
 
 Int = Annotated[int, BeforeValidator(_a_number)]

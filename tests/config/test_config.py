@@ -186,7 +186,7 @@ def test_a_setting_without_its_option_is_answered_with_it(arguments, meant):
 
 def test_overrides_are_typed_like_the_file(tmp_path):
     config = load_config(
-        write(tmp_path), ["optimizer.lr=1e-4", "engine.urls=[http://a:1]", "objective.settings={delta: 2e-1}"]
+        write(tmp_path), ["optimizer.lr=1e-4", "engine.urls=[http://a:1/]", "objective.settings={delta: 2e-1}"]
     )
     assert config.optimizer.lr == 1e-4
     assert config.engine.urls == ("http://a:1",)
