@@ -114,7 +114,7 @@ class ToHF:
         groups: list[list[Entry]] = []
         filled = 0
         for entry in self._map.entries():
-            if entry.rule.duplicate:
+            if entry.rule.duplicate or (entry.stacks_experts and entry.expert):
                 continue
             size = sum(info.nbytes for info in self._written_info(entry).values())
             if not groups or filled + size > self._shard_bytes:

@@ -55,7 +55,7 @@ class ToMegatron:
             self._stored_dtype(entry, name).itemsize * torch.Size(shape).numel() + _OVERHEAD
             for entry in self._map.entries()
             if not entry.rule.duplicate
-            for name, shape in ((t.name, t.shape) for t in entry.hf)
+            for name, shape in ((t.name, t.shape[entry.stacks_experts :]) for t in entry.hf)
         )
 
     def fingerprint(self) -> dict[str, Any]:
