@@ -210,8 +210,6 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
             f"model.layers = {config.model.layers}: attention sinks are not implemented with TransformerEngine; set it "
             "to local"
         )
-    if hf.sinks is not None and config.engine.exact:
-        out.append("engine.exact = true: attention sinks have no shared operator; set it to false")
     if hf.sinks is not None and config.model.lora.r:
         out.append(f"model.lora.r = {config.model.lora.r}: not implemented for layers with biases; set it to 0")
     if hf.sinks is not None and config.engine.quantization != "none":

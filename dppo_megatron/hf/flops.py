@@ -37,7 +37,9 @@ class ModelFlops(NamedTuple):
         weights = WeightMap(config).hf_tensors().items()
         widths = config.head_dim + (config.head_dim if config.mla is None else config.mla.v_head_dim)
         return cls(
-            _of_matrices({name: shape for name, shape in weights if ".layers." in name and _is_matrix(name, shape)}, config)
+            _of_matrices(
+                {name: shape for name, shape in weights if ".layers." in name and _is_matrix(name, shape)}, config
+            )
             + _of_states(config),
             2 * len(config.attention_layers) * config.num_heads * widths,
             2 * config.hidden_size * config.vocab_size,

@@ -118,7 +118,8 @@ class HFModelConfig:
     def identity(self) -> dict[str, Any]:
         """Return the fields that are equal for two configs of the same model, in the types that JSON returns.
 
-        Fields of experts, latent attention, delta net and sinks have names like `moe.top_k`; other models do not have them.
+        Fields of experts, latent attention, delta net and sinks have names like `moe.top_k`; other models do not have
+        them.
         """
         found: dict[str, Any] = {}
         for f in fields(self):

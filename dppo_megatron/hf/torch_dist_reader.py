@@ -110,8 +110,8 @@ class TorchDistWeights:
                 continue
             for name, part in parts.items():
                 self._entries[name] = entry
-                shape = (entry.rule.experts, *part.shape) if entry.stacks_experts else part.shape
-                self._tensors[name] = TensorInfo(stored.properties.dtype, tuple(shape))
+                experts = (entry.rule.experts,) if entry.stacks_experts else ()
+                self._tensors[name] = TensorInfo(stored.properties.dtype, (*experts, *part.shape))
         return problems
 
     def _locations(self, entry: Entry) -> list[StoredAt]:

@@ -100,8 +100,8 @@ class WeightMap:
     def to_hf(self, entry: Entry, shards: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
         """Return HF tensors from the whole Megatron tensor, or from the shards of all ranks in rank order.
 
-        A replicated parameter needs only one shard. If the HF tensor stacks experts, returns this expert's part. May return views of the inputs. Raises `ModelError` if the shards
-        do not have the HF shapes.
+        A replicated parameter needs only one shard. If an HF tensor stacks experts, returns this expert's part of it.
+        May return views of the inputs. Raises `ModelError` if the shards do not have the HF shapes.
         """
         shards = [shards] if isinstance(shards, Tensor) else list(shards)
         try:

@@ -73,7 +73,11 @@ def test_the_gate_of_an_expert_is_every_other_output(directory):
 def test_an_absent_scale_is_named(directory):
     path = directory / "model.safetensors"
     stored = hf.SafetensorsDirectory(directory)
-    tensors = {name: stored.tensor(name).clone() for name in stored.tensors if not name.endswith("0.mlp.experts.down_proj_scales")}
+    tensors = {
+        name: stored.tensor(name).clone()
+        for name in stored.tensors
+        if not name.endswith("0.mlp.experts.down_proj_scales")
+    }
     save_file(tensors, path, metadata={"format": "pt"})
     config = hf.read_hf_config(directory)
     problems = hf.header_problems(hf.WeightMap(config), hf.open_weights(directory, config))

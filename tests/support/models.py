@@ -143,7 +143,8 @@ def logits_of(chunk, token_ids: torch.Tensor) -> torch.Tensor:
     """[1, T, V / tp] of one unpacked sequence [1, T]; single pipeline stage."""
     length = token_ids.shape[1]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
-    packed = {} if chunk.hf.delta_net is None and chunk.hf.sinks is None else {"packed_seq_params": _packed(chunk.hf, token_ids)}
+    own_layers = chunk.hf.delta_net is not None or chunk.hf.sinks is not None
+    packed = {"packed_seq_params": _packed(chunk.hf, token_ids)} if own_layers else {}
     with torch.no_grad():
         return chunk(token_ids, torch.arange(length)[None], mask, **packed)
 

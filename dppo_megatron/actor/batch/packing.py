@@ -113,7 +113,10 @@ class Packer:
             dtype=dtype(config),
             frequencies=inverse_frequencies(hf).to(layout.device) if own and hf.mla is None else None,
             own_attention=own,
-            flash=own and not config.engine.exact and hf.sinks is None and can_use_flash(dtype(config), hf.head_dim, layout.device),
+            flash=own
+            and not config.engine.exact
+            and hf.sinks is None
+            and can_use_flash(dtype(config), hf.head_dim, layout.device),
             multiple=row_multiple(config) * (layout.tensor_size if layout.sequence_parallel else 1),
             sequence_rank=layout.tensor_rank if layout.sequence_parallel else 0,
             sequence_size=layout.tensor_size if layout.sequence_parallel else 1,

@@ -126,6 +126,7 @@ class SinkAttention(PackedAttention):
         if self.window is not None:  # the last key that a query sees is its own
             columns = torch.arange(length, device=query.device)
             seen = seen & (columns >= seen.sum(-1, keepdim=True) - 1 - self.window)
+        assert self.scale is not None  # `transformer_fields` sets it
         scores = (query @ key.mT * self.scale).float().masked_fill(~seen, -torch.inf)
         sinks = self.softmax_offset.float()[:, None, None].expand(*scores.shape[:-1], 1)
         shares = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]

@@ -119,6 +119,7 @@ def shared_prefixes(rank: Rank) -> Any:
         "dense": ("qwen3", {}),
         "tied": ("tied", {}),
         "experts": ("qwen3_moe", {}),
+        "sinks": ("gpt_oss", {}),
         "lora": ("qwen3", {"lora": {"r": 4}}),
         "recompute": ("qwen3", {"recompute": "full"}),
     }
