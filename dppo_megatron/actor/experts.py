@@ -51,6 +51,8 @@ def why_sequential(chunks: Sequence[nn.Module], config: Config) -> str | None:
     if gpu and (config.model.dtype != "bf16" or gpu[0] not in (9, 10)):
         # Otherwise grouped_mm also loops over the experts, and the host waits for their counts.
         return "torch's kernel for grouped products needs bf16 and compute capability 9 or 10"
+    if any(experts.config.add_bias_linear for experts in _experts(chunks)):
+        return "their layers have biases"
     for layers in ([getattr(e, name) for e in x.local_experts] for x in _experts(chunks) for name in _PROJECTIONS):
         if any(size * layers[0].weight.element_size() % _ALIGNMENT for size in layers[0].weight.shape):
             return f"a row or a column of their weights is no multiple of {_ALIGNMENT} bytes"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -23,7 +24,7 @@ from . import megatron_version
 from .batch.packing import PackedSequences
 from .experts import group_experts
 from .layout import Layout
-from .local.attention import PackedAttention
+from .local.attention import PackedAttention, SinkAttention
 from .local.delta_net import GatedDeltaNet
 from .local.exact import ExactAttention, multiply_exactly
 from .local.operators import RMSNorm
@@ -156,7 +157,8 @@ def _chunk(
     engine = use_transformer_engine(config)
     spec = megatron_version.block_spec(transformer, engine, vp_stage)
     if not engine:
-        _use_own_modules(spec, ExactAttention if config.engine.exact else PackedAttention)
+        own = ExactAttention if config.engine.exact else PackedAttention if hf.sinks is None else SinkAttention
+        _use_own_modules(spec, own)
     if hf.delta_net is not None:
         offset = megatron_version.layer_offset(transformer, vp_stage, layout.pipeline_rank)
         _use_delta_net(spec, hf.delta_net.layers[offset:])
@@ -183,9 +185,27 @@ def _chunk(
     )
     if engine:
         fuse_weight_gradients(model.decoder)
+    if hf.sinks is not None:
+        _correct_expert_biases(model)
     if config.engine.exact:
         multiply_exactly(model)
     return model
+
+
+def _correct_expert_biases(model: PolicyModel) -> None:
+    """Make experts with biases trainable in the local spec, and treat their output bias like their weights.
+
+    Megatron adds the bias in place, which autograd rejects for a view. It also marks the bias as one whose gradient is
+    reduced over tensor-parallel ranks, and whose norm only the first of them counts. Both are wrong for experts that
+    are not sharded, because those ranks have other tokens or other experts.
+    """
+    for module in model.modules():
+        if isinstance(module, SequentialMLP):
+            for expert in module.local_experts:
+                expert.linear_fc2.register_forward_hook(lambda _, __, out: (out[0].clone(), out[1]))
+                bias = expert.linear_fc2.bias
+                bias.sequence_parallel = False
+                tensor_parallel.set_tensor_model_parallel_attributes(bias, is_parallel=True, dim=0, stride=1)
 
 
 def _use_delta_net(block: TransformerBlockSubmodules, layers: Sequence[bool]) -> None:

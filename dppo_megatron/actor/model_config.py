@@ -141,7 +141,7 @@ def _precision_arguments(hf: HFModelConfig, config: Config) -> dict[str, Any]:
         "bf16": parameters == torch.bfloat16,
         "fp16": parameters == torch.float16,
         "use_cpu_initialization": not fused,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": fused and hf.sinks is None,  # its activation is `transformer_fields.quick_gelu`
         "bias_dropout_fusion": fused,
         # Megatron's fused rotation of latent attention supports only YaRN.
         "apply_rope_fusion": use_transformer_engine(config) and (hf.mla is None or hf.rope_type == "yarn"),
@@ -205,13 +205,26 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
             f"parallel.context = {config.parallel.context}: gated delta net needs whole sequences on a rank; set it "
             "to 1"
         )
+    if hf.sinks is not None and use_transformer_engine(config):
+        out.append(
+            f"model.layers = {config.model.layers}: attention sinks are not implemented with TransformerEngine; set it "
+            "to local"
+        )
+    if hf.sinks is not None and config.model.lora.r:
+        out.append(f"model.lora.r = {config.model.lora.r}: not implemented for layers with biases; set it to 0")
+    if hf.sinks is not None and config.engine.quantization != "none":
+        out.append(
+            f"engine.quantization = {config.engine.quantization}: FP8 experts with biases are not implemented; set it "
+            "to none"
+        )
     if hf.quantization is not None:
         out.append(
             f"{source}: quantised weights cannot be trained; use the full-precision ones (`dppo-megatron convert "
             "hf-to-hf` writes them from block-scaled FP8)"
         )
     if hf.rope_type == "yarn":
-        out += [f"{source}: {problem}" for problem in _yarn_problems(scaling)]
+        problems = _yarn_problems(scaling) if hf.mla else _own_yarn_problems(scaling)
+        out += [f"{source}: {problem}" for problem in problems]
     if hf.moe is not None:
         out += [f"{source}: {problem}" for problem in _routing_problems(hf.moe)]
     elif config.rollout.routing_replay:
@@ -230,6 +243,12 @@ def _yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
     if all_dim and not mscale:
         out.append(f"rope_parameters.mscale_all_dim = {all_dim}: only supported together with mscale")
     return out
+
+
+def _own_yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
+    """Return settings of YaRN that `hf.rope` does not read."""
+    return [f"rope_parameters.{name} = {scaling[name]}: only supported with latent attention"
+            for name in ("mscale", "mscale_all_dim") if scaling.get(name)]  # fmt: skip
 
 
 def _routing_problems(moe: MoEConfig) -> list[str]:
@@ -259,6 +278,9 @@ def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
     if wrong := [f"{size} {what}" for what, size in sizes.items() if size % p.tensor]:
         remedy = _divisors(math.gcd(*sizes.values()))
         out.append(f"parallel.tensor = {p.tensor}: does not divide {', '.join(wrong)}; {remedy}")
+    if hf.sinks is not None and (p.expert_tensor or p.tensor) > 1:
+        value = p.expert_tensor or p.tensor
+        out.append(f"parallel.expert_tensor = {value}: Megatron-core does not shard experts with biases; set it to 1")
     out += _stage_problems(hf.num_layers, p)
     return out + (_dense_layout_problems(p) if hf.moe is None else _expert_layout_problems(hf.moe, p))
 

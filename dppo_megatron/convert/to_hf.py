@@ -48,7 +48,10 @@ class ToHF:
         self._weights = open_weights(source, self.config, dequantized=dtype or torch.bfloat16)
         if text is not None:
             self._weights = TextWeights(self._weights)
-        if problems := source_problems(self._map, self._weights):
+        problems = source_problems(self._map, self._weights)
+        if quantization and any(entry.stacks_experts for entry in self._map.entries()):
+            problems.append(f"quantization = {quantization}: not available for experts that share a tensor; omit it")
+        if problems:
             raise ModelError(str(source), problems)
         self._groups = self._group_entries()
         self.shards = shard_names(len(self._groups))
@@ -114,7 +117,7 @@ class ToHF:
         groups: list[list[Entry]] = []
         filled = 0
         for entry in self._map.entries():
-            if entry.rule.duplicate:
+            if entry.rule.duplicate or (entry.stacks_experts and entry.expert):
                 continue
             size = sum(info.nbytes for info in self._written_info(entry).values())
             if not groups or filled + size > self._shard_bytes:

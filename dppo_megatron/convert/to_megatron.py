@@ -52,7 +52,7 @@ class ToMegatron:
     @property
     def nbytes(self) -> int:
         return sum(
-            self._stored_dtype(entry, t.name).itemsize * math.prod(t.shape) + _OVERHEAD
+            self._stored_dtype(entry, t.name).itemsize * math.prod(t.shape[entry.stacks_experts :]) + _OVERHEAD
             for entry in self._map.entries()
             if not entry.rule.duplicate
             for t in entry.hf

@@ -37,7 +37,9 @@ class ModelFlops(NamedTuple):
         weights = WeightMap(config).hf_tensors().items()
         widths = config.head_dim + (config.head_dim if config.mla is None else config.mla.v_head_dim)
         return cls(
-            _of_matrices({name: shape for name, shape in weights if ".layers." in name and len(shape) == 2}, config)
+            _of_matrices(
+                {name: shape for name, shape in weights if ".layers." in name and _is_matrix(name, shape)}, config
+            )
             + _of_states(config),
             2 * len(config.attention_layers) * config.num_heads * widths,
             2 * config.hidden_size * config.vocab_size,
@@ -56,6 +58,10 @@ class ModelFlops(NamedTuple):
         """
         frozen = self.row * work.rows + self.head_row * work.head_rows if self.adapter_row else 0
         return 3 * self.forward(work) - frozen
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return not name.endswith("bias") and (len(shape) == 2 or ".experts." in name)
 
 
 def _of_states(config: HFModelConfig) -> int:

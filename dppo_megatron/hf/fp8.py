@@ -172,8 +172,8 @@ def _block_size(config: HFModelConfig) -> tuple[int, int]:
     problems = []
     if given.get("quant_method") != "fp8":
         problems.append(
-            f"quantization_config.quant_method = {given.get('quant_method')!r}: only block-scaled 'fp8' can be read; "
-            "use the full-precision weights"
+            f"quantization_config.quant_method = {given.get('quant_method')!r}: only block-scaled 'fp8' and 'mxfp4' "
+            "can be read; use the full-precision weights"
         )
     if given.get("fmt", "e4m3") != "e4m3":
         problems.append(f"quantization_config.fmt = {given['fmt']!r}: only 'e4m3' can be read")

@@ -67,6 +67,19 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SinksConfig:
+    """Describes the layers of gpt-oss. `layers[i]` is True if layer i has a sliding window; the others see all keys.
+
+    Every head has a learned sink, an exponent in the denominator of its softmax. All linear layers in the decoder and
+    the router have biases. SwiGLU is (up + 1) gate sigmoid(1.702 gate), clamped at `swiglu_limit`.
+    """
+
+    window: int  # number of keys that a query sees, its own included
+    layers: tuple[bool, ...]
+    swiglu_limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class HFModelConfig:
     """Contains the fields of `config.json` that decide shapes and arithmetic. `raw` is the file as read."""
 
@@ -91,6 +104,7 @@ class HFModelConfig:
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     delta_net: DeltaNetConfig | None = None
+    sinks: SinksConfig | None = None
     mtp_layers: int = 0  # multi-token prediction layers stored after the model; never loaded nor exported
     initializer_range: float = 0.02
     dtype: str | None = None  # "float32" | "bfloat16" | ...: the dtype of the weights, as the file names it
@@ -104,12 +118,13 @@ class HFModelConfig:
     def identity(self) -> dict[str, Any]:
         """Return the fields that are equal for two configs of the same model, in the types that JSON returns.
 
-        Fields of experts, latent attention and delta net have names like `moe.top_k`; other models do not have them.
+        Fields of experts, latent attention, delta net and sinks have names like `moe.top_k`; other models do not have
+        them.
         """
         found: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("moe", "mla", "delta_net"):
+            if f.name in ("moe", "mla", "delta_net", "sinks"):
                 found |= {f"{f.name}.{name}": v for name, v in (asdict(value) if value else {}).items()}
             elif f.name not in _NOT_OF_THE_MODEL:
                 found[f.name] = value

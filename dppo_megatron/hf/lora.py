@@ -110,7 +110,7 @@ def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry 
 def is_linear(entry: Entry) -> bool:
     """Return whether the weight's layer may have an adapter: a linear layer, but no router, embedding or head."""
     tensor = entry.hf[0]
-    router = tensor.name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))
+    router = tensor.name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".shared_expert_gate.weight"))
     return (
         len(tensor.shape) == 2
         and tensor.name.endswith(_WEIGHT)

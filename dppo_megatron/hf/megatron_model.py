@@ -41,6 +41,7 @@ class ParallelRanks:
 
     tensor: ShardGroup
     expert_tensor: ShardGroup
+    expert: ShardGroup
     first_replica: bool
     first_expert_replica: bool
 
@@ -49,12 +50,13 @@ class ParallelRanks:
         """Read Megatron's `parallel_state`; a single process if torch.distributed is not initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             alone = ShardGroup(None, 0, 1)
-            return cls(alone, alone, True, True)
+            return cls(alone, alone, alone, True, True)
         from megatron.core import parallel_state as ps
 
         return cls(
             _shard_group(ps.get_tensor_model_parallel_group()),
             _shard_group(ps.get_expert_tensor_parallel_group()),
+            _shard_group(ps.get_expert_model_parallel_group()),
             ps.get_data_parallel_group(with_context_parallel=True).rank() == 0,
             ps.get_expert_data_parallel_group().rank() == 0,
         )

@@ -198,6 +198,38 @@ class ByGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class OfExpert:
+    """Takes one expert from an HF tensor [experts, inputs, outputs], or [experts, outputs] of biases.
+
+    `op` is that of the transposed weight. The parts of `GateUp` are interleaved: gate 0, up 0, gate 1, up 1.
+    `from_shards` returns the expert's [inputs, outputs]; the export stacks them.
+    """
+
+    op: Operation
+    expert: int = 0
+
+    @property
+    def replicated(self) -> bool:
+        return self.op.replicated
+
+    def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return self.op.to_shard(self._parts(parts), rank, size)
+
+    def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        parts = self.op.from_shards(shards)
+        whole = torch.stack(parts, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
+        return (whole.mT if whole.dim() == 2 else whole,)
+
+    def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
+        return self.op.pieces(self._parts(parts), rank, size)
+
+    def _parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        own = parts[0][self.expert]
+        own = own.mT if own.dim() == 2 else own
+        return [own[0::2], own[1::2]] if isinstance(self.op, GateUp) else [own]
+
+
+@dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Pads the embedding or output head with zero rows up to `padded_size`, then ranks shard the rows.
 

@@ -97,6 +97,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
         moe=moe,
         mla=mla,
         delta_net=fields.delta_net(),
+        sinks=fields.sinks(),
         mtp_layers=fields.mtp_layers(),
         initializer_range=fields.initializer_range,
         dtype=fields.dtype,

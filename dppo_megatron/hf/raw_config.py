@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from dppo_megatron.errors import shown
 
-from .hf_config import DeltaNetConfig, MLAConfig, MoEConfig
+from .hf_config import DeltaNetConfig, MLAConfig, MoEConfig, SinksConfig
 
 Size = Annotated[int, Field(ge=1, lt=1 << 31)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
@@ -67,6 +67,10 @@ class RawConfig(_Fields):
         """Return the sizes of gated delta net layers, or None if every layer has attention."""
         return None
 
+    def sinks(self) -> SinksConfig | None:
+        """Return attention sinks and what comes with them, or None."""
+        return None
+
     def qkv_bias(self) -> bool:
         """Return whether queries, keys and values have biases, where config.json decides it and not the family."""
         return False
@@ -106,6 +110,7 @@ class YarnRope(RopeSettings):
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     attention_factor: float = 0.0
+    truncate: bool = True
 
 
 ROPE_TYPES: Mapping[str, type[RopeSettings]] = {"default": RopeSettings, "llama3": Llama3Rope, "yarn": YarnRope}

@@ -24,7 +24,38 @@ def inverse_frequencies(hf: HFModelConfig) -> Float[Tensor, " r/2"]:
         return frequencies
     if hf.rope_type == "llama3":
         return _llama3(frequencies, hf.rope_scaling)
+    if hf.rope_type == "yarn":
+        return _yarn(frequencies, hf)
     raise ValueError(f"rope_type = {hf.rope_type!r}: not implemented")
+
+
+def yarn_scale(scaling: Mapping[str, Any]) -> float:
+    """Return the factor by which YaRN scales rotated queries and keys (https://arxiv.org/abs/2309.00071, section 3.4).
+
+    `mscale` and `mscale_all_dim` are not read.
+    """
+    return float(scaling.get("attention_factor") or 0.1 * math.log(max(scaling["factor"], 1.0)) + 1)
+
+
+def _yarn(frequencies: Tensor, hf: HFModelConfig) -> Tensor:
+    """Divide by `factor` the frequencies with few rotations over the original positions; keep those with many.
+
+    Between `beta_slow` and `beta_fast` rotations both are blended, linearly in the index of the pair.
+    """
+    given, pairs = hf.rope_scaling, len(frequencies)
+    original = given.get("original_max_position_embeddings") or hf.max_position_embeddings
+
+    def index(rotations: float) -> float:
+        return pairs * math.log(original / (rotations * 2 * math.pi)) / math.log(hf.rope_theta)
+
+    low, high = index(given.get("beta_fast") or 32), index(given.get("beta_slow") or 1)
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((torch.arange(pairs).float() - low) / (high - low)).clamp(0, 1)
+    return frequencies / given["factor"] * interpolated + frequencies * (1 - interpolated)
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .operations import Operation
+from .operations import OfExpert, Operation
 
 _SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
 _SMALL_VOCAB = 4096  # padding a smaller vocabulary to the unit would cost more than it gains
@@ -68,7 +68,13 @@ class Entry:
 
     @property
     def op(self) -> Operation:
-        return self.rule.op
+        op = self.rule.op
+        return replace(op, expert=self.expert) if isinstance(op, OfExpert) and self.expert is not None else op
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Return whether the HF tensor has this parameter of all experts of the layer."""
+        return isinstance(self.rule.op, OfExpert)
 
     @property
     def is_expert(self) -> bool:

@@ -73,6 +73,9 @@ class TorchDistWeights:
     def tensor(self, name: str) -> Tensor:
         """Return one HF tensor on the CPU. The other parts of a fused weight are kept for the next calls."""
         entry = self._entries[name]
+        if entry.stacks_experts and entry.layer is not None:
+            of_layer = [e for e in self._map.layer_entries(entry.layer) if e.hf[0].name == name]
+            return torch.stack([self._map.to_hf(e, self._whole(e))[name] for e in of_layer])
         if self._last is None or self._last[0] is not entry:
             self._last = None  # frees the old tensors before the next are read
             self._last = entry, self._map.to_hf(entry, self._whole(entry))
@@ -107,7 +110,8 @@ class TorchDistWeights:
                 continue
             for name, part in parts.items():
                 self._entries[name] = entry
-                self._tensors[name] = TensorInfo(stored.properties.dtype, tuple(part.shape))
+                experts = (entry.rule.experts,) if entry.stacks_experts else ()
+                self._tensors[name] = TensorInfo(stored.properties.dtype, (*experts, *part.shape))
         return problems
 
     def _locations(self, entry: Entry) -> list[StoredAt]:

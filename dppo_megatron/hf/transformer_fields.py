@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from .hf_config import DeltaNetConfig, HFModelConfig, MLAConfig, MoEConfig
+from .hf_config import DeltaNetConfig, HFModelConfig, MLAConfig, MoEConfig, SinksConfig
 from .megatron_model import unwrap
-from .rope import inverse_frequencies
+from .rope import inverse_frequencies, yarn_scale
 
 
 def transformer_fields(config: HFModelConfig) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def transformer_fields(config: HFModelConfig) -> dict[str, Any]:
         "num_moe_experts": config.moe.num_experts if config.moe else None,
         **(_experts(config.moe) if config.moe else {}),
         **(_delta_net(config.delta_net) if config.delta_net else {}),
+        **(_sinks(config, config.sinks) if config.sinks else {}),
     }
 
 
@@ -91,6 +92,29 @@ def _yarn(config: HFModelConfig) -> dict[str, Any]:
         "mscale": float(given.get("mscale") or 1),
         "mscale_all_dim": float(given.get("mscale_all_dim") or 0),
     }
+
+
+def _sinks(config: HFModelConfig, sinks: SinksConfig) -> dict[str, Any]:
+    """Return the fields of gpt-oss. Scaling queries and keys by YaRN's factor is scaling their products by its square.
+
+    `window_size` counts the keys before a query.
+    """
+    factor = yarn_scale(config.rope_scaling) if config.rope_type == "yarn" else 1.0
+    return {
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "softmax_scale": factor**2 * config.head_dim**-0.5,
+        "window_size": (sinks.window - 1, 0),
+        "window_attn_skip_freq": [int(there) for there in sinks.layers],
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": sinks.swiglu_limit,
+        "glu_linear_offset": 1.0,
+    }
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x sigmoid(1.702 x), an approximation of GELU (https://arxiv.org/abs/1606.08415, section 2)."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _delta_net(sizes: DeltaNetConfig) -> dict[str, Any]:

@@ -100,8 +100,8 @@ class WeightMap:
     def to_hf(self, entry: Entry, shards: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
         """Return HF tensors from the whole Megatron tensor, or from the shards of all ranks in rank order.
 
-        A replicated parameter needs only one shard. May return views of the inputs. Raises `ModelError` if the shards
-        do not have the HF shapes.
+        A replicated parameter needs only one shard. If an HF tensor stacks experts, returns this expert's part of it.
+        May return views of the inputs. Raises `ModelError` if the shards do not have the HF shapes.
         """
         shards = [shards] if isinstance(shards, Tensor) else list(shards)
         try:
@@ -109,8 +109,9 @@ class WeightMap:
         except RuntimeError as error:
             raise ModelError(entry.megatron, [f"shards {[tuple(s.shape) for s in shards]}: {error}"]) from None
         for wanted, part in zip(entry.hf, parts, strict=True):
-            if tuple(part.shape) != wanted.shape:
-                raise ModelError(entry.megatron, [f"{wanted.name}: shape {tuple(part.shape)}, expected {wanted.shape}"])
+            shape = wanted.shape[1:] if entry.stacks_experts else wanted.shape
+            if tuple(part.shape) != shape:
+                raise ModelError(entry.megatron, [f"{wanted.name}: shape {tuple(part.shape)}, expected {shape}"])
         return {wanted.name: part for wanted, part in zip(entry.hf, parts, strict=True)}
 
 

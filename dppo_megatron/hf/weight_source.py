@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .fp8 import Fp8Weights
 from .hf_config import HFModelConfig
+from .mxfp4 import METHOD, Mxfp4Weights
 from .rules import Entry
 from .safetensors_file import TensorInfo
 from .safetensors_reader import SafetensorsDirectory
@@ -39,9 +40,9 @@ class WeightSource(Protocol):
 def open_weights(
     directory: str | Path, config: HFModelConfig, dequantized: torch.dtype = torch.float32
 ) -> WeightSource:
-    """Open the weights of a Megatron checkpoint, an FP8 or a plain HF directory, by HF names.
+    """Open the weights of a Megatron checkpoint, a quantised or a plain HF directory, by HF names.
 
-    `dequantized` is the dtype for FP8 weights.
+    `dequantized` is the dtype for FP8 and MXFP4 weights.
 
     Raises `ModelError` for files that cannot be read, a quantisation that is not supported, and a Megatron
     checkpoint of another model.
@@ -51,6 +52,8 @@ def open_weights(
 
         return TorchDistWeights(directory, config)
     plain = SafetensorsDirectory(directory)
+    if config.quantization is not None and config.quantization.get("quant_method") == METHOD:
+        return Mxfp4Weights(plain, dequantized)
     return plain if config.quantization is None else Fp8Weights(plain, config, dequantized)
 
 

@@ -169,5 +169,7 @@ def _whole(chunks: Sequence[nn.Module], hf: HFModelConfig, layout: Layout, ranks
         copies = layout.expert_size if entry.is_expert else 1
         names = [tensor.name for tensor in entry.hf]
         shapes = [math.prod(tensor.shape) for tensor in entry.hf]
-        whole |= {n: copies * numel * s // sum(shapes) for n, s in zip(names, shapes, strict=True)}
+        for n, s in zip(names, shapes, strict=True):
+            # A tensor that stacks experts gets a share from each of them.
+            whole[n] = copies * numel * s // sum(shapes) + (whole.get(n, 0) if entry.stacks_experts else 0)
     return whole

@@ -8,9 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.actor_cases import DEEPSEEK, GLM, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, YARN, set_expert_bias
+from tests.support.actor_cases import (
+    DEEPSEEK,
+    GLM,
+    OSS,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    YARN,
+    set_expert_bias,
+)
 from tests.support.actor_ranks import run_scenario
+from tests.support.model_directories import write_model
 from tests.support.ranks import Ranks
 
 
@@ -37,6 +49,7 @@ def models(tmp_path_factory) -> Path:
     make_random_hf_model(root / "glm4_moe", GLM, seed=1)
     make_random_hf_model(root / "qwen3_5", QWEN3_5, seed=1)
     make_random_hf_model(root / "qwen3_5_moe", QWEN3_5_MOE, seed=1)
+    write_model(root / "gpt_oss", OSS, torch.float32)  # its biases are not zero
     for model in ("deepseek", "moonlight", "kimi_k2", "glm4_moe"):
         set_expert_bias(root / model)
     return root

@@ -36,7 +36,7 @@ def test_every_reason_of_a_failed_save_is_given_once_with_its_rank(failures, tex
 @pytest.mark.parametrize("world", ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_resume_is_bit_identical(request, world):
     results = request.getfixturevalue(world)(scenarios.resume)
-    assert len(results) == (3 if world == "one_rank" else 14)
+    assert len(results) == (3 if world == "one_rank" else 15)
     for layout, (state, equal_bits, equal_losses) in results.items():
         assert state == {"step": 2}, layout
         assert equal_losses, layout

@@ -6,7 +6,7 @@ import pytest
 
 from dppo_megatron.actor import LayoutError, check_model, init_layout
 from dppo_megatron.hf import padded_vocab_size
-from tests.support.actor_cases import DEEPSEEK, QWEN3_5, QWEN3_MOE, YARN, actor_config, write_config
+from tests.support.actor_cases import DEEPSEEK, OSS, QWEN3_5, QWEN3_MOE, YARN, actor_config, write_config
 
 
 def test_a_model_that_fits(tmp_path):
@@ -64,6 +64,19 @@ def test_a_model_that_fits(tmp_path):
             {},
             {},
             ["norm_topk_prob = false", "topk_group = 3", "truncate = False", "mscale = 0.7"],
+        ),
+        (
+            OSS,
+            {"tensor": 2, "sequence": True, "world_size": 2},
+            {},
+            ["parallel.expert_tensor = 2: Megatron-core does not"],
+        ),
+        (OSS, {}, {"layers": "transformer_engine"}, ["attention sinks are not implemented with TransformerEngine"]),
+        (
+            OSS,
+            {},
+            {"lora": {"r": 4, "targets": ["q_proj"]}},
+            ["model.lora.r = 4: not implemented for layers with biases"],
         ),
         (QWEN3_5, {"context": 2, "world_size": 2}, {}, ["parallel.context = 2: gated delta net needs whole sequences"]),
         (QWEN3_5, {"tensor": 4, "world_size": 4}, {}, ["2 key heads of gated delta net; use one of 1, 2"]),

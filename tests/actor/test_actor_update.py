@@ -134,6 +134,16 @@ def test_transformers_agrees_with_gated_delta_net_on_two_ranks(two_ranks, layout
     assert_transformers_agrees(two_ranks(update.delta_net_against_transformers)[layout])
 
 
+@pytest.mark.parametrize("layout", ["alone", "recompute"])
+def test_transformers_agrees_with_sinks(one_rank, layout):
+    assert_transformers_agrees(one_rank(update.sinks_against_transformers)[layout])
+
+
+@pytest.mark.parametrize("layout", ["tensor", "experts", "context"])
+def test_transformers_agrees_with_sinks_on_two_ranks(two_ranks, layout):
+    assert_transformers_agrees(two_ranks(update.sinks_against_transformers)[layout])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", update.WITH_EXPERTS)
 def test_transformers_agrees_with_experts(one_rank, two_ranks, family):

@@ -169,7 +169,7 @@ def test_what_is_not_shared_has_no_mask():
     assert [(n, queries, keys) for n, queries, keys in plan.groups] == [(3, 41, 41), (2, 9, 39)]
 
 
-@pytest.mark.parametrize("family", ["dense", "tied", "experts", "lora", "recompute"])
+@pytest.mark.parametrize("family", ["dense", "tied", "experts", "sinks", "lora", "recompute"])
 def test_loss_and_gradients_are_those_of_whole_sequences(one_rank, family):
     whole, shared = one_rank(update.shared_prefixes)[family]
     assert shared["rows"] < 0.7 * whole["rows"]

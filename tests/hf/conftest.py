@@ -15,7 +15,7 @@ from tests.support.model_directories import write_model
 from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
 CASES = [
-    *(Case(family, tp=2) for family in CONFIGS),
+    *(Case(family, tp=2) for family in CONFIGS if family != "gpt_oss"),
     *(Case(family, pp=2) for family in CONFIGS),
     Case("qwen3"),  # two data-parallel replicas
     Case("qwen3", pp=2, vpp=2),
@@ -23,7 +23,9 @@ CASES = [
     *(Case(family, ep=2) for family in EXPERT_FAMILIES),
     *(Case(family, tp=2, ep=2) for family in EXPERT_FAMILIES),
     *(Case(family, expert_tensor=2) for family in EXPERT_FAMILIES),  # experts sharded, all else whole on both ranks
-    Case("qwen3_moe", tp=2, expert_tensor=1),
+    *(Case(family, tp=2, expert_tensor=1) for family in ("qwen3_moe", "gpt_oss")),
+    Case("gpt_oss", ep=2),
+    Case("gpt_oss", tp=2, ep=2),
 ]
 
 

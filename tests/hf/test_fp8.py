@@ -72,7 +72,11 @@ def test_values_that_are_not_finite_are_refused(value):
     assert len(error.value.problems) == 2
 
 
-@pytest.fixture(params=list(CONFIGS))
+# Experts of gpt-oss share a tensor, which no export quantises; validate refuses FP8 engines for them.
+QUANTIZED = [family for family in CONFIGS if family != "gpt_oss"]
+
+
+@pytest.fixture(params=QUANTIZED)
 def exported(request, tmp_path):
     """(source directory, FP8 export of it)."""
     raw = {**CONFIGS[request.param], **WIDE}
@@ -113,7 +117,7 @@ def test_layout_is_that_of_the_readers(exported):
     assert unquantised <= set(quantization["modules_to_not_convert"])
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize("family", QUANTIZED)
 def test_transformers_dequantises_to_the_same_values(family, tmp_path):
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 

@@ -64,7 +64,7 @@ def test_rotary_settings_that_cannot_be_meant(family, changes, expected):
 
 def test_families_differ_where_they_should():
     configs = {family: hf.parse_hf_config(raw) for family, raw in CONFIGS.items()}
-    assert {f for f, c in configs.items() if c.qkv_bias} == {"qwen2", "glm4_moe"}
+    assert {f for f, c in configs.items() if c.qkv_bias} == {"qwen2", "glm4_moe", "gpt_oss"}
     assert {f for f, c in configs.items() if c.qk_norm} == {
         "qwen3",
         "qwen3_moe",
@@ -119,6 +119,18 @@ def test_a_window_of_mistral_is_refused():
     assert problems_of(raw) == ("sliding_window: missing; write null where the model has none",)
     (problem,) = problems_of({**raw, "sliding_window": 4096})
     assert problem == "sliding_window = 4096: sliding-window attention is not supported"
+
+
+def test_layers_of_gpt_oss():
+    config = hf.parse_hf_config(CONFIGS["gpt_oss"])
+    assert (config.sinks.window, config.sinks.layers) == (5, (True, False, True, False))
+    changes = {"layer_types": ["full_attention", "chunked_attention"], "swiglu_alpha": 1.0, "rope_parameters": None}
+    assert set(problems_of({**CONFIGS["gpt_oss"], **changes})) == {
+        "layer_types: 2 entries for num_hidden_layers = 4",
+        "layer_types: chunked_attention not supported; only sliding_attention, full_attention",
+        "swiglu_alpha = 1.0: only 1.702 is supported",
+        "rope_parameters: missing",
+    }
 
 
 def test_kimi_k2_is_read_as_deepseek_v3():

@@ -24,6 +24,8 @@ PARAMETERS = {
     "Qwen3.5-9B": 8_953_803_264,
     "Qwen3.5-35B-A3B": 34_660_610_688,
     "Kimi-K2-Instruct": 1_026_408_232_448,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 PLANS = {  # example whose settings fit, and nodes of eight GPUs
     "Mistral-7B-Instruct-v0.3": ("qwen3_8b", 2),
@@ -32,6 +34,7 @@ PLANS = {  # example whose settings fit, and nodes of eight GPUs
     "Qwen3.5-9B": ("qwen3_8b", 2),
     "Qwen3.5-35B-A3B": ("qwen3_30b_a3b", 4),
     "Kimi-K2-Instruct": ("deepseek_v3", 64),
+    "gpt-oss-20b": ("qwen3_30b_a3b", 4),
 }
 
 
@@ -52,6 +55,7 @@ def test_the_weight_map_counts_what_transformers_builds(name):
     "Mistral-7B-Instruct-v0.3",
     "GLM-4.7-Flash",
     "Qwen3.5-9B",
+    "gpt-oss-20b",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("GLM-4.5-Air", "Qwen3.5-35B-A3B", "Kimi-K2-Instruct")),
 ])  # fmt: skip
 def test_plan_counts_the_ranks_that_it_builds(builder, tmp_path, name):

@@ -99,8 +99,28 @@ DELTA_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 16,
 }
+GPT_OSS = {  # what a gpt-oss adds
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 24,
+    "sliding_window": 5,
+    "swiglu_limit": 0.7,  # small enough to clamp
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 8.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 QWEN3_MOE = {**QWEN3, **MOE}
 QWEN3_5 = {**QWEN3, **DELTA_NET}
+OSS = {**QWEN3, **GPT_OSS}
 QWEN3_5_MOE = {**QWEN3, **DELTA_MOE}
 GLM = {**QWEN3, **GLM4_MOE}
 DEEPSEEK = {**{name: value for name, value in QWEN3.items() if name != "head_dim"}, **MLA_MOE}

@@ -18,7 +18,7 @@ def write_model(directory: Path, config: dict, dtype: torch.dtype = torch.bfloat
 
     def shake(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
-            if tensor.dim() == 1:
+            if tensor.dim() == 1 or name.endswith("bias"):
                 shaken = tensor.float() + 0.2 * torch.randn(tensor.shape, generator=generator)
                 tensors[name] = shaken if "e_score" in name else shaken.to(tensor.dtype)
 

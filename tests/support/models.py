@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
-from tests.support.actor_cases import DELTA_MOE, DELTA_NET, GLM4_MOE, MLA_MOE, MOE
+from tests.support.actor_cases import DELTA_MOE, DELTA_NET, GLM4_MOE, GPT_OSS, MLA_MOE, MOE
 
 _BASE = {
     "hidden_size": 32,
@@ -58,6 +58,7 @@ CONFIGS |= {
     "qwen3_5_moe_text": {**_BASE, **DELTA_MOE, **_DELTA, "num_experts": 4},
 }
 EXPERT_FAMILIES = tuple(name for name, config in CONFIGS.items() if {"num_experts", "n_routed_experts"} & config.keys())
+CONFIGS |= {"gpt_oss": {**_BASE, **GPT_OSS, "num_local_experts": 4}}  # its experts cannot be sharded
 
 
 def build_gpt(
@@ -77,7 +78,7 @@ def build_gpt(
         )
         if hf.mla is not None:
             _latent_attention_without_te(spec)
-        if hf.delta_net is not None:
+        if hf.delta_net is not None or hf.sinks is not None:
             _own_layers(spec, hf, get_transformer_layer_offset(config, stage if vpp else None))
         chunks.append(
             GPTModel(
@@ -88,7 +89,7 @@ def build_gpt(
                 pre_process=ps.get_pipeline_model_parallel_rank() == 0 and stage == 0,
                 post_process=ps.get_pipeline_model_parallel_rank() == pp - 1 and stage == (vpp or 1) - 1,
                 share_embeddings_and_output_weights=hf.tied_embeddings,
-                position_embedding_type="rope" if hf.delta_net is None else "none",
+                position_embedding_type="rope" if hf.delta_net is None and hf.sinks is None else "none",
                 rotary_base=hf.rope_theta,
                 rotary_percent=hf.partial_rotary_factor,
                 vp_stage=stage if vpp else None,
@@ -100,18 +101,19 @@ def build_gpt(
 
 def _own_layers(spec, hf: HFModelConfig, offset: int) -> None:
     """Use the trainer's layers: Megatron has gated delta net and its norms only with TransformerEngine."""
-    from dppo_megatron.actor.local.attention import PackedAttention
+    from dppo_megatron.actor.local.attention import PackedAttention, SinkAttention
     from dppo_megatron.actor.model import _use_delta_net, _use_own_modules
 
-    _use_own_modules(spec, PackedAttention)
-    _use_delta_net(spec, hf.delta_net.layers[offset:])
+    _use_own_modules(spec, PackedAttention if hf.sinks is None else SinkAttention)
+    if hf.delta_net is not None:
+        _use_delta_net(spec, hf.delta_net.layers[offset:])
 
 
 def _packed(hf: HFModelConfig, token_ids: torch.Tensor):
     from dppo_megatron.actor.batch.packing import Packer, sequence
     from dppo_megatron.hf import inverse_frequencies
 
-    packer = Packer(torch.device("cpu"), torch.float32, inverse_frequencies(hf), delta_net=True)
+    packer = Packer(torch.device("cpu"), torch.float32, inverse_frequencies(hf), delta_net=hf.delta_net is not None)
     return packer(sequence(token_ids[0].numpy())).packed
 
 
@@ -141,7 +143,8 @@ def logits_of(chunk, token_ids: torch.Tensor) -> torch.Tensor:
     """[1, T, V / tp] of one unpacked sequence [1, T]; single pipeline stage."""
     length = token_ids.shape[1]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
-    packed = {} if chunk.hf.delta_net is None else {"packed_seq_params": _packed(chunk.hf, token_ids)}
+    own_layers = chunk.hf.delta_net is not None or chunk.hf.sinks is not None
+    packed = {"packed_seq_params": _packed(chunk.hf, token_ids)} if own_layers else {}
     with torch.no_grad():
         return chunk(token_ids, torch.arange(length)[None], mask, **packed)
 

@@ -106,14 +106,14 @@ class Packer:
 
     @classmethod
     def of(cls, hf: HFModelConfig, config: Config, layout: Layout, held_layers: tuple[int, ...] | None) -> Packer:
-        own = not use_transformer_engine(config)
+        own, plain = not use_transformer_engine(config), not config.engine.exact and hf.sinks is None
         gathers = hf.moe is not None and config.parallel.expert_dispatcher == "allgather"
         return cls(
             device=layout.device,
             dtype=dtype(config),
             frequencies=inverse_frequencies(hf).to(layout.device) if own and hf.mla is None else None,
             own_attention=own,
-            flash=own and not config.engine.exact and can_use_flash(dtype(config), hf.head_dim, layout.device),
+            flash=own and plain and can_use_flash(dtype(config), hf.head_dim, layout.device),
             multiple=row_multiple(config) * (layout.tensor_size if layout.sequence_parallel else 1),
             sequence_rank=layout.tensor_rank if layout.sequence_parallel else 0,
             sequence_size=layout.tensor_size if layout.sequence_parallel else 1,

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
 from dppo_megatron.actor.flash import FlashAttention, FlashPlan
 from dppo_megatron.vocab_parallel.collectives import gather_sequence
@@ -96,6 +98,51 @@ class PackedAttention(MegatronModule):
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
+        )
+
+
+class SinkAttention(PackedAttention):
+    """Adds a learned sink per head to the denominator of the softmax, and a sliding window in some layers (gpt-oss).
+
+    It stores all scores of a layer, because SDPA has no sinks and returns no denominator.
+    """
+
+    def __init__(self, config: TransformerConfig, *, layer_number: int, pg_collection: Any = None, **options: Any):
+        super().__init__(config, pg_collection=pg_collection, **options)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+        self.tp_group = pg_collection.tp
+        self.window = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0]  # keys before the query
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+        queries, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        if seen is None:
+            seen = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril()[None, None]
+        if self.window is not None:  # the last key that a query sees is its own
+            columns = torch.arange(length, device=query.device)
+            seen = seen & (columns >= seen.sum(-1, keepdim=True) - 1 - self.window)
+        assert self.scale is not None  # `transformer_fields` sets it
+        scores = (query @ key.mT * self.scale).float().masked_fill(~seen, -torch.inf)
+        sinks = self.softmax_offset.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        shares = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+        return shares.to(value.dtype) @ value
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Describe the sinks for a checkpoint that any tensor-parallel size can load."""
+        return make_sharded_tensors_for_checkpoint(
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
         )
 
 

@@ -129,6 +129,7 @@ def resume(rank: Rank) -> Any:
             "latent": {"model": "deepseek", "tensor": 2, "sequence": True},
             "partial_rotary": {"model": "glm4_moe", "tensor": 2, "sequence": True},
             "delta_net": {"model": "qwen3_5", "tensor": 2, "sequence": True},
+            "sinks": {"model": "gpt_oss", "tensor": 2, "sequence": True, "expert_tensor": 1},
             "delta_net_stages": {"model": "qwen3_5", "pipeline": 2},
             "bf16": {"tensor": 2, "settings": {"dtype": "bf16"}},
         }

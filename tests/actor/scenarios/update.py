@@ -141,6 +141,7 @@ def shared_prefixes(rank: Rank) -> Any:
         "dense": ("qwen3", {}),
         "tied": ("tied", {}),
         "experts": ("qwen3_moe", {}),
+        "sinks": ("gpt_oss", {}),
         "lora": ("qwen3", {"lora": {"r": 4}}),
         "recompute": ("qwen3", {"recompute": "full"}),
     }
@@ -250,6 +251,15 @@ def delta_net_against_transformers(rank: Rank) -> Any:
     found = {name: _against_transformers(rank, "qwen3_5", **layout) for name, layout in layouts.items()}
     experts = {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}
     return found | {"experts": _against_transformers(rank, "qwen3_5_moe", **experts)}
+
+
+def sinks_against_transformers(rank: Rank) -> Any:
+    """Compare gpt-oss on one rank and in layouts of two."""
+    layouts: dict[str, Any] = {"alone": {}, "recompute": {"settings": {"recompute": "full"}}}
+    if rank.world_size == 2:
+        tensor = {"tensor": 2, "sequence": True, "expert_tensor": 1}
+        layouts = {"tensor": tensor, "experts": {**tensor, "expert": 2}, "context": {"context": 2}}
+    return {name: _against_transformers(rank, "gpt_oss", **layout) for name, layout in layouts.items()}
 
 
 WITH_BIAS = ("deepseek", "moonlight", "kimi_k2", "glm4_moe")

@@ -12,7 +12,7 @@ ALONE = hf.ShardGroup(None, 0, 1)
 
 def ranks(tp_rank: int = 0, tp_size: int = 1) -> hf.ParallelRanks:
     """A place among ranks that are not running: enough to load, which issues no collectives."""
-    return hf.ParallelRanks(hf.ShardGroup(None, tp_rank, tp_size), ALONE, True, True)
+    return hf.ParallelRanks(hf.ShardGroup(None, tp_rank, tp_size), ALONE, ALONE, True, True)
 
 
 def fake_chunk(config: hf.HFModelConfig, tp_size: int = 1) -> nn.Module:
