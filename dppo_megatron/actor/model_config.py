@@ -212,11 +212,6 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
         )
     if hf.sinks is not None and config.model.lora.r:
         out.append(f"model.lora.r = {config.model.lora.r}: not implemented for layers with biases; set it to 0")
-    if hf.sinks is not None and config.engine.quantization != "none":
-        out.append(
-            f"engine.quantization = {config.engine.quantization}: FP8 experts with biases are not implemented; set it "
-            "to none"
-        )
     if hf.quantization is not None:
         out.append(
             f"{source}: quantised weights cannot be trained; use the full-precision ones (`dppo-megatron convert "

@@ -15,7 +15,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.config.load import _apply_overrides
 from dppo_megatron.hf import parse_hf_config
 from dppo_megatron.objectives import Objective, ObjectiveSettings
-from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_5, QWEN3_MOE
+from tests.support.actor_cases import DEEPSEEK, OSS, QWEN3, QWEN3_5, QWEN3_MOE
 from tests.support.configs import make_config
 
 
@@ -122,6 +122,12 @@ def test_parts_of_fused_layers_that_sglang_would_not_take_are_refused(targets, l
         made = config(f"{ADAPTER} model.lora.targets={targets} engine.max_model_len=64 engine.kind={kind}")
         found = engine_rules.model_problems(made, parse_hf_config(QWEN3, "x"))
         assert any("of layers that it fuses" in problem for problem in found) == (lost and kind == "sglang")
+
+
+def test_gpt_oss_needs_stored_rollouts():
+    found = engine_rules.model_problems(config("engine.max_model_len=64"), parse_hf_config(OSS, "x"))
+    assert any("no engine serves gpt-oss with updated weights" in problem for problem in found)
+    assert engine_rules.model_problems(config("rollout.bank=b"), parse_hf_config(OSS, "x")) == []
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,6 @@ class Vllm(EngineKind):
         return [f"engine.draft_tokens = {e.draft_tokens}: {why}; set it to 0" for is_so, why in why_not if is_so]
 
     def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
-        if hf.sinks is not None and hf.sinks.swiglu_limit != 7:
-            return [f"model.path = {hf.source}: swiglu_limit = {hf.sinks.swiglu_limit:g}, but vLLM computes with 7"]
         kind = "latent attention" if hf.mla else "gated delta net" if hf.delta_net else None
         if not config.engine.draft_tokens or kind is None:
             return []
