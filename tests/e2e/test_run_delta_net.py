@@ -1,11 +1,11 @@
-"""A whole run of a Qwen3.5 model: gated delta net over two tensor-parallel ranks, and a real vLLM server."""
+"""A whole run of a Qwen3.5 model with experts: gated delta net on two tensor-parallel ranks, and a real vLLM server."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.e2e.test_run_experts import make_sparse_model
-from tests.support.actor_cases import DELTA_NET
+from tests.support.actor_cases import DELTA_MOE
 from tests.support.runs import STEPS, config_tree, records, run, steps_done, write_config
 
 pytestmark = pytest.mark.engines
@@ -14,13 +14,16 @@ pytestmark = pytest.mark.engines
 def test_engine_and_trainer_agree(task, tmp_path):
     # As published: vLLM's operators on CPUs take no other size of a head, and only bf16.
     heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    changes = {**DELTA_NET, **heads, "layer_types": None, "full_attention_interval": 3}
+    changes = {**DELTA_MOE, **heads, "layer_types": None, "full_attention_interval": 3}
+    changes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    changes["vocab_size"] = 24  # transformers adds a token to the tokenizer of this architecture
     model = make_sparse_model(task / "random_model", tmp_path / "model", changes)
     tree = config_tree(task, tmp_path / "run")
     tree["model"]["path"] = str(model)
     tree["model"]["dtype"] = tree["engine"]["dtype"] = "bf16"
     tree["weight_sync"] = {**tree.get("weight_sync", {}), "probe_tolerance": 0.3}
-    tree["rollout"] |= {"max_mismatch_kl": 0.1}
+    tree["parallel"]["sequence"] = True  # experts need it with tensor parallelism
+    tree["rollout"] |= {"max_mismatch_kl": 0.1, "routing_replay": True}
     run("train", write_config(tree, tmp_path / "c.yaml"))
     assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
     trained = [r for r in records(tmp_path / "run") if "time/step_s" in r]
