@@ -17,8 +17,8 @@ from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.published import PublishedPolicy
-from tests.support.faults import NOTICED_S, SLOWLY, Proxy, frozen, info, kill, wait_while_generating
-from tests.support.runs import end_session, engine_tree, records, start, wait_until, write_config
+from tests.support.faults import NOTICED_S, SLOWLY, STEPS, Proxy, frozen, info, kill, wait_while_generating
+from tests.support.runs import end_session, engine_tree, records, start, steps_done, wait_until, write_config
 
 pytestmark = pytest.mark.faults
 
@@ -35,13 +35,14 @@ def test_killed_while_it_generates(start_run, undisturbed):
         pid = run.engine_pid("engine-1")
         wait_while_generating(run, run.engine_url("engine-1"))
         kill(pid)  # on a busy machine, the engine may have answered by now
-        kills += 1
+        kills, last = kills + 1, max(steps_done(run.dir)) + 1
         with run.held():
             run.wait_for_log("orchestrator", "engine-1 loaded policy", RESTART_S, kills)
             run.wait_for_log("train", "engine-1 serves again", 5, kills)
     run.wait_to_end(REST_S)
     assert run.total("engine/retried_requests") >= 1
-    assert run.total("engine/restarts") == kills
+    if last < STEPS:  # no step records what happens in the last one
+        assert run.total("engine/restarts") == kills
     assert "engine-1 ended: " in run.output.read_text()
     run.check_equals(undisturbed)
 

@@ -220,7 +220,7 @@ def test_an_engine_killed_during_an_update_is_named_within_the_time_out(two_serv
     """No engine is left to serve the policy, so the publish fails on time. It ends a server, so it is the last test."""
     a, b = dense
     url = two_servers[1]
-    processes, out = publish(tmp_path, a, [url], [a, b], transport="broadcast", bucket_bytes=4096, timeout_s=10)
+    processes, out = publish(tmp_path, a, [url], [a, b], transport="broadcast", bucket_bytes=1024, timeout_s=10)
     while not Path(f"{out}.2").exists():
         time.sleep(0.001)
     listening(url).kill()
