@@ -110,9 +110,10 @@ class BankDrafts:
         """Register new requests, and add the samples of finished requests to their groups."""
         requests = self._runner.requests
         for request_id in self._runner.input_batch.req_ids:
+            if request_id in self._running:
+                continue
             state = requests[request_id]
-            found = (state.sampling_params.extra_args or {}).get(GIVEN)
-            if request_id not in self._running and found is not None:
+            if (found := (state.sampling_params.extra_args or {}).get(GIVEN)) is not None:
                 group = name_of(request_id).rpartition("/")[0]
                 self._running[request_id] = _Running(group, state.prompt_token_ids, state.output_token_ids)
                 index = self._groups.setdefault(group, SuffixIndex(self._acceptance))
@@ -151,8 +152,8 @@ class BankDrafts:
             accepted = next((i for i, token in enumerate(own) if token != tokens[start + i]), len(own))
             kept[row] = accepted + 1
             name = batch.req_ids[row]
-            index = self._groups.get(self._running[name].group)
-            if own and index is not None and (shares := self._shares.get(name)):
+            shares = self._shares.get(name) if own else None
+            if shares and (index := self._groups.get(self._running[name].group)) is not None:
                 index.tested(shares[: len(own)], accepted)
         for row, state in states.items():
             if not self._checked:
