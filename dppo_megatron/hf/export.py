@@ -151,7 +151,7 @@ def _whole_tensors(
     before_gather: Callable[[ShardGroup], None] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Cast weights, gather them bucket by bucket, and yield (HF name, whole tensor) on the source ranks."""
-    stacks = _ExpertStacks()
+    stacks: dict[str, list[Tensor]] = {}
     # Dense weights come first. They use another group than experts, and all ranks must enter the groups in one order.
     for experts, group, exports in (
         (False, ranks.tensor, ranks.first_replica),
@@ -161,38 +161,38 @@ def _whole_tensors(
         for entry, shards in _gathered(of_kind, group, dtype, bucket_bytes, before_gather):
             parts = weight_map.to_hf(entry, shards)
             if entry.stacks_experts:
-                stacks.add(entry, parts)
-                parts = stacks.complete(ranks.expert, before_gather)
+                parts = _complete_stacks(stacks, entry, parts, ranks.expert, before_gather)
             yield from parts.items()
 
 
-class _ExpertStacks:
-    """Stacks this rank's experts of each HF tensor, and the stacks of all expert-parallel ranks on the first one."""
+def _complete_stacks(
+    stacks: dict[str, list[Tensor]],
+    entry: Entry,
+    parts: Mapping[str, Tensor],
+    group: ShardGroup,
+    before_gather: Callable[[ShardGroup], None] | None,
+) -> dict[str, Tensor]:
+    """Add one expert's parts to `stacks`, and return the HF tensors that have all experts on the first rank of `group`.
 
-    def __init__(self) -> None:
-        self._parts: dict[str, list[Tensor]] = {}
-        self._experts = 0  # of the whole model
-
-    def add(self, entry: Entry, parts: Mapping[str, Tensor]) -> None:
-        self._experts = entry.rule.experts
-        for name, part in parts.items():
-            self._parts.setdefault(name, []).append(part.clone())  # a view would keep its bucket
-
-    def complete(self, group: ShardGroup, before_gather: Callable[[ShardGroup], None] | None) -> dict[str, Tensor]:
-        """Return the tensors whose last local expert was added. Collective over `group`: one gather each."""
-        out = {}
-        for name in [n for n, parts in self._parts.items() if len(parts) == self._experts // group.size]:
-            own = torch.stack(self._parts.pop(name))
-            if group.group is None:
-                out[name] = own
-                continue
-            if before_gather is not None:
-                before_gather(group)
-            received = [torch.empty_like(own) for _ in range(group.size)] if group.rank == 0 else None
-            dist.gather(own, received, group=group.group, group_dst=0)
-            if received is not None:
-                out[name] = torch.cat(received)
-        return out
+    Collective over the expert-parallel `group`: one gather for each tensor, at its last local expert.
+    """
+    out = {}
+    for name, part in parts.items():
+        own = stacks.setdefault(name, [])
+        own.append(part.clone())  # a view would keep its bucket
+        if len(own) < entry.rule.experts // group.size:
+            continue
+        stacked = torch.stack(stacks.pop(name))
+        if group.group is None:
+            out[name] = stacked
+            continue
+        if before_gather is not None:
+            before_gather(group)
+        received = [torch.empty_like(stacked) for _ in range(group.size)] if group.rank == 0 else None
+        dist.gather(stacked, received, group=group.group, group_dst=0)
+        if received is not None:
+            out[name] = torch.cat(received)
+    return out
 
 
 def _gathered(
