@@ -215,7 +215,7 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
     if hf.quantization is not None:
         out.append(
             f"{source}: quantised weights cannot be trained; use the full-precision ones (`dppo-megatron convert "
-            "hf-to-hf` writes them from block-scaled FP8)"
+            "hf-to-hf` writes them from block-scaled FP8 and MXFP4)"
         )
     if hf.rope_type == "yarn":
         problems = _yarn_problems(scaling) if hf.mla else _own_yarn_problems(scaling)
