@@ -2,7 +2,7 @@
 
 In README.md, CONTRIBUTING.md, tests/README.md, docs/ and examples/ it resolves
 - links and pictures inside the repository, with their headings,
-- files named in code (`trainer/loop.py`), and functions named after them (`trainer/loop.py: train`),
+- files named in code (`trainer/loop.py`), functions named after them (`trainer/loop.py: train`), and tests in commands,
 - commands (`dppo-megatron X`), their flags, and targets of make,
 - metrics (`eval/accuracy`), by the table in `observability/names.py`,
 - settings (`rollout.max_staleness`, `--set`, YAML blocks), by the schema of the config,
@@ -59,6 +59,9 @@ def check_page(root: Path, page: Path) -> Iterator[str]:
         yield from _file(root, page, span)
     for line in code:
         yield from _command(root, line)
+        for path in re.findall(r"(?<![\w/.-])tests/[a-z\d_/]+(?:\.\w+)?", line):
+            if not (root / path).exists() and not path.endswith(NO_FILES):
+                yield f"{path}: no such file"
     for span in spans:
         yield from _setting(span)
         yield from _metric(span)

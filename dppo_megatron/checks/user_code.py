@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from dppo_megatron.config import Config
@@ -56,6 +57,7 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
 
 def _column_problems(name: str, columns: Any) -> list[str]:
     """Return why the columns that an objective needs are not available."""
+    from dppo_megatron.objectives.contract import ObjectiveProtocol
     from dppo_megatron.objectives.settings import nearest
     from dppo_megatron.types import COLUMNS
 
@@ -63,10 +65,13 @@ def _column_problems(name: str, columns: Any) -> list[str]:
     if isinstance(columns, str) or not all(isinstance(column, str) for column in columns):
         return [f"{where}: write a tuple of names"]
     known = {column.name: column for column in COLUMNS if column.packed}
+    inputs = inspect.signature(ObjectiveProtocol.__call__).parameters.keys() - {"teacher_logprob"}
     return [
-        f"{where}: {column!r} is no column of a batch: {nearest(column, known)}"
+        f"{where}: {column!r} is an input of the call; remove it here, or give the column another name"
+        if column in inputs
+        else f"{where}: {column!r} is no column of a batch: {nearest(column, known)}"
         for column in columns
-        if column not in known
+        if column in inputs or column not in known
     ]
 
 

@@ -31,6 +31,7 @@ from .transport import Transport
 
 log = logging.getLogger(__name__)
 
+FILE_BYTES = 128 << 20  # one file is written while the weights of the next one are exported and summed
 LARGEST_SHARE = 0.8  # share of a model's bytes; a larger delta is not written
 
 
@@ -152,6 +153,7 @@ class SharedStorage(Transport):
             directory,
             template_dir=self._config.model.path,
             dtype=self._dtype,
+            shard_bytes=FILE_BYTES,
             quantization=self._quantization,
             overwrite=True,
             observe=self._observe(),

@@ -144,7 +144,8 @@ def test_a_reference_must_be_what_training_starts_from(kl):
     [
         (("topk_id",), "'topk_id' is no column of a batch: did you mean 'topk_ids'?"),
         ("rollout_logprob", "write a tuple of names"),
-        (("rollout_logprob",), None),
+        (("entropy",), "'entropy' is an input of the call; remove it here, or give the column another name"),
+        (("teacher_logprob",), None),
     ],
 )
 def test_an_objective_needs_columns_that_exist(monkeypatch, columns, problem):

@@ -43,9 +43,9 @@ async def sample_group(
     try:
         params = [_params(request, seed, experts, masks) for seed in request.seeds]
         if drafts:
-            for each in params:
-                each.extra_args = {GIVEN: []}
-            params[0].extra_args = {GIVEN: [tokens.tobytes() for tokens in request.drafts]}
+            for index, each in enumerate(params):
+                given = [] if index else [tokens.tobytes() for tokens in request.drafts]
+                each.extra_args = {**(each.extra_args or {}), GIVEN: given}
         outputs = await _finals(engine, prompt, params, names, adapter)
         samples = [output.outputs[0] for output in outputs]
         recorded: dict[str, np.ndarray] = {}
