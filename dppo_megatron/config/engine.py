@@ -123,7 +123,7 @@ class EngineConfig(Section):
 
 def _not_greedy(value: Any) -> Any:
     if type(value) in (int, float) and 0 <= value < 0.01:
-        raise refusal("samples of a group would be equal, so that no advantage is left; use e.g. 1.0 (eval is greedy)")
+        raise refusal("all samples of a group would be equal, without an advantage; use e.g. 1.0 (eval is greedy)")
     return value
 
 

@@ -85,11 +85,11 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
     """
     try:
         if path.is_fifo():
-            raise ValueError("a pipe, which may have no end; pass the path of a file")
+            raise ValueError("a pipe, not a file; pass the path of a file")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ValueError(f"more than the {MOST_BYTES} bytes that a config has at most; is it the right file?")
+            raise ValueError(f"a config has at most {MOST_BYTES} bytes; pass the path of a config")
         tree, repeated = parse(content.decode())
     except (FileNotFoundError, IsADirectoryError):
         problem, inside = "a directory, as an empty path is" if path.is_dir() else "no such file", path / "config.yaml"

@@ -17,7 +17,7 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def _layer_names(value: Any) -> Any:
     if value in ("all-linear", ["all-linear"]):
-        raise refusal("PEFT's word for all linear layers, which have adapters by default; remove the setting")
+        raise refusal("all linear layers, PEFT's all-linear, have adapters by default; remove the setting")
     return value
 
 
@@ -115,7 +115,7 @@ class LossScaleConfig(Section):
 
 def _adam_rate(value: float) -> float:
     if value > 0.1:
-        raise refusal("Adam changes every weight by about lr in an update, and above 0.1 destroys any model; 1e-3?")
+        raise refusal("Adam changes every weight by about lr in an update, and 0.1 destroys any model; use e.g. 1e-3")
     return value
 
 

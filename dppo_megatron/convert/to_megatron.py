@@ -34,7 +34,7 @@ class ToMegatron:
         if checkpoint := find_checkpoint(source):
             raise ModelError(
                 str(source),
-                [f"a Megatron checkpoint, no Hugging Face directory; `megatron-to-hf {checkpoint}` converts it"],
+                [f"a Megatron checkpoint, not a Hugging Face directory; `megatron-to-hf {checkpoint}` converts it"],
             )
         self.config = read_hf_config(source)
         self.layout = layout

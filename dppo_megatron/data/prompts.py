@@ -213,7 +213,7 @@ def _answer(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"the answer is {type(value).__name__}, expected text or a number")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"the answer is {value}")
+        raise ValueError(f"the answer is {value}, expected text or a finite number")
     return str(value)
 
 

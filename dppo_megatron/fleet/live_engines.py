@@ -117,7 +117,7 @@ class LiveEngines:
             confirmation = Confirmation(client.url, engines[client.url].instance, scores, load_s, pause_s, held)
             info = await client.info()
             if (info.instance, info.version) != (confirmation.instance, version):
-                raise EngineUnavailable(f"engine {client.url}: restarted, or loaded with other weights, meanwhile")
+                raise EngineUnavailable(f"engine {client.url}: it restarted or loaded other weights during the update")
             return confirmation
 
         return await self.on(engines, load_and_score)

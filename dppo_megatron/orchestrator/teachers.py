@@ -63,7 +63,7 @@ class Teachers:
         """
         if (name := self._chosen.of_source(prompt.source)) is None:
             raise protocol.EngineIncompatible(
-                f"distillation.teachers: no sources have {prompt.source!r}; add it to one"
+                f"distillation.teachers: none has rows of source {prompt.source!r}; add it to the sources of one"
             )
         opening = await asyncio.to_thread(self._opening, name, prompt)
         responses = {r.token_ids.tobytes(): r.token_ids.tolist() for r in rollouts if len(r.versions)}
@@ -120,7 +120,7 @@ class Teachers:
     async def _score(self, name: str, prompt: Prompt, tokens: list[int], turn: int) -> Scores:
         given, own, k = self._chosen.teachers[name], self._own[name], self._chosen.topk
         if not (services := list(engine_services(own, RunDir(own.run.dir)).values())):
-            raise protocol.EngineUnavailable(f"its server is not registered in {own.run.dir}; see its log")
+            raise protocol.EngineUnavailable(f"no server is registered in {own.run.dir}; see its log")
         url, kind = services[turn % len(services)].url, kind_of(own)
         if (name, url) not in self._calls:
             secret = None if given.urls and given.secret_file is None else read_secret(own)

@@ -116,7 +116,7 @@ def clear(run: RunDir) -> None:
 def _remove_versions(directory: Path) -> None:
     """Remove all versions. Raises `ExpectedError` if the directory has other files."""
     if foreign := [path.name for path in directory.iterdir() if not _OURS.fullmatch(path.name)]:
-        raise ExpectedError(f"{directory}: has {foreign[0]}, which is no published version; move it away")
+        raise ExpectedError(f"{directory}: has {foreign[0]}, which is not a published version; move it away")
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -90,7 +90,7 @@ class WeightRendezvous:
         try:
             reason = self._store.get(f"{step}/off").decode() if self._store.check([f"{step}/off"]) else ""
         except Exception as error:
-            raise WeightGroupError(f"{step}: the trainer's store is gone: {_brief(error)}") from error
+            raise WeightGroupError(f"{step}: the trainer's store does not answer: {_brief(error)}") from error
         if reason:
             raise WeightGroupError(f"{step}: aborted: {reason}")
 

@@ -63,7 +63,7 @@ IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
         (DRAFTS + "engine.kind=sglang", "takes the likeliest token at any temperature when it verifies drafts"),
         ("engine.extra_args=[--speculative-config=x]", "engine.extra_args = --speculative-config=x: a server's own"),
         ("engine.extra_args=[-sc=x]", "engine.extra_args = -sc=x: a server's own"),
-        ("engine.kind=sglang engine.extra_args=[--speculative-algorithm=NGRAM]", "draws other tokens for a seed"),
+        ("engine.kind=sglang engine.extra_args=[--speculative-algorithm=NGRAM]", "changes the tokens of a seed"),
         (LORA, None),
         (ADAPTER, None),
         (ADAPTER + "model.lora.r=0", "the run trains no adapters (model.lora.r = 0)"),
@@ -81,7 +81,7 @@ IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
         ("weight_sync.full_every=5 " + BROADCAST, "weight_sync.full_every = 5: a broadcast always sends all weights"),
         (COLOCATED + "engine.kind=sglang rollout.max_staleness=0", None),
         (COLOCATED + "engine.kind=sglang " + BROADCAST, "broadcast: NCCL does not connect two processes on one GPU"),
-        (IN_MEMORY + BROADCAST, "weight_sync.directory = /dev/shm/mine: a broadcast writes nothing"),
+        (IN_MEMORY + BROADCAST, "weight_sync.directory = /dev/shm/mine: a broadcast writes no files"),
         (
             IN_MEMORY + "slurm.trainer_nodes=1 slurm.engine_nodes=1",
             "mine: each machine has its own /dev/shm, and the run",

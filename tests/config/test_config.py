@@ -116,7 +116,7 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
             "objective={name: pg_is, settings: {clip_range: 0.2}}",
             "clip_range = 0.2: objective pg_is has no trust region; remove it",
         ),
-        ("rollout.temperature=0", "use e.g. 1.0 (eval is greedy)"),
+        ("rollout.temperature=0", "would be equal, without an advantage; use e.g. 1.0"),
         ("model.lora.targets=all-linear", "remove the setting"),
         ("data.prompt_template=Question: {prompt}", "must be text, but ': ' makes it a section"),
         ("objective.settings.clip_high=0.2", "did you mean objective.settings.epsilon_high?"),

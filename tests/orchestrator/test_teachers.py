@@ -211,7 +211,7 @@ def test_rows_are_scored_by_the_teacher_of_their_source(tmp_path):
     assert "teacher/helped/kl" in metrics
     assert "teacher/sums/kl" not in metrics
     alone = teaching(tmp_path, {"sums": teachers["sums"]})
-    with pytest.raises(EngineIncompatible, match="no sources have 'other'"):
+    with pytest.raises(EngineIncompatible, match="none has rows of source 'other'"):
         scored(alone, Server(), prompt("other"), [rollout([3])])
 
 
@@ -329,7 +329,7 @@ def test_settings_that_teach_nothing_are_named():
     assert "a: set one of urls and path" in problems({"a": {}})
     own = {"path": "model", "in_trainer": True}
     assert problems({"a": own}) == problems({"a": own}, rollout={"bank": "bank"}) == ""
-    assert "a.in_trainer = true: supports no other teacher" in problems({"a": own, "b": {**url, "sources": ["x"]}})
-    assert "a.in_trainer = true: supports no other teacher" in problems({"a": {**own, "tensor_parallel": 2}})
-    assert "a.in_trainer = true: supports no other teacher" in problems({"a": own}, rollout={"top_p": 0.9})
-    assert "a.in_trainer = true: supports no other teacher" in problems({"a": {**url, "in_trainer": True}})
+    assert "a.in_trainer = true: excludes other teachers" in problems({"a": own, "b": {**url, "sources": ["x"]}})
+    assert "a.in_trainer = true: excludes other teachers" in problems({"a": {**own, "tensor_parallel": 2}})
+    assert "a.in_trainer = true: excludes other teachers" in problems({"a": own}, rollout={"top_p": 0.9})
+    assert "a.in_trainer = true: excludes other teachers" in problems({"a": {**url, "in_trainer": True}})

@@ -78,7 +78,7 @@ def test_a_weight_beyond_fp16_is_named_on_every_rank_and_not_published(result_of
     result = result_of(f"overflows_{transport}")
     assert result["dtypes"] == {torch.float16}
     for message in result["messages"]:
-        assert "model.layers.1.mlp.down_proj.weight: holds values beyond 65504" in message
+        assert "model.layers.1.mlp.down_proj.weight: contains values beyond 65504" in message
         assert "use bf16 (model.dtype, engine.dtype or --dtype)" in message
     assert result["kept"]
     assert result["left"] == []

@@ -84,8 +84,8 @@ def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> 
     if not all(isinstance(part, DistributedOptimizer) for part in parts):
         if numbered != (0 in loaded):
             raise CheckpointError(
-                "parallel.distributed_optimizer = false: such a state loads only where as many ranks have experts as "
-                "when it was saved; use the expert and pipeline sizes it was saved with"
+                "parallel.distributed_optimizer = false: this rank's optimizer state has another form than the saved "
+                "one, because experts are on other ranks; use the checkpoint's parallel.expert and parallel.pipeline"
             )
         return [loaded[index] for index in range(len(parts))] if numbered else [loaded]
     saved = [loaded] if "optimizer" in loaded else [loaded[i] for i in (0, 1) if "optimizer" in loaded.get(i, {})]
