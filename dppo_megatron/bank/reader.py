@@ -71,7 +71,7 @@ class BankReader:
                 # A later part of another host's writes may appear before an earlier part, which reads as zeros.
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
-        if problem and head == Head.read(self._directory):  # otherwise the writer continued meanwhile
+        if problem and head == Head.read(self._directory):  # otherwise the writer has continued
             return self._not_there(problem)
         self._missing_since = None
         return self.num_groups

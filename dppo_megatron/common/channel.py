@@ -26,7 +26,7 @@ class InvalidReply(ConnectionError):
 class WorkerChannel:
     """Sends and receives at one end. A call raises `TimeoutError` at `deadline` (`time.monotonic()`), or never if None.
 
-    Raises `EOFError` or `OSError` when the other end is gone.
+    Raises `EOFError` or `OSError` when the other end has closed the channel.
     """
 
     def __init__(self, end: socket.socket, token: bytes):

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class DamagedFile(ExpectedError, ValueError):
-    """A file of a run has contents that the run does not write there."""
+    """A file of a run has content that no run writes."""
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -223,7 +223,7 @@ def _known(tree: Any) -> dict[str, str]:
 
 
 def setting_of(name: str) -> str:
-    """Return the setting for a name on a command line: another trainer's, one without section, or a full name."""
+    """Return the full name of a setting, given that name, its last part, or the name in another trainer."""
     return name if "." in name else _NAMES.get(name, "section.key").split()[0]
 
 

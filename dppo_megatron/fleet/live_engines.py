@@ -104,7 +104,7 @@ class LiveEngines:
     ) -> dict[str, Confirmation | EngineError]:
         """Let each of `engines` load `version` and score `tokens`. Return its confirmation or its error, by URL.
 
-        `load` returns the seconds for which the engine paused. An engine that was restarted, or loaded another version
+        `load` returns the seconds for which the engine paused. An engine that restarted, or loaded another version
         meanwhile, gives an error.
         """
 

@@ -256,7 +256,7 @@ class MonitoredEngine:
             if info.instance != instance:
                 raise EngineUnavailable("the server restarted during the weight check")
             tolerance = self._config.probe_tolerance
-            # If the trainer published the next policy to it meanwhile, the scores are of that policy.
+            # The trainer may have published the next policy to it; the scores are then of that policy.
             if info.version == policy.version and not difference.within(tolerance):
                 raise EngineError(
                     f"log-probs of the weight check differ by {difference} from the trainer's under policy "

@@ -107,7 +107,7 @@ class SafetensorsFile:
                 return
             if self._missing:
                 raise ValueError(f"{self._file.name}: never written: {', '.join(self._missing)}")
-            self._file.close()  # a rename must not outlive the bytes it names
+            self._file.close()  # flushes: the file may be renamed afterwards
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

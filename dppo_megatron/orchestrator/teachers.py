@@ -1,7 +1,7 @@
 """Ask teachers for the most likely tokens at every sampled token of a group, before the group is stored.
 
-After a failure a request goes to the teacher's next server, for at most `distillation.unavailable_timeout_s`. It also
-does after a reply that is no distribution over its tokens, as often as `INVALID` allows. A rejected request or a
+After a failure a request goes to the teacher's next server, for at most `distillation.unavailable_timeout_s`. A reply
+that is not a distribution over its tokens is requested again, as often as `INVALID` allows. A rejected request or a
 different tokenizer ends the run.
 A prompt whose group is not scored is not in the bank, so a resumed run samples it again.
 """
@@ -35,7 +35,7 @@ from dppo_megatron.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
-INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # of replies that are no distributions
+INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # for replies that are not distributions
 MOST_REQUESTS = 32  # limit of concurrent requests to a teacher
 PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
 Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the first, named as those of an engine

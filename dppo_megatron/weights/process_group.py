@@ -80,7 +80,7 @@ class WeightRendezvous:
             self._store.set(f"{step}/begin", "")
 
     def abort(self, step: str, reason: str) -> None:
-        """Abort `step`; later reasons are ignored. Do nothing if the store is gone, because then no peer waits."""
+        """Abort `step`; later reasons are ignored. Do nothing if the store has closed, because then no peer waits."""
         with suppress(Exception):
             first = self._store.compare_set(f"{step}/off", "", reason)
             self._store.set(f"{step}/begin", first.decode())

@@ -1,4 +1,4 @@
-"""Reads checkpoint files only as data, and rejects a pickle that names anything else before it runs.
+"""Reads checkpoint files only as data: a pickle that names code is rejected before any of its code runs.
 
 Megatron and torch read `.metadata`, objects among the shards and TransformerEngine's states with plain pickle.
 """

@@ -17,7 +17,7 @@ async def play(
 ) -> float | None:
     """Play task number `idx` (a column of the row); return verifiers' reward, None if it has none.
 
-    env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}. Seats without their own settings
+    env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}. Agents without their own settings
     get the runtime `subprocess` and the harness next to this file. path: the directory of verifiers, only for this
     process.
     """

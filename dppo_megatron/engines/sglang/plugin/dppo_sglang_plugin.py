@@ -252,12 +252,12 @@ def _text(value: Any) -> str:
 
 
 def _ours(name: str) -> ModuleType:
-    """Return a module of the folder `weights` that imports no other module of ours."""
+    """Load a module of the folder `weights` from its file. It must not import other modules of this package."""
     return _loaded(WEIGHTS / f"{name}.py")
 
 
 def _loaded(file: Path) -> ModuleType:
-    """Return our module in `file`. It is loaded only once, so that its exception classes are unique."""
+    """Load the module in `file` once, because a second copy would have other exception classes."""
     name = f"dppo_{file.stem}"
     if name not in sys.modules:
         spec: Any = importlib.util.spec_from_file_location(name, file)
