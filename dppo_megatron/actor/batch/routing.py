@@ -37,7 +37,7 @@ class ReplayedExperts:
         self.replayed: list[Tensor | int] = [0] * len(experts)
 
     def counts(self) -> Float[Tensor, " 2"]:
-        """Count replayed (token, layer, slot) triples, fp64 [2]: those that the router would not choose, and all."""
+        """Count replayed (token, layer, slot) triples, fp64 [2]: the ones that the router rejects, and all."""
         totals = torch.stack([torch.as_tensor(sum(n)).double() for n in (self.differing, self.replayed)])
         return totals.to(self.experts.device)
 
