@@ -232,7 +232,7 @@ class BankReader:
 
 
 def read_front(file: int, entry: BankEntry) -> Front:
-    """Read the bytes before the samples: the prompt and the finish reasons. Raises as `read_samples`."""
+    """Read the bytes before the samples: the prompt and the finish reasons. Raises the errors of `read_samples`."""
     size, crc = entry.front
     return decode_front(_piece(file, size, entry.offset, crc, "the prompt").tobytes(), entry)
 

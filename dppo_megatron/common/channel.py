@@ -54,7 +54,7 @@ class WorkerChannel:
         return b"".join(parts)
 
     def receive_reply(self, deadline: float, number: int, largest: int = LARGEST_REPLY) -> dict[str, Any]:
-        """Return the reply to request `number`. Raises as `receive`."""
+        """Return the reply to request `number`. Raises the errors of `receive`."""
         payload = self.receive(deadline, largest)
         try:
             reply = json.loads(payload)

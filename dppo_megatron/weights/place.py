@@ -30,7 +30,7 @@ def problem(run: RunDir, directory: Path) -> str | None:
     setting, directory = f"{SETTING} = {directory}", directory.absolute()
     parent = directory.parent
     if not parent.is_dir():
-        return f"{setting}: {parent} is no directory; make it, or choose another one"
+        return f"{setting}: {parent} is not a directory; create it, or choose another one"
     about = parent.stat()
     if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
         return f"{setting}: any user may replace files in {parent} (it is not sticky); choose another one"

@@ -55,7 +55,7 @@ def test_cpus_serve_whole_sets_of_experts():
 
 def test_drafts_are_refused_on_gpus():
     (problem,) = gpu_problems(config(draft_tokens=4), EIGHT)
-    assert problem.startswith("engine.draft_tokens = 4: vLLM's model runner for GPUs draws in another way")
+    assert problem.startswith("engine.draft_tokens = 4: vLLM's model runner for GPUs samples differently")
     assert gpu_problems(config(draft_tokens=4), []) == []
 
 

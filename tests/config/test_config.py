@@ -250,7 +250,7 @@ def test_a_file_without_a_tree_of_settings_is_named(tmp_path):
         ({"engine": {"quantization": "fp8_block", "dtype": "fp32"}}, "engine.dtype = fp32"),
         (
             {"engine": {"quantization": "fp8_block", "kind": "sglang", "urls": ["http://a:1"]}},
-            "engine.quantization = fp8_block: not with engine.urls of SGLang",
+            "engine.quantization = fp8_block: excludes engine.urls with SGLang",
         ),
         (
             {

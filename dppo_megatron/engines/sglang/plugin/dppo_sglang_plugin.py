@@ -171,9 +171,9 @@ def update_from_disk(
     if manager is None and not is_adapter:
         return update_whole(original, updater, model_path, load_format, **options)
     if manager is None:
-        return False, f"{model_path}: an adapter; start the server with --enable-lora and --max-lora-rank to load it"
+        return False, f"{model_path}: is an adapter; start the server with --enable-lora and --max-lora-rank"
     if not is_adapter:
-        return False, f"{model_path}: no adapter, and a server with --enable-lora takes nothing else; start it without"
+        return False, f"{model_path}: not an adapter; start the server without --enable-lora to load it"
     try:
         load_adapter(manager, model_path)
     except Exception as error:  # an exception would end the server
