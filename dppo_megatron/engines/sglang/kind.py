@@ -55,7 +55,7 @@ class Sglang(EngineKind):
         if e.urls and e.serves_fp8:
             out.append(
                 f"engine.quantization = {e.quantization}: excludes engine.urls with SGLang, because weights are "
-                "checked against a copy of the model that only a run's own engines have; remove engine.urls, or use vllm"
+                "checked against a copy of the model that only a run's own engines have; remove engine.urls or use vllm"
             )
         if e.draft_tokens:
             out.append(
