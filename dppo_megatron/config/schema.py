@@ -42,7 +42,7 @@ class TrackingConfig(Section):
     tensorboard: bool = setting(False, "write RUN/tensorboard")
     wandb: Literal["off", "offline", "online"] = setting("off", "log to Weights & Biases")
     wandb_project: str = setting("dppo_megatron", "project of the run in Weights & Biases")
-    wandb_name: str | None = setting(None, "name of the run in it; default: that of run.dir")
+    wandb_name: str | None = setting(None, "name of the run in wandb; default: that of run.dir")
     token_sequences: CountFromZero = setting(
         0,
         "sequences of each step whose tokens are stored in RUN/tokens with the trainer's log-prob, entropy, "

@@ -46,7 +46,7 @@ class SlurmConfig(Section):
     gpus_per_node: ProcessesFromZero = setting(8, "GPUs of each node, also as gpu:h100:8; 0 = run on the CPU")
     gpu_type: Name | None = setting(None, "their type in the cluster's GRES, e.g. h100; default: any")
     engine_gpus_per_node: ProcessesFromZero | None = setting(None, "GPUs of each engine node; default: gpus_per_node")
-    engine_gpu_type: Name | None = setting(None, "type of these GPUs; default: gpu_type if engine_gpus_per_node is null")
+    engine_gpu_type: Name | None = setting(None, "type of these GPUs; default: gpu_type, unless their number is set")
     exclusive: bool = setting(True, "request whole nodes; false: give CPUs and memory in sbatch_args")
     gpu: str | None = setting(None, "kind of GPU, as for `plan`, e.g. h100-80; the run must fit")
     account: Name | None = setting(None, "account of the job, as sbatch takes it")
