@@ -43,10 +43,10 @@ class WorkerChannel:
         while len(head) < _HEAD:
             head += self._read(_HEAD - len(head), deadline)
             if not self._token.startswith(head[:TOKEN_BYTES]):
-                raise InvalidReply(f"{head[:TOKEN_BYTES]!r} came instead of a reply")
+                raise InvalidReply(f"expected a reply, got {head[:TOKEN_BYTES]!r}")
         (size,) = _LENGTH.unpack(head[TOKEN_BYTES:])
         if largest is not None and size > largest:
-            raise InvalidReply(f"a reply of {size} bytes")
+            raise InvalidReply(f"a reply of {size} bytes, more than {largest}")
         parts = []
         while size:
             parts.append(self._read(min(size, 1 << 20), deadline))

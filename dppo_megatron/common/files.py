@@ -181,7 +181,7 @@ def read_regular(path: Path, most: int = _MOST_BYTES) -> bytes:
     """
     try:
         if os.path.lexists(path) and not path.is_file():
-            raise ValueError("not a file")
+            raise ValueError("not a regular file")
         with path.open("rb") as file:
             content = file.read(most + 1)
     except FileNotFoundError:

@@ -96,7 +96,7 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
         other = inside if inside.is_file() else "the path of a YAML config, e.g. examples/quickstart/config.yaml"
         raise ConfigError(str(path), [f"{problem}; pass {other}"]) from None
     except OSError as error:
-        raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from None
+        raise ConfigError(str(path), [f"cannot be read: {error.strerror}; correct its permissions"]) from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(str(path), [f"line {line}: not UTF-8 ({error.reason}); save it as UTF-8"]) from None

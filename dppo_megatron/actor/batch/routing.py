@@ -89,7 +89,7 @@ class _LayerReplay(RouterReplay):
     """Gives Megatron's router its top-k. Does not register itself in Megatron's list of all routers."""
 
     def __init__(self, index: int):
-        self.index = index  # counts this rank's layers with experts
+        self.index = index  # number of the layer among this rank's layers with experts
         self.batch: ReplayedExperts | None = None
         self.recorded: list[Tensor] | None = None
 
