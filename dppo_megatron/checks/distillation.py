@@ -17,7 +17,7 @@ def problems(config: Config) -> list[str]:
     by_servers, temperature = config.trainer_teacher is None, rollout.temperature
     wrong = {
         "the run samples nothing that they could score; remove them": by_servers and not config.samples,
-        f"score at temperature 1; set rollout.temperature = {temperature:g} to that": by_servers and temperature != 1,
+        f"score at temperature 1; set rollout.temperature ({temperature:g}) to 1": by_servers and temperature != 1,
         "rollout.dynamic_sampling would drop useful groups; set it to false": rollout.dynamic_sampling,
     }
     if chosen.teachers:

@@ -157,6 +157,6 @@ def test_source_that_is_no_checkpoint_and_checkpoint_without_model(source, check
     assert absent == f"no such directory; {tmp_path} has step-000012"
     (no_model,) = problems(convert, "hf-to-megatron", tmp_path, tmp_path / "target")
     assert no_model.endswith("pass a model's directory (`hf download NAME --local-dir DIR`)")
-    assert "hf-to-megatron converts it" in problems(convert, "megatron-to-hf", source, tmp_path / "target")[0]
+    assert "convert it by hf-to-megatron" in problems(convert, "megatron-to-hf", source, tmp_path / "target")[0]
     shutil.rmtree(checkpoint / "model")
     assert "--template" in problems(convert, "megatron-to-hf", checkpoint, tmp_path / "target")[0]

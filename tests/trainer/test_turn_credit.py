@@ -146,8 +146,8 @@ def test_a_bank_with_too_few_of_them_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "objective.credit = turn: .*environment.name names none"),
-        ({"environment": {"agent": "a:b"}}, "objective.credit = turn: .*environment.name names none"),
+        ({}, "objective.credit = turn: .*environment.name is not set"),
+        ({"environment": {"agent": "a:b"}}, "objective.credit = turn: .*environment.name is not set"),
         ({"objective": {"credit": "turn", "advantage": "batch_mean"}}, "objective.advantage = batch_mean: "),
         ({"rollout": {"dynamic_sampling": True}}, "rollout.dynamic_sampling = true: drops groups of equal rewards"),
         ({"objective": {"discount": 0.9}}, "objective.discount = 0.9: .*set objective.credit to turn"),

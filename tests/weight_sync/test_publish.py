@@ -91,7 +91,7 @@ def test_colocated_engines_and_the_actor_take_turns(result_of):
     first, second = result["events"]
     assert first == turn + awake
     assert second == ["score", "offloaded", "onloaded"] * 2
-    assert "did not free its memory" in result["message"]
+    assert "did not free their memory" in result["message"]
     assert result["differences"] == [0.0]
 
 
