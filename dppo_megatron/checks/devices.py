@@ -139,8 +139,8 @@ def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
     if serving and (slots := _slots(config, nodes, per_node)) < engine.count:
         return [
             f"engine.count = {engine.count}: {nodes} x {per_node} devices with {config.parallel.world_size} trainer "
-            f"ranks have room for {slots} engines of {engine.nodes} x {engine.devices_per_node} devices; lower it or "
-            "engine.tensor_parallel"
+            f"ranks have room for {slots} engines of {engine.devices_per_node} devices on {engine.nodes} nodes each; "
+            "lower it or engine.tensor_parallel"
         ]
     return []
 

@@ -84,7 +84,7 @@ IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
         (IN_MEMORY + BROADCAST, "weight_sync.directory = /dev/shm/mine: a broadcast writes no files"),
         (
             IN_MEMORY + "slurm.trainer_nodes=1 slurm.engine_nodes=1",
-            "mine: each machine has its own /dev/shm, and the run",
+            "mine: each machine has its own /dev/shm, but the run",
         ),
         (IN_MEMORY + "weight_sync.full_every=5", None),
         (IN_MEMORY + COLOCATED, None),

@@ -196,7 +196,7 @@ def test_what_each_method_needs():
         ("dppo_binary_tv", "advantage", "needs advantage"),
         ("dppo_binary_tv", "mask", r"needs mask; pass by name, each \[T\]: logprob, mask, advantage, rollout_logprob$"),
         ("nll", "logprob", r"nll needs logprob; pass by name, each \[T\]: logprob, mask$"),
-        ("dppo_topk_tv", "topk", "dppo_topk_tv needs topk"),
+        ("dppo_topk_tv", "topk", "dppo_topk_tv needs `topk`"),
         ("minirl", "old_logprob", "needs old_logprob"),
         ("gspo", "sequence_ids", "needs sequence_ids"),
     ],
@@ -297,7 +297,7 @@ def test_a_users_own_by_dotted_path(user_module):
     assert build_objective(f"{user_module}:factory", delta=0.5).settings.delta == 0.5
     needs = "needs_rollout, needs_reference, needs_topk_gradient"
     for path, overrides, says in (
-        ("ready", {"delta": 0.1}, "takes no settings: delta"),
+        ("ready", {"delta": 0.1}, "remove the settings delta"),
         ("factory", {"dleta": 0.1}, "rejected its settings"),
         ("useless", {}, "lacks name, settings"),
         ("bare", {}, f"lacks needs_columns, {needs}, .*needs_statistic, moves_without"),
