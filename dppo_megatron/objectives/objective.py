@@ -209,7 +209,7 @@ def _load(path: str, overrides: dict[str, Any]) -> ObjectiveProtocol:
         raise ObjectiveError(f"objective {path!r} is an instance; remove the settings {', '.join(overrides)}")
     if missing:
         raise ObjectiveError(
-            f"objective {path!r} is a {type(target).__name__} without {', '.join(missing)}; inherit from Objective"
+            f"objective {path!r} is a {type(target).__name__} and lacks {', '.join(missing)}; inherit from Objective"
         )
     return target
 

@@ -136,7 +136,7 @@ class VllmEngine(HttpEngine):
         try:
             return EngineInfo(**{**reply, "problems": tuple(reply["problems"])})
         except (KeyError, TypeError) as error:
-            raise EngineIncompatible(f"engine {self.url}: its /dppo/info is of another version: {error}") from error
+            raise EngineIncompatible(f"engine {self.url}: its description is of another version: {error}") from error
 
     async def version(self) -> int:
         return (await self.info()).version
