@@ -289,7 +289,7 @@ class Actor:
             try:
                 writing.wait()
             except Exception as error:
-                log.error("the last checkpoint is lost: %s", error)
+                log.error("the last checkpoint was not written: %s", error)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint under `directory`; return the caller's state, None if there is none.

@@ -32,7 +32,7 @@ class ParameterGather:
     def require_whole(self) -> None:
         """Raise RuntimeError between an update with `another_follows` and the next update."""
         if self._outdated:
-            raise RuntimeError("the last update was not the last of its step: parameters are not gathered yet")
+            raise RuntimeError("parameters are gathered after the last update of a step; this update was not the last")
 
     @contextmanager
     def behind_forward(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ class Implementations:
     layers: str  # norms, matrix products, attention
     optimizer: str  # Adam
     norms: str  # multi-tensor gradient norm and clipping
-    weight_gradient: str  # adds weight gradients to the fp32 buffer
+    weight_gradient: str  # addition of weight gradients to the fp32 buffer
 
     def __str__(self) -> str:
         return (

@@ -40,7 +40,8 @@ def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
     Raises `CannotTrace` under context parallelism and for gated delta net.
     """
     if actor.layout.context_size > 1:
-        raise CannotTrace("parallel.context > 1: a trace needs whole sequences, and each rank has parts; set it to 1")
+        size = actor.layout.context_size
+        raise CannotTrace(f"parallel.context = {size}: each rank has only parts of the sequences; set it to 1")
     if actor.hf.delta_net is not None:
         raise CannotTrace(f"model.path = {actor.hf.source}: gated delta net cannot be traced; use another model")
     recorder = _TraceRecorder(actor, len(batch.token_ids), given or {})

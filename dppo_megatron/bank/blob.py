@@ -160,7 +160,7 @@ def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str,
 
 
 def _spans(entry: BankEntry, i: int, spans: np.ndarray) -> np.ndarray | None:
-    """Return the spans in the form of `Rollout`, None for a single span of the policy; compare them with the entry."""
+    """Return `Rollout.spans`: None for one span of the policy. Raises ValueError if they contradict the index line."""
     tokens = int(entry.response_lengths[i])
     wanted = [tokens, 0, 0] if entry.spans is None else entry.spans[i].tolist()
     if np.bincount(spans[:, 0], weights=spans[:, 1], minlength=3).tolist() != wanted:

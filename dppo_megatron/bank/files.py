@@ -114,7 +114,7 @@ class ReadBuffer:
 
 
 def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = None) -> np.ndarray:
-    """Return [size] uint8 of a file, fewer at its end.
+    """Return `size` bytes of a file from `offset` as uint8, fewer at its end.
 
     One system call may return less than requested, and never more than 2 GiB.
     """

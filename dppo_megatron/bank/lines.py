@@ -106,7 +106,7 @@ def is_sealed(line: bytes) -> bool:
 
 
 def starts_with_sealed(tail: bytes) -> bool:
-    """Return whether `tail` is a complete line, possibly followed by other bytes than a newline."""
+    """Return whether `tail` begins with a complete line, even if its newline is missing or was overwritten."""
     start = tail.rfind(b',"line":"')
     return start >= 0 and len(tail) > start + _SEAL_BYTES and is_sealed(tail[: start + _SEAL_BYTES])
 

@@ -71,7 +71,7 @@ class BankReader:
                 # A later part of another host's writes may appear before an earlier part, which reads as zeros.
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
-        if problem and head == Head.read(self._directory):  # otherwise the writer continued meanwhile
+        if problem and head == Head.read(self._directory):  # otherwise the writer has continued
             return self._not_there(problem)
         self._missing_since = None
         return self.num_groups
@@ -232,7 +232,7 @@ class BankReader:
 
 
 def read_front(file: int, entry: BankEntry) -> Front:
-    """Read the bytes before the samples: the prompt and the finish reasons. Raises as `read_samples`."""
+    """Read the bytes before the samples: the prompt and the finish reasons. Raises the errors of `read_samples`."""
     size, crc = entry.front
     return decode_front(_piece(file, size, entry.offset, crc, "the prompt").tobytes(), entry)
 

@@ -103,7 +103,7 @@ class BankWriter:
         return self._begin(group.prompt.position, lambda: self._append(group), groups=1)
 
     def drop(self, position: int, row: int, reason: str, detail: str = "") -> None:
-        """Record that a prompt is done and yields no group. Raises as `append`."""
+        """Record that a prompt is done and yields no group. Raises the errors of `append`."""
         self.begin_drop(position, row, reason, detail).result()
 
     def begin_drop(self, position: int, row: int, reason: str, detail: str = "") -> Future[None]:

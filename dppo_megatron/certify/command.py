@@ -51,7 +51,7 @@ def certify(
     if lora.r and (checkpoint is not None or lora.adapter is not None):
         raise ConfigError(
             source,
-            [f"model.lora.r = {lora.r}: adapters are not published here; certify RUN/model, the run's merged model, as "
+            [f"model.lora.r = {lora.r}: certify publishes no adapters; compare the run's merged model, RUN/model, as "
              "model.path, with model.lora.r=0"],
         )  # fmt: skip
     engine: dict[str, Any] = {"count": 1, "urls": tuple(urls or config.engine.urls)[:1], "placement": "disaggregated"}

@@ -66,8 +66,10 @@ def compare(engine: Trace, trainer: Trace) -> list[Difference]:
     """
     keys = sorted(engine.keys() & trainer.keys(), key=_place)
     if trainer and all(layer == OUTSIDE for layer, _ in keys):
-        counts = f"the engine recorded {len(engine)} values and the trainer {len(trainer)}, none of a layer is in both"
-        raise ExpectedError(f"{counts}: certify a model and layers of docs/certify.md#what-can-be-recorded")
+        raise ExpectedError(
+            f"no layer has a value that both sides recorded (engine {len(engine)} values, trainer {len(trainer)}); "
+            "docs/certify.md#what-can-be-recorded lists the models that can be compared"
+        )
     return [_difference(key, engine[key], trainer[key]) for key in keys]
 
 

@@ -50,7 +50,7 @@ class ScoredResponse:
     prompt: Prompt  # P tokens
     rollout: Rollout
     alone: np.ndarray  # [P + R - 1] fp32 at temperature 1, scored in a separate pass
-    beside: np.ndarray  # the same log-probs, scored together with all others
+    together: np.ndarray  # the same log-probs, scored together with all others
 
 
 def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = None) -> None:
@@ -139,9 +139,9 @@ class _Measurement:
         sampled = [(prompt, r) for prompt, group in zip(asked, groups, strict=True) for r in group]
         whole = [np.concatenate([prompt.token_ids, r.token_ids]) for prompt, r in sampled]
         alone = [await engine.score(token_ids) for token_ids in whole]
-        beside = await asyncio.gather(*map(engine.score, whole))
+        together = await asyncio.gather(*map(engine.score, whole))
         head = {"engine": info.engine, "engine_dtype": info.dtype, "engine_model": info.model}
-        return head, [ScoredResponse(*one, a, b) for one, a, b in zip(sampled, alone, beside, strict=True)]
+        return head, [ScoredResponse(*one, a, b) for one, a, b in zip(sampled, alone, together, strict=True)]
 
     def _logprobs(
         self, samples: Sequence[ScoredResponse]
@@ -155,14 +155,14 @@ class _Measurement:
         trained, alone = self._packed(at_run, samples, shares), self._score(at_one)
         whole = self._packed(at_run, samples, False) if shares else trained
         sampled = [s.rollout.rollout_logprob for s in samples]
-        prefill, beside = (
-            [getattr(s, way)[-len(s.rollout.token_ids) :] for s in samples] for way in ("alone", "beside")
+        prefill, together = (
+            [getattr(s, way)[-len(s.rollout.token_ids) :] for s in samples] for way in ("alone", "together")
         )
         tables = {
             "engine sampled, trainer packed": (sampled, trained),
             "engine scored alone, trainer alone": (prefill, alone),
-            "engine: scored beside others, alone": (beside, prefill),
-            "trainer: packed beside others, alone": (whole, self._score(at_run)),
+            "engine: scored with others, alone": (together, prefill),
+            "trainer: packed with others, alone": (whole, self._score(at_run)),
         }
         if shares:
             tables["trainer: packed with prompts once, whole"] = (trained, whole)

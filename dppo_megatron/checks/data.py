@@ -40,7 +40,7 @@ def problems(
     if bank is not None and not bank.is_dir():
         absent.append(f"rollout.bank = {bank}: no such directory; name the bank of a run, RUN/bank")
     elif bank is not None and any(bank.iterdir()) and not (bank / HEAD_NAME).exists():  # an empty one is filled later
-        out.append(f"rollout.bank = {bank}: has files but no {HEAD_NAME}, so it is no bank; name RUN/bank")
+        out.append(f"rollout.bank = {bank}: not a bank, because it has no {HEAD_NAME}; name RUN/bank")
     (train, _), *more = config.data.train_files
     named = [("data.train", train), *((f"data.more.{number}.path", path) for number, (path, _) in enumerate(more))]
     graded = [(setting, path, config.data, config.reward) for setting, path in named]

@@ -34,7 +34,7 @@ def require_gpu() -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise ExpectedError(
             f"no GPU is visible on {socket.gethostname()} (CUDA_VISIBLE_DEVICES: {visible}), and this rank is to train "
-            "on one; see what nvidia-smi says there"
+            "on one; run nvidia-smi there to find the cause"
         )
 
 
@@ -76,8 +76,8 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
     if not visible:
         if config.slurm.gpu is not None:
             return [
-                f"slurm.gpu = {config.slurm.gpu}: the run is for GPUs, and {socket.gethostname()} shows none; see what "
-                "nvidia-smi and torch.version.cuda say there, start it by `dppo-megatron slurm` from a login node, or "
+                f"slurm.gpu = {config.slurm.gpu}: the run needs GPUs, and {socket.gethostname()} shows none; check "
+                "nvidia-smi and torch.version.cuda there, start it by `dppo-megatron slurm` from a login node, or "
                 "set it to null for a run on CPUs"
             ]
         if engines and (found := kind_of(config).cpu_problems(config)):
@@ -91,7 +91,7 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
     if engines and (found := kind_of(config).gpu_problems(config)):
         return found
     if engines and engine.nodes > 1:
-        return [f"engine.nodes = {engine.nodes}: this machine's GPUs are those of one node; set it to 1"]
+        return [f"engine.nodes = {engine.nodes}: this machine is one node; set it to 1"]
     if not trains:
         if not engines or engine.devices <= len(visible):
             return []
@@ -138,9 +138,9 @@ def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
         ]
     if serving and (slots := _slots(config, nodes, per_node)) < engine.count:
         return [
-            f"engine.count = {engine.count}: {nodes} x {per_node} devices, with trainer ranks on "
-            f"{config.parallel.world_size}, hold {slots} engines of {engine.devices_per_node} devices on "
-            f"{engine.nodes} nodes each; lower it or engine.tensor_parallel"
+            f"engine.count = {engine.count}: {nodes} x {per_node} devices with {config.parallel.world_size} trainer "
+            f"ranks have room for {slots} engines of {engine.devices_per_node} devices on {engine.nodes} nodes each; "
+            "lower it or engine.tensor_parallel"
         ]
     return []
 

@@ -16,11 +16,9 @@ def problems(config: Config) -> list[str]:
     chosen, rollout, out = config.distillation, config.rollout, []
     by_servers, temperature = config.trainer_teacher is None, rollout.temperature
     wrong = {
-        "nothing is sampled for them to score (a given bank has its lists); remove them": (
-            by_servers and not config.samples
-        ),
-        f"score at temperature 1; set rollout.temperature = {temperature:g} to that": by_servers and temperature != 1,
-        "rollout.dynamic_sampling drops groups that teach; set it to false": rollout.dynamic_sampling,
+        "the run samples nothing that they could score; remove them": by_servers and not config.samples,
+        f"score at temperature 1; set rollout.temperature ({temperature:g}) to 1": by_servers and temperature != 1,
+        "rollout.dynamic_sampling would drop useful groups; set it to false": rollout.dynamic_sampling,
     }
     if chosen.teachers:
         out += [f"distillation.teachers = {', '.join(chosen.teachers)}: {why}" for why, holds in wrong.items() if holds]
@@ -37,11 +35,11 @@ def problems(config: Config) -> list[str]:
         only = TeacherConfig(path=teacher.path, in_trainer=True)
         if teacher.in_trainer and (teacher != only or len(chosen.teachers) > 1 or rollout.has_sampling_mask):
             out.append(
-                f"distillation.teachers.{name}.in_trainer = true: supports no other teacher, setting except path, or "
-                "sampling mask (rollout.top_p, top_k, min_p); change these, or set it to false for a server"
+                f"distillation.teachers.{name}.in_trainer = true: excludes other teachers, settings other than path, "
+                "and a sampling mask (rollout.top_p, top_k, min_p); change these, or set it to false for a server"
             )
         if template is not None and ("{prompt}" not in template or config.environment.source is not None):
-            why = "must contain {prompt}, and no environment can continue it; change or remove it"
+            why = "must contain {prompt} and excludes environments; change or remove it"
             out.append(f"distillation.teachers.{name}.prompt_template = {template!r}: {why}")
     return out
 

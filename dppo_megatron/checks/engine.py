@@ -35,8 +35,8 @@ def problems(config: Config) -> list[str]:
         )
     if given := [argument for argument in e.extra_args if argument.startswith(SPECULATIVE)]:
         out.append(
-            f"engine.extra_args = {given[0]}: a server's own speculative decoding draws other tokens for a seed, and "
-            "with some settings from another distribution than its log-probs; remove it, or set engine.draft_tokens"
+            f"engine.extra_args = {given[0]}: a server's own speculative decoding changes the tokens of a seed, and "
+            "with some settings their distribution; remove it, or set engine.draft_tokens"
         )
     out += kind_of(config).problems(config)
     if e.placement == "colocated":
@@ -70,7 +70,7 @@ def _colocated(config: Config) -> list[str]:
             "engine.placement = colocated; set it to shared_storage (a run directory in memory is as fast)"
         )
     if e.urls:
-        out.append("engine.urls: colocated engines are started by the run, on the trainer's GPUs; remove one of them")
+        out.append("engine.urls: a run starts colocated engines itself; remove it, or change engine.placement")
     return out
 
 
@@ -92,8 +92,8 @@ def _directory(config: Config) -> list[str]:
     what, remedy = f"weight_sync.directory = {w.directory}", "remove it"
     here = next((root for root in OF_ONE_MACHINE if w.directory.absolute().is_relative_to(root)), None)
     why_not = (
-        (w.transport == "broadcast", "a broadcast writes nothing (weight_sync.transport = broadcast)"),
-        (here is not None and nodes > 1, f"each machine has its own {here}, and the run is to have {nodes} nodes"),
+        (w.transport == "broadcast", "a broadcast writes no files (weight_sync.transport = broadcast)"),
+        (here is not None and nodes > 1, f"each machine has its own {here}, but the run has {nodes} nodes"),
     )
     return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
 

@@ -45,7 +45,7 @@ def _weights(config: Config, hf: HFModelConfig, absent: list[str]) -> list[str]:
     for setting, directory in (used if m.weights is None else used | {"model.weights": m.weights}).items():
         try:
             if found := header_problems(WeightMap(hf), open_weights(directory, hf)):
-                raise ModelError(str(directory), ["its weights are not of the model in config.json", *found])
+                raise ModelError(str(directory), ["its weights do not fit config.json", *found])
         except ModelError as error:
             problem = f"{setting} = {error.source}: {bounded('; '.join(error.problems), 600)}"
             here = is_torch_dist(directory) or any(directory.glob("*.safetensors"))

@@ -84,9 +84,9 @@ def lengths(config: Config) -> list[str]:
 def eval_problems(config: Config) -> list[str]:
     out = kind_of(config).eval_problems(config)
     if config.eval.every and config.samples and not config.eval_sets:
-        out.append(f"eval.every = {config.eval.every}: there is nothing to evaluate; set data.eval or eval.sets, or 0")
+        out.append(f"eval.every = {config.eval.every}: there is nothing to evaluate; set data.eval, or set it to 0")
     if HELDOUT in config.eval.sets:
-        out.append(f"eval.sets.{HELDOUT}: the name of the set in data.eval; choose another")
+        out.append(f"eval.sets.{HELDOUT}: this name is reserved for data.eval; choose another")
     for name, chosen in config.eval.sets.items():
         setting = f"eval.sets.{name}"
         if 0 < chosen.temperature < 0.01:

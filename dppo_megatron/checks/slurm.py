@@ -121,5 +121,5 @@ def _need_gpus(config: Config, engines: int) -> list[str]:
         f"model.layers = {m.layers}": m.layers == "transformer_engine" and not trains,
         f"engine.quantization = {engine.quantization}": engine.serves_fp8 and engines > 0 and not serves,
     }
-    why = "needs GPUs, and its nodes have none; set slurm.gpus_per_node (engine_gpus_per_node), or change this"
+    why = "needs GPUs, but its nodes have none; set slurm.gpus_per_node or engine_gpus_per_node, or change this"
     return [f"{setting}: {why}" for setting, wrong in refused.items() if wrong]

@@ -62,7 +62,7 @@ def _credit(config: Config) -> list[str]:
     if config.objective.supervised or (config.samples and config.environment.name is None):
         out.append(
             "objective.credit = turn: the method `step` of an environment gives rewards of turns, and environment.name "
-            "names none; set that, or credit to trajectory"
+            "is not set; set it, or set objective.credit to trajectory"
         )
     if o.advantage.startswith("batch"):
         out.append(

@@ -42,7 +42,7 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
     taught = objective.needs_teacher or any(name.startswith("teacher_") for name in objective.needs_columns)
     if config.samples and taught != bool(config.distillation.teachers):
         why = (
-            "learns from a teacher; name one"
+            "learns from a teacher; add one to distillation.teachers"
             if taught
             else "uses none; set objective.settings.distillation, or remove it"
         )
@@ -128,7 +128,7 @@ def environment_problems(config: Config, tools: list[dict[str, Any]]) -> list[st
         ]
     out = []
     if environment.agent is None and environment.host != EnvironmentConfig().host:
-        out.append(f"environment.host = {environment.host}: only agents use it, and there is none; remove it")
+        out.append(f"environment.host = {environment.host}: has no effect without environment.agent; remove it")
     if environment.agent is not None and not data.chat_template:
         out.append(
             f"environment.agent = {environment.agent}: a chat template must format an agent's messages; set "

@@ -26,7 +26,7 @@ class InvalidReply(ConnectionError):
 class WorkerChannel:
     """Sends and receives at one end. A call raises `TimeoutError` at `deadline` (`time.monotonic()`), or never if None.
 
-    Raises `EOFError` or `OSError` when the other end is gone.
+    Raises `EOFError` or `OSError` when the other end has closed the channel.
     """
 
     def __init__(self, end: socket.socket, token: bytes):
@@ -43,10 +43,10 @@ class WorkerChannel:
         while len(head) < _HEAD:
             head += self._read(_HEAD - len(head), deadline)
             if not self._token.startswith(head[:TOKEN_BYTES]):
-                raise InvalidReply(f"{head[:TOKEN_BYTES]!r} came instead of a reply")
+                raise InvalidReply(f"expected a reply, got {head[:TOKEN_BYTES]!r}")
         (size,) = _LENGTH.unpack(head[TOKEN_BYTES:])
         if largest is not None and size > largest:
-            raise InvalidReply(f"a reply of {size} bytes")
+            raise InvalidReply(f"a reply of {size} bytes, more than {largest}")
         parts = []
         while size:
             parts.append(self._read(min(size, 1 << 20), deadline))
@@ -54,7 +54,7 @@ class WorkerChannel:
         return b"".join(parts)
 
     def receive_reply(self, deadline: float, number: int, largest: int = LARGEST_REPLY) -> dict[str, Any]:
-        """Return the reply to request `number`. Raises as `receive`."""
+        """Return the reply to request `number`. Raises the errors of `receive`."""
         payload = self.receive(deadline, largest)
         try:
             reply = json.loads(payload)

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class DamagedFile(ExpectedError, ValueError):
-    """A file of a run has contents that the run does not write there."""
+    """A file of a run has content that no run writes."""
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -181,7 +181,7 @@ def read_regular(path: Path, most: int = _MOST_BYTES) -> bytes:
     """
     try:
         if os.path.lexists(path) and not path.is_file():
-            raise ValueError("not a file")
+            raise ValueError("not a regular file")
         with path.open("rb") as file:
             content = file.read(most + 1)
     except FileNotFoundError:

@@ -190,7 +190,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
                 channel.send(parts)
             parts = answer(_request(channel, number + 1))
             reply = {"bytes": True} if isinstance(parts, bytes) else {"parts": parts}
-    except (EOFError, OSError):  # the pool is gone, or foreign code closed the channel
+    except (EOFError, OSError):  # the pool or foreign code closed the channel
         os._exit(0)
 
 

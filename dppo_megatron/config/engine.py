@@ -53,7 +53,7 @@ class EngineConfig(Section):
     )
     host: str = setting("127.0.0.1", "address at which started engines listen")
     port: CountFromZero = setting(0, "first port; 0 = a free one", le=65535)
-    dtype: Annotated[FloatName, Derived] = setting(None, "default: model.dtype")
+    dtype: Annotated[FloatName, Derived] = setting(None, "precision of the engines; default: model.dtype")
     quantization: Literal["none", "fp8_block", "fp8_block_emulated"] = setting(
         "none",
         "fp8_block: every publish quantises the layers' projections to FP8 (e4m3, a scale per 128 x 128 values) and "
@@ -61,12 +61,12 @@ class EngineConfig(Section):
         "engine.dtype, to study the mismatch; it saves no memory",
     )
     max_model_len: Annotated[Count, Field(ge=2), Derived] = setting(
-        None, "default: data.max_prompt_tokens + longest response"
+        None, "most tokens of a sequence; default: data.max_prompt_tokens + longest response"
     )
     max_num_seqs: Count = setting(256, "sequences that an engine samples at once")
-    kv_cache_bytes: Bytes | None = setting(None, "on each GPU; default: the engine's choice, 1 GiB on CPUs")
+    kv_cache_bytes: Bytes | None = setting(None, "KV cache of each GPU; default: the engine's choice, 1 GiB on CPUs")
     max_logprobs: Count = setting(64, "the engine's cap on top-K log-probs per token")
-    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = setting("processed_logprobs", "not raw")
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = setting("processed_logprobs", "raw is rejected")
     seeded: bool = setting(
         True,
         "the seed determines a sample's tokens, so a repeated request draws the same; SGLang then needs slower "
@@ -99,7 +99,7 @@ class EngineConfig(Section):
         "twice as many failed checks the server is ended, and restarted if the run started it",
     )
     unavailable_timeout_s: Seconds = setting(
-        900.0, "waiting longer for any serving engine raises; a restart must fit in it"
+        900.0, "the run ends if no engine serves for this long; a restart must fit in it"
     )
     restarts: CountFromZero = setting(
         5, "consecutive restarts of an engine that the run started; one more end ends the run"
@@ -123,7 +123,7 @@ class EngineConfig(Section):
 
 def _not_greedy(value: Any) -> Any:
     if type(value) in (int, float) and 0 <= value < 0.01:
-        raise refusal("samples of a group would be equal, so that no advantage is left; use e.g. 1.0 (eval is greedy)")
+        raise refusal("all samples of a group would be equal, without an advantage; use e.g. 1.0 (eval is greedy)")
     return value
 
 
@@ -132,7 +132,7 @@ class RolloutConfig(Section):
     group_size: Count = setting(8, "samples per prompt")
     max_response_tokens: Count = setting(1024, "a longer response is cut there, and counts as truncated")
     temperature: Annotated[Float, BeforeValidator(_not_greedy)] = setting(
-        1.0, "for sampling and log-probs; vLLM raises smaller values to 0.01", ge=0.01, le=100
+        1.0, "temperature of sampling and log-probs", ge=0.01, le=100
     )
     top_p: Float = setting(
         1.0,
@@ -145,7 +145,7 @@ class RolloutConfig(Section):
         -1, "sample from this many most likely tokens; -1 = all; top_p and min_p need it", ge=-1, le=10**9
     )
     min_p: Float = setting(0.0, "sample from tokens with at least this share of the top probability", ge=0, le=1)
-    stop_token_ids: tuple[TokenId, ...] = setting((), "besides the tokenizer's end-of-sequence token")
+    stop_token_ids: tuple[TokenId, ...] = setting((), "tokens that end a response, in addition to the tokenizer's")
     topk_logprobs: CountFromZero = setting(0, "K of the rollout policy's stored top-K tokens; top-K methods need > 0")
     max_staleness: CountFromZero = setting(0, "policy versions a rollout may lag behind; 0 = synchronous")
     on_update: Literal["keep", "wait", "abort"] = setting(
@@ -204,7 +204,7 @@ class WeightSyncConfig(Section):
         "shared_storage: private directory for the versions, linked from RUN/weights, e.g. /dev/shm/NAME, which "
         "engines on the trainer's machine read from memory; default: RUN/weights",
     )
-    keep_versions: Count = setting(2, "shared_storage: versions kept on disk, besides those on which they are based")
+    keep_versions: Count = setting(2, "shared_storage: versions kept on disk, in addition to those they need")
     full_every: Count = setting(
         1,
         "shared_storage: one in this many publishes writes the whole model, the others only the weights whose bits "
@@ -229,4 +229,4 @@ class WeightSyncConfig(Section):
         "both compute in fp32, 0.3 where either uses bf16, else 0.05 in fp16, 1.0 where either uses FP8, 0 with "
         "engine.exact",
     )
-    timeout_s: Seconds = setting(600.0, "limit for each part of an update; longer raises")
+    timeout_s: Seconds = setting(600.0, "time limit of each part of an update")

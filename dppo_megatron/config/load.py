@@ -85,18 +85,18 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
     """
     try:
         if path.is_fifo():
-            raise ValueError("a pipe, which may have no end; pass the path of a file")
+            raise ValueError("a pipe, not a file; pass the path of a file")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ValueError(f"more than the {MOST_BYTES} bytes that a config has at most; is it the right file?")
+            raise ValueError(f"a config has at most {MOST_BYTES} bytes; pass the path of a config")
         tree, repeated = parse(content.decode())
     except (FileNotFoundError, IsADirectoryError):
         problem, inside = "a directory, as an empty path is" if path.is_dir() else "no such file", path / "config.yaml"
         other = inside if inside.is_file() else "the path of a YAML config, e.g. examples/quickstart/config.yaml"
         raise ConfigError(str(path), [f"{problem}; pass {other}"]) from None
     except OSError as error:
-        raise ConfigError(str(path), [f"cannot be read: {error.strerror}"]) from None
+        raise ConfigError(str(path), [f"cannot be read: {error.strerror}; correct its permissions"]) from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(str(path), [f"line {line}: not UTF-8 ({error.reason}); save it as UTF-8"]) from None
@@ -223,7 +223,7 @@ def _known(tree: Any) -> dict[str, str]:
 
 
 def setting_of(name: str) -> str:
-    """Return the setting for a name on a command line: another trainer's, one without section, or a full name."""
+    """Return the full name of a setting, given that name, its last part, or the name in another trainer."""
     return name if "." in name else _NAMES.get(name, "section.key").split()[0]
 
 

@@ -17,7 +17,7 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def _layer_names(value: Any) -> Any:
     if value in ("all-linear", ["all-linear"]):
-        raise refusal("PEFT's word for all linear layers, which have adapters by default; remove the setting")
+        raise refusal("all linear layers, PEFT's all-linear, have adapters by default; remove the setting")
     return value
 
 
@@ -45,7 +45,7 @@ class ModelConfig(Section):
     logits: Literal["stored", "fused"] = setting(
         "stored", "stored: keep the head's output for the loss; fused: one pass, less memory"
     )
-    recompute: Literal["none", "selective", "full"] = setting("none", "activation recompute")
+    recompute: Literal["none", "selective", "full"] = setting("none", "activations to recompute in the backward pass")
     fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = setting(
         "none", "TransformerEngine's FP8 recipe for the layers' matrix products; needs bf16 and a GPU"
     )
@@ -76,7 +76,7 @@ class ParallelConfig(Section):
     pipeline: Processes = setting(1, "stages into which the layers are split")
     virtual_pipeline: Count | None = setting(None, "model chunks per pipeline rank (interleaved)", ge=2)
     first_stage_layers: Count | None = setting(None, "layers of the first pipeline rank; default: as the others")
-    last_stage_layers: Count | None = setting(None, "layers of the last pipeline rank, likewise")
+    last_stage_layers: Count | None = setting(None, "layers of the last pipeline rank; default: as the others")
     context: Processes = setting(1, "ranks that share every sequence")
     expert: Processes = setting(1, "MoE: ranks that share the experts of a layer")
     expert_tensor: Processes | None = setting(None, "tensor parallelism of the experts; default: tensor")
@@ -90,7 +90,7 @@ class ParallelConfig(Section):
         "reduce gradients during the backward pass, and between updates of a step gather parameters during the "
         "forward pass; default: on CUDA",
     )
-    timeout_s: Seconds = setting(600.0, "a collective that takes longer raises")
+    timeout_s: Seconds = setting(600.0, "time limit of a collective")
 
 
 LARGEST = 2.0**32
@@ -115,7 +115,7 @@ class LossScaleConfig(Section):
 
 def _adam_rate(value: float) -> float:
     if value > 0.1:
-        raise refusal("Adam changes every weight by about lr in an update, and above 0.1 destroys any model; 1e-3?")
+        raise refusal("Adam changes every weight by about lr in an update, and 0.1 destroys any model; use e.g. 1e-3")
     return value
 
 
@@ -125,12 +125,12 @@ class OptimizerConfig(Section):
     )
     min_lr: Float = setting(0.0, "learning rate at which a decay ends", ge=0, le=1e6)
     warmup_updates: CountFromZero = setting(0, "optimizer updates of linear warm-up")
-    decay: Literal["constant", "linear", "cosine"] = setting("constant", "of lr, down to min_lr at the end")
-    weight_decay: Float = setting(0.0, "decoupled, as in AdamW", ge=0, le=1e6)
+    decay: Literal["constant", "linear", "cosine"] = setting("constant", "form of the decay of lr to min_lr")
+    weight_decay: Float = setting(0.0, "AdamW's decoupled weight decay", ge=0, le=1e6)
     beta1: Float = setting(0.9, "Adam's decay of the mean of gradients", ge=0, lt=1)
     beta2: Float = setting(0.95, "Adam's decay of the mean of their squares", ge=0, lt=1)
-    eps: Float = setting(1e-8, "a smaller value is 0 in fp32 and gives 0 / 0", ge=1e-30, le=1)
-    grad_clip: Float = setting(1.0, "global gradient norm; 0 = off", ge=0, le=1e12)
+    eps: Float = setting(1e-8, "Adam's epsilon, which prevents 0 / 0", ge=1e-30, le=1)
+    grad_clip: Float = setting(1.0, "largest global gradient norm; 0 = off", ge=0, le=1e12)
     offload: bool = setting(
         False, "keep main parameters and Adam states on the host; each optimizer step moves them to the GPU and back"
     )
@@ -156,7 +156,7 @@ class AcceptanceConfig(Section):
     divergence: Literal["objective", "binary_tv", "binary_kl"] = setting(
         "objective", "the objective's divergence from its anchor, or a divergence from mu"
     )
-    statistic: Literal["mean", "max"] = setting("mean", "over the measured tokens with loss")
+    statistic: Literal["mean", "max"] = setting("mean", "statistic of the divergence of the measured tokens")
     share: Annotated[Float, Field(gt=0, le=1)] = setting(
         0.1, "share of micro-batches to measure, chosen by run.seed and step; at least one"
     )

@@ -23,7 +23,7 @@ from .task import HELDOUT, DataConfig, EnvironmentConfig, EvalConfig, EvalSet, R
 class RunConfig(Section):
     dir: FilePath = Field(description="run directory: resolved config, bank, weights, checkpoints, logs, metrics")
     seed: Int = setting(1, "seeds prompt order, sampling and dropout", ge=0, lt=1 << 32)
-    stall_timeout_s: Seconds = setting(1800.0, "a wait without progress longer than this raises")
+    stall_timeout_s: Seconds = setting(1800.0, "time limit of a wait without progress")
 
 
 class CheckpointConfig(Section):
@@ -35,14 +35,14 @@ class CheckpointConfig(Section):
         "kept checkpoint; default: all steps",
     )
     asynchronous: bool = setting(False, "train while a checkpoint is written; costs a host copy of this rank's part")
-    timeout_s: Seconds = setting(1800.0, "asynchronous: a write without progress on the disk for longer raises")
+    timeout_s: Seconds = setting(1800.0, "asynchronous: time limit of a write without progress on the disk")
 
 
 class TrackingConfig(Section):
     tensorboard: bool = setting(False, "write RUN/tensorboard")
     wandb: Literal["off", "offline", "online"] = setting("off", "log to Weights & Biases")
-    wandb_project: str = setting("dppo_megatron", "project of the run there")
-    wandb_name: str | None = setting(None, "name of the run there; default: that of run.dir")
+    wandb_project: str = setting("dppo_megatron", "project of the run in Weights & Biases")
+    wandb_name: str | None = setting(None, "name of the run in wandb; default: that of run.dir")
     token_sequences: CountFromZero = setting(
         0,
         "sequences of each step whose tokens are stored in RUN/tokens with the trainer's log-prob, entropy, "

@@ -39,9 +39,9 @@ def _a_path(value: Any) -> Any:
         if text.startswith(("~", "$")):
             raise refusal("~ and $NAME are not replaced in a config; write the whole path")
         if not text.isprintable():
-            raise refusal("contains a character that cannot be shown; rename it")
+            raise refusal("contains an unprintable character; rename the file")
         if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
-            raise refusal("is longer than a path may be (4095 bytes, 255 between slashes)")
+            raise refusal("is too long for a path (at most 4095 bytes, 255 between slashes); shorten it")
     return value
 
 

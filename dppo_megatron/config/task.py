@@ -46,7 +46,7 @@ class RewardTerm(Section):
     """Names one of several rewards."""
 
     name: str = Field(description="as reward.name")
-    weight: Float = setting(1.0, "its factor in the sum", ge=-1e6, le=1e6)
+    weight: Float = setting(1.0, "factor of the reward in the sum", ge=-1e6, le=1e6)
     settings: dict[str, JsonValue] = Field(default_factory=dict, description="as reward.settings")
     sources: tuple[str, ...] = setting((), "only for rows of these data sources; empty = all rows")
 
@@ -124,7 +124,7 @@ class EvalSet(Section):
     temperature: Float = setting(0.0, "0 = greedy, for n = 1", ge=0, le=100)
     top_p: Float = setting(1.0, "may be below 1, since nothing trains on these answers", gt=0, le=1)
     max_response_tokens: Count | None = setting(
-        None, "default: eval.max_response_tokens, or rollout.max_response_tokens"
+        None, "longest answer; default: eval.max_response_tokens, or rollout.max_response_tokens"
     )
     reward: RewardConfig | None = setting(None, "grader with the fields of the section `reward`, which is the default")
     pass_reward: Float = setting(1.0, "smallest reward of a right answer", ge=-1e6, le=1e6)
@@ -132,8 +132,8 @@ class EvalSet(Section):
 
 class EvalConfig(Section):
     every: CountFromZero = setting(0, "steps between evaluations; 0 = only before and after")
-    max_response_tokens: Count | None = setting(None, "default: rollout.max_response_tokens")
+    max_response_tokens: Count | None = setting(None, "longest answer; default: rollout.max_response_tokens")
     pass_reward: Float = setting(1.0, "data.eval: smallest reward of a right answer", ge=-1e6, le=1e6)
     sets: dict[SetName, EvalSet] = Field(
-        default_factory=dict, description="named sets, besides data.eval, which is answered once, greedily"
+        default_factory=dict, description="named sets, in addition to data.eval, which is answered once, greedily"
     )

@@ -36,7 +36,7 @@ def checkpoint_at(path: Path) -> Path:
         return found
     why = "not a Megatron torch_dist checkpoint, nor a run that has one" if path.exists() else "no such directory"
     if (path / "config.json").exists():
-        raise ModelError(str(path), ["a Hugging Face directory, no Megatron checkpoint; hf-to-megatron converts it"])
+        raise ModelError(str(path), ["a Hugging Face directory, no Megatron checkpoint; convert it by hf-to-megatron"])
     near = sorted(p.name for p in path.parent.glob("step-*") if is_torch_dist(p))
     remedy = f"{path.parent} has {', '.join(near[-5:])}" if near else "name a run, or RUN/checkpoints/step-N"
     raise ModelError(str(path), [f"{why}; {remedy}"])
@@ -56,5 +56,5 @@ def template_for(checkpoint: Path) -> Path:
         if found := RunDir(run.parent).model(path if isinstance(path, str) else None):
             return found
     raise ModelError(
-        str(checkpoint), ["its model is not known here; pass the Hugging Face directory it came from as --template"]
+        str(checkpoint), ["its config.json cannot be found; pass its Hugging Face directory as --template"]
     )

@@ -224,7 +224,7 @@ def _wait_for_job(staging: Path, conversion: Conversion) -> None:
     if not wait_until(lambda: job.exists() or conversion.destination.exists(), _START_TIMEOUT_S, _POLL_S):
         raise ModelError(
             str(staging),
-            [f"process 0 did not begin in {_START_TIMEOUT_S:.0f} s; is this on storage that all processes share?"],
+            [f"process 0 did not begin in {_START_TIMEOUT_S:.0f} s; use a directory that all processes share"],
         )
     if job.exists():
         _refuse_other_job(staging, {"shards": conversion.shards, **conversion.fingerprint()})

@@ -34,7 +34,7 @@ class ToMegatron:
         if checkpoint := find_checkpoint(source):
             raise ModelError(
                 str(source),
-                [f"a Megatron checkpoint, no Hugging Face directory; `megatron-to-hf {checkpoint}` converts it"],
+                [f"a Megatron checkpoint, not a Hugging Face directory; `megatron-to-hf {checkpoint}` converts it"],
             )
         self.config = read_hf_config(source)
         self.layout = layout
@@ -115,7 +115,7 @@ class ToMegatron:
         return tuple(self._map.to_megatron(entry, parts).shape)
 
     def _shards_on(self, source: SourceRank) -> Iterator[tuple[Entry, tuple[int, int]]]:
-        """Yield the entries with a shard on `source`, its rank in the group that shards them, and the group's size."""
+        """Yield each entry with a shard in the file of `source`, and index and number of the entry's shards."""
         for entry in self._map.entries():
             if (shard := source.shard_of(entry, self.config)) is not None:
                 yield entry, shard

@@ -39,7 +39,7 @@ def data_files(path: Path) -> list[Path]:
         starred = next(i for i, part in enumerate(path.parts) if "*" in part)
         if found := sorted(Path(*path.parts[:starred]).glob("/".join(path.parts[starred:]))):
             return found
-        raise PromptFileError(path, problem="no file matches it")
+        raise PromptFileError(path, problem="no file matches this pattern; correct it")
     return [path]
 
 
@@ -52,9 +52,7 @@ def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str
     first = 1
     for file in data_files(path):
         if file.exists() and not file.is_file():
-            raise PromptFileError(
-                file, problem="cannot read the prompt file: a device or a pipe, which may have no end"
-            )
+            raise PromptFileError(file, problem="cannot read the prompt file: a device or a pipe; name a regular file")
         if file.suffix in (".csv", ".tsv"):
             raise PromptFileError(
                 file,
@@ -125,10 +123,10 @@ def _dataset_files(directory: Path) -> list[Path]:
             saved = read_foreign_json(state)
             files = [directory / Path(entry["filename"]).name for entry in saved["_data_files"]]
         except (ValueError, KeyError, TypeError, OSError):
-            raise PromptFileError(state, problem="was not written by `datasets`") from None
+            raise PromptFileError(state, problem="not a file of `datasets`; save the dataset again") from None
         if saved.get("_indices_data_files") or not files:
             raise PromptFileError(
-                directory, problem="a dataset without rows of its own; save it with flatten_indices()"
+                directory, problem="contains only indices into another dataset; save flatten_indices() of it"
             )
         return files
     for suffix in ("*.parquet", "*.arrow", "*.jsonl"):

@@ -77,7 +77,7 @@ def _triangle(sizes: np.ndarray) -> np.ndarray:
 
 
 def _longest(plan: Plan, sizes: np.ndarray, prefixes: Prefixes) -> int:
-    """Return the rows computed one after the other if ranks wait for each other at each micro-batch."""
+    """Return the sum, over the micro-batches, of the most rows that a rank computes: the others wait for that rank."""
     return sum(max(computed_rows(batch, sizes, prefixes) for batch in of_ranks) for of_ranks in zip(*plan, strict=True))
 
 

@@ -124,7 +124,7 @@ class PromptSource:
 
     Position p is row p % len of a new permutation for each epoch (p // len) from `seed`; without `shuffle` the order is
     the order of the file. With several files, each has its own order, and they alternate by their weights. `Prompt.row`
-    counts the rows of all files, in the order of the config. Raises as `PromptFile`.
+    counts the rows of all files, in the order of the config. Raises the errors of `PromptFile`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ def _answer(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"the answer is {type(value).__name__}, expected text or a number")
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"the answer is {value}")
+        raise ValueError(f"the answer is {value}, expected text or a finite number")
     return str(value)
 
 

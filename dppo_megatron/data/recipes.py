@@ -94,7 +94,7 @@ def _dapo(columns: Row) -> Row:
     """Read verl's schema, or rows with text as prompt."""
     answer = str(_first(columns, "reward_model.ground_truth", "answer", "solution")).strip()
     if not _INTEGER.fullmatch(answer):
-        raise _LeftOut("with an answer that is no integer")
+        raise _LeftOut("with an answer that is not an integer")
     prompt = _user_text(_first(columns, "prompt", "problem"))
     row = {"prompt": prompt, "answer": str(int(answer)) if len(answer) < 1000 else answer, "data_source": "math_dapo"}
     index = columns.get("extra_info")
@@ -123,7 +123,7 @@ def _aime(year: int) -> Callable[[Row], Row]:
             raise _LeftOut(f"of another year than {year}")
         answer = str(_first(lower, "answer", "reward_model.ground_truth")).strip()
         if not _INTEGER.fullmatch(answer) or not 0 <= int(answer[:20]) <= 999:
-            raise ValueError(f"the answer {shown(answer)} is no integer from 0 to 999")
+            raise ValueError(f"the answer {shown(answer)} is not an integer from 0 to 999")
         prompt = _user_text(_first(lower, "problem", "question", "prompt"))
         prompt = _DAPO_TEMPLATE.sub(r"\1", prompt.strip())
         return {"prompt": prompt, "answer": str(int(answer)), "data_source": f"aime{year}"}

@@ -73,7 +73,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """Return the object of one line. Raises `ValueError` if it is no object, ambiguous or nested too deeply."""
+    """Return the object of one line. Raises `ValueError` if it is not an object, is ambiguous or nested too deeply."""
     if not line.strip():
         raise ValueError("blank; remove it")
     try:

@@ -72,7 +72,7 @@ def _refuse_endless(path: Path) -> None:
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         layers = part.get("num_hidden_layers")
         if isinstance(layers, int) and layers > _MOST_LAYERS:
-            raise TokenizerError(f"{path}: num_hidden_layers = {shown(layers)}: no model has so many; correct it")
+            raise TokenizerError(f"{path}: num_hidden_layers = {shown(layers)}: more than any model has; correct it")
 
 
 def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

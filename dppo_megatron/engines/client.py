@@ -76,7 +76,7 @@ class HttpEngine:
         except (TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"engine {self.url}: fingerprints of its weights: garbled reply: {error}") from None
         if unequal:
-            raise EngineError(f"engine {self.url}: its workers have unequal copies of {', '.join(unequal)}")
+            raise EngineError(f"engine {self.url}: its workers have different copies of {', '.join(unequal)}")
         return whole
 
 

@@ -74,7 +74,7 @@ class Operators:
             module.forward = self.activation
         elif kind not in _ELSEWHERE:
             if "layers." in name and not any(module.children()):
-                raise NoExactOperator(f"engine.exact: {name} ({kind}) has no counterpart in the trainer")
+                raise NoExactOperator(f"engine.exact = true: not implemented for {name} ({kind}); set it to false")
             for child, inside in module.named_children():
                 self._install(f"{name}.{child}", inside)
 
@@ -82,7 +82,7 @@ class Operators:
         """Multiply x [T, K] by the weight of `layer` shard by shard, and add in rank order. The result is [T, N]."""
         kind, ranks = type(layer).__name__, self._exact.tensor
         if kind not in _PRODUCTS:
-            raise NoExactOperator(f"engine.exact: {kind} has no counterpart in the trainer")
+            raise NoExactOperator(f"engine.exact = true: not implemented for {kind}; set it to false")
         if kind in _HEADS:
             return self.head(x, layer.weight)
         if kind == "RowParallelLinear":

@@ -73,7 +73,7 @@ class GenerateRequest:
     top_k: int = 0  # sample only from the `top_k` most likely tokens; 0 = all
     min_p: float = 0.0  # sample only from tokens with at least this share of the highest probability
     sampling_mask: bool = False  # return the tokens that top_p, top_k and min_p left at each position
-    flags: tuple[str, ...] = ()  # values of `Column.asked_by` that are no field; their columns are returned too
+    flags: tuple[str, ...] = ()  # values of `Column.asked_by` without a field here; requests their columns
     # Earlier samples of the prompt, int32, each after the last tokens of the prompt. An engine with engine.draft_tokens
     # may draft from them; the samples do not depend on them.
     drafts: tuple[np.ndarray, ...] = ()
@@ -210,7 +210,7 @@ class Engine(Protocol):
         ...
 
     async def health(self) -> None:
-        """Return if the engine can serve requests; raise otherwise."""
+        """Return None if the engine can serve requests; raise `EngineError` otherwise."""
         ...
 
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:

@@ -77,7 +77,7 @@ class GroupSamples:
             column, array = column_named(name), found.get(name)
             if column is not None and not request.asks_for(column):
                 if array is not None:
-                    raise InvalidSample(f"{group}: {name} was not requested")
+                    raise InvalidSample(f"{group}: the engine returned {name}, which was not requested")
                 continue
             if array is None or array.shape != shape:
                 what = "missing" if array is None else f"of shape {array.shape}"

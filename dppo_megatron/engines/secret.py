@@ -60,14 +60,14 @@ def read_secret(config: Config) -> str | None:
     except FileNotFoundError:
         if config.engine.secret_file is None:
             return None
-        raise NoSecret(f"engine.secret_file = {config.engine.secret_file}: does not exist") from None
+        raise NoSecret(f"engine.secret_file = {config.engine.secret_file}: no such file; correct the path") from None
 
 
 def _close_to_others(path: Path, remedy: str) -> None:
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:
-        raise NoSecret(f"engine.secret_file = {path}: does not exist") from None
+        raise NoSecret(f"engine.secret_file = {path}: no such file; correct the path") from None
     if mode & 0o077:
         with contextlib.suppress(OSError):  # it belongs to another user, or the file system is read-only
             path.chmod(0o600)

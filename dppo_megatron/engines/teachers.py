@@ -25,8 +25,8 @@ def trainer_teacher_config(config: Config) -> Config:
 def teacher_config(config: Config, name: str) -> Config:
     """Return the config of a run whose engines are the servers of teacher `name`.
 
-    The engines are at the teacher's urls, or one engine serves its path from RUN/teachers/NAME. Otherwise they are the
-    engines of the run.
+    A teacher with urls has these as engines, and one with a path has an engine in RUN/teachers/NAME. Otherwise the
+    run's own engines are used.
     """
     from dppo_megatron.hf import read_hf_config
 

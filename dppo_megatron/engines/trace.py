@@ -23,9 +23,7 @@ SHARDED = frozenset(
 )
 """Operators with columns split over the tensor-parallel ranks, in rank order. The trainer's logits are split too."""
 
-UNSEEN = (
-    "no hook saw it; the server must run eagerly and read the prompt in one step (engine.extra_args; docs/certify.md)"
-)
+UNSEEN = "no hook ran; the server must be eager and read the prompt in one step (engine.extra_args; docs/certify.md)"
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 

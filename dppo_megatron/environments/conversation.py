@@ -92,7 +92,7 @@ class Conversation:
     async def ask(self, ask: TurnRequest) -> Turn:
         """Return the next turn. Raises `RequestRejected`, and the errors of sampling."""
         if ask.max_tokens is not None and not (type(ask.max_tokens) is int and ask.max_tokens > 0):
-            raise RequestRejected(f"a limit of {ask.max_tokens!r} tokens: expected a positive integer")
+            raise RequestRejected(f"at most {ask.max_tokens!r} tokens: expected a positive integer")
         written, path = self._as_sampled(ask.messages)
         try:
             text = self._render(written, ask.tools)
@@ -104,7 +104,7 @@ class Conversation:
         rest = put(self._codec, kept[-1].turn if kept else 0, text[sum(len(piece.text) for piece in kept) :])
         behind = ids_of([*kept, *rest])
         if not len(behind):
-            raise RequestRejected("there is no message")
+            raise RequestRejected("the request has no message; send at least one")
         name = blake2b(behind.data, digest_size=8).hexdigest()
         if (undelivered := self._undelivered.pop(name, None)) is not None:
             return undelivered

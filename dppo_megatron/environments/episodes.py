@@ -216,7 +216,7 @@ class Episodes:
             raise RequestRejected(f"environment.max_turns = {limits.max_turns}: this trajectory has used them")
         opening = len(opening_tokens(conversation.branches[0])) if conversation.branches else len(behind)
         if opening > longest:
-            raise RequestRejected(f"context_length_exceeded: {opening} tokens, data.max_prompt_tokens = {longest}")
+            raise RequestRejected(f"context_length_exceeded: prompt of {opening}, data.max_prompt_tokens = {longest}")
         left = wanted.first.max_tokens - (len(behind) - opening)
         if left < 1:
             conversation.finish_reason = "length"

@@ -79,11 +79,11 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name != "readable" and not (type(value) in (int, type(getattr(Limits, name))) and value > 0):
-                raise SandboxError(f"{name} = {value!r}: a limit of the Python tool; give a positive integer")
+                raise SandboxError(f"{name} = {value!r}: must be a positive integer, a limit of the Python tool")
         object.__setattr__(self, "readable", tuple(self.readable))
         for path in self.readable:
             if not os.path.isabs(path) or not os.path.exists(path):
-                raise SandboxError(f"readable: {path!r} is no absolute path of this machine; correct or remove it")
+                raise SandboxError(f"readable = {path!r}: not an existing absolute path; correct or remove it")
 
 
 def python_tool(**limits: Any) -> Callable[[str], str]:
@@ -132,7 +132,7 @@ def _try_limits(limits: Limits) -> None:
     if loose or last != "tried":
         found = ", ".join(loose) or f"the test program printed {printed!r} and {ended or 'ended normally'}"
         raise SandboxError(
-            f"the Python tool's limits do not hold on this machine: {found}. If Python does not start, give it more "
+            f"the Python tool's limits do not work on this machine: {found}. If Python does not start, give it more "
             "memory_mb, or add its libraries to `readable`"
         )
 

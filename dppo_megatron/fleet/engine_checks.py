@@ -34,7 +34,7 @@ async def check_health(engine: Engine, config: Config, timeout_s: float | None =
     longest = config.weight_sync.timeout_s
     if info.updating_s is not None and info.updating_s > longest:
         raise EngineTimeout(
-            f"engine {engine.url}: an update of its weights has gone on for {info.updating_s:.0f} s, longer than "
+            f"engine {engine.url}: an update of its weights has taken {info.updating_s:.0f} s, longer than "
             f"weight_sync.timeout_s = {longest:g}"
         )
     return info

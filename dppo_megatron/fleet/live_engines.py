@@ -104,7 +104,7 @@ class LiveEngines:
     ) -> dict[str, Confirmation | EngineError]:
         """Let each of `engines` load `version` and score `tokens`. Return its confirmation or its error, by URL.
 
-        `load` returns the seconds for which the engine paused. An engine that was restarted, or loaded another version
+        `load` returns the seconds for which the engine paused. An engine that restarted, or loaded another version
         meanwhile, gives an error.
         """
 
@@ -117,7 +117,7 @@ class LiveEngines:
             confirmation = Confirmation(client.url, engines[client.url].instance, scores, load_s, pause_s, held)
             info = await client.info()
             if (info.instance, info.version) != (confirmation.instance, version):
-                raise EngineUnavailable(f"engine {client.url}: restarted, or loaded with other weights, meanwhile")
+                raise EngineUnavailable(f"engine {client.url}: it restarted or loaded other weights during the update")
             return confirmation
 
         return await self.on(engines, load_and_score)

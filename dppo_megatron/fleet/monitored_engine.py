@@ -124,7 +124,7 @@ class MonitoredEngine:
         try:
             await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise EngineUnavailable(f"{self.name} died or moved during {request.request_id}: {self.health.reason}")
+                raise EngineUnavailable(f"{self.name} was lost during {request.request_id}: {self.health.reason}")
             rollouts = call.result()
         finally:
             self.running -= request.n
@@ -254,9 +254,9 @@ class MonitoredEngine:
                 difference = ScoreDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
             info = await client.info()
             if info.instance != instance:
-                raise EngineUnavailable("the server was restarted meanwhile")
+                raise EngineUnavailable("the server restarted during the weight check")
             tolerance = self._config.probe_tolerance
-            # If the trainer published the next policy to it meanwhile, the scores are of that policy.
+            # The trainer may have published the next policy to it; the scores are then of that policy.
             if info.version == policy.version and not difference.within(tolerance):
                 raise EngineError(
                     f"log-probs of the weight check differ by {difference} from the trainer's under policy "

@@ -102,7 +102,7 @@ class Gateway:
             body = await request.json()
             for name, values in interface.SERVED.items():
                 if name in body and body[name] not in values:
-                    raise RequestRejected(f"{name} = {json.dumps(body[name])[:100]}: not served here; leave it out")
+                    raise RequestRejected(f"{name} = {json.dumps(body[name])[:100]}: not supported; omit it")
             ask = interface.read(body)
         except RequestRejected as refused:
             return _error(interface, str(refused))

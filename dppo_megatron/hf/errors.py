@@ -1,4 +1,4 @@
-"""Defines the error of this package."""
+"""Defines `ModelError`, the error of `dppo_megatron.hf`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         band_out.copy_(scaled.view(band.shape[0], -1)[:, :columns])
         band_scales.copy_(scale)
     if not torch.isfinite(scales).all():
-        raise ValueError("holds values that are not finite")
+        raise ValueError("contains values that are not finite")
     return out, scales
 
 

@@ -133,9 +133,7 @@ def _family(raw: Mapping[str, Any], source: str) -> Family:
         return known[named[0]]
     what = f"architectures = {shown(named)}: not supported" if named else "architectures: missing"
     if any(named == [family.wrapper] for family in FAMILIES.values()):
-        raise ModelError(
-            source, [f"{what}, only its text model is; `dppo-megatron convert hf-to-hf SRC DST` writes it"]
-        )
+        raise ModelError(source, [f"{what}; `dppo-megatron convert hf-to-hf SRC DST` writes its supported text model"])
     raise ModelError(source, [f"{what}; supported: {', '.join(known)}"])
 
 

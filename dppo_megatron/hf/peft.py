@@ -111,7 +111,7 @@ def fill_adapters(model_chunks: Sequence[nn.Module], tensors: Mapping[str, Tenso
     ranks, weight_map = ParallelRanks.current(), WeightMap(config)
     not_finite = [name for name, tensor in tensors.items() if not all_finite(tensor)]
     if not_finite:
-        raise ModelError(config.source, [f"{name}: holds values that are not finite" for name in not_finite])
+        raise ModelError(config.source, [f"{name}: contains values that are not finite" for name in not_finite])
     with torch.no_grad():
         for adapter in adapters_of(model_chunks):
             group = ranks.expert_tensor if adapter.entry.a.is_expert else ranks.tensor

@@ -146,5 +146,5 @@ def _problem(error: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     if error["type"] == "greater_than":
         return f"{name} = {found}: must be above {error['ctx']['gt']:g}"
     if error["type"] in ("less_than", "less_than_equal"):
-        return f"{name} = {found}: no model has so many"
+        return f"{name} = {found}: more than any model has"
     return f"{name} = {found}: must be {_TYPES.get(error['type'], error['msg'])}"

@@ -26,7 +26,7 @@ def inverse_frequencies(hf: HFModelConfig) -> Float[Tensor, " r/2"]:
         return _llama3(frequencies, hf.rope_scaling)
     if hf.rope_type == "yarn":
         return _yarn(frequencies, hf)
-    raise ValueError(f"rope_type = {hf.rope_type!r}: not implemented")
+    raise ValueError(f"rope_type = {hf.rope_type!r}: not supported")
 
 
 def yarn_scale(scaling: Mapping[str, Any]) -> float:

@@ -92,9 +92,9 @@ class SafetensorsFile:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. A contiguous tensor on the CPU is not copied."""
-        announced = self._missing.pop(name, None)
-        if announced != info_of(tensor):
-            raise ValueError(f"{name}: {info_of(tensor)}, announced as {announced}")
+        expected = self._missing.pop(name, None)
+        if expected != info_of(tensor):
+            raise ValueError(f"{name}: {info_of(tensor)}, expected {expected}")
         self._file.seek(self._base + self._start[name])
         self._file.write(bytes_of(tensor))
 
@@ -107,7 +107,7 @@ class SafetensorsFile:
                 return
             if self._missing:
                 raise ValueError(f"{self._file.name}: never written: {', '.join(self._missing)}")
-            self._file.close()  # a rename must not outlive the bytes it names
+            self._file.close()  # flushes: the file may be renamed afterwards
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -89,7 +89,7 @@ def read_checked(directory: Path) -> tuple[Metadata, str]:
         digest = hashlib.sha256(content).hexdigest()
         found = _Unpickler(io.BytesIO(content)).load()
         problem = _problem(found)
-    except Exception as error:  # bytes that are no pickle raise many types
+    except Exception as error:  # bytes that are not a pickle raise many types of errors
         problem = f"cannot be read: {error!r}"[:500]
     if problem:
         raise ModelError(str(directory), [f"{METADATA}: {problem}"])

@@ -58,7 +58,7 @@ class TorchDistWeights:
         self._tensors: dict[str, TensorInfo] = {}
         self._last: tuple[Entry, dict[str, Tensor]] | None = None
         if any(f".{ADAPTER}." in key for key in self._stored):
-            what = "holds only adapters (model.lora); use the model or the adapter that its run ends with"
+            what = "contains only adapters (model.lora); use the model or the adapter that its run ends with"
             raise ModelError(str(directory), [what])
         problems = (
             recorded_differences(self.directory, config) + self._locate() + self._unknown() + self._file_problems()

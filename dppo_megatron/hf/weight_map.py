@@ -31,7 +31,7 @@ class WeightMap:
         self.layout = layout or MegatronLayout(padded_vocab_size=config.vocab_size)
         if self.layout.padded_vocab_size < config.vocab_size:
             rows = self.layout.padded_vocab_size
-            raise ModelError(config.source, [f"vocab_size = {config.vocab_size}: the model has only {rows} rows"])
+            raise ModelError(config.source, [f"vocab_size = {config.vocab_size}: the embedding has only {rows} rows"])
         self._rules = FAMILIES[config.family].rules(config, self.layout)
         # A spelling may serve dense layers in one rule and expert layers in another.
         self._by_name: dict[str, list[Rule]] = {}

@@ -20,7 +20,7 @@ from .weight_map import WeightMap
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-_NOT_FINITE = "holds values that are not finite"
+_NOT_FINITE = "contains values that are not finite"
 
 
 class WeightSource(Protocol):
@@ -104,7 +104,7 @@ def all_finite(tensor: Tensor) -> bool:
 def overflow_problem(*names: str) -> str:
     """Describe tensors with values that a cast to fp16 makes infinite."""
     remedy = "use bf16 (model.dtype, engine.dtype or --dtype)"
-    return f"{', '.join(names)}: holds values beyond 65504, the largest of fp16; {remedy}"
+    return f"{', '.join(names)}: contains values beyond 65504, the largest of fp16; {remedy}"
 
 
 def cast_problem(entry: Entry, before: Iterable[Tensor], after: Iterable[Tensor]) -> str | None:

@@ -22,7 +22,7 @@ def resolve(objective: str | ObjectiveProtocol, settings: dict[str, Any]) -> Obj
     if isinstance(objective, str):
         return build_objective(objective, **settings)
     if settings:
-        raise ObjectiveError(f"objective {objective.name} is ready made and takes no settings: {', '.join(settings)}")
+        raise ObjectiveError(f"objective {objective.name} is an instance; remove the settings {', '.join(settings)}")
     return objective
 
 

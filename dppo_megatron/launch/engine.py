@@ -143,7 +143,7 @@ def run_engine(config: Config, index: int, *, node: int | None = None, meeting: 
         servers.wait()
     log.info("engine-%d: the server ended (%s)", index, exit_reason(code))
     if code == 0 and config.engine.nodes > 1 and not servers.stopping:
-        return 1  # a node exits with 0 when another node is gone
+        return 1  # a node exits with 0 when another node has failed
     return code if code >= 0 else 128 - code
 
 

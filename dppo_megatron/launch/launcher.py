@@ -14,7 +14,7 @@ class Plan(Protocol):
 
     @property
     def home(self) -> Path | None:
-        """Return the run directory of a teacher's server, which registers there as engine-0; otherwise None."""
+        """Return the directory in which a teacher's server registers as engine-0; None for all other processes."""
 
 
 class Process(Protocol):

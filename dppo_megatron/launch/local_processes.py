@@ -42,7 +42,7 @@ class LocalLauncher(Launcher[ProcessPlan, Child]):
         return Child(plan.name, command, self._run.log(plan.name), plan.environment, self._lock)
 
     def end(self, processes: Sequence[Child], grace_s: float) -> None:
-        """End all processes of each session, also if its first process is gone. Return when all are gone."""
+        """End all processes of each session, even if its first process has ended. Return when all have ended."""
         for child in processes:
             child.signal(signal.SIGTERM)
         for child in processes:

@@ -102,7 +102,7 @@ def turn_advantages(
         returns [[[1, 1], [0, 0]]], advantages [[[0.5, 0.5], [-0.5, -0.5]]]
     """
     if kind in ("batch_mean", "batch_normalised"):
-        raise ObjectiveError(f"advantage {kind!r} compares over the batch, turns compare in groups; use another one")
+        raise ObjectiveError(f"advantage {kind!r} compares over the batch, but turns compare in groups; use another")
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     longest = turn_rewards.shape[2]
     whole = turns == 0

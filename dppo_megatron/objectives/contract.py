@@ -159,11 +159,11 @@ class ObjectiveProtocol(Protocol):
         self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
     ) -> Float[Tensor, " n"]:
         """Return fp64 sums of tokens [T], to add over the batch; called only if `needs_statistic`."""
-        raise NotImplementedError(f"objective {self.name} has needs_statistic, but no statistic_sums")
+        raise NotImplementedError(f"objective {self.name} sets needs_statistic; implement statistic_sums")
 
     def with_statistic(self, sums: Float[Tensor, " n"]) -> ObjectiveProtocol:
         """Return this objective for a batch with the total `sums` of `statistic_sums`."""
-        raise NotImplementedError(f"objective {self.name} has needs_statistic, but no with_statistic")
+        raise NotImplementedError(f"objective {self.name} sets needs_statistic; implement with_statistic")
 
     def describe(self) -> str:
         """Return the method in words, a few lines, for the top of a log."""

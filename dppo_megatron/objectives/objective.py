@@ -139,9 +139,9 @@ class Objective(ObjectiveProtocol):
         self, tokens: Tokens, teacher: TopKLogprobs | None
     ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], dict[str, Tensor]]:
         if teacher is None:
-            raise ObjectiveError(f"{self.name} needs teacher, a teacher's list of likely tokens")
+            raise ObjectiveError(f"{self.name} needs `teacher`, the top-K list of a teacher")
         if tokens.logprob.requires_grad and not teacher.logprob.requires_grad:
-            raise ObjectiveError(f"{self.name} needs a gradient through teacher.logprob, which carries none")
+            raise ObjectiveError(f"{self.name} needs a gradient through teacher.logprob: pass it without detach()")
         return distill(self.settings, tokens, make_buckets(self, tokens, teacher, taught=True), self.step)
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
@@ -165,14 +165,14 @@ class Objective(ObjectiveProtocol):
     def _buckets(self, tokens: Tokens, topk: TopKLogprobs | None) -> Buckets | None:
         if topk is None:
             if self.needs_topk:
-                raise ObjectiveError(f"{self.name} needs topk, the engine's list of likely tokens")
+                raise ObjectiveError(f"{self.name} needs `topk`, the engine's top-K list")
             return None
         if logprob_of(self.settings.anchor, tokens) is None:
             return None
         if not self.needs_topk and self.settings.anchor == "old" and topk.old_logprob is None:
             return None  # only metrics, which describe the anchor, would read the list
         if self.needs_topk_gradient and tokens.logprob.requires_grad and not topk.logprob.requires_grad:
-            raise ObjectiveError(f"{self.name} needs a gradient through topk.logprob, which carries none")
+            raise ObjectiveError(f"{self.name} needs a gradient through topk.logprob: pass it without detach()")
         return make_buckets(self, tokens, topk)
 
 
@@ -203,13 +203,13 @@ def _load(path: str, overrides: dict[str, Any]) -> ObjectiveProtocol:
         return Objective(path, override(target, overrides))
     missing = missing_attributes(target)
     if missing and callable(target):
-        target = _foreign(f"objective {path!r} refused its settings", partial(target, **overrides))
+        target = _foreign(f"objective {path!r} rejected its settings", partial(target, **overrides))
         missing = missing_attributes(target)
     elif not missing and overrides:
-        raise ObjectiveError(f"objective {path!r} is ready made and takes no settings: {', '.join(overrides)}")
+        raise ObjectiveError(f"objective {path!r} is an instance; remove the settings {', '.join(overrides)}")
     if missing:
         raise ObjectiveError(
-            f"objective {path!r} gave {type(target).__name__}, which lacks {', '.join(missing)}; inherit from Objective"
+            f"objective {path!r} is a {type(target).__name__} and lacks {', '.join(missing)}; inherit from Objective"
         )
     return target
 

@@ -73,7 +73,7 @@ def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " 
 
 @torch.no_grad()
 def place_in_sequence(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
-    """Return for each token the number of loss-carrying tokens before it in its sequence, and in the whole sequence."""
+    """Return two counts of loss-carrying tokens for each token: before it in its sequence, and in its sequence."""
     ones = torch.ones_like(tokens.detached_logprob, dtype=torch.float64)
     return sum_before(ones, tokens).round().long(), over_sequence(ones, tokens, mean=False).round().long()
 

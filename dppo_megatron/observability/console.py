@@ -52,7 +52,7 @@ class PlainView:
         self._stream.flush()
 
     def step_line(self, text: str, at: float, last: bool) -> None:
-        """Write a step's line if the interval has passed, the step is the last, or a resumed run has gone back."""
+        """Write a step's line if the interval has passed, the step is the last, or a resumed run repeats steps."""
         if last or self._last is None or not 0 <= at - self._last < self._interval_s:
             self._last = at
             self.line(text)

@@ -103,7 +103,7 @@ def root_cause(path: Path) -> str | None:
                 text = ""
             elif _EXCEPTION.match(line) and not _CONSEQUENCE.search(line):
                 text, at = line, number
-            elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # its further lines
+            elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # its next lines
                 text += f" {line.strip()}"
     here = " (here: engine.kv_cache_bytes, engine.max_model_len)" if _CACHE.search(text) else ""
     return f"{bounded(text, 1000)}{here} ({path}, line {at})" if text else None

@@ -95,7 +95,7 @@ _ROWS = (
     ("rollout/too_stale_groups", "count", "groups aborted beyond rollout.max_staleness (beyond_bound: drop)"),
     ("rollout/too_stale_share", "share", "the same, of all groups that ended since the last record"),
     ("rollout/continued_samples", "count", "times an update interrupted a sample that was then continued"),
-    ("rollout/invalid_samples", "count", "groups refused because an engine returned invalid samples, then retried"),
+    ("rollout/invalid_samples", "count", "groups rejected because an engine returned invalid samples, then retried"),
     ("rollout/dropped_groups", "count", "groups without signal that dynamic sampling replaced"),
     ("rollout/generated_tokens_per_s", "tokens/s", "response tokens of all engines while generating"),
     ("environment/turns_mean", "count", "turns of the policy in a trajectory, mean"),

@@ -44,7 +44,7 @@ def write_report(
     """
     run_dirs = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
     if not run_dirs:
-        raise ReportError("no run directory given")
+        raise ReportError("no run directory given; name at least one")
     histories = [load_history(path, label) for path, label in zip(run_dirs, labels(run_dirs), strict=True)]
     default = run_dirs[0] / "report" if len(run_dirs) == 1 else run_dirs[0].parent / "report"
     directory = output(default if out is None else Path(out), directory=True)

@@ -80,7 +80,7 @@ class JsonlFollower:
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """Return all complete records of a file, or no records if it does not exist. Ignore an incomplete last line.
 
-    Raises `DamagedFile` if the path is no regular file.
+    Raises `DamagedFile` if the path is not a regular file.
     """
     try:
         data = read_regular(Path(path), _MOST_BYTES)
@@ -92,7 +92,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return `metrics_of` the records of a file."""
+    """Return the metrics in a file: `metrics_of` applied to its records."""
     return metrics_of(read_records(path))
 
 

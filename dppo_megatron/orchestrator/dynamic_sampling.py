@@ -69,8 +69,8 @@ class SignalFilter:
                 f"step {step}: {self._dropped[step]} prompts gave groups of {config.group_size} equal rewards, which "
                 f"leaves fewer than one group in {config.max_prompts_per_group} prompts "
                 f"(rollout.max_prompts_per_group = {config.max_prompts_per_group}); the task is too easy or too hard "
-                "for this policy: raise the bound and go on with --resume, or start a run with other prompts, a larger "
-                "rollout.group_size or without rollout.dynamic_sampling"
+                "for this policy: raise the bound and continue with --resume, or start a run with other prompts, a "
+                "larger rollout.group_size or without rollout.dynamic_sampling"
             )
         return False
 

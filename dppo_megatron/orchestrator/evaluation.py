@@ -72,7 +72,7 @@ class Evaluator:
         """Start a task that returns the metrics of every set. A failed verifier counts as 0.
 
         Afterwards `version` is no longer due. `policy` is JSON that identifies it among policies of the same version.
-        Raises as `Sampler.sample`.
+        Raises the errors of `Sampler.sample`.
         """
         missing = self._missing(version)
         self._begun |= {(version, name) for name in missing}

@@ -101,7 +101,7 @@ async def evaluate_once(
     `policy` identifies the policy. Records go to the run's rollout metrics.
     """
     setting = _Setting(config)
-    RunDir(config.run.dir).rollout_metrics.unlink(missing_ok=True)  # finished sets are reported again
+    RunDir(config.run.dir).rollout_metrics.unlink(missing_ok=True)  # `Evaluator` reports finished sets again
     sampler = Sampler(FixedEngines(engines))
     async with contextlib.AsyncExitStack() as pools:
         episodes = await setting.episodes(pools, sampler)

@@ -208,7 +208,7 @@ class Orchestrator:
             if not done:
                 problem = BankTimeout(
                     f"writing a group to the bank takes longer than {LONGEST_WRITE_S:g} s: the file system of run.dir "
-                    "does not answer; look at it, then resume"
+                    "does not answer; check it, then resume"
                 )
                 log.error("%s", problem)  # at once, because closing the bank waits until the write returns
                 raise problem

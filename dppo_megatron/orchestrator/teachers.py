@@ -1,7 +1,7 @@
 """Ask teachers for the most likely tokens at every sampled token of a group, before the group is stored.
 
-After a failure a request goes to the teacher's next server, for at most `distillation.unavailable_timeout_s`. It also
-does after a reply that is no distribution over its tokens, as often as `INVALID` allows. A rejected request or a
+After a failure a request goes to the teacher's next server, for at most `distillation.unavailable_timeout_s`. A reply
+that is not a distribution over its tokens is requested again, as often as `INVALID` allows. A rejected request or a
 different tokenizer ends the run.
 A prompt whose group is not scored is not in the bank, so a resumed run samples it again.
 """
@@ -35,7 +35,7 @@ from dppo_megatron.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
-INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # of replies that are no distributions
+INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # for replies that are not distributions
 MOST_REQUESTS = 32  # limit of concurrent requests to a teacher
 PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
 Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the first, named as those of an engine
@@ -63,7 +63,7 @@ class Teachers:
         """
         if (name := self._chosen.of_source(prompt.source)) is None:
             raise protocol.EngineIncompatible(
-                f"distillation.teachers: no sources have {prompt.source!r}; add it to one"
+                f"distillation.teachers: none has rows of source {prompt.source!r}; add it to the sources of one"
             )
         opening = await asyncio.to_thread(self._opening, name, prompt)
         responses = {r.token_ids.tobytes(): r.token_ids.tolist() for r in rollouts if len(r.versions)}
@@ -120,7 +120,7 @@ class Teachers:
     async def _score(self, name: str, prompt: Prompt, tokens: list[int], turn: int) -> Scores:
         given, own, k = self._chosen.teachers[name], self._own[name], self._chosen.topk
         if not (services := list(engine_services(own, RunDir(own.run.dir)).values())):
-            raise protocol.EngineUnavailable(f"its server is not registered in {own.run.dir}; see its log")
+            raise protocol.EngineUnavailable(f"no server is registered in {own.run.dir}; see its log")
         url, kind = services[turn % len(services)].url, kind_of(own)
         if (name, url) not in self._calls:
             secret = None if given.urls and given.secret_file is None else read_secret(own)

@@ -162,7 +162,7 @@ def drafts_report(run: Path, config: Config, step_ms: str | None) -> Iterator[st
     total = sum(len(tokens) for group in groups for tokens in group.samples)
     accepted = sum(map(sum, found.accepted.values()))
     yield (
-        f"{len(groups)} groups of {run}, {total:,} tokens, up to {most} drafted tokens, without a gate: "
+        f"{len(groups)} groups of {run}, {total:,} tokens, up to {most} drafted tokens at any load: "
         f"{accepted / max(1, total):.0%} of the tokens need no step of their own, "
         f"{accepted / max(1, found.drafted):.0%} of the drafted ones are accepted"
     )

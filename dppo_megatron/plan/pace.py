@@ -30,7 +30,7 @@ class LengthsError(ExpectedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PaceSettings:
-    """Describes speeds and sizes of a run. The trainer's seconds are those of one step, regardless of the lengths."""
+    """Describes speeds and sizes of a run. A step of the trainer takes `train_s` for any lengths of responses."""
 
     prompts_per_step: int
     concurrent: int  # groups sampled at once

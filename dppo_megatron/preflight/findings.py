@@ -93,7 +93,7 @@ def _of_nodes(tasks: Tasks) -> list[NodeFinding]:
 
 
 def _behind(tasks: Tasks) -> list[NodeFinding]:
-    """Return processes that failed or never reached the groups. Only first causes: all need rank 0's store."""
+    """Return processes that failed or never reached the groups; if rank 0 has no store, only rank 0."""
     behind = {name: task for name, task in tasks.items() if task.stage not in (READY, DONE) or "error" in task.facts}
     if causes := {name: task for name, task in behind.items() if task.stage != LOOKED or name == KEEPER}:
         behind = causes

@@ -1,4 +1,4 @@
-"""Reads the reports of a preflight's processes, waits while they make progress, and concludes."""
+"""Reads the reports of a preflight's processes while they make progress, and derives the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ENDED = re.compile(r"error: (?:(\S+): tasks? [\d,-]+: (.+)|Task launch for .* f
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Contains the conclusion of a preflight."""
+    """Contains the result of a preflight."""
 
     nodes: dict[str, dict[str, str]]  # values of each node that are compared between nodes
     findings: list[NodeFinding]
@@ -61,7 +61,7 @@ def run_preflight(
     token: str,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Preflight | None:
-    """Run the checks and return the conclusion, also in RUN/preflight.json and the log; None once `stopped`.
+    """Run the checks; return the result, and write it to RUN/preflight.json and the log. None once `stopped`.
 
     places: names of the processes and their nodes. plans: start all of them, with their output in the run's log
     `preflight`. token: part of the name of a file that they look for in the run directory.

@@ -62,7 +62,7 @@ def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
         return Failure("ungradable", describe(error))
     except BaseException as error:
         innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        unfit = isinstance(error, TypeError) and innermost.startswith(_PACKAGE)  # the call or its result raised
+        unfit = isinstance(error, TypeError) and innermost.startswith(_PACKAGE)  # wrong arguments or a wrong result
         return Failure("raised", describe(error)[:300] + (UNFIT if unfit else place(error)))
 
 

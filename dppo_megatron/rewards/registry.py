@@ -57,7 +57,7 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
         try:
             inspect.signature(reward).bind_partial(**settings)
         except TypeError as error:
-            raise RewardError(f"reward.settings of {name}: {error}; remove it") from None
+            raise RewardError(f"reward.settings: {name} does not accept them: {error}; correct them") from None
         except ValueError:
             pass  # code without a signature
         bound: Any = functools.partial(reward, **settings)

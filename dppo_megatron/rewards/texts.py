@@ -75,7 +75,7 @@ class MultipleChoice:
     def _gold(self, answer: str) -> str:
         letter = self._choice(answer)
         if letter is None:
-            raise ValueError(f"the answer {answer[:80]!r} names no choice")
+            raise ValueError(f"the answer {answer[:80]!r} is none of the choices")
         return letter
 
     def _choice(self, text: str) -> str | None:

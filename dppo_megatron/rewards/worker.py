@@ -29,7 +29,7 @@ class RewardWorker(Worker):
         super().__init__(__name__, {"terms": tuple(terms)}, "verifier")
 
     def score(self, prompt: Prompt, text: str, terms: Sequence[int], timeout_s: float) -> list[Outcome]:
-        """Return the outcome of each given term for one response, all within `timeout_s`. Raises as `ask`."""
+        """Return the outcome of each given term for one response, all within `timeout_s`. Raises `WorkerError`."""
         parts = self.ask(
             ("score", prompt, text, tuple(terms)), timeout_s, "(reward.timeout_s) for the reward", list[_Part]
         )

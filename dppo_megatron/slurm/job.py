@@ -205,7 +205,7 @@ class Job:
         return self._requeue(cause, code)
 
     def _still_running(self) -> bool:
-        """Return False when Slurm is ending the job, because it was cancelled or a node is gone.
+        """Return False when Slurm is ending the job, because it was cancelled or a node failed.
 
         A requeue would undo the cancellation.
         """

@@ -38,7 +38,7 @@ class StudyRow:
 
 
 def make_row(cell: Cell, file: StudyFile, *, failed: str | None, seconds: float) -> StudyRow:
-    """Read an ended run. `failed` states why it did not complete. Raises `ReportError` if it lacks the metric."""
+    """Return the row of an ended run; `failed` is the reason of a failure. Raises `ReportError` without the metric."""
     try:
         history = load_history(cell.config.run.dir, cell.name)
     except ReportError:

@@ -151,8 +151,8 @@ class BankBatches:
         trained = [e for e in entries if not e.reward_failed.all()]
         if self._config.objective.credit == "turn" and trained and all(e.turn_rewards is None for e in trained):
             raise BankMismatch(
-                f"objective.credit = turn: no group of this step in the bank (that of prompt {trained[0].position} is "
-                "the first) has rewards of turns; set it to trajectory"
+                "objective.credit = turn: the bank's groups of this step, the first of prompt "
+                f"{trained[0].position}, have no rewards of turns; set it to trajectory"
             )
         for entry in entries:
             for setting, found, remedy in self._differences(entry):
@@ -295,8 +295,8 @@ def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollou
     given = 0 if entry.turn_rewards is None else len(entry.turn_rewards[trajectory])
     if given and turns.max() >= given:
         raise BankMismatch(
-            f"objective.credit = turn: prompt {entry.position} in the bank has rewards of {given} turns of trajectory "
-            f"{trajectory}, of which turn {turns.max()} was sampled, too; set it to trajectory"
+            f"objective.credit = turn: prompt {entry.position} in the bank has rewards of only {given} turns "
+            f"of trajectory {trajectory}, but turn {turns.max()} was sampled; set it to trajectory"
         )
     return np.repeat(advantages[turns if given else np.zeros_like(turns)], tokens)
 

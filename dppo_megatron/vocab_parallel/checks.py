@@ -146,7 +146,7 @@ def check_id_values(
         raise ValueError(f"temperature must be positive and finite; {bad.numel()} are not, first at {int(bad[0])}")
     if masks is not None and values[0]:
         added = f"add up to {len(masks.ids) + values[0]}" if masks.total >= 0 else "are partly negative"
-        raise ValueError(f"sampling_mask_counts {added}, there are {len(masks.ids)} sampling_mask_ids")
+        raise ValueError(f"sampling_mask_counts {added}, expected {len(masks.ids)}, the number of sampling_mask_ids")
     if masks is not None and values[1]:
         bad = torch.nonzero(masks.missing(target_ids)).flatten()
         raise ValueError(

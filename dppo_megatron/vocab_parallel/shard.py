@@ -81,7 +81,7 @@ def _local_tiles(tiles: int, columns: int, vocab_start: int | None, world: int) 
     if not isinstance(tiles, Integral) or tiles < 1:
         raise ValueError(f"tiles must be a positive int or None, got {tiles!r}")
     if vocab_start is not None:
-        raise ValueError(f"tiles={tiles} cuts a vocabulary of equal shards; leave out vocab_start")
+        raise ValueError(f"tiles={tiles} requires shards of equal size; omit vocab_start")
     if tiles % world:
         raise ValueError(f"tiles={tiles} must be a multiple of the {world} ranks of the group")
     if world * columns % tiles:
@@ -139,5 +139,5 @@ def total_columns(shard: Shard, headers: list[list[float]] | None) -> int:
             )
         end += size
     if shard.vocab_size is not None and end < shard.vocab_size:
-        raise ValueError(f"shards of {sizes} columns make {end}, fewer than vocab_size={shard.vocab_size}")
+        raise ValueError(f"shards of {sizes} columns have {end} in all, fewer than vocab_size={shard.vocab_size}")
     return end

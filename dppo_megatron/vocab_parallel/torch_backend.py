@@ -191,7 +191,7 @@ def block_gradient(block: Tensor, scale: float | Tensor, found: Coefficients, co
         for number, rows in enumerate(_compiled_pieces(block)):
             if kernel(block[rows], *(argument[rows] for argument in by_row), returns=False) is None:
                 if number:  # eager code would read the gradients that replace some logits as logits
-                    raise RuntimeError("a compiled pass over the logits failed after its first rows")
+                    raise RuntimeError("compilation failed after gradients had replaced some logits; repeat the step")
                 break
         else:
             return

@@ -59,7 +59,7 @@ class EngineThread:
             return [str(reply) for reply in replies.values() if isinstance(reply, Exception)]
 
         if awake := self.start(sleep).result():
-            raise WeightSyncError("an engine did not free its memory for the trainer:\n  " + "\n  ".join(awake))
+            raise WeightSyncError("engines did not free their memory for the trainer:\n  " + "\n  ".join(awake))
 
     def close(self) -> None:
         atexit.unregister(self.close)

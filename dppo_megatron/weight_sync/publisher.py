@@ -285,8 +285,8 @@ class Publisher:
         engine, quantised = self._config.engine, ""
         if engine.quantization != "none":
             quantised = (
-                f". With engine.quantization = {engine.quantization} a difference of bf16's size and more is to be "
-                "expected: raise the tolerance if this one is, and limit the mismatch by rollout.max_mismatch_kl"
+                f". engine.quantization = {engine.quantization} causes a difference of at least bf16's size: if this "
+                "is its size, raise the tolerance, and limit the mismatch by rollout.max_mismatch_kl"
             )
         return (
             f"log-probs of the weight check differ from the trainer's by {difference}, more than "
@@ -298,7 +298,7 @@ class Publisher:
     def _report_untold(self, reply: Confirmation) -> None:
         if (groups := untold(reply.held)) and reply.url not in self._partly_covered:
             self._partly_covered.add(reply.url)
-            why = "its loader makes other weights of these, so fingerprints do not cover them (docs/engines.md)"
+            why = "its loader changes these weights, so fingerprints do not cover them (docs/engines.md)"
             log.warning("engine %s gives no fingerprint of %s: %s", reply.url, _some(groups), why)
 
     def _record(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:

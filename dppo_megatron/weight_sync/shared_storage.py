@@ -213,7 +213,7 @@ class SharedStorage(Transport):
 
 
 def _made_from(directory: Path) -> list[Path]:
-    """Return the directories that a reader of `directory` reads."""
+    """Return the directories of a version: its model and all deltas on it; empty if a delta is damaged."""
     try:
         model, deltas = chain(directory)
     except DamagedDelta:  # no engine can read it

@@ -129,7 +129,7 @@ def chain(directory: Path) -> tuple[Path, list[Path]]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedDelta(f"{directory / FILE}: not readable: {error!r}") from None
         if not isinstance(base, str) or Path(base).name != base or directory.with_name(base) in deltas:
-            raise DamagedDelta(f"{directory / FILE}: {str(base)[:100]!r} is no directory next to it that it can change")
+            raise DamagedDelta(f"{directory / FILE}: base {str(base)[:100]!r} is not an earlier version next to it")
         directory = directory.with_name(base)
     return directory, deltas
 
@@ -197,7 +197,7 @@ class Version:
                 raise DamagedDelta(f"{delta.directory}: {name} has {checks.numel()} checksums instead of 2")
             before, after = checks.tolist()
             if expected not in (None, before):
-                raise DamagedDelta(f"{delta.directory}: {name} was made for other values than the version before has")
+                raise DamagedDelta(f"{delta.directory}: {name} changes other values than those of the previous version")
             expected, whole = after, delta.find(name)
             if whole is not None:
                 if (whole.shape, whole.dtype) != (shape, dtype):

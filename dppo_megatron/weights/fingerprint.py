@@ -162,7 +162,7 @@ def differing(expected: Mapping[str, int], held: Mapping[str, int | None]) -> li
 
 
 def untold(held: Mapping[str, int | None]) -> list[str]:
-    """Return the groups without a fingerprint from the engine, in order."""
+    """Return the groups that the engine reports no fingerprint for, in order."""
     return in_order(group for group, value in held.items() if value is None)
 
 

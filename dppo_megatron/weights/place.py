@@ -30,7 +30,7 @@ def problem(run: RunDir, directory: Path) -> str | None:
     setting, directory = f"{SETTING} = {directory}", directory.absolute()
     parent = directory.parent
     if not parent.is_dir():
-        return f"{setting}: {parent} is no directory; make it, or choose another one"
+        return f"{setting}: {parent} is not a directory; create it, or choose another one"
     about = parent.stat()
     if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
         return f"{setting}: any user may replace files in {parent} (it is not sticky); choose another one"
@@ -116,7 +116,7 @@ def clear(run: RunDir) -> None:
 def _remove_versions(directory: Path) -> None:
     """Remove all versions. Raises `ExpectedError` if the directory has other files."""
     if foreign := [path.name for path in directory.iterdir() if not _OURS.fullmatch(path.name)]:
-        raise ExpectedError(f"{directory}: has {foreign[0]}, which is no published version; move it away")
+        raise ExpectedError(f"{directory}: has {foreign[0]}, which is not a published version; move it away")
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

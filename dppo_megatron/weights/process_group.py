@@ -80,7 +80,7 @@ class WeightRendezvous:
             self._store.set(f"{step}/begin", "")
 
     def abort(self, step: str, reason: str) -> None:
-        """Abort `step`; later reasons are ignored. Do nothing if the store is gone, because then no peer waits."""
+        """Abort `step`; later reasons are ignored. Do nothing if the store has closed, because then no peer waits."""
         with suppress(Exception):
             first = self._store.compare_set(f"{step}/off", "", reason)
             self._store.set(f"{step}/begin", first.decode())
@@ -90,7 +90,7 @@ class WeightRendezvous:
         try:
             reason = self._store.get(f"{step}/off").decode() if self._store.check([f"{step}/off"]) else ""
         except Exception as error:
-            raise WeightGroupError(f"{step}: the trainer's store is gone: {_brief(error)}") from error
+            raise WeightGroupError(f"{step}: the trainer's store does not answer: {_brief(error)}") from error
         if reason:
             raise WeightGroupError(f"{step}: aborted: {reason}")
 
@@ -218,7 +218,7 @@ def nccl_problem(trainer: str, trainer_cumem: str, engine: str, engine_cumem: st
     if trainer and (trainer_cumem == "0") != (engine_cumem == "0"):
         return (
             f"NCCL_CUMEM_ENABLE is {trainer_cumem or 'not set'} for the trainer, {engine_cumem or 'not set'} for the "
-            "engine, and a broadcast needs both to share memory alike: export one value for both (SGLang sets 0), "
+            "engine, and a broadcast needs the same value: export one for both (SGLang sets 0), "
             f"{remedy}"
         )
     return None

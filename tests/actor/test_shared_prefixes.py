@@ -232,4 +232,4 @@ def test_a_certificate_shows_what_sharing_a_prompt_changes(one_rank):
     tables, _ = one_rank(certified)["bf16"]
     assert tables[WHOLE]["same_bits"] < 0.5
     assert tables[WHOLE]["largest"] > 1e-3
-    assert tables["trainer: packed beside others, alone"]["largest"] < tables[WHOLE]["largest"]
+    assert tables["trainer: packed with others, alone"]["largest"] < tables[WHOLE]["largest"]

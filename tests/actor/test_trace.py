@@ -36,4 +36,4 @@ def test_a_layer_with_experts_records_its_router(two_ranks):
 
 
 def test_parts_of_a_sequence_are_refused(two_ranks):
-    assert "parallel.context > 1" in two_ranks(traces)["context"]
+    assert "parallel.context = 2: each rank has only parts" in two_ranks(traces)["context"]

@@ -212,7 +212,7 @@ def test_a_secret_that_others_could_read_is_closed_and_said(tmp_path, caplog):
 def test_a_secret_file_of_ones_own(tmp_path, monkeypatch):
     config = run_config(tmp_path / "run", secret_file=tmp_path / "shared")
     for use in (make_secret, read_secret):
-        with pytest.raises(NoSecret, match=r"engine.secret_file = .*shared: does not exist"):
+        with pytest.raises(NoSecret, match=r"engine.secret_file = .*shared: no such file; correct the path"):
             use(config)
     (tmp_path / "shared").write_text("ours\n")
     make_secret(config)

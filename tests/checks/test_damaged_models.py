@@ -226,7 +226,7 @@ OTHER_FILES = {
     "config cut": (text("config.json", '{"a": '), "config.json: not valid JSON"),
     "config a long number": (text("config.json", '{"a": ' + "1" * 5000 + "}"), "config.json"),
     "infinite eps": (keys(rms_norm_eps=float("inf")), "rms_norm_eps = inf"),
-    "a million layers": (keys(num_hidden_layers=10**6), "num_hidden_layers = 1000000: no model has so many"),
+    "a million layers": (keys(num_hidden_layers=10**6), "num_hidden_layers = 1000000: more than any model has"),
     "heads beyond counting": (keys(num_attention_heads=10**9), "num_attention_heads = 1000000000"),
     "long architecture": (keys(architectures=["x" * 10**6]), "architectures = ['xxx"),
     "dtype a number": (keys(dtype=5), "dtype = 5: must be str"),

@@ -34,14 +34,14 @@ def test_a_machine_without_gpus_has_nothing_to_share():
 def test_a_run_for_gpus_is_refused_on_a_machine_without():
     for_gpus = make_config(slurm={"gpu": "h100-80"})
     (problem,) = gpu_problems(for_gpus, [])
-    assert problem.startswith(f"slurm.gpu = h100-80: the run is for GPUs, and {socket.gethostname()} shows none")
+    assert problem.startswith(f"slurm.gpu = h100-80: the run needs GPUs, and {socket.gethostname()} shows none")
     assert gpu_problems(for_gpus, EIGHT) == []
 
 
 def test_a_machine_with_gpus_is_one_node():
     spanning = config(nodes=2, tensor_parallel=2)
     (problem,) = gpu_problems(spanning, EIGHT)
-    assert problem.startswith("engine.nodes = 2: this machine's GPUs are those of one node; set it to 1")
+    assert problem.startswith("engine.nodes = 2: this machine is one node; set it to 1")
     assert gpu_problems(spanning, []) == []
 
 
@@ -55,7 +55,7 @@ def test_cpus_serve_whole_sets_of_experts():
 
 def test_drafts_are_refused_on_gpus():
     (problem,) = gpu_problems(config(draft_tokens=4), EIGHT)
-    assert problem.startswith("engine.draft_tokens = 4: vLLM's model runner for GPUs draws in another way")
+    assert problem.startswith("engine.draft_tokens = 4: vLLM's model runner for GPUs samples differently")
     assert gpu_problems(config(draft_tokens=4), []) == []
 
 

@@ -86,7 +86,7 @@ def test_a_server_that_refuses_the_connection_is_noted_before_the_start(tree):
         ({"eval": {"every": 2}}, "eval.every = 2: there is nothing to evaluate; set data.eval"),
         (
             {"reward": {"name": "arithmetic", "settings": {"wrong": 1}}},
-            "reward.settings of arithmetic: .*'wrong'; remove it",
+            "reward.settings: arithmetic does not accept them: .*'wrong'; correct them",
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_pairs_of_mistakes_are_one_line_each_and_do_not_hide_one_another(tree, t
     tree["model"]["path"] = model
     tree["parallel"] = {"world_size": 3, "tensor": 3}
     tree["rollout"]["bank"] = str(tmp_path)
-    assert f"rollout.bank = {tmp_path}: has files but no head.json, so it is no bank" in found(tree)
+    assert f"rollout.bank = {tmp_path}: not a bank, because it has no head.json" in found(tree)
     del tree["rollout"]["bank"]
     problems = found(tree)
     assert (
@@ -239,7 +239,7 @@ def test_start_weights_that_are_not_there_or_of_another_model_are_named(tree, ta
     tree["model"]["path"] = changed_model(task, tmp_path / "other", rms_norm_eps=0.5)
     assert "rms_norm_eps = 1e-06 in the checkpoint, 0.5 in" in found(tree)
     tree["model"] = {"path": changed_model(task, tmp_path / "deeper", num_hidden_layers=9), "dtype": "fp32"}
-    assert "deeper: its weights are not of the model in config.json; model.layers." in found(tree)
+    assert "deeper: its weights do not fit config.json; model.layers." in found(tree)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, ta
     assert "forward_kl" in "\n".join(preflight(Config.model_validate(tree), "config.yaml"))
 
     del tree["distillation"]["teachers"]
-    assert "distillation.teachers = []: objective dppo_binary_tv learns from a teacher; name one" in found(tree)
+    assert "distillation.teachers = []: objective dppo_binary_tv learns from a teacher; add one" in found(tree)
     tree["distillation"]["teachers"] = {"same": {"path": str(task / "random_model"), "sources": ["x"]}}
     assert "distillation.teachers: data.train has rows of sources without one; name one for each" in found(tree)
     other = save_character_model(tmp_path / "other")

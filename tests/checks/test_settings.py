@@ -60,10 +60,10 @@ IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
         (DRAFTS + "rollout.routing_replay=true", "the experts of drafted positions are not recorded"),
         (DRAFTS + ADAPTER, "it is not tested with adapters"),
         (DRAFTS + "engine.tensor_parallel=2", "it is not tested on several devices of one engine (now 2)"),
-        (DRAFTS + "engine.kind=sglang", "takes the likeliest token at any temperature when it verifies drafts"),
+        (DRAFTS + "engine.kind=sglang", "with drafts SGLang samples other tokens for a seed"),
         ("engine.extra_args=[--speculative-config=x]", "engine.extra_args = --speculative-config=x: a server's own"),
         ("engine.extra_args=[-sc=x]", "engine.extra_args = -sc=x: a server's own"),
-        ("engine.kind=sglang engine.extra_args=[--speculative-algorithm=NGRAM]", "draws other tokens for a seed"),
+        ("engine.kind=sglang engine.extra_args=[--speculative-algorithm=NGRAM]", "changes the tokens of a seed"),
         (LORA, None),
         (ADAPTER, None),
         (ADAPTER + "model.lora.r=0", "the run trains no adapters (model.lora.r = 0)"),
@@ -81,10 +81,10 @@ IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
         ("weight_sync.full_every=5 " + BROADCAST, "weight_sync.full_every = 5: a broadcast always sends all weights"),
         (COLOCATED + "engine.kind=sglang rollout.max_staleness=0", None),
         (COLOCATED + "engine.kind=sglang " + BROADCAST, "broadcast: NCCL does not connect two processes on one GPU"),
-        (IN_MEMORY + BROADCAST, "weight_sync.directory = /dev/shm/mine: a broadcast writes nothing"),
+        (IN_MEMORY + BROADCAST, "weight_sync.directory = /dev/shm/mine: a broadcast writes no files"),
         (
             IN_MEMORY + "slurm.trainer_nodes=1 slurm.engine_nodes=1",
-            "mine: each machine has its own /dev/shm, and the run",
+            "mine: each machine has its own /dev/shm, but the run",
         ),
         (IN_MEMORY + "weight_sync.full_every=5", None),
         (IN_MEMORY + COLOCATED, None),
@@ -121,7 +121,7 @@ def test_parts_of_fused_layers_that_sglang_would_not_take_are_refused(targets, l
     for kind in ("vllm", "sglang"):
         made = config(f"{ADAPTER} model.lora.targets={targets} engine.max_model_len=64 engine.kind={kind}")
         found = engine_rules.model_problems(made, parse_hf_config(QWEN3, "x"))
-        assert any("of layers that it fuses" in problem for problem in found) == (lost and kind == "sglang")
+        assert any("SGLang's fused layers need" in problem for problem in found) == (lost and kind == "sglang")
 
 
 def test_gpt_oss_needs_stored_rollouts():

@@ -116,7 +116,7 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
             "objective={name: pg_is, settings: {clip_range: 0.2}}",
             "clip_range = 0.2: objective pg_is has no trust region; remove it",
         ),
-        ("rollout.temperature=0", "use e.g. 1.0 (eval is greedy)"),
+        ("rollout.temperature=0", "would be equal, without an advantage; use e.g. 1.0"),
         ("model.lora.targets=all-linear", "remove the setting"),
         ("data.prompt_template=Question: {prompt}", "must be text, but ': ' makes it a section"),
         ("objective.settings.clip_high=0.2", "did you mean objective.settings.epsilon_high?"),
@@ -250,7 +250,7 @@ def test_a_file_without_a_tree_of_settings_is_named(tmp_path):
         ({"engine": {"quantization": "fp8_block", "dtype": "fp32"}}, "engine.dtype = fp32"),
         (
             {"engine": {"quantization": "fp8_block", "kind": "sglang", "urls": ["http://a:1"]}},
-            "engine.quantization = fp8_block: not with engine.urls of SGLang",
+            "engine.quantization = fp8_block: excludes engine.urls with SGLang",
         ),
         (
             {

@@ -95,8 +95,8 @@ def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(s
         ("data.more=[{path: x, wieght: 2}]", "data.more.0.wieght: unknown setting; did you mean data.more.0.weight?"),
         ("engine.env={A=B: c}", "engine.env.A=B"),
         ("run.dir=", "run.dir = '': is empty"),
-        (f"run.dir={'d' * 300}", "longer than a path may be"),
-        ('run.dir="a\\nb"', "contains a character that cannot be shown"),
+        (f"run.dir={'d' * 300}", "too long for a path"),
+        ('run.dir="a\\nb"', "contains an unprintable character"),
         ("objective.settings={delta: 1" + "0" * 31 + "}", "objective.settings.delta"),
         ("objective.settings={delta: 1e-60}", "must be a finite number or None, of 1e-30 to 1e+30"),
         ("objective.settings={delta: !!binary aGk=}", "a tag"),
@@ -169,7 +169,7 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         (BASE.encode() + b"# caf\xe9\n", "line 5: not UTF-8"),
         (BASE + "x: !!python/object/apply:os.system [ls]", "line 5, column 4: x: a tag"),
         (BASE + "x: !!int ''", "line 5, column 4: x: a tag"),
-        ("x" * (1 << 19), "bytes that a config has at most"),
+        ("x" * (1 << 19), "a config has at most"),
         (BASE + f"x: {'y' * 200_000}\n", "x: unknown setting"),
         (BASE + f"? {'y' * 200_000}\n: 1\n", "unknown setting"),
         (BASE + "".join(f"y{n}: 1\n" for n in range(5000)), "more"),
@@ -186,7 +186,7 @@ def test_hostile_yaml_is_one_short_error(tmp_path, text, expected):
 
 def test_a_path_that_is_empty_or_a_directory_or_a_pipe_is_no_config(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="a pipe, which may have no end"):
+    with pytest.raises(ConfigError, match="a pipe, not a file"):
         load_config(tmp_path / "pipe")
     for path in ("", tmp_path):
         with pytest.raises(ConfigError, match="a directory, as an empty path is; pass the path of a YAML config"):

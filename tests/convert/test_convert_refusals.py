@@ -60,7 +60,7 @@ def test_non_finite_values(source, convert, tmp_path, value):
     edit_weights(source, change)
     found = problems(convert, "hf-to-megatron", source, tmp_path / "target")
     assert len(found) == 2
-    assert all("mlp.up_proj.weight: holds values that are not finite" in line for line in found)
+    assert all("mlp.up_proj.weight: contains values that are not finite" in line for line in found)
     assert not (tmp_path / "target").exists()
 
 
@@ -68,7 +68,7 @@ def test_non_finite_values(source, convert, tmp_path, value):
 def test_cast_that_overflows(source, convert, tmp_path, direction):
     edit_weights(source, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
     (found,) = problems(convert, direction, source, tmp_path / "target", "--dtype", "fp16")
-    assert found.startswith("model.norm.weight: holds values beyond 65504, the largest of fp16; use bf16")
+    assert found.startswith("model.norm.weight: contains values beyond 65504, the largest of fp16; use bf16")
     assert not (tmp_path / "target").exists()
 
 
@@ -93,7 +93,7 @@ def test_full_disk_is_noticed_before_writing(source, checkpoint, convert, tmp_pa
 
 def test_a_checkpoint_as_source_names_the_command_for_it(checkpoint, convert, tmp_path):
     (found,) = problems(convert, "hf-to-megatron", checkpoint, tmp_path / "target")
-    assert found.startswith("a Megatron checkpoint, no Hugging Face directory; `megatron-to-hf ")
+    assert found.startswith("a Megatron checkpoint, not a Hugging Face directory; `megatron-to-hf ")
     assert untouched(tmp_path)
 
 
@@ -157,6 +157,6 @@ def test_source_that_is_no_checkpoint_and_checkpoint_without_model(source, check
     assert absent == f"no such directory; {tmp_path} has step-000012"
     (no_model,) = problems(convert, "hf-to-megatron", tmp_path, tmp_path / "target")
     assert no_model.endswith("pass a model's directory (`hf download NAME --local-dir DIR`)")
-    assert "hf-to-megatron converts it" in problems(convert, "megatron-to-hf", source, tmp_path / "target")[0]
+    assert "convert it by hf-to-megatron" in problems(convert, "megatron-to-hf", source, tmp_path / "target")[0]
     shutil.rmtree(checkpoint / "model")
     assert "--template" in problems(convert, "megatron-to-hf", checkpoint, tmp_path / "target")[0]

@@ -65,7 +65,7 @@ def test_the_text_model_is_written_bit_for_bit(pair, tmp_path, convert):
 
 def test_other_commands_name_the_conversion(pair, tmp_path, convert):
     _, published = pair
-    with pytest.raises(hf.ModelError, match=r"only its text model is; `dppo-megatron convert hf-to-hf SRC DST`"):
+    with pytest.raises(hf.ModelError, match=r"`dppo-megatron convert hf-to-hf SRC DST` writes its supported"):
         convert("hf-to-megatron", published, tmp_path / "m")
     found = check(published)
     assert found.family.startswith("qwen3_5")

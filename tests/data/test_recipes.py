@@ -58,7 +58,7 @@ def test_dapo_is_deduplicated_and_its_answers_are_integers(tmp_path):
     assert "2 prompts of 105 rows" in said
     for reason in (
         "98 repeated",
-        "1 with an answer that is no integer",
+        "1 with an answer that is not an integer",
         "1 with a control character",
         "1 prompts with diff",
     ):
@@ -118,7 +118,7 @@ def test_aime_in_the_schemas_it_is_published_in(tmp_path):
         assert "a year of AIME has 30 problems" in said
     both = [{"problem": f"p{year}", "answer": "025", "year": year} for year in (2024, 2025)]
     assert prepared(tmp_path, "aime-2025", both)[0] == [{"prompt": "p2025", "answer": "25", "data_source": "aime2025"}]
-    with pytest.raises(RecipeError, match=r"row 1 does not have .*: the answer '1000' is no integer from 0 to 999"):
+    with pytest.raises(RecipeError, match=r"row 1 does not have .*: the answer '1000' is not an integer from 0 to 999"):
         prepared(tmp_path, "aime-2024", [{"problem": "p", "answer": "1000"}])
 
 

@@ -87,7 +87,7 @@ def _without_stop():
         (changed(samples(), topk_ids=None), "topk_ids is missing"),
         (changed(samples(), versions=np.full(8, 2)), "versions is int64, expected int32"),
         (changed(samples(), token_ids=samples().token_ids.astype(float)), "token_ids is float64, expected int32"),
-        (changed(samples(), routed_experts=np.zeros((11, 1, 1), np.uint8)), "routed_experts was not requested"),
+        (changed(samples(), routed_experts=np.zeros((11, 1, 1), np.uint8)), "routed_experts, which was not requested"),
         (
             changed(samples(), rollout_topk_logprob=samples().columns["rollout_topk_logprob"][:, :1]),
             "rollout_topk_logprob is of shape",

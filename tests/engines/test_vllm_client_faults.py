@@ -178,7 +178,7 @@ def test_garbled_description(config, body):
 
 
 def test_load_weights_that_reports_another_version(config):
-    with pytest.raises(EngineError, match="reports version 3"):
+    with pytest.raises(EngineError, match="the reply has version 3"):
         against(
             config,
             INFO_REPLY | {"/dppo/load_weights": [http(200, b'{"version": 3}')]},

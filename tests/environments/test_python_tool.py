@@ -156,7 +156,7 @@ def test_a_limit_that_does_not_hold_is_refused(hole, named, monkeypatch, tmp_pat
     [
         ({"memory_mb": 0}, "memory_mb = 0"),
         ({"processes": 1.5}, "processes = 1.5"),
-        ({"readable": ["nothing"]}, "'nothing' is no absolute path"),
+        ({"readable": ["nothing"]}, "'nothing': not an existing absolute path"),
     ],
 )
 def test_limits_that_are_none_are_refused(limits, says):

@@ -169,8 +169,8 @@ def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream, ended):
 def test_what_cannot_be_had_is_refused_with_a_line(serve):
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     wrong = [
-        ({"n": 2}, "n = 2: not served here"),
-        ({"stop": ["a"]}, 'stop = ["a"]: not served here'),
+        ({"n": 2}, "n = 2: not supported"),
+        ({"stop": ["a"]}, 'stop = ["a"]: not supported'),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_tokens": -1}, "expected a positive integer"),
         ({"messages": [{"role": "user", "content": image}]}, "a part of type 'image_url'"),

@@ -223,7 +223,7 @@ def test_a_weight_beyond_fp16_is_neither_saved_nor_loaded(model, tmp_path):
     chunk = loaded(model)
     chunk.decoder.layers[1].mlp.linear_fc2.weight.data[2, 3] = -65_520  # the smallest that is rounded to infinity
     expected = (
-        "model.layers.1.mlp.down_proj.weight: holds values beyond 65504, the largest of fp16; use bf16 (model.dtype"
+        "model.layers.1.mlp.down_proj.weight: contains values beyond 65504, the largest of fp16; use bf16 (model.dtype"
     )
     with pytest.raises(hf.ModelError) as error:
         hf.save_hf([chunk], tmp_path / "target", model, torch.float16, ranks=ranks())

@@ -40,7 +40,7 @@ def test_presets_that_need_the_samples_alone_are_fit():
 
 def test_settings_of_a_ready_objective_are_refused():
     assert resolve("dppo_binary_tv", {"delta": 0.2}).settings.delta == 0.2
-    with pytest.raises(ObjectiveError, match="ready made and takes no settings: delta"):
+    with pytest.raises(ObjectiveError, match="is an instance; remove the settings delta"):
         resolve(build_objective("dppo_binary_tv"), {"delta": 0.2})
 
 

@@ -99,4 +99,4 @@ def test_a_seat_that_is_not_to_be_trained_may_not_have_the_policy(tokenizer, wor
     group = episodes(tokenizer, ["Hi"], env, samples=1)
     assert len(group.rollouts) == 2  # a branch of each
     assert group.reward_failed.all()
-    assert "2 seats have the policy" in caplog.text
+    assert "2 agents use the policy" in caplog.text

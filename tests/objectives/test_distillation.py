@@ -339,7 +339,7 @@ def test_wrong_combinations_and_inputs_are_named():
     with pytest.raises(ObjectiveError, match="needs teacher_logprob"):
         objective(**call)
     call |= {"teacher_logprob": batch.extra["teacher_logprob"].float()}
-    with pytest.raises(ObjectiveError, match="needs teacher, a"):
+    with pytest.raises(ObjectiveError, match="needs `teacher`, the top-K"):
         objective(**call)
     lists = [batch.extra["teacher_ids"], batch.extra["teacher_topk_logprob"].float()]
     with pytest.raises(ObjectiveError, match=r"topk\.logprob has shape"):

@@ -185,5 +185,5 @@ def test_returns_that_only_rounding_tells_apart_give_no_advantage():
 
 def test_baselines_of_the_batch_are_none_of_turns():
     for kind in ("batch_mean", "batch_normalised"):
-        with pytest.raises(ObjectiveError, match="compares over the batch, turns compare in groups"):
+        with pytest.raises(ObjectiveError, match="compares over the batch, but turns compare in groups"):
             turn_advantages(OF_TRAJECTORIES, TURN_REWARDS, TURNS, None, kind)

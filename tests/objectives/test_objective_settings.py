@@ -196,7 +196,7 @@ def test_what_each_method_needs():
         ("dppo_binary_tv", "advantage", "needs advantage"),
         ("dppo_binary_tv", "mask", r"needs mask; pass by name, each \[T\]: logprob, mask, advantage, rollout_logprob$"),
         ("nll", "logprob", r"nll needs logprob; pass by name, each \[T\]: logprob, mask$"),
-        ("dppo_topk_tv", "topk", "dppo_topk_tv needs topk"),
+        ("dppo_topk_tv", "topk", "dppo_topk_tv needs `topk`"),
         ("minirl", "old_logprob", "needs old_logprob"),
         ("gspo", "sequence_ids", "needs sequence_ids"),
     ],
@@ -297,8 +297,8 @@ def test_a_users_own_by_dotted_path(user_module):
     assert build_objective(f"{user_module}:factory", delta=0.5).settings.delta == 0.5
     needs = "needs_rollout, needs_reference, needs_topk_gradient"
     for path, overrides, says in (
-        ("ready", {"delta": 0.1}, "takes no settings: delta"),
-        ("factory", {"dleta": 0.1}, "refused its settings"),
+        ("ready", {"delta": 0.1}, "remove the settings delta"),
+        ("factory", {"dleta": 0.1}, "rejected its settings"),
         ("useless", {}, "lacks name, settings"),
         ("bare", {}, f"lacks needs_columns, {needs}, .*needs_statistic, moves_without"),
         ("absent", {}, "cannot be loaded"),
@@ -317,7 +317,7 @@ def test_every_need_is_declared_and_follows_from_the_settings_or_a_class_attribu
     assert len(FLAGS) == 11
     set_here = {"needs_rollout", "needs_entropy", "moves_without_advantage"}
     assert {name for name in FLAGS if getattr(plain, name)} == set_here
-    with pytest.raises(NotImplementedError, match="needs_statistic, but no with_statistic"):
+    with pytest.raises(NotImplementedError, match="needs_statistic; implement with_statistic"):
         ObjectiveProtocol.with_statistic(plain, torch.zeros(1))
 
 
@@ -329,7 +329,7 @@ def test_a_users_module_or_factory_may_raise_anything(tmp_path, monkeypatch, end
     (tmp_path / f"{name}_when_called.py").write_text(f"import sys\ndef factory():\n    {end}\n")
     with pytest.raises(ObjectiveError, match=f"'{name}_on_import:factory' cannot be loaded: "):
         build_objective(f"{name}_on_import:factory")
-    with pytest.raises(ObjectiveError, match=f"'{name}_when_called:factory' refused its settings: "):
+    with pytest.raises(ObjectiveError, match=f"'{name}_when_called:factory' rejected its settings: "):
         build_objective(f"{name}_when_called:factory")
 
 

@@ -75,6 +75,6 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_for_ever(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     for name in ("pipe", "device", "."):
-        with pytest.raises(DamagedFile, match="not a file"):
+        with pytest.raises(DamagedFile, match="not a regular file"):
             read_metrics(tmp_path / name)
     assert last_lines(tmp_path / "pipe") == []

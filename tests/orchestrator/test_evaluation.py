@@ -205,7 +205,7 @@ def test_in_an_asynchronous_run_each_set_is_of_the_policy_that_answered_it(tmp_p
         ({"temperature": 0, "top_p": 1}, {}, "eval.sets.aime.n = 4: with eval.sets.aime.temperature = 0"),
         ({"temperature": 0, "n": 1}, {}, "eval.sets.aime.top_p = 0.95: greedy answers"),
         ({"temperature": 0.001}, {}, "eval.sets.aime.temperature = 0.001: vLLM raises it"),
-        ({}, {"kind": "sglang"}, "eval.sets.aime.top_p = 0.95: with it SGLang draws"),
+        ({}, {"kind": "sglang"}, "eval.sets.aime.top_p = 0.95: SGLang would then ignore"),
         (
             {"max_response_tokens": 4000},
             {"max_model_len": 4096},

@@ -153,11 +153,11 @@ def test_an_impossible_layout_is_rejected_with_every_reason(plan_of):
     [
         (8, ["engine.tensor_parallel=16", "engine.count=1"], r"engine.nodes = 1: .* 16 devices .*; set it to 2"),
         (8, ["engine.tensor_parallel=16", "engine.nodes=2", "engine.count=1"], None),
-        (8, ["engine.tensor_parallel=8", "engine.nodes=2", "engine.count=3"], "hold 2 engines of 4 devices on 2 nodes"),
+        (8, ["engine.tensor_parallel=8", "engine.nodes=2", "engine.count=3"], "for 2 engines of 4 devices on 2 nodes"),
         (8, ["engine.tensor_parallel=3", "engine.count=2"], "does not divide 32 attention heads"),
         (8, ["engine.tensor_parallel=8", "engine.count=2", "parallel.world_size=10"], None),
         (6, ["engine.tensor_parallel=4", "engine.count=3", "parallel.world_size=6"], None),
-        (6, ["engine.tensor_parallel=4", "engine.count=4", "parallel.world_size=6"], "hold 3 engines of 4"),
+        (6, ["engine.tensor_parallel=4", "engine.count=4", "parallel.world_size=6"], "room for 3 engines of 4"),
     ],
 )
 def test_engines_are_placed_on_nodes_of_their_own(builder, gpus, sets, reason):

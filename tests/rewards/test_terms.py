@@ -64,7 +64,7 @@ def test_dapo_normalises_as_minerva_does():
 def test_multiple_choice_reads_a_letter(prompt, text, right):
     grader = load_reward("multiple_choice", {"choices": "ABCD"})
     assert [grader(prompt(answer), text) for answer in ("B", "(B)", "b.")] == [right] * 3
-    with pytest.raises(ValueError, match="names no choice"):
+    with pytest.raises(ValueError, match="is none of the choices"):
         grader.check_answer("E")
 
 

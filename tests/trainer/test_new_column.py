@@ -98,7 +98,7 @@ class Engine:
         header, arrays = decode_reply(encode_samples({}, GroupSamples.of(samples)))
         found = decode_samples(header, arrays)
         found.check(request, vocab_size=VOCAB, max_model_len=64)
-        with pytest.raises(InvalidSample, match="made_pair was not requested"):
+        with pytest.raises(InvalidSample, match="made_pair, which was not requested"):
             found.check(replace(request, flags=()), vocab_size=VOCAB, max_model_len=64)
         for name in ("made_score", "made_pair", "made_list", "made_read"):
             with pytest.raises(InvalidSample, match=rf"{name} is of shape \(\d+,.*expected"):

@@ -133,21 +133,21 @@ def test_a_trajectory_without_rewards_of_turns_is_credited_as_a_whole(tmp_path):
 
 def test_a_bank_without_rewards_of_turns_is_refused(tmp_path):
     bank_with(tmp_path, None)
-    with pytest.raises(ValueError, match=r"objective.credit = turn: no group .*prompt 1 .* set it to trajectory"):
+    with pytest.raises(ValueError, match=r"objective.credit = turn: .*prompt 1, have no rewards of turns; set it"):
         read(tmp_path)
 
 
 def test_a_bank_with_too_few_of_them_is_refused(tmp_path):
     bank_with(tmp_path, ([0.5], *TURN_REWARDS[1:]))
-    with pytest.raises(ValueError, match=r"prompt 1 in the bank has rewards of 1 turns of trajectory 0, .* turn 1"):
+    with pytest.raises(ValueError, match=r"prompt 1 in the bank has rewards of only 1 turns of trajectory 0, .*1 was"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "objective.credit = turn: .*environment.name names none"),
-        ({"environment": {"agent": "a:b"}}, "objective.credit = turn: .*environment.name names none"),
+        ({}, "objective.credit = turn: .*environment.name is not set"),
+        ({"environment": {"agent": "a:b"}}, "objective.credit = turn: .*environment.name is not set"),
         ({"objective": {"credit": "turn", "advantage": "batch_mean"}}, "objective.advantage = batch_mean: "),
         ({"rollout": {"dynamic_sampling": True}}, "rollout.dynamic_sampling = true: drops groups of equal rewards"),
         ({"objective": {"discount": 0.9}}, "objective.discount = 0.9: .*set objective.credit to turn"),

@@ -83,7 +83,7 @@ def test_rows_without_loss_are_not_restricted():
     [
         ({"sampling_mask_counts": None}, "sampling_mask_ids and sampling_mask_counts belong together"),
         ({"sampling_mask_counts": COUNTS[:2]}, r"sampling_mask_counts must be \[T\] with T = 3"),
-        ({"sampling_mask_counts": COUNTS + 1}, "sampling_mask_counts add up to 8, there are 5 sampling_mask_ids"),
+        ({"sampling_mask_counts": COUNTS + 1}, "sampling_mask_counts add up to 8, expected 5"),
         ({"sampling_mask_counts": torch.tensor([3, -1, 3])}, "sampling_mask_counts are partly negative"),
         ({"sampling_mask_ids": IDS.float()}, "sampling_mask_ids must be int32 or int64"),
         ({"sampling_mask_ids": IDS + 3}, r"sampling_mask_ids must be within \[0, 8\), found 3 to 9"),

@@ -131,7 +131,7 @@ def _alone_and_together(rank: int, sequence_parallel: bool) -> tuple[torch.Tenso
     [
         ({"tiles": 0}, "tiles must be a positive int"),
         ({"tiles": 7}, r"tiles=7 does not divide 1 shard\(s\) of 12 columns; pad the vocabulary"),
-        ({"tiles": 3, "vocab_start": 0}, "tiles=3 cuts a vocabulary of equal shards; leave out vocab_start"),
+        ({"tiles": 3, "vocab_start": 0}, "tiles=3 requires shards of equal size; omit vocab_start"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:

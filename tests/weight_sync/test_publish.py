@@ -78,7 +78,7 @@ def test_a_weight_beyond_fp16_is_named_on_every_rank_and_not_published(result_of
     result = result_of(f"overflows_{transport}")
     assert result["dtypes"] == {torch.float16}
     for message in result["messages"]:
-        assert "model.layers.1.mlp.down_proj.weight: holds values beyond 65504" in message
+        assert "model.layers.1.mlp.down_proj.weight: contains values beyond 65504" in message
         assert "use bf16 (model.dtype, engine.dtype or --dtype)" in message
     assert result["kept"]
     assert result["left"] == []
@@ -91,7 +91,7 @@ def test_colocated_engines_and_the_actor_take_turns(result_of):
     first, second = result["events"]
     assert first == turn + awake
     assert second == ["score", "offloaded", "onloaded"] * 2
-    assert "did not free its memory" in result["message"]
+    assert "did not free their memory" in result["message"]
     assert result["differences"] == [0.0]
 
 

@@ -121,7 +121,7 @@ UNFIT = {
     "another run's": (of_another_run, "belongs to the run /another/run"),
     "with files": (with_files, "has files that no run wrote"),
     "replaceable": (replaceable, "any user may replace files in"),
-    "nowhere": (lambda place: place.parent.rmdir(), "is no directory; make it"),
+    "nowhere": (lambda place: place.parent.rmdir(), "is not a directory; create it"),
 }
 
 

@@ -24,7 +24,7 @@ def rows_of_rank(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[T
     """Return the ascending packed rows of context-parallel rank `rank` of `size`; lengths are multiples of 2 x size."""
     lengths = cu_seqlens.long().diff()
     if bool((lengths % (2 * size)).any()):
-        raise ValueError(f"sequences of {lengths.tolist()} tokens: not all multiples of {2 * size}")
+        raise ValueError(f"context parallelism needs lengths that {2 * size} divides, got {lengths.tolist()}")
     chunk_of_row = (
         torch.arange(2 * size)
         .repeat(len(lengths))

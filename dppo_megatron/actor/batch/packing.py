@@ -173,14 +173,14 @@ class Packer:
             if lowest < low or highest >= self.vocab_size:
                 raise ValueError(
                     f"{name} of micro-batch {number} must be within [{low}, {self.vocab_size}), found {lowest} to "
-                    f"{highest}: these are tokens of another model"
+                    f"{highest}: the tokens do not belong to this model"
                 )
 
     def _shared(self, batch: TokenBatch) -> SharedRows | None:
         if batch.shared_prefix is None or not batch.shared_prefix.any():
             return None
         if not self.own_attention or self.delta_net or self.context_size > 1 or self.held_layers is not None:
-            raise ValueError("train.share_prefixes: these layers compute whole sequences; see `prefix_problems`")
+            raise ValueError("train.share_prefixes = true: this model cannot continue a shared prompt; set it to false")
         return shared_rows(batch.cu_seqlens.cpu(), batch.shared_prefix.cpu())
 
     def _bounds(self, cu_seqlens: Tensor) -> Tensor:

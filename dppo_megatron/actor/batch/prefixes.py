@@ -52,7 +52,7 @@ def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"
     after = F.pad(shared[1:], (0, 1))
     prefix = torch.where(continues, shared, after)
     if bool(continues[:1].any()) or bool((prefix != prefix[begins]).any()) or bool((prefix > lengths).any()):
-        raise ValueError(f"sequences of {lengths.tolist()} tokens cannot share prefixes of {shared.tolist()}")
+        raise ValueError(f"shared_prefix {shared.tolist()} contradicts sequences of {lengths.tolist()} tokens")
     # Two segments per sequence: its prefix, which is empty if an earlier sequence computes it, and its other rows.
     own = lengths - prefix
     sizes = torch.stack((torch.where(continues, 0, prefix), own), dim=1).flatten()

@@ -37,7 +37,7 @@ class ReplayedExperts:
         self.replayed: list[Tensor | int] = [0] * len(experts)
 
     def counts(self) -> Float[Tensor, " 2"]:
-        """Count replayed (token, layer, slot) triples, fp64 [2]: those the own router would not choose, and all."""
+        """Count replayed (token, layer, slot) triples, fp64 [2]: the ones that the router rejects, and all."""
         totals = torch.stack([torch.as_tensor(sum(n)).double() for n in (self.differing, self.replayed)])
         return totals.to(self.experts.device)
 
@@ -89,7 +89,7 @@ class _LayerReplay(RouterReplay):
     """Gives Megatron's router its top-k. Does not register itself in Megatron's list of all routers."""
 
     def __init__(self, index: int):
-        self.index = index  # counts this rank's layers with experts
+        self.index = index  # number of the layer among this rank's layers with experts
         self.batch: ReplayedExperts | None = None
         self.recorded: list[Tensor] | None = None
 

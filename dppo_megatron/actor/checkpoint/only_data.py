@@ -1,4 +1,4 @@
-"""Reads checkpoint files only as data, and rejects a pickle that names anything else before it runs.
+"""Reads checkpoint files only as data: a pickle that names code is rejected before any of its code runs.
 
 Megatron and torch read `.metadata`, objects among the shards and TransformerEngine's states with plain pickle.
 """
@@ -45,7 +45,7 @@ def check_files(path: Path) -> str:
     """
     marker = read_json(path / MARKER) or {}
     if not is_torch_dist(path) or marker.get("common_backend", "torch") != "torch":
-        raise CheckpointError(f"{path / MARKER}: names another format than torch_dist")
+        raise CheckpointError(f"{path / MARKER}: does not name the format torch_dist; resume from another checkpoint")
     try:
         _, digest = read_checked(path)
     except ModelError as error:
@@ -90,14 +90,16 @@ def data_only() -> AbstractContextManager[None]:
 def reason(error: BaseException) -> str:
     """Describe an error in one line, without torch's advice to read the file unsafely."""
     if found := _GLOBAL.search(str(error)):
-        return f"it names {found[1]}, which is no data; not loaded"
+        return f"it contains the object {found[1]}; only tensors and plain values are loaded"
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
     return f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:500]}"
 
 
 def check_extra_states(loaded: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError for an `_extra_state` of TransformerEngine, which unpickles it, that names more than its
-    recipes."""
+    """Raise CheckpointError if an `_extra_state` contains objects other than TransformerEngine's recipes.
+
+    TransformerEngine unpickles this state, which could run code.
+    """
     for name, value in _flat(loaded):
         if not name.rpartition(".")[2].startswith("_extra_state"):
             continue
@@ -111,7 +113,7 @@ def check_extra_states(loaded: dict[str, Any], path: Path) -> None:
 
 
 class _Inert:
-    """Replaces an object of another package: it can be created and filled, and does nothing."""
+    """Replaces an object of another package. It can be created and filled, but it does nothing."""
 
     def __init__(self, *_arguments: object, **_settings: object):
         pass
@@ -121,7 +123,7 @@ class _Inert:
 
 
 class _DryUnpickler(pickle.Unpickler):
-    """Looks up the names that `pickle.loads` would, and creates none of the objects."""
+    """Checks the names that `pickle.loads` would look up, without creating the objects."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):

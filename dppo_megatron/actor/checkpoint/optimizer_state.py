@@ -43,7 +43,7 @@ def host_copies(state: dict[Any, Any]) -> Iterator[Tensor]:
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
-    """Load the state that was read into `sharded_optimizer_state`. Collective.
+    """Load the state that was read into the tensors of `sharded_optimizer_state`. Collective.
 
     Raises CheckpointError if the number of ranks with experts has changed and the distributed optimizer is off.
     """
@@ -66,8 +66,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
 
 
 def _set_rates(part: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Put the rates of `part` into the loaded state: Megatron-core 0.19 identifies groups by them, and a run may change
-    them."""
+    """Replace the rates in the loaded state by those of `part`, by which Megatron-core 0.19 identifies the groups."""
     own = part.optimizer.param_groups[0]  # the same in all groups
     for group in state.get("optimizer", state)["param_groups"]:
         group.update({name: own[name] for name in ("max_lr", "min_lr") if name in own})
@@ -78,14 +77,14 @@ def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> 
 
     Sharded tensors are as this rank described them. Everything else is as global rank 0 saved it: for one optimizer, or
     by number for an optimizer of dense and one of expert parameters. A rank has the second optimizer only if it has
-    experts of an expert-parallel group, so saver and loader may differ in that.
+    experts of an expert-parallel group, so the numbers of optimizers may differ between saver and loader.
     """
     numbered = len(parts) > 1
     if not all(isinstance(part, DistributedOptimizer) for part in parts):
         if numbered != (0 in loaded):
             raise CheckpointError(
-                "parallel.distributed_optimizer = false: such a state loads only where as many ranks have experts as "
-                "when it was saved; use the expert and pipeline sizes it was saved with"
+                "parallel.distributed_optimizer = false: this rank's optimizer state has another form than the saved "
+                "one, because experts are on other ranks; use the checkpoint's parallel.expert and parallel.pipeline"
             )
         return [loaded[index] for index in range(len(parts))] if numbered else [loaded]
     saved = [loaded] if "optimizer" in loaded else [loaded[i] for i in (0, 1) if "optimizer" in loaded.get(i, {})]

@@ -132,7 +132,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
         start = actor.config.model.start
         load_into(actor.model_chunks, start, actor.hf)
         if run.get(_FROZEN) != frozen_sum(actor.model_chunks, actor.hf):
-            raise CheckpointError(f"{path} has adapters of other weights than {start} has now; restore those weights")
+            raise CheckpointError(f"{path}: {start} has changed since these adapters were trained; restore its weights")
     materialise_state(actor.optimizer)
     digest = Ranks().from_rank_zero(lambda: check_files(path), f"what is in {path}")
     try:

@@ -183,7 +183,7 @@ class _Writer(torch.distributed.checkpoint.FileSystemWriter):
 
 @contextmanager
 def _torch_failures_as_errors() -> Iterator[None]:
-    """Raise OSError for torch's CheckpointException, which is no `Exception` and has every rank's traceback."""
+    """Raise OSError for torch's CheckpointException, which is not an `Exception` and contains all tracebacks."""
     try:
         yield
     except torch.distributed.checkpoint.CheckpointException as failed:

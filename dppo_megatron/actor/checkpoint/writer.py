@@ -40,7 +40,7 @@ class Files(FileSystem):
         """Let `hold` keep `tensors` and their views without a copy, because nothing else writes or needs them later."""
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that the writer writes for `tensor`."""
+        """Return the tensor to write for `tensor`: itself, or a copy."""
         return tensor
 
 

@@ -5,7 +5,7 @@ logarithm, at most 0) and step size b (https://arxiv.org/abs/2412.06464):
 
     S = exp(a) S,    S = S + k b (v - S^T k)^T,    output S^T q
 
-Rows are processed in chunks of a sequence. All chunks are prepared at once. Then step i passes the state through the
+Rows are processed in chunks of a sequence. All chunks are prepared at once. Then step i computes the state after the
 i-th chunk of all sequences that have one.
 """
 

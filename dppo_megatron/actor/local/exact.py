@@ -25,7 +25,7 @@ class ExactAttention(PackedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
         if seen is not None:
-            raise ValueError("engine.exact = true: it excludes context parallelism; set parallel.context to 1")
+            raise ValueError("engine.exact = true: context parallelism is not supported; set parallel.context to 1")
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         return _Attention.apply(query, key, value, scale)
 
@@ -62,7 +62,10 @@ def _with_exact_product(forward: Callable[..., Tensor], *arguments: Any, **optio
     with _Products() as products:
         out = forward(*arguments, **options)
     if products.made != 1:
-        raise RuntimeError(f"engine.exact: a layer of this Megatron-core calls torch.matmul {products.made} times")
+        raise RuntimeError(
+            f"engine.exact = true: a layer called torch.matmul {products.made} times, expected once; install the "
+            "pinned Megatron-core"
+        )
     return out
 
 

@@ -107,7 +107,7 @@ def plan_segments(
 
 @dataclass(frozen=True)
 class _Padded:
-    """Describes segments in order, each group padded to its longest: N places."""
+    """Describes segments in order, each group padded to its longest segment: N padded rows."""
 
     longest: list[int]  # rows of the longest segment of each group
     rows: Int[Tensor, " N"]  # packed row; a segment repeats its last row as padding

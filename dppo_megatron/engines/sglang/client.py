@@ -96,7 +96,7 @@ class SglangEngine(HttpEngine):
             )
         except (asyncio.CancelledError, EngineTimeout):
             with contextlib.suppress(EngineError):
-                await self.abort(request.request_id)  # the server does not notice at once that the client is gone
+                await self.abort(request.request_id)  # the server does not notice the disconnection at once
             raise
         finally:
             del self._running[request.request_id]

@@ -54,13 +54,13 @@ class Sglang(EngineKind):
             )
         if e.urls and e.serves_fp8:
             out.append(
-                f"engine.quantization = {e.quantization}: not with engine.urls of SGLang servers, whose weights are "
-                "checked against a model that the run makes for engines it starts; let it start them, or use vllm"
+                f"engine.quantization = {e.quantization}: excludes engine.urls with SGLang, because weights are "
+                "checked against a copy of the model that only a run's own engines have; remove engine.urls or use vllm"
             )
         if e.draft_tokens:
             out.append(
-                f"engine.draft_tokens = {e.draft_tokens}: SGLang on CPUs takes the likeliest token at any temperature "
-                "when it verifies drafts, and elsewhere other tokens for a seed; set it to 0, or engine.kind to vllm"
+                f"engine.draft_tokens = {e.draft_tokens}: with drafts SGLang samples other tokens for a seed, on CPUs "
+                "always the most likely one; set it to 0, or engine.kind to vllm"
             )
         if r.min_p > 0 and e.seeded:
             out.append(
@@ -76,9 +76,8 @@ class Sglang(EngineKind):
 
     def eval_problems(self, config: Config) -> list[str]:
         return [
-            f"eval.sets.{name}.top_p = {chosen.top_p:g}: with it SGLang draws all samples of its batch in another way, "
-            "training samples included, and they would not follow from their seeds; set it to 1, or engine.seeded to "
-            "false"
+            f"eval.sets.{name}.top_p = {chosen.top_p:g}: SGLang would then ignore the seeds of all samples in the "
+            "batch, training samples included; set it to 1, or engine.seeded to false"
             for name, chosen in config.eval.sets.items()
             if chosen.top_p < 1 and config.engine.seeded
         ]
@@ -90,16 +89,16 @@ class Sglang(EngineKind):
         if config.weight_sync.lora != "adapter" or not _lacks_fused_part(adapter_shapes(hf, lora)):
             return []
         return [
-            f"model.lora.targets = {', '.join(lora.targets)}: of layers that it fuses, SGLang takes only adapters with "
-            "q_proj and v_proj, or with gate_proj; name those too, or set weight_sync.lora to merged"
+            f"model.lora.targets = {', '.join(lora.targets)}: SGLang's fused layers need adapters of q_proj and "
+            "v_proj, or of gate_proj; name those too, or set weight_sync.lora to merged"
         ]
 
     def more_packages(self, config: Config, *, cuda: bool) -> dict[str, str]:
         if config.engine.placement != "colocated" or not cuda:
             return {}
         return {
-            MEMORY_SAVER: "engine.placement = colocated: {python} has no package torch_memory_saver, by which SGLang "
-            "gives the memory of weights and cache back; install it there (`{python} -m pip install "
+            MEMORY_SAVER: "engine.placement = colocated: {python} has no package torch_memory_saver, which SGLang "
+            "needs to free the memory of weights and cache; install it there (`{python} -m pip install "
             "torch-memory-saver`), set engine.python to the interpreter of an environment that has it, set engine.kind "
             "to vllm, or give the engines GPUs of their own"
         }

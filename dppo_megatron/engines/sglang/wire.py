@@ -96,7 +96,7 @@ def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int
     try:
         entries = output["meta_info"]["input_token_logprobs"]
         if [entry[1] for entry in entries] not in (token_ids, named):
-            raise ValueError("the scored tokens are not those that were sent")
+            raise ValueError("the scored tokens differ from the ones that were sent")
         return _floats([entry[0] for entry in entries[1:]]), parse_version(output["meta_info"]["weight_version"])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"the reply lacks or garbles {error}") from error

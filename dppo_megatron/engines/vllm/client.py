@@ -116,7 +116,7 @@ class VllmEngine(HttpEngine):
         }
         reply = await self._calls.json(what, path, self._update_timeout_s, body=body)
         if reply.get("version") != version:
-            raise EngineError(f"engine {self.url}: {what}: it reports version {reply.get('version')}")
+            raise EngineError(f"engine {self.url}: {what}: the reply has version {reply.get('version')}")
         paused_s = reply.get("paused_s")
         return paused_s if isinstance(paused_s, float) else 0.0
 
@@ -136,7 +136,7 @@ class VllmEngine(HttpEngine):
         try:
             return EngineInfo(**{**reply, "problems": tuple(reply["problems"])})
         except (KeyError, TypeError) as error:
-            raise EngineIncompatible(f"engine {self.url}: its description has other fields: {error}") from error
+            raise EngineIncompatible(f"engine {self.url}: its description is of another version: {error}") from error
 
     async def version(self) -> int:
         return (await self.info()).version

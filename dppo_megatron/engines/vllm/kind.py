@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
 
 DRAFTS = "dppo_megatron.engines.vllm.extension.drafts.BankDrafts"
-ON_GPUS = "vLLM's model runner for GPUs draws in another way, and drafts have not been run there"
+ON_GPUS = "vLLM's model runner for GPUs samples differently, and drafts have not been run there"
 CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank accepts
 

@@ -64,5 +64,5 @@ class OpenEnv:
         if self._observation is None:
             return json.dumps(observation, ensure_ascii=False)
         if self._observation not in observation:
-            raise EnvironmentFailed("raised", f"no field {self._observation!r}; there are {', '.join(observation)}")
+            raise EnvironmentFailed("raised", f"no field {self._observation!r}; it has {', '.join(observation)}")
         return str(observation[self._observation])

@@ -17,7 +17,7 @@ async def play(
 ) -> float | None:
     """Play task number `idx` (a column of the row); return verifiers' reward, None if it has none.
 
-    env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}. Seats without their own settings
+    env: the table `[env]` of verifiers' configs, at least {"taskset": {"id": ...}}. Agents without their own settings
     get the runtime `subprocess` and the harness next to this file. path: the directory of verifiers, only for this
     process.
     """
@@ -33,7 +33,7 @@ async def play(
         _load.cache_clear()  # a generator that raised has ended: the next episode would see too few tasks
         raise
     if not 0 <= idx < len(tasks):
-        raise EnvironmentFailed("raised", f"idx = {idx}: each row of data.train needs the number of a task of {env}")
+        raise EnvironmentFailed("raised", f"idx = {idx}: not a task of {env}; each row of data.train needs its number")
     # The address contains the key; verifiers would send a key from this variable.
     client = EvalClientConfig(base_url=f"{url}/sessions/{api_key}/v1", api_key_var="DPPO_MEGATRON_NO_KEY")
     async with world.serving():
@@ -44,7 +44,7 @@ async def play(
     ours = [trace for trace in episode.traces if trace.agent.config.client == client]
     if len(ours) != 1 or not ours[0].agent.trainable:  # training would include turns of other models
         raise EnvironmentFailed(
-            "raised", f"{len(ours)} seats have the policy, not one that is trainable; set `client` of others"
+            "raised", f"{len(ours)} agents use the policy, expected one, trainable; set `client` of the others"
         )
     return ours[0].reward if ours[0].rewards else None
 

@@ -171,9 +171,9 @@ def update_from_disk(
     if manager is None and not is_adapter:
         return update_whole(original, updater, model_path, load_format, **options)
     if manager is None:
-        return False, f"{model_path}: an adapter; start the server with --enable-lora and --max-lora-rank to load it"
+        return False, f"{model_path}: is an adapter; start the server with --enable-lora and --max-lora-rank"
     if not is_adapter:
-        return False, f"{model_path}: no adapter, and a server with --enable-lora takes nothing else; start it without"
+        return False, f"{model_path}: not an adapter; start the server without --enable-lora to load it"
     try:
         load_adapter(manager, model_path)
     except Exception as error:  # an exception would end the server
@@ -252,12 +252,12 @@ def _text(value: Any) -> str:
 
 
 def _ours(name: str) -> ModuleType:
-    """Return a module of the folder `weights` that imports no other module of ours."""
+    """Load a module of the folder `weights` from its file. It must not import other modules of this package."""
     return _loaded(WEIGHTS / f"{name}.py")
 
 
 def _loaded(file: Path) -> ModuleType:
-    """Return our module in `file`. It is loaded only once, so that its exception classes are unique."""
+    """Load the module in `file` once, because a second copy would have other exception classes."""
     name = f"dppo_{file.stem}"
     if name not in sys.modules:
         spec: Any = importlib.util.spec_from_file_location(name, file)

@@ -27,11 +27,9 @@ def adapter_in(directory: Path, enabled: bool) -> LoRARequest | None:
     """
     is_adapter = (directory / ADAPTER_CONFIG).is_file()
     if is_adapter and not enabled:
-        raise BadWeights(f"{directory}: an adapter; start the server with --enable-lora and --max-lora-rank to load it")
+        raise BadWeights(f"{directory}: is an adapter; start the server with --enable-lora and --max-lora-rank")
     if enabled and not is_adapter:
-        raise BadWeights(
-            f"{directory}: no adapter, and a server with --enable-lora takes nothing else; start it without"
-        )
+        raise BadWeights(f"{directory}: not an adapter; start the server without --enable-lora to load a whole model")
     return LoRARequest(lora_name="policy", lora_int_id=NUMBER, lora_path=str(directory)) if is_adapter else None
 
 

@@ -200,7 +200,7 @@ def _set_back(generator: torch.Generator, state: torch.Tensor, kept: int) -> Non
 
 
 def _check_draws(generator: torch.Generator, state: torch.Tensor, drawn: int) -> None:
-    """Raise RuntimeError if the sampler, which drew `drawn` tokens after `state`, does not draw as `_set_back`."""
+    """Raise RuntimeError unless the sampler, which drew `drawn` tokens after `state`, draws as `_set_back` does."""
     after = torch.Generator()
     _set_back(after, state, drawn)
     if not torch.equal(after.get_state(), generator.get_state()):

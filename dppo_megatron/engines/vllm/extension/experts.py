@@ -62,7 +62,7 @@ class ExpertRecorder:
 
     def _record(self, scheduled: dict[str, int]) -> None:
         if len(self._step) != self._num_layers:
-            raise RuntimeError(f"{len(self._step)} of {self._num_layers} layers with experts ran in this step")
+            raise RuntimeError(f"recorded the experts of {len(self._step)} layers, expected {self._num_layers}")
         experts = torch.stack(self._step, dim=1).numpy().astype(self._dtype)
         batch = self._runner.input_batch
         row = 0
@@ -73,7 +73,7 @@ class ExpertRecorder:
                 parts = self._records.setdefault(name, [])
                 known = sum(map(len, parts)) - int(batch.num_computed_tokens_cpu[index])
                 if known < 0:
-                    raise RuntimeError(f"request {request_id}: {-known} positions were never computed")
+                    raise RuntimeError(f"request {request_id}: the experts of {-known} earlier positions are missing")
                 if known < count:
                     parts.append(experts[row + known : row + count])
             row += count

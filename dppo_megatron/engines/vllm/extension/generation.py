@@ -149,7 +149,7 @@ async def _final(
 
 
 def _counts(outputs: Sequence[RequestOutput], prompt_tokens: int) -> dict[str, int]:
-    """Return the work for the samples of a group, as `Engine.counts` names it."""
+    """Return counters of the work for the samples of a group, by their names in `Engine.counts`."""
     samples = [output.outputs[0] for output in outputs]
     drafts = [sample.spec_decode_metrics for sample in samples if sample.spec_decode_metrics is not None]
     return {

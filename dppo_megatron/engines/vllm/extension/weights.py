@@ -75,7 +75,9 @@ class WeightUpdater:
         """
         async with self._exclusive():
             if self._adapters:
-                raise BadWeights(f"weight group {plan.name}: a server with --enable-lora takes only adapters, as files")
+                raise BadWeights(
+                    f"weight group {plan.name}: --enable-lora excludes broadcasts; start the server without"
+                )
             await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
             if problem := nccl_problem(plan.nccl, plan.nccl_cumem, *nccl_settings()):
                 raise BadWeights(f"weight group {plan.name}: {problem}")

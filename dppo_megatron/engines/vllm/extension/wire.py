@@ -70,7 +70,7 @@ def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
             raise ValueError(f"not fully covered: {name} is bytes {start} to {stop} of {len(data)}, {shape} of {dtype}")
         arrays[name], end = np.frombuffer(data[start:stop], dtype).reshape(shape), stop
     if end != len(data):
-        raise ValueError(f"not fully covered: {len(data) - end} bytes belong to no array")
+        raise ValueError(f"not fully covered: the last {len(data) - end} bytes belong to no array")
     return arrays
 
 
