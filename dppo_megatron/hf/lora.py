@@ -65,7 +65,7 @@ class PartlyStored:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """Describes the adapter of one weight: entries of its A and B, with the names of PEFT's files as HF names."""
+    """Describes the adapter of one weight: the entries of its A and B, named as in PEFT's files."""
 
     weight: str  # global Megatron name
     a: Entry

@@ -38,7 +38,7 @@ _FUSED = {  # projections that an engine stacks into one weight
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
 _SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "GatedDeltaNetAttention"}
 _DERIVED = {"MLAAttention"}  # vLLM: all its parameters, W_UV and W_UK_T, are computed from kv_b_proj
-_DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang: likewise; they are parameters where a CPU with AMX packs them
+_DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang: also from kv_b_proj; parameters where a CPU with AMX packs them
 
 # Fingerprints by group: {"layer 3": 0x5f...}. None = the engine cannot compute the fingerprint, because it changed the
 # loaded weights.

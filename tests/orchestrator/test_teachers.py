@@ -317,9 +317,9 @@ def test_settings_that_teach_nothing_are_named():
     url = URL["a"]
     assert problems({"a": url}) == ""
     assert problems({"a": url}, rollout={"group_size": 1}) == ""
-    assert "rollout.temperature = 0.7 to that" in problems({"a": url}, rollout={"temperature": 0.7})
+    assert "rollout.temperature (0.7) to 1" in problems({"a": url}, rollout={"temperature": 0.7})
     assert "dynamic_sampling would drop" in problems({"a": url}, rollout={"dynamic_sampling": True})
-    assert "nothing is sampled" in problems({"a": url}, rollout={"bank": "bank"})
+    assert "samples nothing" in problems({"a": url}, rollout={"bank": "bank"})
     assert "several claim rows of source *" in problems({"a": url, "b": url})
     assert "several claim rows of source x" in problems(
         {"a": {**url, "sources": ["x"]}, "b": {**url, "sources": ["x"]}}
