@@ -157,11 +157,6 @@ def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
     if not config.samples or hf is None:
         return []
     engine, out = config.engine, kind_of(config).model_problems(config, hf)
-    if hf.sinks is not None:
-        out.append(
-            f"model.path = {hf.source}: no engine serves gpt-oss with updated weights (vLLM 0.32 fails the check); "
-            "train on a stored bank (rollout.bank) or on given answers (objective nll)"
-        )
     setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
     prompt, positions = config.data.max_prompt_tokens, hf.max_position_embeddings
     if max(prompt + response, engine.max_model_len) > positions:

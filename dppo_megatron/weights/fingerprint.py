@@ -23,6 +23,7 @@ CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: they fit 
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+_STACKED = re.compile(r"\bexperts\.(\w+_proj)(_bias)?$")  # gpt-oss: all experts of a layer in one tensor
 _PARAMETER = re.compile(r"(\.base_layer)?(\.lora_[AB])?\.\w+$")
 _MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers; from splitmix64
 
@@ -37,6 +38,7 @@ _FUSED = {  # projections that an engine stacks into one weight
 }
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
 _SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "GatedDeltaNetAttention"}
+_SHARDED |= {"OAIAttention"}  # vLLM: the sinks of gpt-oss, one for each head
 _DERIVED = {"MLAAttention"}  # vLLM: all its parameters, W_UV and W_UK_T, are computed from kv_b_proj
 _DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang: also from kv_b_proj; parameters where a CPU with AMX packs them
 
@@ -73,8 +75,24 @@ def sum_of(name: str, tensor: torch.Tensor) -> int:
 
 def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
     """Add a tensor to `fingerprint` under its name in Hugging Face."""
-    group = group_of(name)
-    fingerprint[group] = (fingerprint.get(group, 0) + sum_of(name, tensor)) % MODULUS
+    for own, part in of_each_expert(name, tensor):
+        group = group_of(own)
+        rows = part.mT if own != name and part.ndim > 1 else part
+        fingerprint[group] = (fingerprint.get(group, 0) + sum_of(own, rows)) % MODULUS
+
+
+def of_each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the part of each expert if `tensor` stacks the experts of a layer, as in gpt-oss, or else the tensor.
+
+    Example: "layers.0.mlp.experts.down_proj_bias" [2, 5] gives "layers.0.mlp.experts.0.down_proj.bias" [5] and the same
+    of expert 1. A weight remains [inputs, outputs].
+    """
+    stacked = _STACKED.search(name)
+    if stacked is None:
+        yield name, tensor
+        return
+    for expert, part in enumerate(tensor):
+        yield f"{name[: stacked.start(1)]}{expert}.{stacked[1]}.{'bias' if stacked[2] else 'weight'}", part
 
 
 @torch.no_grad()
@@ -296,12 +314,15 @@ def _of_experts(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
     """Return the sum of each expert, without vLLM's padding for a kernel, which a load does not write."""
     config = getattr(module, "moe_config", None)
     rank = getattr(config, "tp_rank", getattr(module, "moe_tp_rank", 0))
-    used = getattr(config, "intermediate_size_per_partition_unpadded", None) if name.endswith("_weight") else None
+    interleaved = type(module).__name__ == "GptOssRoutedExperts"  # vLLM: gate 0, up 0, gate 1, up 1; never padded
+    padded = name.endswith("_weight") and not interleaved
+    used = getattr(config, "intermediate_size_per_partition_unpadded", None) if padded else None
     flat = parameter.detach().reshape(-1, parameter.shape[-1] if parameter.ndim > 2 else 1)
     if ".w2_" in name:
         flat = flat[:, :used]
         return _placed("down_proj", _row_sums(flat, rank * flat.shape[1]).view(len(parameter), -1))
     names = ("gate_proj", "up_proj") if getattr(config, "is_act_and_mul", True) else ("up_proj",)
+    names = ("gate_up_proj",) if interleaved else names
     sums = _row_sums(flat).view(len(parameter), len(names), -1)[..., :used]
     values = [_placed(part, sums[:, index], rank * sums.shape[-1]) for index, part in enumerate(names)]
     return [sum(of_expert) % MODULUS for of_expert in zip(*values, strict=True)]
@@ -312,6 +333,7 @@ def place(module: Any) -> tuple[int, int]:
 
     SGLang's linear layers name a group, or None if every worker has all weights.
     """
+    module = getattr(module, "qkv_proj", module)  # attention with sinks, which are sharded as its heads
     if hasattr(module, "tp_group"):
         group = module.tp_group
         return (0, 1) if group is None else (group.rank_in_group, group.world_size)

@@ -114,12 +114,12 @@ def test_bf16_is_near_fp32(one_rank):
     assert coarse["loss"][2] < coarse["loss"][0]
 
 
-def assert_transformers_agrees(values: dict) -> None:
+def assert_transformers_agrees(values: dict, *, atol: float = 1e-5, rel: float = 1e-5) -> None:
     for name in ("logprobs", "score"):
-        torch.testing.assert_close(*values[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(*values[name], rtol=1e-4, atol=atol)
     for name in ("loss", "grad_norm"):
         got, expected = values[name]
-        assert got == pytest.approx(expected, rel=1e-5), name
+        assert got == pytest.approx(expected, rel=rel), name
     held, expected = values["frozen_biases"]
     assert held == expected
 
@@ -134,12 +134,12 @@ def test_transformers_agrees_with_gated_delta_net_on_two_ranks(two_ranks, layout
     assert_transformers_agrees(two_ranks(update.delta_net_against_transformers)[layout])
 
 
-@pytest.mark.parametrize("layout", ["alone", "recompute"])
-def test_transformers_agrees_with_sinks(one_rank, layout):
-    assert_transformers_agrees(one_rank(update.sinks_against_transformers)[layout])
+@pytest.mark.parametrize(("layout", "bounds"), [("alone", {}), ("recompute", {}), ("bf16", {"atol": 0.5, "rel": 0.02})])
+def test_transformers_agrees_with_sinks(one_rank, layout, bounds):
+    assert_transformers_agrees(one_rank(update.sinks_against_transformers)[layout], **bounds)
 
 
-@pytest.mark.parametrize("layout", ["tensor", "experts", "context"])
+@pytest.mark.parametrize("layout", ["tensor", "experts", "context", "stages"])
 def test_transformers_agrees_with_sinks_on_two_ranks(two_ranks, layout):
     assert_transformers_agrees(two_ranks(update.sinks_against_transformers)[layout])
 

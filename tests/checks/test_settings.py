@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from typing import Any
@@ -13,9 +14,10 @@ from dppo_megatron.checks import engine as engine_rules
 from dppo_megatron.checks import exact, settings_problems, user_code
 from dppo_megatron.config import Config
 from dppo_megatron.config.load import _apply_overrides
+from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.hf import parse_hf_config
 from dppo_megatron.objectives import Objective, ObjectiveSettings
-from tests.support.actor_cases import DEEPSEEK, OSS, QWEN3, QWEN3_5, QWEN3_MOE
+from tests.support.actor_cases import DEEPSEEK, GPT_OSS, GPT_OSS_SERVED, OSS, QWEN3, QWEN3_5, QWEN3_MOE
 from tests.support.configs import make_config
 
 
@@ -124,10 +126,45 @@ def test_parts_of_fused_layers_that_sglang_would_not_take_are_refused(targets, l
         assert any("SGLang's fused layers need" in problem for problem in found) == (lost and kind == "sglang")
 
 
-def test_gpt_oss_needs_stored_rollouts():
-    found = engine_rules.model_problems(config("engine.max_model_len=64"), parse_hf_config(OSS, "x"))
-    assert any("no engine serves gpt-oss with updated weights" in problem for problem in found)
-    assert engine_rules.model_problems(config("rollout.bank=b"), parse_hf_config(OSS, "x")) == []
+@pytest.mark.parametrize(
+    ("changes", "settings", "problem"),
+    [
+        ({}, "", None),
+        (OSS, "rollout.bank=b", None),
+        ({}, "engine.kind=sglang", "engine.kind = sglang: weight updates of gpt-oss are not tested"),
+        ({}, "engine.quantization=fp8_block_emulated", "fp8_block_emulated: not supported for gpt-oss"),
+        ({}, "engine.draft_tokens=4", "not tested with attention sinks"),
+        ({"swiglu_limit": 0.7}, "", "swiglu_limit = 7"),
+        ({"rms_norm_eps": 1e-6}, "", "rms_norm_eps = 1e-5"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}, "", "rope_type = yarn"),
+        ({"rope_parameters": {**GPT_OSS["rope_parameters"], "attention_factor": 2.0}}, "", "without attention_factor"),
+        ({"tie_word_embeddings": True}, "", "tie_word_embeddings = false"),
+        ({"layer_types": ["full_attention"] * 4}, "", "sliding_attention as every other"),
+    ],
+)
+def test_gpt_oss_that_engines_would_compute_in_another_way_is_refused(changes, settings, problem):
+    hf = parse_hf_config({**QWEN3, **GPT_OSS_SERVED, **changes}, "x")
+    short = "engine.max_model_len=64 data.max_prompt_tokens=32 rollout.max_response_tokens=32 "
+    found = engine_rules.model_problems(config(short + settings), hf)
+    assert len(found) == (problem is not None), found
+    assert problem is None or problem in found[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "problem"),
+    [
+        ({**QWEN3, **GPT_OSS_SERVED}, "fp16", "a copy of the first sinks"),
+        ({**QWEN3, **GPT_OSS_SERVED}, "bf16", None),
+        (QWEN3_5, "fp32", "computes in bf16 only"),
+        (QWEN3, "fp16", None),
+    ],
+)
+def test_dtypes_that_vllm_computes_wrongly_on_cpus_are_refused(tmp_path, model, dtype, problem):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    made = config(f"model.path={tmp_path} engine.dtype={dtype}")
+    found = KINDS["vllm"].cpu_problems(made)
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.hf import make_random_hf_model
-from tests.support.actor_cases import GLM4_MOE, MLA_MOE, MOE, set_expert_bias
+from tests.support.actor_cases import GLM4_MOE, GPT_OSS_SERVED, MLA_MOE, MOE, set_expert_bias
 from tests.support.runs import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
 
 pytestmark = pytest.mark.engines
@@ -33,7 +33,7 @@ GLM_4_5 = {**GLM4_MOE, "head_dim": 32, "n_routed_experts": 16, "moe_intermediate
 
 
 def make_sparse_model(dense: Path, directory: Path, changes: dict) -> Path:
-    """The dense model of the other runs with experts in every layer but the first, and its tokenizer."""
+    """The dense model of the other runs with experts, and its tokenizer. Only gpt-oss has some in the first layer."""
     config = json.loads((dense / "config.json").read_text())
     if "kv_lora_rank" in changes:
         del config["head_dim"]  # latent attention has its own widths
@@ -46,7 +46,9 @@ def make_sparse_model(dense: Path, directory: Path, changes: dict) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("changes", [QWEN3_MOE, DEEPSEEK_V3, GLM_4_5], ids=lambda changes: changes["model_type"])
+@pytest.mark.parametrize(
+    "changes", [QWEN3_MOE, DEEPSEEK_V3, GLM_4_5, GPT_OSS_SERVED], ids=lambda changes: changes["model_type"]
+)
 def test_experts_route_as_the_engine_did(task, tmp_path, changes):
     sparse_model = make_sparse_model(task / "random_model", tmp_path / "model", changes)
     tree = config_tree(task, tmp_path / "run")
@@ -65,7 +67,8 @@ def test_experts_route_as_the_engine_did(task, tmp_path, changes):
     assert all(r["probe/max_abs_logprob_difference"] < 1e-4 for r in trained)
     bank = BankReader(tmp_path / "run" / "bank")
     assert bank.refresh() == STEPS * GROUPS
-    sparse_layers = json.loads((sparse_model / "config.json").read_text())["num_hidden_layers"] - 1
+    layers = json.loads((sparse_model / "config.json").read_text())["num_hidden_layers"]
+    sparse_layers = layers if changes is GPT_OSS_SERVED else layers - 1
     for group in map(bank.read, bank.entries(0, STEPS * GROUPS)):
         for rollout in group.rollouts:
             tokens = len(group.prompt.token_ids) + len(rollout.token_ids)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
+import torch
 
 from dppo_megatron.checks import engine as rules
 from dppo_megatron.engines.kinds import server_command
@@ -13,8 +15,10 @@ from dppo_megatron.hf import read_hf_config
 from dppo_megatron.weights.fingerprint import differing
 from tests.engines.test_fingerprints import fingerprint as expected
 from tests.engines.test_fingerprints import weights_of
+from tests.support.actor_cases import GPT_OSS_SERVED, QWEN3
 from tests.support.configs import make_config
 from tests.support.engines import engine_config, make_model, running_server, with_engine
+from tests.support.model_directories import edit_weights, write_model
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +56,35 @@ def test_a_vllm_engine_on_two_nodes(model):
     assert options(alone, *names, *flags) == ["", "", "", "", "1", "", "", ""]
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("layouts") / "a"
+    write_model(directory, {**QWEN3, **GPT_OSS_SERVED, "max_position_embeddings": 512}, torch.float32)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+def negated(model, directory):
+    def negate(tensors):
+        tensors.update({name: -tensor for name, tensor in tensors.items()})
+
+    shutil.copytree(model, directory)
+    edit_weights(directory, negate)
+    return directory
+
+
 @pytest.mark.engines
-def test_workers_of_every_kind_tell_what_they_hold(mixture, tmp_path):
-    """Two stages of two workers, which have three of six experts each: vLLM on CPUs can load those, not multiply.
+@pytest.mark.parametrize(("name", "by_expert"), [("mixture", True), ("gpt_oss", False)])
+def test_workers_of_every_kind_tell_what_they_hold(request, tmp_path, name, by_expert):
+    """Two stages of two workers. With `by_expert` each has three of six experts: vLLM on CPUs can load, not multiply.
 
     vLLM's Qwen3-MoE has embedding and head on every stage. Its Qwen3 has a tied one on both: test_two_node_engine.py.
+    Workers of a gpt-oss share every expert and the sinks of every layer.
     """
-    start, other = mixture, make_model(tmp_path / "b", seed=2, experts=6)
-    config = engine_config(start, tensor_parallel=2, pipeline_parallel=2, expert_parallel=True)
+    start = request.getfixturevalue(name)
+    other = negated(start, tmp_path / "b")
+    config = engine_config(start, tensor_parallel=2, pipeline_parallel=2, expert_parallel=by_expert)
     config.engine.env["DPPO_ROOTS"] = "/"
 
     async def load(client):

@@ -61,7 +61,6 @@ def test_the_weight_map_counts_what_transformers_builds(name):
 def test_plan_counts_the_ranks_that_it_builds(builder, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     example, nodes = PLANS[name]
-    stored = ["rollout.bank=bank"] if name.startswith("gpt-oss") else []  # no engine serves it
-    config = read_config(EXAMPLES / example / "config.yaml", [f"model.path={tmp_path}", *stored])
+    config = read_config(EXAMPLES / example / "config.yaml", [f"model.path={tmp_path}"])
     plan = make_plan(config, Cluster(nodes, 8, hardware("h200-141")), builder)
     assert plan.totals.parameters == PARAMETERS[name]

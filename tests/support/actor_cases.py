@@ -118,6 +118,14 @@ GPT_OSS = {  # what a gpt-oss adds
         "truncate": False,
     },
 }
+GPT_OSS_SERVED = {  # the values with which vLLM computes, and sizes that its kernels for CPUs take
+    **GPT_OSS,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 QWEN3_MOE = {**QWEN3, **MOE}
 QWEN3_5 = {**QWEN3, **DELTA_NET}
 OSS = {**QWEN3, **GPT_OSS}

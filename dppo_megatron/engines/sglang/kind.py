@@ -86,6 +86,11 @@ class Sglang(EngineKind):
         from dppo_megatron.hf.peft import adapter_shapes
 
         lora = config.model.lora
+        if hf.sinks is not None:
+            return [
+                "engine.kind = sglang: weight updates of gpt-oss are not tested with SGLang; set it to vllm, or train "
+                "on a stored bank (rollout.bank)"
+            ]
         if config.weight_sync.lora != "adapter" or not _lacks_fused_part(adapter_shapes(hf, lora)):
             return []
         return [

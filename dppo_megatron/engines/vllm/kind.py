@@ -68,10 +68,12 @@ class Vllm(EngineKind):
         return [f"engine.draft_tokens = {e.draft_tokens}: {why}; set it to 0" for is_so, why in why_not if is_so]
 
     def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
-        kind = "latent attention" if hf.mla else "gated delta net" if hf.delta_net else None
-        if not config.engine.draft_tokens or kind is None:
-            return []
-        return [f"engine.draft_tokens = {config.engine.draft_tokens}: it is not tested with {kind}; set it to 0"]
+        out = _gpt_oss_problems(config, hf)
+        kinds = {"latent attention": hf.mla, "gated delta net": hf.delta_net, "attention sinks": hf.sinks}
+        kind = next((kind for kind, sizes in kinds.items() if sizes), None)
+        if config.engine.draft_tokens and kind is not None:
+            out.append(f"engine.draft_tokens = {config.engine.draft_tokens}: not tested with {kind}; set it to 0")
+        return out
 
     def gpu_problems(self, config: Config) -> list[str]:
         tokens = config.engine.draft_tokens
@@ -81,7 +83,12 @@ class Vllm(EngineKind):
         e, out = config.engine, []
         if e.expert_parallel:
             out.append("engine.expert_parallel = true: vLLM's kernels for CPUs need all experts; set it to false")
-        if e.dtype != "bf16" and _has_delta_net(config.model.path):
+        if e.dtype == "fp16" and _has(config.model.path, "sinks"):
+            out.append(
+                "engine.dtype = fp16: vLLM's attention on CPUs then keeps using a copy of the first sinks; set it to "
+                "fp32 or bf16"
+            )
+        if e.dtype != "bf16" and _has(config.model.path, "delta_net"):
             out.append(
                 f"engine.dtype = {e.dtype}: vLLM's gated delta net on CPUs computes in bf16 only; set it to bf16"
             )
@@ -209,17 +216,42 @@ class Vllm(EngineKind):
                 # Eager mode still compiles some small functions, which would take 2 s before the first publish.
                 "TORCHDYNAMO_DISABLE": "1",
             }
-            if _has_delta_net(config.model.path):
+            if _has(config.model.path, "delta_net"):
                 variables["PYTHONPATH"] = os.pathsep.join(
                     (str(CPU_ENVIRONMENT), str(CPU_MODULES), *filter(None, [os.environ.get("PYTHONPATH")]))
                 )
         return variables | config.engine.env
 
 
-def _has_delta_net(model: Path) -> bool:
+def _gpt_oss_problems(config: Config, hf: HFModelConfig) -> list[str]:
+    """Return why vLLM would compute another function: its gpt-oss ignores some values of config.json."""
+    if hf.sinks is None:
+        return []
+    scales = {"attention_factor", "mscale", "mscale_all_dim"} & hf.rope_scaling.keys()
+    fixed = {
+        "swiglu_limit = 7": hf.sinks.swiglu_limit == 7,
+        "rms_norm_eps = 1e-5": hf.rms_norm_eps == 1e-5,
+        "rope_type = yarn, without attention_factor and mscale": hf.rope_type == "yarn" and not scales,
+        "tie_word_embeddings = false": not hf.tied_embeddings,
+        "sliding_attention as every other of layer_types": hf.sinks.layers
+        == tuple(i % 2 == 0 for i in range(hf.num_layers)),
+    }
+    out = [
+        f"model.path = {hf.source}: vLLM computes gpt-oss only with {value}; train this model on a stored bank "
+        "(rollout.bank) or on given answers (objective nll)"
+        for value, equal in fixed.items()
+        if not equal
+    ]
+    if config.engine.quantization != "none":
+        out.append(f"engine.quantization = {config.engine.quantization}: not supported for gpt-oss; set it to none")
+    return out
+
+
+def _has(model: Path, part: str) -> bool:
+    """Return whether the model has the field `part` of `HFModelConfig`."""
     from dppo_megatron.hf import ModelError, read_hf_config
 
     try:
-        return read_hf_config(model).delta_net is not None
+        return getattr(read_hf_config(model), part) is not None
     except ModelError:  # reported by the checks of the model
         return False

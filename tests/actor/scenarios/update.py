@@ -256,9 +256,10 @@ def delta_net_against_transformers(rank: Rank) -> Any:
 def sinks_against_transformers(rank: Rank) -> Any:
     """Compare gpt-oss on one rank and in layouts of two."""
     layouts: dict[str, Any] = {"alone": {}, "recompute": {"settings": {"recompute": "full"}}}
+    layouts["bf16"] = {"settings": {"dtype": "bf16"}}
     if rank.world_size == 2:
-        tensor = {"tensor": 2, "sequence": True, "expert_tensor": 1}
-        layouts = {"tensor": tensor, "experts": {**tensor, "expert": 2}, "context": {"context": 2}}
+        tp = {"tensor": 2, "sequence": True, "expert_tensor": 1}
+        layouts = {"tensor": tp, "experts": {**tp, "expert": 2}, "context": {"context": 2}, "stages": {"pipeline": 2}}
     return {name: _against_transformers(rank, "gpt_oss", **layout) for name, layout in layouts.items()}
 
 

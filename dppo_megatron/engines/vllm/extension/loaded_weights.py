@@ -12,6 +12,7 @@ Example, a layer with a kernel that negates its weight W:
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,9 +78,9 @@ class LoadedWeights:
         stage = get_pp_group() if model_parallel_is_initialized() else None
         first, last = stage is None or stage.is_first_rank, stage is None or stage.is_last_rank
         for name, module in modules.items():
-            now = module_shares(name.replace(".base_layer", ""), module, seen)  # the name of the layer under an adapter
-            loaded, remaining = self._processed.get(module, ({}, {}))
             embeds = _is(module, "VocabParallelEmbedding")
+            now = module_shares(_hf_name(name, embeds=embeds and name not in heads), module, seen)
+            loaded, remaining = self._processed.get(module, ({}, {}))
             is_head = last and (name in heads or (not heads and embeds))
             if is_head and hasattr(module, "cpu_linear"):  # it computes with a copy made when it was processed
                 add_shares(shares, {"lm_head": next(iter(loaded.values()), (0, 0))})
@@ -93,6 +94,11 @@ class LoadedWeights:
                 now = {"lm_head": next(iter(now.values()), (0, 0))} if tied else {}
             add_shares(shares, now)
         return shares
+
+
+def _hf_name(name: str, *, embeds: bool) -> str:
+    """Return the name of a layer under an adapter, and of gpt-oss's embedding and attention, in Hugging Face."""
+    return "embed_tokens" if embeds else re.sub(r"(?<=\d)\.attn$", ".self_attn", name.replace(".base_layer", ""))
 
 
 def _is(module: torch.nn.Module, name: str) -> bool:

@@ -10,12 +10,13 @@ import logging
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import ModelConfig, get_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -31,7 +32,7 @@ from dppo_megatron.engines import exact
 from dppo_megatron.engines.trace import TraceRecorder
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import PrefetchedVersion, Version
-from dppo_megatron.weights.fingerprint import WorkerSums, add_shares
+from dppo_megatron.weights.fingerprint import WorkerSums, add_shares, of_each_expert, place
 from dppo_megatron.weights.process_group import WeightGroupError
 
 from . import adapter
@@ -99,12 +100,12 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.directory:
             self._loading = self._take(Path(update_info.directory))
-            self.model.load_weights(self._loading.tensors())
+            self.model.load_weights(_loadable(self.model, self._loading.tensors()))
             return
         if self._receiver is None:
             raise WeightGroupError("this worker is in no weight group")
         for bucket in self._receiver.receive(update_info.step):
-            self.model.load_weights(bucket)
+            self.model.load_weights(_loadable(self.model, bucket))
 
     def _take(self, directory: Path) -> PrefetchedVersion:
         prefetched, self._prefetched = self._prefetched, None
@@ -129,6 +130,23 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+
+def _loadable(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield `tensors`, those of gpt-oss such that vLLM calls the loaders of its parameters.
+
+    vLLM copies stacked experts and sinks to the parameters without their loaders, and only these survive a layerwise
+    reload. The server would continue with the old experts and sinks, and report success.
+    """
+    for name, tensor in tensors:
+        if not name.endswith(".sinks"):
+            yield from of_each_expert(name, tensor)
+            continue
+        attention = name.removesuffix(".sinks").replace(".self_attn", ".attn")
+        layer: Any = dict(model.named_modules()).get(attention)
+        if layer is not None:  # else another stage has it
+            rank, size = place(layer)
+            layer.sinks.weight_loader(layer.sinks, tensor.chunk(size)[rank])
 
 
 def _repack(model: torch.nn.Module, loaded: LoadedWeights) -> None:
