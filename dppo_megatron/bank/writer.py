@@ -68,7 +68,7 @@ class BankWriter:
             self._lock.release()
             raise
         self._done = self._ledger.positions.all()
-        # Groups begun here, and how many of these failed: only one thread changes each number.
+        # Groups begun here, changed only by the caller's thread, and failed ones, only by the writer's: no lock.
         self._stored_before, self._begun, self._failed = self._ledger.total_groups, 0, 0
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "bank-writer")
 

@@ -18,7 +18,7 @@ def fingerprint_of(directory: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Return what `checkpoint_at` returns, or None."""
+    """Like `checkpoint_at`, but return None if there is no Megatron checkpoint."""
     for directory in (path, path / "checkpoints"):
         latest = directory / "latest"
         found = directory / latest.read_text(errors="replace").strip() if latest.is_file() else directory

@@ -148,7 +148,7 @@ class GroupSamples:
         """Return [S, n] bool: whether each of ids [S, n] is in the sampling mask of its position."""
         tokens = np.arange(len(ids), dtype=np.int64)
         width = vocab_size + ids.shape[1]
-        # Number each (position, id) pair in ascending order, so that one search finds all ids.
+        # One integer for each (position, id) pair. Those of the mask ascend, so one search finds all ids.
         left = np.repeat(tokens, self.columns["sampling_mask_counts"]) * width + self.columns["sampling_mask_ids"]
         wanted = tokens[:, None] * width + ids
         return left[np.searchsorted(left, wanted).clip(max=len(left) - 1)] == wanted

@@ -60,7 +60,7 @@ print("tried")
 
 
 class SandboxError(ExpectedError):
-    """A limit cannot be enforced on this machine; the message names it and the remedy."""
+    """A limit or a path in `readable` is invalid, or a limit cannot be enforced on this machine."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ time 201 -  clock_gettime 228 113  clock_getres 229 114  clock_nanosleep 230 115
 recvfrom 45 207  shutdown 48 210  getsockname 51 204  getpeername 52 205  getsockopt 55 209  socketpair 53 199
 fcntl 72 25  ioctl 16 29  prctl 157 167  prlimit64 302 261  clone 56 220  mmap 9 222  socket 41 198
 """
-# Maps a call to the argument that decides and its admitted values.
+# System calls that are allowed only with some values of one argument: (index of the argument, allowed values).
 ONLY: dict[str, tuple[int, tuple[int, ...]]] = {
     "socketpair": (0, (1,)),  # AF_UNIX, which asyncio and multiprocessing need
     "fcntl": (1, (0, 1, 2, 3, 4, 1030, 1032)),  # no locks (unlimited memory), larger pipes, leases

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from dppo_megatron.engines.protocol import GenerateRequest
 
 BOUND = 1.25  # no request is sent to an engine that would then have more than this multiple of the mean load
-MOST_NAMES = 1 << 16  # limit of groups and conversations with a known engine
+MOST_NAMES = 1 << 16  # groups and conversations whose engine is known; the oldest are forgotten first
 
 
 class LoadedEngine(Protocol):

@@ -30,7 +30,9 @@ async def check_health(engine: Engine, config: Config, timeout_s: float | None =
             await engine.health()
             info = await engine.info()
     except TimeoutError:
-        raise EngineTimeout(f"engine {engine.url}: no answer to a health check within {timeout_s:g} s") from None
+        raise EngineTimeout(
+            f"engine {engine.url}: no answer to a health check within {timeout_s:g} s; see the server's log"
+        ) from None
     longest = config.weight_sync.timeout_s
     if info.updating_s is not None and info.updating_s > longest:
         raise EngineTimeout(

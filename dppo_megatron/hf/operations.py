@@ -95,7 +95,9 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """Merges SwiGLU's first layer. Rank r has [gate_r; up_r]: parts are sharded separately, so the split is local.
+    """Concatenates SwiGLU's gate and up projections.
+
+    Each is sharded first, so rank r has [gate_r; up_r] and splits its output without communication.
 
     Example: of gate rows g0 to g3 and up rows u0 to u3, the second of 2 ranks has g2 g3 u2 u3.
     """

@@ -37,7 +37,7 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Represents one row of a family's table.
+    """Maps one Megatron parameter of a family to its HF tensors, with the operation that combines them.
 
     `megatron` lists the spellings of one parameter: first the local layer spec, then the TransformerEngine spec, which
     keeps a norm inside the linear layer that follows it. {layer} and {expert} are GLOBAL indices.

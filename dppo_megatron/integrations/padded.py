@@ -51,7 +51,7 @@ def refuse_unfit(objective: ObjectiveProtocol, trainer: str, reasons: list[str])
 
 
 def presets_for(reasons: Any) -> list[str]:
-    """Return the names of the presets for which `reasons(objective)` gives no reason."""
+    """Return the presets that a trainer can use: those for which `reasons(objective)` is empty."""
     return [name for name in PRESETS if not reasons(build_objective(name))]
 
 

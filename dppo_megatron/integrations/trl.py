@@ -211,8 +211,8 @@ def _refuse_settings(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss
     wanted = objective.settings.reference_kl_coefficient if objective.needs_reference else 0.0
     if args.beta != wanted:
         problems.append(
-            f"beta = {args.beta}: the KL to the reference policy is the objective's, whose reference_kl_coefficient is "
-            f"{wanted}; set beta to that too, by which TRL keeps a reference policy"
+            f"beta = {args.beta}: the objective computes the KL to the reference policy; set beta to its coefficient, "
+            f"{wanted} (TRL loads a reference model only if beta is not 0)"
         )
     if aux_loss:
         problems.append("router_aux_loss_coef: the loss of the router is not part of the objective; set it to 0")

@@ -97,8 +97,8 @@ def rollout_kl(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) ->
 def _expected_square(tokens: Tokens, buckets: Buckets) -> Float[Tensor, " T"]:
     gap = torch.where(buckets.present, buckets.policy_logprob - buckets.anchor_logprob, 0.0)
     inside = (buckets.anchor * gap.square()).sum(dim=1)
-    # pi's mass outside S has the value of its own statistic, and the gradient of 1 - sum(pi over S). mu's is a small
-    # difference of numbers near 1, so it is computed in float64.
+    # pi's mass outside S has its value from `policy_other_logprob` and its gradient from 1 - sum(pi over S). mu's is 1
+    # minus a sum near 1, so this difference is computed in float64.
     mass = buckets.policy.sum(dim=1)
     rest = (buckets.policy_other_logprob.exp() - (mass - mass.detach())).clamp(min=_LEAST_REST).log()
     anchor = (buckets.anchor_logprob.double().exp() * buckets.present).sum(dim=1)

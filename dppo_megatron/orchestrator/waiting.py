@@ -53,7 +53,7 @@ class WaitingGroups:
         return aside
 
     def release(self, position: int) -> None:
-        """Release a group that is stored, dropped or given up."""
+        """Return a group's bytes to the budget, after it was stored, dropped or given up."""
         self._budget.refund(self._kept.pop(position, 0))
 
 

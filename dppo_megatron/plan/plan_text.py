@@ -68,7 +68,7 @@ def _engine(plan: LayoutPlan) -> Iterator[str]:
 
 def _disk(plan: LayoutPlan) -> Iterator[str]:
     config, total = plan.config, plan.totals
-    # While the newest checkpoint is written, one more than the kept checkpoints exists.
+    # While a checkpoint is written, the `keep` previous ones still exist.
     yield f"checkpoints {config.checkpoint.keep + 1} x {_size(total.checkpoint_bytes)}"
     if total.published_bytes:
         if config.engine.serves_fp8:

@@ -75,7 +75,10 @@ class StepSamples:
         return StepSamples(*(getattr(self, name)[groups] for name in self.__slots__))
 
     def loss_weights(self, config: Config) -> np.ndarray:
-        """Return the weight of every loss-carrying token, fp32 [G, n]; every loss-carrying trajectory is counted."""
+        """Return the loss weight of the tokens of each trajectory, fp32 [G, n].
+
+        The denominators count all loss-carrying trajectories of these groups, also those with advantage 0.
+        """
         carrying = torch.from_numpy(self.carrying).flatten()
         weights = sequence_weights(config.objective.aggregation, carrying, horizon=config.horizon)
         return weights.view(self.carrying.shape).numpy()

@@ -93,10 +93,10 @@ class Manifest:
             "unknown tensors": self.shapes.keys() - served.shapes.keys(),
             "tensors of another shape": [f"{n} is {self.shapes[n]}, served {served.shapes[n]}" for n in wrong],
             # An engine would cast them, which makes their scales meaningless.
-            "tensors are FP8 only on one side": (self.fp8 ^ served.fp8) & common,
+            "tensors that are FP8 in only one of the two": (self.fp8 ^ served.fp8) & common,
         }
         if problems := [f"{len(names)} {what} ({_some(names)})" for what, names in found.items() if names]:
-            raise BadWeights(f"{self.source}: not the served model: {'; '.join(problems)}")
+            raise BadWeights(f"{self.source}: does not match the model of the server: {'; '.join(problems)}")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -65,5 +65,5 @@ def test_an_engine_takes_no_weights_that_are_stored_otherwise_than_its_own(model
     with pytest.raises(BadWeights, match=r"unknown tensors \(.*_scale_inv"):
         quantised.check_replaces(plain)
     cast = Manifest("cast", quantised.shapes, frozenset())
-    with pytest.raises(BadWeights, match="tensors are FP8 only on one side"):
+    with pytest.raises(BadWeights, match="tensors that are FP8 in only one of the two"):
         cast.check_replaces(quantised)

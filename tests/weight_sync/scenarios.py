@@ -368,7 +368,7 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "frozen": partial(
         fails, corrupt=partial(receive_fails, error=EngineTimeout, text="no answer", after_s=TIMEOUT_S / 4)
     ),
-    "refuses": partial(fails, corrupt=partial(receive_fails, error=EngineRefused, text="not the served model")),
+    "refuses": partial(fails, corrupt=partial(receive_fails, error=EngineRefused, text="does not match the model")),
     "cannot_load": partial(fails, corrupt=partial(receive_fails, error=EngineError, text="out of memory")),
     "other_weights": partial(fails, corrupt=partial(change, score_offset=0.5)),
     "not_a_number": partial(fails, corrupt=partial(change, score_offset=float("nan"))),

@@ -225,7 +225,7 @@ def _refuse_damaged(path: Path, run: dict[str, Any]) -> None:
 
 def _refuse_other_run(path: Path, run: dict[str, Any], actor: Checkpointed) -> None:
     saved, now = run["run"], _identity(actor)
-    # Checkpoints of earlier versions recorded less of the model.
+    # Checkpoints of earlier versions lack some of these names, which are then not compared.
     differing = [f"{name} = {now[name]!r}: the checkpoint was saved with {saved[name]!r}" for name in now
                  if name in saved and saved[name] != now[name]]  # fmt: skip
     if differing:

@@ -37,7 +37,7 @@ class Files(FileSystem):
     """Implements a file system for torch's checkpoint writer."""
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Let `hold` keep `tensors` and their views without a copy, because nothing else writes or needs them later."""
+        """Declare that nothing else uses `tensors` from now on, so `hold` may return them and their views uncopied."""
 
     def hold(self, tensor: Tensor) -> Tensor:
         """Return the tensor to write for `tensor`: itself, or a copy."""

@@ -167,8 +167,9 @@ def _topk(meta: dict[str, Any], length: int, k: int) -> dict[str, np.ndarray]:
     if not length:
         return {"topk_ids": np.empty((0, k), np.int32), "rollout_topk_logprob": np.empty((0, k), np.float32)}
     kinds = meta["output_top_logprobs_idx_flat_b64_dtype"], meta["output_top_logprobs_val_flat_b64_dtype"]
-    if kinds != ("int32", "float32") or meta["output_top_logprobs_null_prefix"]:
-        raise ValueError(f"top-K log-probs come as {kinds} from position {meta['output_top_logprobs_null_prefix']}")
+    first = meta["output_top_logprobs_null_prefix"]
+    if kinds != ("int32", "float32") or first:
+        raise ValueError(f"top-K log-probs have dtypes {kinds} and begin at token {first}, not int32, float32 and 0")
     return {
         column: _array(meta[f"output_top_logprobs_{name}_flat_b64"], dtype).reshape(length, k)
         for column, name, dtype in (("topk_ids", "idx", "<i4"), ("rollout_topk_logprob", "val", "<f4"))
