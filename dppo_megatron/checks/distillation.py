@@ -14,7 +14,7 @@ from .model import on_any_machine
 
 def problems(config: Config) -> list[str]:
     chosen, rollout, out = config.distillation, config.rollout, []
-    by_servers, temperature = config.trainer_teacher is None, rollout.temperature
+    by_servers, temperature = config.servers_teach, rollout.temperature
     wrong = {
         "the run samples nothing that they could score; remove them": by_servers and not config.samples,
         f"score at temperature 1; set rollout.temperature ({temperature:g}) to 1": by_servers and temperature != 1,
@@ -52,9 +52,8 @@ def model_problems(config: Config) -> list[str]:
     from dppo_megatron.hf import read_hf_config
 
     out = []
-    for name, path in ((name, teacher.path) for name, teacher in config.distillation.teachers.items()):
-        if path is None:
-            continue
+    given = {name: t.path for name, t in config.distillation.teachers.items() if t.path is not None}
+    for name, path in given.items():
         try:
             sizes = [read_hf_config(model).vocab_size for model in (path, config.model.path)]
             same = load_tokenizer(path).get_vocab() == load_tokenizer(config.model.path).get_vocab()

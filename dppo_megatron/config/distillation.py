@@ -33,7 +33,7 @@ class DistillationConfig(Section):
         default_factory=dict, description="teachers by name, for objective.settings.distillation"
     )
     request_timeout_s: Seconds = setting(600.0, "a request without an answer for this long is sent again")
-    unavailable_timeout_s: Seconds = setting(1800.0, "a group that is not scored by then ends the run; resume it")
+    unavailable_timeout_s: Seconds = setting(900.0, "a group that is not scored by then ends the run; resume it")
 
     def of_source(self, source: str) -> str | None:
         """Return the name of the teacher for rows of this data source, or None if it has no teacher."""

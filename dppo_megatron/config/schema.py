@@ -123,6 +123,11 @@ class Config(Section):
         return next((teacher.path for teacher in self.distillation.teachers.values() if teacher.in_trainer), None)
 
     @property
+    def servers_teach(self) -> bool:
+        """Return whether servers list the tokens of teachers, so that the bank has these lists."""
+        return bool(self.distillation.teachers) and self.trainer_teacher is None
+
+    @property
     def engine_devices(self) -> int:
         """Return the number of GPUs of the engines that the run starts."""
         return self.started_engines * self.engine.devices

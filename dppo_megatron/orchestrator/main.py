@@ -140,7 +140,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
         episodes = await setting.episodes(pools, sampler, journals)
         played = dict if episodes is None else episodes.take_metrics
         teachers = None
-        if config.distillation.teachers and config.trainer_teacher is None:
+        if config.servers_teach:
             teachers = Teachers(config, setting.tokenizer, setting.vocab_size)
             pools.push_async_callback(teachers.close)
         async with pool:

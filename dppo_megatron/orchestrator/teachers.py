@@ -12,7 +12,8 @@ import asyncio
 import itertools
 import json
 import logging
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # for replies that are not distributions
 MOST_REQUESTS = 32  # limit of concurrent requests to a teacher
+WARN_EVERY_S = 30.0  # a teacher that restarts fails thousands of requests; one warning has their number
+TIMEOUT_REMEDY = " (distillation.request_timeout_s)"
 PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
 Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the first, named as those of an engine
 
@@ -52,6 +55,8 @@ class Teachers:
         self._calls: dict[tuple[str, str], EngineCalls] = {}  # by teacher and URL
         self._verified: set[EngineCalls] = set()  # servers with the policy's tokens
         self._sums: defaultdict[str, float] = defaultdict(float)
+        self._repeated: Counter[str] = Counter()  # by teacher, since its last warning
+        self._next_warning: defaultdict[str, float] = defaultdict(float)  # by teacher, time.monotonic()
 
     async def close(self) -> None:
         await asyncio.gather(*(calls.close() for calls in self._calls.values()))
@@ -98,7 +103,11 @@ class Teachers:
 
         def repeated(error: Exception) -> None:
             self._sums["retried"] += 1
-            log.warning("%s: asked again about prompt %d: %s", setting, prompt.position, error)
+            self._repeated[name] += 1
+            if (now := time.monotonic()) >= self._next_warning[name]:
+                self._next_warning[name] = now + WARN_EVERY_S
+                again = f"{self._repeated.pop(name)} requests since the last warning"
+                log.warning("%s: asked again, %s, now about prompt %d: %s", setting, again, prompt.position, error)
 
         async def attempt(_: int) -> Scores:
             async with self._slots[name]:
@@ -127,12 +136,12 @@ class Teachers:
             self._calls[name, url] = EngineCalls(url, secret, f"is it a {own.engine.kind} server?")
         calls, what = self._calls[name, url], f"scoring of {len(tokens)} tokens"
         path, body = kind.lists_request(tokens, k)
-        limit_s, setting = self._chosen.request_timeout_s, " (distillation.request_timeout_s)"
+        limit_s = self._chosen.request_timeout_s
         try:
             if given.urls and calls not in self._verified:
                 await self._verify(calls, prompt)
             self._verified.add(calls)
-            reply = await calls.call(what, path, limit_s, body=body, timeout_remedy=setting)
+            reply = await calls.call(what, path, limit_s, body=body, timeout_remedy=TIMEOUT_REMEDY)
             return await decoded(
                 lambda text: _checked(tokens, k, *kind.decode_lists(json.loads(text), tokens, k)), reply
             )
@@ -146,7 +155,8 @@ class Teachers:
         """Raise `EngineIncompatible` if the server encodes text to other ids than the policy's tokenizer."""
         text = prompt.text + PROBE
         own = self._tokenizer.encode(text, add_special_tokens=False)
-        reply = await calls.json("its tokenizer", "/tokenize", body={"prompt": text, "add_special_tokens": False})
+        body, limit_s = {"prompt": text, "add_special_tokens": False}, self._chosen.request_timeout_s
+        reply = await calls.json("its tokenizer", "/tokenize", limit_s, body=body, timeout_remedy=TIMEOUT_REMEDY)
         if (tokens := reply.get("tokens")) != own:
             raise protocol.EngineIncompatible(
                 f"engine {calls.url} has another tokenizer than model.path: {PROBE!r} ends in {str(tokens)[-60:]}, not "

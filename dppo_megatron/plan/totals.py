@@ -110,11 +110,9 @@ def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
         routing = (sum(hf.moe.layers), hf.moe.top_k, 1 if hf.moe.num_experts <= 256 else 2)
     prompt = config.data.max_prompt_tokens
     fields = {"prompt_tokens": prompt, "lengths": longest, "topk": r.topk_logprobs, "routing": routing}
-    if config.distillation.teachers and config.trainer_teacher is None:
-        lists = {
-            "teacher_ids": ["I32", config.distillation.topk],
-            "teacher_topk_logprob": ["F32", config.distillation.topk],
-        }
+    if config.servers_teach:
+        k = config.distillation.topk
+        lists = {"teacher_ids": ["I32", k], "teacher_topk_logprob": ["F32", k]}
         fields["columns"] = {"teacher_logprob": ["F32"], **lists}
     if r.has_sampling_mask:
         fields["kept"] = [size * max(r.top_k, 1) for size in longest]  # an upper limit

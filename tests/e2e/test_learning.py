@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from make_task import write_sums
 from dppo_megatron.bank import BankReader
 from dppo_megatron.doctor import diagnose
 from dppo_megatron.types import Prompt, Rollout
-from tests.support.faults import Run, kill
+from tests.support.faults import NOTICED_S, PROBES, Run, frozen
 from tests.support.runs import Engine, records, run, write_config
 from tests.support.teachers import check_scores
 
@@ -88,7 +89,7 @@ def test_dppo_teaches_sums_to_a_policy_raised_on_careless_text(task, careless, t
 def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
     """In a quarter of the quickstart's 40 steps. The run serves the teacher; no reward is trained on.
 
-    A second run adds the reward. Its teacher is killed, which costs neither groups nor accuracy.
+    A second run adds the reward. Its teacher freezes, which costs neither groups nor accuracy.
     """
     start, engine = careless
 
@@ -128,9 +129,11 @@ def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
 
     method = {"delta": 0.2, "distillation": "reverse_kl", "distillation_coefficient": 1.0}
     with_reward = {"name": "dppo_binary_tv", "settings": method}
-    both = Run(distilled("both", objective=with_reward, train={"steps": 5}), tmp_path)
+    engine_settings = {"urls": [engine.url], "secret_file": str(task / "secret"), **PROBES}
+    changes = {"objective": with_reward, "train": {"steps": 5}, "engine": engine_settings}
+    both = Run(distilled("both", **changes), tmp_path)
     try:
-        kill_the_teacher(both)
+        freeze_the_teacher(both)
         both.wait_to_end(120)
     finally:
         both.end()
@@ -140,15 +143,15 @@ def test_a_policy_raised_on_right_sums_teaches_it(task, careless, tmp_path):
     check_scores(list(samples(both, groups=5 * 64)), teacher)
 
 
-def kill_the_teacher(both: Run) -> None:
+def freeze_the_teacher(both: Run) -> None:
+    """Its server is stopped for good. The command that started it kills it, and the launcher starts it again."""
     service = both.dir / "teachers" / "carries" / "services" / "engine-0.json"
-
-    def asked_again() -> int:
-        return both.logged("orchestrator", "asked again about prompt")
-
     both.wait_for_step(1)
-    kill(json.loads(service.read_text())["pid"])
-    both.wait_until(asked_again, "a request that is repeated", 30)
+    with frozen(json.loads(service.read_text())["pid"]):
+        started = time.monotonic()
+        both.wait_for_log("teacher-carries", "health checks in a row failed", 60)
+        assert time.monotonic() - started < 2 * NOTICED_S + 10
+        both.wait_for_log("orchestrator", "distillation.teachers.carries: asked again, ", 30)
     both.wait_until(lambda: "teacher-carries serves again" in both.output.read_text(), "its second start", 120)
 
 

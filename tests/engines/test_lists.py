@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 
 import numpy as np
+import psutil
 import pytest
 
+from dppo_megatron.config import with_settings
+from dppo_megatron.config.distillation import DistillationConfig
+from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.engines.kinds import KINDS
-from dppo_megatron.engines.protocol import EngineRefused
+from dppo_megatron.engines.protocol import EngineRefused, EngineTimeout
+from dppo_megatron.orchestrator.teachers import Teachers
+from dppo_megatron.types import Prompt, Rollout
 from tests.support.engines import MAX_LOGPROBS, VOCAB
+from tests.support.faults import frozen
 
 # The last id of the vocabulary, which SGLang does not name for the sequence itself, is among the tokens and the lists.
 TOKENS = [5, *np.random.default_rng(0).integers(0, VOCAB, 198).tolist(), VOCAB - 1]
@@ -40,3 +49,40 @@ def test_a_list_beyond_the_limit_is_refused(served):
         pytest.skip("SGLang has no limit of K")
     with pytest.raises(EngineRefused, match=f"max allowed: {MAX_LOGPROBS}"):
         asked(served, TOKENS, MAX_LOGPROBS + 1)
+
+
+def test_a_frozen_teacher_costs_requests_or_ends_the_run_by_name_in_the_time_of_its_settings(served):
+    """The group is scored when the server wakes up. The launcher restarts a teacher that the run starts."""
+    if served.kind != "vllm" or served.config.rollout.routing_replay:
+        pytest.skip("nothing here depends on the kind of server")
+    chosen = {"topk": 5, "request_timeout_s": 1, "unavailable_timeout_s": 4}
+    chosen["teachers"] = {"t": {"prompt_template": "{prompt}"}}  # the engine itself; it has no tokenizer to compare
+    distillation = DistillationConfig.model_validate(chosen)
+    config = with_settings(served.config, engine={"urls": (served.url,)}, distillation=distillation)
+    tokens = np.array(TOKENS, np.int32)
+    prompt = Prompt(0, 0, tokens[:1], "", "", {config.data.prompt_column: "?"})
+    group = [Rollout(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")]
+    port = served.url.rpartition(":")[2]
+    (server,) = (child for child in psutil.Process().children() if port in child.cmdline())
+
+    async def ask():
+        teachers = Teachers(config, load_tokenizer(served.models["a"], VOCAB), VOCAB)
+        try:
+            (before,) = await teachers.add(prompt, group)
+            with frozen(server.pid):
+                started = time.monotonic()
+                with pytest.raises(EngineTimeout, match=r"teachers\.t: .*no answer within 1 s .*request_timeout_s"):
+                    await teachers.add(prompt, group)
+                assert time.monotonic() - started < 4 + 1 + 0.5  # both settings
+                asked_again = teachers.take_metrics()["teacher/retried_requests"]
+                waiting = asyncio.ensure_future(teachers.add(prompt, group))
+                await asyncio.sleep(1.5)  # it is asked again
+            (after,) = await waiting
+            return before, after, asked_again, teachers.take_metrics()["teacher/retried_requests"]
+        finally:
+            await teachers.close()
+
+    before, after, *asked_again = asyncio.run(ask())
+    assert min(asked_again) >= 1
+    for name in ("teacher_logprob", "teacher_topk_logprob"):
+        np.testing.assert_allclose(after.column(name), before.column(name), atol=1e-5)

@@ -21,6 +21,7 @@ from dppo_megatron.objectives import (
 )
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics
+from tests.support.divergences import dense_loss
 from tests.support.ranks import TORCH, Ranks
 
 T, V, K, WIDTH = 14, 16, 5, 6
@@ -68,47 +69,9 @@ def given(k: int = K, seed: int = 0, *, kept: bool = False) -> dict[str, Any]:
             "ids": ids, "engine": engine, "mask": mask, "advantage": normal(T), "kept": kept}  # fmt: skip
 
 
-def events(ids: Tensor, target: Tensor) -> Tensor:
-    """[T, V] the number of each token's event: its place in the list, K for the sampled token, K + 1 for the rest."""
-    k = ids.shape[1]
-    number = torch.full((T, V), k + 1)
-    for column in range(k):
-        number = torch.where(
-            one_hot(ids[:, column].clamp(min=0), V).bool() & (ids[:, column] >= 0)[:, None], column, number
-        )
-    return torch.where(one_hot(target, V).bool(), k, number)
-
-
-def masses(probabilities: Tensor, number: Tensor, k: int) -> Tensor:
-    return torch.zeros(T, k + 2, dtype=probabilities.dtype).scatter_add(1, number, probabilities)
-
-
 def written(label: str, g: dict[str, Any], logits: Tensor, **more: Any) -> Tensor:
     """The loss [T], as the documentation defines it, by a softmax over the sampling mask."""
-    s = ObjectiveSettings(**settings(label, **more))
-    ln_pi = logits.masked_fill(~g["inside"], -1e30).log_softmax(1)
-    number, k = events(g["ids"], g["target"]), g["ids"].shape[1]
-    p, t = masses(ln_pi.exp() * g["inside"], number, k), masses(g["teacher"].exp(), number, k)
-    used = p > 0  # an event that cannot happen is left out
-    t = t * used / (t * used).sum(1, keepdim=True)
-    p, t = torch.where(used, p, 1.0), torch.where(used, t, 1.0)
-    ln_p, ln_t = p.log(), t.log()
-    p, t = p * used, t * used
-    b = s.jensen_shannon_weight
-    m = torch.where(used, b * t + (1 - b) * p, 1.0)
-    gap = (ln_pi - g["teacher"]).gather(1, g["target"][:, None])[:, 0]
-    divergence = {
-        "forward_kl": lambda: (t * (ln_t - ln_p)).sum(1),
-        "reverse_kl": lambda: (p * (ln_p - ln_t)).sum(1),
-        "jensen_shannon": lambda: (b * t * (ln_t - m.log()) + (1 - b) * p * (ln_p - m.log())).sum(1),
-        "sampled": lambda: gap,
-    }[s.distillation]()
-    clip = s.distillation_clip or math.inf
-    if s.distillation == "sampled":
-        taught = gap.detach().clamp(-clip, clip) * ln_pi.gather(1, g["target"][:, None])[:, 0]
-    else:
-        taught = divergence * (clip / divergence.detach()).clamp(max=1.0)
-    return torch.where(g["mask"], s.distillation_coefficient * taught, 0.0)
+    return dense_loss(ObjectiveSettings(**settings(label, **more)), g, logits)
 
 
 def rows(g: dict[str, Any], dtype: torch.dtype = torch.float64, *, engine: bool = True) -> TokenBatch:

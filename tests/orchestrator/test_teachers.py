@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,8 +125,8 @@ def rollout(tokens: list[int], **more: Any) -> Rollout:
     return Rollout(np.array(tokens, np.int32), np.full(n, -1, np.float32), np.zeros(n, np.int32), "stop", **more)
 
 
-def scored(config: Config, server: Server, asked: Prompt, rollouts: list[Rollout], calls: list | None = None):
-    """The samples with their columns, and the metrics."""
+def scored(config: Config, server: Server, asked: Prompt, rollouts: list[Rollout], before: Prompt | None = None):
+    """The samples with their columns, and the metrics. `before` is scored first."""
 
     async def main():
         async with server.serving():
@@ -137,6 +139,8 @@ def scored(config: Config, server: Server, asked: Prompt, rollouts: list[Rollout
                 register(RunDir(teacher_config(here, name).run.dir), "engine-0", server.url, 1)
             teachers = Teachers(here, Encoder(), VOCAB)
             try:
+                if before is not None:
+                    await teachers.add(before, rollouts)
                 return await teachers.add(asked, rollouts), teachers.take_metrics()
             finally:
                 await teachers.close()
@@ -226,6 +230,17 @@ def test_a_fault_costs_retries_and_no_group(tmp_path, fault, monkeypatch):
         assert (ours.teacher_ids == exact.teacher_ids).all()
         assert (ours.teacher_logprob == exact.teacher_logprob).all()
     assert metrics["teacher/retried_requests"] == len(server.asked) - 4 > 0
+
+
+def test_a_teacher_that_fails_is_reported_once_in_a_period_with_the_number_of_requests(tmp_path, monkeypatch, caplog):
+    """Each request takes 10 s; four about each teacher fail. A warning is due at once and every 30 s."""
+    server = Server(fault=lambda n: "" if n % 5 == 4 else "fails")
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(server.asked)))
+    config = teaching(tmp_path, {"a": {**URL["a"], "sources": ["sums"]}, "b": URL["a"]})
+    _, metrics = scored(config, server, prompt(), [rollout([9])], before=prompt("sums"))
+    assert metrics["teacher/retried_requests"] == 8
+    warned = re.findall(r"teachers\.(\w): asked again, (\d+) requests .* out of memory", caplog.text)
+    assert warned == [("a", "1"), ("a", "3"), ("b", "1"), ("b", "3")]
 
 
 @pytest.mark.parametrize(

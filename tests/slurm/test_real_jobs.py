@@ -9,7 +9,7 @@ import pytest
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.slurm.script import batch_script
-from tests.support.runs import steps_done, weights_digest
+from tests.support.runs import records, steps_done, weights_digest
 from tests.support.slurm.config import config
 from tests.support.slurm.lab import NODES, wait_until
 from tests.support.slurm.rewards import GROUPS
@@ -84,13 +84,16 @@ def test_a_heterogeneous_job_in_which_an_engine_dies_and_starts_again(run, unint
 SPANNING = {
     "parallel": {"world_size": 1, "tensor": 1},
     "engine": {"tensor_parallel": 2, "nodes": 2},
-    "slurm": {"trainer_nodes": 1, "engine_nodes": 2},
+    "slurm": {"trainer_nodes": 1, "engine_nodes": 2, "gpus_per_node": 2},
+    "objective": {"settings": {"delta": 0.2, "distillation": "reverse_kl", "distillation_coefficient": 1.0}},
+    "distillation": {"topk": 4, "teachers": {"start": {}}},
 }
 
 
 @pytest.mark.parametrize("run", [SPANNING], indirect=True)
 def test_an_engine_on_two_nodes_of_which_one_dies_starts_again_on_both(run):
-    run.sbatch("train.sbatch", *THREE_NODES)
+    """The job also starts a teacher, on the second GPU of the engine's first node."""
+    run.sbatch("train.sbatch", "--nodes=3", "--gpus-per-node=2")
     run.wait_for_step(2)
     head, other = (
         next(process for process in run.lab.processes_on(node) if ["--node-rank", rank] == argument_of(process))
@@ -105,6 +108,12 @@ def test_an_engine_on_two_nodes_of_which_one_dies_starts_again_on_both(run):
     assert [e.position for e in rollouts(run)] == list(range(STEPS * GROUPS))
     logs = {log.stem for log in (run.directory / "logs").glob("*.log")}
     assert logs == {"engine-0", "engine-0.1", "orchestrator", "trainer-0"}
+    teacher = run.directory / "teachers" / "start"
+    command = (teacher / "logs" / "engine-0.log").read_text()
+    assert "--max-logprobs 4" in command, command[:2000]
+    taught = [r["teacher/start/kl"] for r in records(run.directory) if "teacher/start/kl" in r]
+    assert len(taught) == STEPS
+    assert abs(taught[0]) < 1e-5 < taught[-1]  # the policy starts at its teacher
 
 
 def argument_of(process) -> list[str]:

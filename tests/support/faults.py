@@ -165,7 +165,8 @@ def frozen(pid: int, when: Callable[[], None] = lambda: None):
         yield
     finally:
         for member in family:
-            member.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was killed
+                member.resume()
 
 
 def kill(pid: int) -> None:

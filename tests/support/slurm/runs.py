@@ -38,7 +38,9 @@ def quickstart(task: Path, run_dir: Path, **changes: dict) -> dict:
         "preflight": False,
     }  # fmt: skip
     for section, values in changes.items():
-        tree[section] |= values
+        tree[section] = tree.get(section, {}) | values
+    for teacher in tree.get("distillation", {}).get("teachers", {}).values():
+        teacher["path"] = tree["model"]["path"]
     return tree
 
 
