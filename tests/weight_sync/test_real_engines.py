@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -73,10 +74,14 @@ def dense(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def two_servers(dense, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("logs")
-    config = engine_config(dense[0])
-    with running_server(config, logs / "0", version=0) as one, running_server(config, logs / "1", version=0) as two:
-        yield [one, two]
+    yield from started_together(engine_config(dense[0]), tmp_path_factory.mktemp("logs"))
+
+
+def started_together(config: Config, logs: Path) -> Iterator[list[str]]:
+    """The URLs of two servers, which take long to start."""
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        begun = [threads.submit(stack.enter_context, running_server(config, logs / n, version=0)) for n in "01"]
+        yield [server.result() for server in begun]
 
 
 @pytest.mark.parametrize(
