@@ -71,7 +71,9 @@ def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
 def test_a_heterogeneous_job_in_which_an_engine_dies_and_starts_again(run, uninterrupted):
     run.sbatch("train_hetjob.sbatch", "--nodes=2", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1")
     run.wait_for_step(2)
-    (server,) = [p for p in run.lab.processes_on("node3") if "dppo_megatron.engines.vllm.cpu.api_server" in p.cmdline()]
+    server, *_ = [
+        p for p in run.lab.processes_on("node3") if "dppo_megatron.engines.vllm.cpu.api_server" in p.cmdline()
+    ]
     server.kill()
     run.wait_until(lambda: "engine-0 serves again" in run.output.read_text(), "the engine's second start")
     run.gate.touch()

@@ -7,6 +7,7 @@ starts them as it always does. Servers are always real.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import logging
 import multiprocessing
@@ -18,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from setproctitle import setproctitle
-
 from tests.support.ranks import fork_server
 
 MODULE = ["-m", "dppo_megatron"]
+ARG_START = 45  # in /proc/PID/stat, of the fields after the name
 
 
 class Command:
@@ -141,6 +141,15 @@ def _child(command: list[str], variables: dict[str, str], log: str, kept: tuple[
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing, *kept}:
         os.dup2(nothing, descriptor)  # not closed: objects of the parent may close these numbers later
-    setproctitle(" ".join(command))  # tests find processes by their command line
+    _show(command)
     logging.root.handlers.clear()
     _run(["dppo-megatron", *command[3:]], variables, log, log)
+
+
+def _show(command: list[str]) -> None:
+    """Write the command line that others see over that of the fork server: tests find processes by it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = (int(fields[index]) for index in (ARG_START, ARG_START + 1))
+    text = b"\0".join(map(os.fsencode, command))
+    assert len(text) < end - start
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
