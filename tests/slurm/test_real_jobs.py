@@ -10,6 +10,7 @@ import pytest
 from dppo_megatron.bank import BankReader
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm.script import batch_script
+from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.runs import steps_done, weights_digest
 from tests.support.slurm.config import config
 from tests.support.slurm.lab import NODES, wait_until
@@ -128,7 +129,9 @@ def test_the_time_limit_then_a_dead_node_requeue_and_lose_nothing(run, uninterru
     requeued, published = time.time(), RunDir(run.directory).published
     before = contents(rollouts(run))
     assert len(before) == 2 * GROUPS
-    run.wait_until(lambda: published.stat().st_mtime > requeued, "the second attempt")
+    run.wait_until(
+        lambda: (new := PublishedPolicy.read(published)) and new.published_at > requeued, "the second attempt"
+    )
     run.lab.kill_node("node1")
     try:
         run.wait_until(lambda: len(run.events()) > 3, "the third attempt")
