@@ -42,7 +42,7 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules. If the environment says not to keep compiled ones, each compiles them all.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu attack lint docs docs-check format install sglang clean
+.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu attack lint types docs docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -61,11 +61,12 @@ test-cpu: install
 
 test-all: test-here test-elsewhere
 
-# test-here needs only .venv, test-elsewhere also `environments`. Two jobs run at a time: the largest, and the others in turn.
+# test-here needs only .venv and .venv-sglang, test-elsewhere also `environments`. Two jobs run at a time: the longest, and
+# the others in turn. test-engines is the longest and often waits, so test-cpu runs next to it.
 test-here:
-	$(MAKE) --jobs 2 test-cpu study-smoke test-megatron-next
+	$(MAKE) --jobs 2 test-engines test-cpu study-smoke test-megatron-next test-slurm
 test-elsewhere:
-	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu
+	$(MAKE) --jobs 2 test-null-gpu test-integrations test-verifiers test-browser test-install
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -103,8 +104,10 @@ test-browser: install $(VENV)/browser/.installed
 	  $(AS_ROOT) sh -c '$(CHROMIUM) || { $(APT_GET) update && $(CHROMIUM); }' || echo "Chromium cannot be installed here"
 	PYTHONPATH=$(CURDIR)/$(VENV)/browser $(PYTEST) tests/view -m browser
 
+# Only the folders that have such tests, because collecting all tests takes 20 s. The longest group is first.
+ENGINE_TESTS := $(sort $(dir $(shell grep -rlE 'mark\.(engines|faults)' tests --include '*.py')))
 test-engines: install sglang
-	$(PYTEST) tests $(SIDE_BY_SIDE) -m "engines or faults"
+	$(PYTEST) tests/faults $(filter-out tests/faults/,$(ENGINE_TESTS)) $(SIDE_BY_SIDE) -m "engines or faults"
 
 test-install: install
 	$(PYTEST) tests/install -m registry
@@ -133,12 +136,14 @@ GPU_PYTHON ?= python3
 test-gpu:
 	$(GPU_PYTHON) benchmarks/gpu_day.py
 
-lint: install docs-check
+lint: install docs-check types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/check_words.py
-	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/house
+
+types: install
+	$(BIN)/mypy
 
 docs-check: install
 	$(BIN)/python tools/check_docs.py

@@ -20,7 +20,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(PATHS))
 
 
 # Folders whose files start what others of the folder do not use.
-BY_FILE = ("e2e", "parallel", "attack", "weight_sync", "null_gpu")
+BY_FILE = ("e2e", "parallel", "attack", "engines", "weight_sync", "null_gpu")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,11 +42,16 @@ def pytest_collection_finish() -> None:
 
 
 def group(nodeid: str) -> str:
-    """Tests of one group run in one process: those of a folder or file, of the engines' contract those of a server."""
+    """Tests of one group run in one process: those of a folder or file, of the engines' contract those of a server.
+
+    The faults of SGLang's server use no server of the other faults.
+    """
     file, _, test = nodeid.partition("::")
     _, folder, *_ = file.split("/")
     if folder == "engines" and (server := re.search(r"(vllm|sglang)-(dense|moe)", test)):
         return server[0]
+    if folder == "faults" and "sglang" in nodeid:
+        return "faults sglang"
     return file if folder in BY_FILE else folder
 
 

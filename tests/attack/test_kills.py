@@ -53,7 +53,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path, monkeypatch):
         config = write_config(config_tree(task, directory / "run"), directory / "c.yaml")
         with monkeypatch.context() as inside:
             inside.chdir(directory)
-            launcher = start("train", config, output=directory / "out")
+            launcher = start("train", config, output=directory / "out", real=True)
         deadline = time.monotonic() + LONGEST_S
         while not reached(moment, launcher, directory / "run"):
             assert launcher.poll() is None, (directory / "out").read_text()

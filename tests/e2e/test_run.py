@@ -37,9 +37,10 @@ def config_tree(task, run_dir, *, urls=()):
 
 @pytest.fixture(scope="module")
 def uninterrupted(task, engine, tmp_path_factory):
-    """An undisturbed run, which every resumed one must equal."""
+    """An undisturbed run with processes as a user starts them, which every resumed one must equal."""
     directory = tmp_path_factory.mktemp("uninterrupted")
-    run("train", write_config(config_tree(task, directory / "run", urls=(engine.url,)), directory / "c.yaml"))
+    config = write_config(config_tree(task, directory / "run", urls=(engine.url,)), directory / "c.yaml")
+    run("train", config, real=True)
     return directory / "run"
 
 

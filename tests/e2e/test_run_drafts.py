@@ -1,4 +1,7 @@
-"""With `engine.exact` a run with `engine.draft_tokens` has the bits of one without, also if killed and resumed."""
+"""With `engine.exact` a run with `engine.draft_tokens` has the bits of one without, also if killed and resumed.
+
+On two ranks: for one, tests/engines/test_vllm_drafts.py compares the samples, and tests/certify the log-probs.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,12 @@ from tests.support.runs import (
 )
 
 pytestmark = pytest.mark.engines
-LAYOUTS = [pytest.param(2, id="two ranks"), pytest.param(1, id="one rank", marks=pytest.mark.slow)]
 
 
-def config_of(task: Path, directory: Path, ranks: int, draft_tokens: int) -> Path:
+def config_of(task: Path, directory: Path, draft_tokens: int) -> Path:
     rows = directory.parent / "rows.jsonl"
     rows.write_text("".join((task / "train.jsonl").read_text().splitlines(keepends=True)[: 2 * GROUPS]))
     tree = config_tree(task, directory)
-    tree["parallel"] |= {"world_size": ranks, "tensor": ranks}
     tree["data"]["train"] = str(rows)  # two epochs
     tree["rollout"] |= {"max_response_tokens": 24, "temperature": 0.2, "topk_logprobs": 4}
     tree["engine"] |= {"exact": True, "draft_tokens": draft_tokens, "draft_batch": 64}
@@ -46,11 +47,10 @@ def stored(directory: Path) -> dict[int, list]:
     return {g.prompt.position: [(r.token_ids, *r.columns.values()) for r in g.rollouts] for g in groups}
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_a_run_with_drafts_that_is_killed_has_the_bits_of_one_without(task, tmp_path, ranks):
+def test_a_run_with_drafts_that_is_killed_has_the_bits_of_one_without(task, tmp_path):
     without, drafted = tmp_path / "without", tmp_path / "drafted"
-    run("train", config_of(task, without, ranks, 0))
-    config = config_of(task, drafted, ranks, 4)
+    run("train", config_of(task, without, 0))
+    config = config_of(task, drafted, 4)
     process = start("train", config, output=tmp_path / "out")
     wait_until(lambda: len(steps_done(drafted)) >= STEPS // 2, "two steps", process, tmp_path / "out")
     for member in [*descendants(process), process]:

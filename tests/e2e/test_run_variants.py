@@ -26,7 +26,6 @@ VARIANTS = {
         "weight_sync": {"transport": "broadcast"},
         "rollout": {"max_staleness": 2, "on_update": "abort", "beyond_bound": "drop"},
     },
-    "colocated": {"engine": {"placement": "colocated"}},
     # With broadcasts it is `exact_sglang` below; not colocated, it runs in tests/faults.
     "colocated_sglang": {
         "engine": {"placement": "colocated", "kind": "sglang"},
@@ -46,9 +45,9 @@ VARIANTS = {
     # Both as all examples for GPUs have it, and an exact trainer with engines as they are there.
     "bf16": {"model": {"dtype": "bf16"}, **BF16},
     "bf16_engine": BF16,
-    "fp16": {
+    "colocated_fp16": {
         "model": {"dtype": "fp16"},
-        "engine": {"dtype": "fp16"},
+        "engine": {"placement": "colocated", "dtype": "fp16"},
         "weight_sync": {"probe_tolerance": 0.05},
         "rollout": {"max_mismatch_kl": 1e-3},
     },
@@ -86,7 +85,7 @@ def test_a_run_trains_to_its_end(task, tmp_path, request, name):
     assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
     trained = [r for r in records(tmp_path / "run") if "time/step_s" in r]
     assert all(r["train/grad_norm"] > 0 for r in trained)
-    assert all(("train/loss_scale" in r) == (name == "fp16") for r in trained)
+    assert all(("train/loss_scale" in r) == (tree["model"]["dtype"] == "fp16") for r in trained)
     lag = max(r["rollout/staleness_max"] for r in trained)
     assert lag <= tree["rollout"].get("max_staleness", 0)
     least, most = DIFFERENCE[tree["engine"]["dtype"]]

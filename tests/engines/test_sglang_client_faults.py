@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import time
 from uuid import UUID
 
 import numpy as np
@@ -15,6 +16,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, InvalidSample
 from dppo_megatron.engines.sglang import client as sglang_client
+from dppo_megatron.engines.sglang import weights as sglang_weights
 from dppo_megatron.engines.sglang.client import SglangEngine
 from dppo_megatron.engines.sglang.wire import child_ids
 from dppo_megatron.fleet.engine_checks import check_health
@@ -175,6 +177,17 @@ def test_an_update_that_fails_leaves_weights_that_nobody_may_use(config, model, 
     with pytest.raises(EngineError, match="loading policy 4") as error:
         against(config, left, lambda engine: engine.load_weights(model, 4), unused := [])
     assert not isinstance(error.value, EngineRefused)
+    assert unused == []
+
+
+def test_a_server_that_freezes_in_an_update_is_not_waited_for_again(config, model, monkeypatch):
+    """Neither the label nor the end of the pause waits as long as for a server that answers."""
+    monkeypatch.setattr(sglang_weights, "CLEAN_UP_TIMEOUT_S", 0.1)
+    frozen = DONE | {UPDATE: [None], "/update_weight_version": [say({}), None], "/continue_generation": [None]}
+    started = time.monotonic()
+    with pytest.raises(EngineTimeout, match=r"no answer within \S+ s to loading policy 4"):
+        against(config, frozen, lambda engine: engine.load_weights(model, 4), unused := [])
+    assert time.monotonic() - started < 10
     assert unused == []
 
 

@@ -23,7 +23,7 @@ from dppo_megatron.launch.local_processes import LocalLauncher, engine_plans
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.engines import START_TIMEOUT_S, Reference, engine_config, group, make_model, with_engine
-from tests.weight_sync.test_real_engines import finished, publish
+from tests.weight_sync.test_real_engines import publish
 from tests.weight_sync.trainer_process import PROBE
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
@@ -109,7 +109,7 @@ def test_a_trainer_publishes_to_workers_of_both_nodes(engine, tmp_path, transpor
     policies = [engine.models[name] for name in "bab"]
     settings = {"transport": transport, "bucket_bytes": 50_000, "timeout_s": 60}
     kind = {"kind": engine.config.engine.kind}
-    records = finished(*publish(tmp_path, engine.models["a"], [engine.url], policies, engine=kind, **settings))
+    records = publish(tmp_path, engine.models["a"], [engine.url], policies, engine=kind, **settings)
     for record, policy in zip(records, policies, strict=True):
         assert record["engines"] == 1, record
         (scores,) = record["scores"].values()

@@ -60,6 +60,10 @@ REPLAY = {
     "vpp_recompute": {"pipeline": 2, "virtual_pipeline": 2, "settings": {"recompute": "full"}},
 }
 
+# Layouts that the same model trains in with another objective, with replayed routes, or as a part of another layout.
+DENSE_ELSEWHERE = ("tp2", "pp2", "vpp")
+EXPERTS_ELSEWHERE = ("tp2_sp", "pp2", "cp2", "dp2")
+
 # world size -> case -> layout. A case is model[+variant]:layout. gspo compares whole sequences, split by CP, and cppo
 # the tokens before each one; centred has gradients through the top-K log-probs; kept is over what top-p and top-k left;
 # taught has a teacher's list besides the engine's, both over what they left, and one process and pipelines compute each
@@ -71,7 +75,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept", "taught")},
     },
     2: {
-        **{f"qwen3:{name}": layout for name, layout in DENSE.items()},
+        **{f"qwen3:{name}": layout for name, layout in DENSE.items() if name not in DENSE_ELSEWHERE},
         "qwen3+gspo:cp2": DENSE["cp2"],
         "qwen3+cppo:cp2": DENSE["cp2"],
         "qwen3+centred:cp2_fused": {**DENSE["cp2"], "settings": {"logits": "fused"}},
@@ -84,7 +88,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "qwen3+taught:tp2_sp_fused": {**SP, "settings": {"logits": "fused"}},
         "qwen3+taught:cp2": DENSE["cp2"],
         "qwen3+taught:pp2_fused": {**DENSE["pp2"], "settings": {"logits": "fused"}},
-        **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items()},
+        **{f"qwen3_moe:{name}": layout for name, layout in EXPERTS.items() if name not in EXPERTS_ELSEWHERE},
         **{f"qwen3_moe+replay:{name}": layout for name, layout in REPLAY.items()},
         **{
             f"{model}:{name}": EXPERTS[name]
@@ -96,7 +100,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         **{f"delta_moe+replay:{name}": REPLAY[name] for name in ("tp2_sp", "ep2", "vpp_recompute")},
     },
     4: {
-        **{f"qwen3:{name}": layout for name, layout in PAIRS.items()},
+        **{f"qwen3:{name}": PAIRS[name] for name in ("tp2_pp2", "tp2_cp2")},
         **{f"qwen3_moe:{name}": layout for name, layout in {**PAIRS, **EXPERT_PAIRS}.items()},
         "deepseek:ep2_tp2": EXPERT_PAIRS["ep2_tp2"],
     },

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+import time
 
 import pytest
 
 from dppo_megatron.bank import BankReader
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm.script import batch_script
+from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.runs import records, steps_done, weights_digest
 from tests.support.slurm.config import config
 from tests.support.slurm.lab import NODES, wait_until
@@ -70,7 +72,7 @@ def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
 def test_a_heterogeneous_job_in_which_an_engine_dies_and_starts_again(run, uninterrupted):
     run.sbatch("train_hetjob.sbatch", "--nodes=2", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1")
     run.wait_for_step(2)
-    (server,) = [
+    server, *_ = [
         p for p in run.lab.processes_on("node3") if "vllm.entrypoints.launchers.api_server.entry" in p.cmdline()
     ]
     server.kill()
@@ -123,43 +125,40 @@ def argument_of(process) -> list[str]:
 
 
 @pytest.mark.parametrize("run", [{"checkpoint": {"every": 0}}], indirect=True)
-def test_the_time_limit_checkpoints_requeues_and_completes(run, uninterrupted):
-    """checkpoint.every = 0: the one at step 2 is the signal's."""
-    run.sbatch("train.sbatch", *THREE_NODES, "--signal=B:USR1@90")
+def test_the_time_limit_then_a_dead_node_requeue_and_lose_nothing(run, uninterrupted):
+    """checkpoint.every = 0: the one at step 2 is the signal's. The worst node dies in the second attempt: the batch
+    script, the orchestrator and trainer rank 0 are on it."""
+    run.sbatch("train.sbatch", *THREE_NODES, "--signal=B:USR1@120")
     run.wait_for_step(2)
     hours, minutes, seconds = map(int, run.lab.job(run.job)["RunTime"].split(":"))
-    limit(run, minutes=60 * hours + minutes + math.ceil((seconds + 90) / 60))  # Slurm looks every half minute
+    # Slurm looks every half minute whether the signal is due, also for the next half minute.
+    limit(run, minutes=60 * hours + minutes + (seconds + 120 + 30) // 60)
     run.wait_until(lambda: run.lab.job(run.job)["Restarts"] == "1", "a requeue")
     limit(run, minutes=30)
-    run.gate.touch()
-    assert run.wait_for_end() == "COMPLETED", run.everything()
-    check_complete(run, uninterrupted)
-    shown = [(e.event, e.cause, e.step) for e in run.events()]
-    assert shown[:3] == [("started", "submitted", None), ("requeued", "time limit", 2), ("started", "time limit", 2)]
-
-
-def limit(run: Run, minutes: int) -> None:
-    run.lab.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={minutes}")
-
-
-def test_a_dead_node_requeues_on_others_and_loses_no_rollout(run, uninterrupted):
-    """The worst node: the batch script, the orchestrator and trainer rank 0 are on it."""
-    run.sbatch("train.sbatch", *THREE_NODES)
-    run.wait_for_step(2)
+    requeued, published = time.time(), RunDir(run.directory).published
     before = contents(rollouts(run))
     assert len(before) == 2 * GROUPS
+    run.wait_until(
+        lambda: (new := PublishedPolicy.read(published)) and new.published_at > requeued, "the second attempt"
+    )
     run.lab.kill_node("node1")
     try:
-        run.wait_until(lambda: len(run.events()) > 1, "the second attempt")
+        run.wait_until(lambda: len(run.events()) > 3, "the third attempt")
         run.gate.touch()
         assert run.wait_for_end() == "COMPLETED", run.everything()
     finally:
         run.lab.start_node("node1")
-    second = run.events()[1]
-    assert (second.event, second.restart, second.nodes) == ("started", 1, NODES[1:])
-    assert "node failed" in second.cause
+    shown = [(e.event, e.cause, e.step) for e in run.events()]
+    assert shown[:3] == [("started", "submitted", None), ("requeued", "time limit", 2), ("started", "time limit", 2)]
+    third = run.events()[3]
+    assert (third.event, third.restart, third.nodes) == ("started", 2, NODES[1:])
+    assert "node failed" in third.cause
     assert contents(rollouts(run))[: len(before)] == before
     check_complete(run, uninterrupted)
+
+
+def limit(run: Run, minutes: int) -> None:
+    run.lab.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={minutes}")
 
 
 def test_scancel_leaves_no_process_and_a_resumable_run(run, uninterrupted):

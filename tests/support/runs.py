@@ -75,15 +75,15 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **variables}
 
 
-def start(*arguments: str | Path, output: Path) -> Command:
-    return Command(*arguments, output=output, errors=output, variables=environment(), session=True)
+def start(*arguments: str | Path, output: Path, real: bool = False) -> Command:
+    return Command(*arguments, output=output, errors=output, variables=environment(), session=True, real=real)
 
 
-def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess:
+def run(*arguments: str | Path, check: bool = True, real: bool = False) -> subprocess.CompletedProcess:
     """Run a command. After a timeout, raise with the stacks of its processes and the ends of its logs."""
     with tempfile.TemporaryDirectory() as directory:
         output, errors = Path(directory, "stdout"), Path(directory, "stderr")
-        process = Command(*arguments, output=output, errors=errors, variables=environment())
+        process = Command(*arguments, output=output, errors=errors, variables=environment(), real=real)
         try:
             process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,15 @@ import pytest
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import KINDS, server_python
-from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.launch.evaluate import with_settings
 from tests.support.engines import Reference, engine_config, make_model, running_server
 from tests.support.faults import Proxy
-from tests.weight_sync.trainer_process import PROBE, WAIT
+from tests.support.ranks import Ranks
+from tests.weight_sync.trainer_process import PROBE, WAIT, publish_all
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 TOLERANCE = 1e-4
+OUT = "records"
 FORGETFUL = Path(__file__).parents[1] / "support" / "forgetful_sglang"
 
 
@@ -39,8 +39,8 @@ def publish(
     engine=None,
     dtype="fp32",
     **weight_sync,
-):
-    """Starts trainer ranks that publish the policies; returns the processes and where the records will be."""
+) -> list[dict]:
+    """Publish the policies from new trainer ranks; return their records. A file `OUT.<version>` begins each publish."""
     tree = {
         "run": {"dir": str(directory / "run")},
         "model": {"path": str(model), "dtype": dtype},
@@ -55,25 +55,8 @@ def publish(
         "weight_sync": {"timeout_s": 20, **weight_sync},
     }
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(tree))
-    out = directory / "records.json"
-    port, command = str(free_port()), [sys.executable, "-m", "tests.weight_sync.trainer_process"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(directory / "config.json"), str(out), *map(str, policies)],
-            env=os.environ
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(ranks)
-    ]
-    return processes, out
-
-
-def finished(processes, out: Path, timeout_s: float = 150) -> list[dict]:
-    for process in processes:
-        assert process.wait(timeout_s) == 0
-    return json.loads(out.read_text())
+    with Ranks(ranks) as trainer:
+        return trainer.run(publish_all, tree=tree, out=directory / OUT, policies=policies)[0]
 
 
 def listening(url: str) -> psutil.Process:
@@ -91,10 +74,14 @@ def dense(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def two_servers(dense, tmp_path_factory):
-    logs = tmp_path_factory.mktemp("logs")
-    config = engine_config(dense[0])
-    with running_server(config, logs / "0", version=0) as one, running_server(config, logs / "1", version=0) as two:
-        yield [one, two]
+    yield from started_together(engine_config(dense[0]), tmp_path_factory.mktemp("logs"))
+
+
+def started_together(config: Config, logs: Path) -> Iterator[list[str]]:
+    """The URLs of two servers, which take long to start."""
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        begun = [threads.submit(stack.enter_context, running_server(config, logs / n, version=0)) for n in "01"]
+        yield [server.result() for server in begun]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +96,7 @@ def two_servers(dense, tmp_path_factory):
 def test_there_and_back_on_two_engines(two_servers, dense, tmp_path, transport, ranks, parallel):
     a, b = dense
     settings = {"ranks": ranks, "parallel": parallel, "transport": transport, "bucket_bytes": 50_000}
-    check_scores(finished(*publish(tmp_path, a, two_servers, [a, b, a], **settings)), (a, b, a), two_servers, TOLERANCE)
+    check_scores(publish(tmp_path, a, two_servers, [a, b, a], **settings), (a, b, a), two_servers, TOLERANCE)
 
 
 @pytest.fixture
@@ -130,8 +117,8 @@ def test_colocated_engines_sleep_while_the_trainer_trains(request, dense, tmp_pa
     servers = request.getfixturevalue({"vllm": "two_servers", "sglang": "forgetful_sglang"}[kind])
     a, b = dense
     settings = {"placement": "colocated", "kind": kind}
-    processes, out = publish(tmp_path, a, servers, [a, b, a], engine=settings, fingerprint=True)
-    check_scores(finished(processes, out), (a, b, a), servers, TOLERANCE)
+    records = publish(tmp_path, a, servers, [a, b, a], engine=settings, fingerprint=True)
+    check_scores(records, (a, b, a), servers, TOLERANCE)
 
 
 def needs_sglang(config: Config) -> None:
@@ -180,14 +167,14 @@ def publish_frozen(
     servers: Sequence[str], directory: Path, model: Path, routes: Sequence[str], policies: list[Path], **settings
 ) -> list[dict]:
     """Records of publishes to two servers. In every second one, the second server freezes at one of `routes`."""
-    server, out = listening(servers[1]), directory / "records.json"
+    server, out = listening(servers[1]), directory / OUT
     frozen = {2 * place + 1: route for place, route in enumerate(routes)}
     hook = FreezesAt([server, *server.children(recursive=True)], out, frozen)
-    checks = {"health_interval_s": 0.5, "health_timeout_s": 2, "health_failures": 3}
+    checks = {"health_interval_s": 0.25, "health_timeout_s": 1, "health_failures": 4}
     settings["engine"] = checks | settings.get("engine", {})
     try:
         with Proxy(servers[1], hook) as proxy:
-            records = finished(*publish(directory, model, [servers[0], proxy.url], policies, **settings), 300)
+            records = publish(directory, model, [servers[0], proxy.url], policies, **settings)
     finally:
         hook.thaw()
     assert hook.frozen == list(routes)
@@ -197,17 +184,17 @@ def publish_frozen(
 @pytest.mark.parametrize(
     ("transport", "phases"),
     [
-        ({"transport": "shared_storage"}, ("load_weights", "score", "fingerprint")),
+        ({"transport": "shared_storage"}, ("load_weights", "score")),
         (
             {"transport": "broadcast", "bucket_bytes": 4096},
-            ("join_weight_group", "receive_weights", "score", "fingerprint"),
+            ("join_weight_group", "receive_weights", "fingerprint"),
         ),
     ],
     ids=["shared_storage", "broadcast"],
 )
 def test_an_engine_frozen_in_any_phase_is_left_out(two_servers, dense, tmp_path, transport, phases):
-    """The other one continues with the new policy, and so do the trainer's ranks, whose collectives time out earlier
-    than the frozen engine is noticed. The next publish has both again, or nothing would freeze in it."""
+    """The other one continues with the new policy, and so do the trainer's ranks. The next publish has both again, or
+    nothing would freeze in it. After an update both transports make the same two checks: each has one of them."""
     a, b = dense
     policies = [a, WAIT, b, WAIT] * (len(phases) // 2) + [a] * (len(phases) % 2)
     settings = {"ranks": 2, "parallel": {"tensor": 2, "timeout_s": 10}, "timeout_s": 10, **transport}
@@ -219,12 +206,13 @@ def test_an_engine_frozen_in_any_phase_is_left_out(two_servers, dense, tmp_path,
 def test_an_engine_killed_during_an_update_is_named_within_the_time_out(two_servers, dense, tmp_path):
     """No engine is left to serve the policy, so the publish fails on time. It ends a server, so it is the last test."""
     a, b = dense
-    url = two_servers[1]
-    processes, out = publish(tmp_path, a, [url], [a, b], transport="broadcast", bucket_bytes=1024, timeout_s=10)
-    while not Path(f"{out}.2").exists():
-        time.sleep(0.001)
-    listening(url).kill()
-    first, second = finished(processes, out)
+    url, settings = two_servers[1], {"transport": "broadcast", "bucket_bytes": 1024, "timeout_s": 10}
+    with ThreadPoolExecutor(1) as thread:
+        publishing = thread.submit(publish, tmp_path, a, [url], [a, b], **settings)
+        while not (tmp_path / f"{OUT}.2").exists() and not publishing.done():
+            time.sleep(0.001)
+        listening(url).kill()
+        first, second = publishing.result()
     assert first["engines"] == 1
     assert url in second["error"]
     assert second["seconds"] < 3 * 10

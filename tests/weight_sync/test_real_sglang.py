@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
-from tests.support.engines import engine_config, make_model, running_server
-from tests.weight_sync.test_real_engines import check_scores, needs_sglang, publish_frozen
+from tests.support.engines import engine_config, make_model
+from tests.weight_sync.test_real_engines import check_scores, needs_sglang, publish_frozen, started_together
 from tests.weight_sync.test_stale_engines import EVERYTHING, NOTHING, check_named, publish_faults
 from tests.weight_sync.trainer_process import WAIT
 
@@ -28,10 +25,7 @@ def two_servers(policies, tmp_path_factory):
     config = engine_config(policies[0], kind="sglang", dtype="bf16")
     config = config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": TIMEOUT_S})})
     needs_sglang(config)
-    logs = tmp_path_factory.mktemp("logs")
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as threads:  # they take long to start
-        started = [threads.submit(stack.enter_context, running_server(config, logs / n, version=0)) for n in "01"]
-        yield [server.result() for server in started]
+    yield from started_together(config, tmp_path_factory.mktemp("logs"))
 
 
 def test_what_a_model_without_experts_kept_is_named(two_servers, policies):

@@ -15,7 +15,7 @@ from dppo_megatron.weights.fingerprint import differing, group_of, in_order
 from tests.engines.test_fingerprints import fingerprint, weights_of
 from tests.support.engines import EXPERTS, engine_config, make_model, running_server, with_engine
 from tests.support.faults import Proxy
-from tests.weight_sync.test_real_engines import finished, publish
+from tests.weight_sync.test_real_engines import OUT, publish
 from tests.weight_sync.trainer_process import UPDATE
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -101,8 +101,8 @@ def test_an_engine_that_gets_what_changed_holds_the_bits_of_the_whole(served):
     kind, model, url = served
     policies = [model, *(UPDATE for _ in range(5))]
     settings = {"engine": {"kind": kind}, "dtype": "bf16", "timeout_s": 60, "full_every": 4}
-    processes, out = publish(model.parent.parent / "deltas", model, [url], policies, **settings)
-    records = finished(processes, out, 300)
+    directory = model.parent.parent / "deltas"
+    records, out = publish(directory, model, [url], policies, **settings), directory / OUT
     assert [record.get("error") for record in records] == [None] * len(policies)
     shares = [record["changed_share"] for record in records]
     assert [number for number, share in enumerate(shares) if share is None] == [0, 4]
@@ -115,12 +115,11 @@ def test_an_engine_that_gets_what_changed_holds_the_bits_of_the_whole(served):
 
 def publish_faults(kind: str, model: Path, url: str, directory: Path, faults: tuple[str, ...], **weight_sync):
     """Publish once for each of `faults`, between sound publishes; return the input of `check_named`."""
-    by_version = dict(enumerate(faults, 3))
-    with Proxy(url, KeepsOld(kind, model, directory / "records.json", by_version)) as proxy:
+    by_version, out = dict(enumerate(faults, 3)), directory / OUT
+    with Proxy(url, KeepsOld(kind, model, out, by_version)) as proxy:
         policies = [model, UPDATE, *(UPDATE for _ in faults), UPDATE]
         settings = {"engine": {"kind": kind}, "dtype": "bf16", "timeout_s": 60, **weight_sync}
-        processes, out = publish(directory, model, [proxy.url], policies, **settings)
-        return finished(processes, out, 300), out, proxy.url, by_version
+        return publish(directory, model, [proxy.url], policies, **settings), out, proxy.url, by_version
 
 
 def check_named(records: list[dict], out: Path, url: str, by_version: dict[int, str]) -> None:

@@ -1,27 +1,27 @@
-"""A trainer of one rank that publishes policies to running engines, in a process of its own.
+"""A rank of a trainer that publishes policies to running engines.
 
-Run with CONFIG_JSON OUT POLICY...: it publishes each directory as versions 1, 2, ... and leaves what every engine then
-says of PROBE in OUT (JSON); a file OUT.<version> appears before each publish. The policy `update` is the last one after
-an update, and also written to OUT.<version>.weights. `wait` stands for no publish: it lasts until every engine is idle.
+It publishes each directory as versions 1, 2, ...; a file OUT.<version> appears before each publish. The policy `update`
+is the last one after an update, and also written to OUT.<version>.weights. `wait` stands for no publish: it lasts until
+every engine is idle.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from tests.support.ranks import rendezvous
 
 UPDATE, WAIT = "update", "wait"
 WAIT_S = 60.0
 PROBE = np.array([7, 21, 21, 50, 4, 63, 12, 30, 9, 44, 18, 2], dtype=np.int32)
 
 
-def main(config_path: str, out: str, *policies: str) -> None:
-    warnings.simplefilter("ignore")
+def publish_all(rank: int, tree: dict, out: Path, policies: list[Path | str]) -> list[dict[str, Any]]:
+    """Return a record of each publish, on rank 0 with the scores of PROBE by every engine."""
     from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.common.ranks import Ranks
     from dppo_megatron.config import Config
@@ -31,17 +31,18 @@ def main(config_path: str, out: str, *policies: str) -> None:
     from dppo_megatron.weight_sync.engine_thread import EngineThread
     from tests.support.actor_cases import micro_batches, sequences
 
-    config = Config.model_validate(json.loads(Path(config_path).read_text()))
+    config = Config.model_validate(tree)
+    rendezvous(out.parent)
     layout = init_layout(config)
     actor = Actor(config, layout)
-    engines = EngineThread.of_run(config) if layout.rank == 0 else None
+    engines = EngineThread.of_run(config) if rank == 0 else None
     publisher = build_publisher(config, actor, engines, PROBE)
     records = []
     for version, policy in enumerate(policies, 1):
         if version > 1:
             publisher.onload_actor()
         if policy == WAIT:
-            if layout.rank == 0:
+            if rank == 0:
                 Path(f"{out}.{version}").touch()
             Ranks(2 * WAIT_S).from_rank_zero(lambda: _wait_until_idle(engines), "the engines to be idle")
             continue
@@ -50,7 +51,7 @@ def main(config_path: str, out: str, *policies: str) -> None:
             save_hf(actor.model_chunks, f"{out}.{version}.weights", config.model.path)
         else:
             actor.load_hf(policy)
-        if layout.rank == 0:
+        if rank == 0:
             Path(f"{out}.{version}").touch()
         started = time.monotonic()
         try:
@@ -64,10 +65,9 @@ def main(config_path: str, out: str, *policies: str) -> None:
         except WeightSyncError as error:
             record = {"error": str(error)}
         records.append(record | {"seconds": time.monotonic() - started, "scores": _scores(engines)})
-    if layout.rank == 0:
-        Path(out).write_text(json.dumps(records))
     publisher.close()
     layout.close()
+    return records
 
 
 def _wait_until_idle(engines) -> None:
@@ -86,7 +86,3 @@ def _scores(engines) -> dict[str, list[float]]:
     urls, _ = engines.start(lambda live: live.answering()).result()
     scored = engines.start(lambda live: live.on(urls, lambda engine: engine.score(PROBE))).result()
     return {url: reply.tolist() for url, reply in scored.items() if not isinstance(reply, BaseException)}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

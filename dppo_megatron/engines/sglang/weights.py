@@ -27,7 +27,7 @@ from .wire import ASLEEP, EMPTY, reported_version
 
 READ_POLL_S = 0.01
 IDLE_POLL_S = 0.05
-CLEAN_UP_TIMEOUT_S = 5.0  # for requests after a failure, because the server may not answer any more
+CLEAN_UP_TIMEOUT_S = 2.0  # for each request after a failure, because the server may not answer any more
 INCONSISTENT = "inconsistent"  # label of weights that mix the old and the new version
 NO_PLUGIN = (
     "its PYTHONPATH lacks the folder engines/sglang/plugin of dppo_megatron, with which `dppo-megatron engine` starts "
@@ -214,7 +214,7 @@ class SglangWeights:
     async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
         plan = group.plan
         await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
-        try:
+        async with self._ending(what, "/end_weight_update"):
             group.rendezvous.ready(step, group.workers)
             for sender, number, bucket in plan.order():
                 body = {
@@ -227,8 +227,6 @@ class SglangWeights:
                 }
                 where = f"{what}: bucket {number + 1} of {len(plan.streams[sender])} from sender {sender}"
                 await self._calls.call(where, "/update_weights_from_distributed", _left(deadline), body=body)
-        finally:
-            await self._calls.call(what, "/end_weight_update", body={})
         await self._calls.call(what, "/flush_cache", _left(deadline), body={})
         await self._label(what, str(int(version)))
 
@@ -237,11 +235,12 @@ class SglangWeights:
         if group is None:
             return
         for sender in range(len(group.plan.streams)):
-            with contextlib.suppress(EngineError):
-                body = {"group_name": group.plan.group(sender)}
-                await self._calls.call(
-                    "leaving a weight group", "/destroy_weights_update_group", CLEAN_UP_TIMEOUT_S, body=body
-                )
+            await self._clean_up("/destroy_weights_update_group", {"group_name": group.plan.group(sender)})
+
+    async def _clean_up(self, route: str, body: dict[str, str]) -> None:
+        """Send a request after a failure, without an error if a frozen server does not answer."""
+        with contextlib.suppress(EngineError):
+            await self._calls.call("cleaning up", route, CLEAN_UP_TIMEOUT_S, body=body)
 
     @contextlib.asynccontextmanager
     async def _updating(self, what: str, deadline: float) -> AsyncIterator[None]:
@@ -313,11 +312,19 @@ class SglangWeights:
         # Retracted requests are prefilled again afterwards, so each further token is drawn from exactly the policy it
         # is tagged with. Requests paused in place would continue with keys and values of the old weights.
         how, since = {"mode": "abort" if mode == "abort" else "retract"}, time.monotonic()
-        try:
+        async with self._ending(what, "/continue_generation"):
             await self._calls.call(what, "/pause_generation", _left(deadline), body=how)
             yield since
-        finally:
-            await self._calls.call(what, "/continue_generation", body={})
+
+    @contextlib.asynccontextmanager
+    async def _ending(self, what: str, route: str) -> AsyncIterator[None]:
+        """Send `route` at the end of the context. After a failure, do not wait long for a server that may be frozen."""
+        try:
+            yield
+        except BaseException:
+            await self._clean_up(route, {})
+            raise
+        await self._calls.call(what, route, body={})
 
 
 async def ask_plugin(
