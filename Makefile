@@ -61,12 +61,11 @@ test-cpu: install
 
 test-all: test-here test-elsewhere
 
-# test-here needs only .venv and .venv-sglang, test-elsewhere also `environments`. Two jobs run at a time: the longest, and
-# the others in turn. test-engines is the longest and often waits, so test-cpu runs next to it.
+# test-here needs only .venv, test-elsewhere also `environments`. Two jobs run at a time: the largest, and the others in turn.
 test-here:
-	$(MAKE) --jobs 2 test-engines test-cpu study-smoke test-megatron-next test-slurm
+	$(MAKE) --jobs 2 test-cpu study-smoke test-megatron-next
 test-elsewhere:
-	$(MAKE) --jobs 2 test-null-gpu test-integrations test-verifiers test-browser test-install
+	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
