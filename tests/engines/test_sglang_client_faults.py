@@ -118,7 +118,7 @@ def test_a_good_reply_passes(config, model):
         ({"weight_versions": [{"version": "inconsistent", "start": 0, "end": 3}]}, "token carries no policy version"),
         ({"output_top_logprobs_idx_flat_b64": "AAAA"}, "buffer size|reshape"),
         ({"output_top_logprobs_val_flat_b64_dtype": "float16"}, "top-K log-probs have dtypes"),
-        ({"output_top_logprobs_null_prefix": 1}, "from position 1"),
+        ({"output_top_logprobs_null_prefix": 1}, "begin at token 1"),
         ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "finish reason is none of"),
         ({"finish_reason": None}, "garbles"),
     ],

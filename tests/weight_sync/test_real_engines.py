@@ -170,7 +170,7 @@ def publish_frozen(
     server, out = listening(servers[1]), directory / OUT
     frozen = {2 * place + 1: route for place, route in enumerate(routes)}
     hook = FreezesAt([server, *server.children(recursive=True)], out, frozen)
-    checks = {"health_interval_s": 0.25, "health_timeout_s": 1, "health_failures": 4}
+    checks = {"health_interval_s": 0.5, "health_timeout_s": 2, "health_failures": 3}
     settings["engine"] = checks | settings.get("engine", {})
     try:
         with Proxy(servers[1], hook) as proxy:
