@@ -104,7 +104,7 @@ test-browser: install $(VENV)/browser/.installed
 	PYTHONPATH=$(CURDIR)/$(VENV)/browser $(PYTEST) tests/view -m browser
 
 # Only the folders that have such tests, because collecting all tests takes 20 s. The longest group is first.
-ENGINE_TESTS := $(sort $(dir $(shell grep -rlE 'mark\.(engines|faults)' tests --include '*.py')))
+ENGINE_TESTS = $(sort $(dir $(shell grep -rlE 'mark\.(engines|faults)' tests --include '*.py')))
 test-engines: install sglang
 	$(PYTEST) tests/faults $(filter-out tests/faults/,$(ENGINE_TESTS)) $(SIDE_BY_SIDE) -m "engines or faults"
 

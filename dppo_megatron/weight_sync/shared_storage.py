@@ -131,7 +131,7 @@ class SharedStorage(Transport):
         def write(staging: Path) -> list[Part]:
             chunks, hf = self._actor.model_chunks, self._actor.hf
             exported = export_weights(chunks, hf, self._dtype, quantization=self._quantization, before_gather=turns)
-            return write_parts(staging, exported, pack, everyone, durable=False)
+            return write_parts(staging, exported, pack, everyone, FILE_BYTES, durable=False)
 
         def complete(staging: Path, parts: list[Part]) -> None:
             if (nbytes := sum(part.nbytes for part in parts)) > most:

@@ -37,8 +37,13 @@ _FUSED = {  # projections that an engine stacks into one weight
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
-_SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "GatedDeltaNetAttention"}
-_SHARDED |= {"OAIAttention"}  # vLLM: the sinks of gpt-oss, one for each head
+_SHARDED = {
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "GatedDeltaNetAttention",
+    "OAIAttention",  # vLLM: the sinks of gpt-oss, one for each head
+}
 _DERIVED = {"MLAAttention"}  # vLLM: all its parameters, W_UV and W_UK_T, are computed from kv_b_proj
 _DERIVED_NAMES = {"w_kc", "w_vc"}  # SGLang: also from kv_b_proj; parameters where a CPU with AMX packs them
 
@@ -321,8 +326,8 @@ def _of_experts(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
     if ".w2_" in name:
         flat = flat[:, :used]
         return _placed("down_proj", _row_sums(flat, rank * flat.shape[1]).view(len(parameter), -1))
-    names = ("gate_proj", "up_proj") if getattr(config, "is_act_and_mul", True) else ("up_proj",)
-    names = ("gate_up_proj",) if interleaved else names
+    gated = ("gate_up_proj",) if interleaved else ("gate_proj", "up_proj")
+    names = gated if getattr(config, "is_act_and_mul", True) else ("up_proj",)
     sums = _row_sums(flat).view(len(parameter), len(names), -1)[..., :used]
     values = [_placed(part, sums[:, index], rank * sums.shape[-1]) for index, part in enumerate(names)]
     return [sum(of_expert) % MODULUS for of_expert in zip(*values, strict=True)]

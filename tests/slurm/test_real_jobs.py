@@ -72,7 +72,7 @@ def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
 def test_a_heterogeneous_job_in_which_an_engine_dies_and_starts_again(run, uninterrupted):
     run.sbatch("train_hetjob.sbatch", "--nodes=2", "--gpus-per-node=1", ":", "--nodes=1", "--gpus-per-node=1")
     run.wait_for_step(2)
-    server, *_ = [
+    (server,) = [
         p for p in run.lab.processes_on("node3") if "vllm.entrypoints.launchers.api_server.entry" in p.cmdline()
     ]
     server.kill()
