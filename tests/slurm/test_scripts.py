@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dppo_megatron.config import ConfigError, save_resolved, validated
+from dppo_megatron.config import ConfigError, validated
 from dppo_megatron.slurm.script import batch_script, site_scripts
 from tests.support.slurm.config import config
 from tests.support.slurm.sbatch import words
@@ -138,20 +137,6 @@ def test_gpus_are_counted_as_slurm_writes_them(gres):
 def test_other_counts_of_gpus_are_refused(gres):
     with pytest.raises(ValueError, match=r"slurm\.gpus_per_node"):
         config(gpus_per_node=gres)
-
-
-def test_a_host_without_the_model_s_libraries_submits_what_runs_in_a_container(tmp_path):
-    """The script contains absolute paths only: a container has another working directory."""
-    save_resolved(config(gpu="h100-80", command=["in-container"]), tmp_path / "c")
-    program = (
-        "import sys; sys.modules |= dict.fromkeys(('megatron', 'transformers', 'tokenizers', 'vllm', 'math_verify'))\n"
-        "from dppo_megatron.cli import main; main()"
-    )
-    command = [sys.executable, "-c", program, "slurm", "c", "--dry-run"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith(f"slurm-job {tmp_path}/run/config.yaml\n")
 
 
 @pytest.mark.parametrize(
