@@ -170,14 +170,6 @@ def test_an_attempt_does_not_begin_with_the_values_of_another(monkeypatch):
         Ranks(5, over=(store, 1, 2)).begin_attempt()
 
 
-def _unreadable() -> None:
-    b"\xff".decode()
-
-
-def _misspelled() -> None:
-    Config.model_validate({"run": 3})
-
-
 def _of_this_process_alone() -> None:
     class Local(Exception):
         pass
@@ -188,8 +180,8 @@ def _of_this_process_alone() -> None:
 @pytest.mark.parametrize(
     ("act", "kind", "name", "text"),
     [
-        (_unreadable, ValueError, "UnicodeDecodeError", "can't decode byte 0xff"),
-        (_misspelled, ValueError, "ValidationError", "validation errors for Config"),
+        (lambda: b"\xff".decode(), ValueError, "UnicodeDecodeError", "can't decode byte 0xff"),
+        (lambda: Config.model_validate({"run": 3}), ValueError, "ValidationError", "validation errors for Config"),
         (_of_this_process_alone, Exception, "Local", "in a word"),
     ],
 )
