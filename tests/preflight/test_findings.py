@@ -76,6 +76,7 @@ def test_two_ranks_on_one_gpu():
         ("rank-6", IMPORTED, READY, "no answer while looking at GPUs"),
         ("rank-6", LOOKED, READY, "no answer while waiting for the store"),
         ("rank-0", IMPORTED, LOOKED, "no answer while looking at GPUs"),  # the others wait for its store
+        ("rank-0", LOOKED, LOOKED, "no answer while waiting for the store"),
     ],
 )
 def test_a_process_that_stays_behind(name, stage, others, text):
