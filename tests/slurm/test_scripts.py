@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.config import ConfigError, validated
@@ -60,12 +60,12 @@ def test_a_written_script_asks_for_what_the_repository_s_does(heterogeneous):
 
 
 def test_a_written_script_holds_the_site_s_settings():
-    settings = {
+    site = {
         "account": "lab", "partition": "big", "engine_partition": "small", "heterogeneous": True, "time": "01:00:00",
         "engine_gpus_per_node": 4, "setup": ["module load cuda"], "sbatch_args": ["--qos=high"], "exclusive": False,
     }  # fmt: skip
     trainers, engines = batch_script(
-        config(engines=2, **settings), resume=False, directory=Path("/somewhere")
+        config(engines=2, **site), resume=False, directory=Path("/somewhere")
     ).split("#SBATCH hetjob")  # fmt: skip
     for line in ("--account=lab", "--partition=big", "--nodes=2", "--gpus-per-node=8", "--time=01:00:00", "--qos=high"):
         assert f"#SBATCH {line}\n" in trainers
@@ -90,6 +90,7 @@ def read_with(setting: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("setting", PLAIN)
+@settings(deadline=None)
 @given(text=TEXT)
 @example(text="x --wrap=reboot")
 @example(text="x\n#SBATCH --wrap=reboot")
@@ -105,6 +106,7 @@ def test_sbatch_reads_a_setting_s_text_as_part_of_one_word_or_it_is_refused_by_n
     assert read == [word.replace(PLAIN[setting], text) for word in read_with(setting, PLAIN[setting])]
 
 
+@settings(deadline=None)
 @given(name=st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=60))
 @example(name='a b#"$(touch owned)')
 @example(name="50%j")
