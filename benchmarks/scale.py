@@ -79,7 +79,7 @@ class Measured:
 
     def pace(self) -> Pace:
         lag = float(np.average(self.staleness, weights=self.tokens))
-        return Pace(*(mean(of) for of in (self.wait_s, self.read_s, self.train_s, self.publish_s)), lag)
+        return Pace(mean(self.wait_s), sum(map(mean, (self.read_s, self.train_s, self.publish_s))), lag)
 
 
 @contextmanager
@@ -192,8 +192,6 @@ def predicted(config: Config, measured: Measured, tokens_per_s: float) -> Pace:
         bytes_per_token=stored / tokens,
         store_bytes_per_s=sum(entry.size for entry in entries[: config.rollout.prompts_per_step]) / measured.wait_s[0],
         train_s=actual.train_s,
-        read_s=actual.read_s,
-        publish_s=actual.publish_s,
     )
     return predict([entry.response_lengths for entry in entries], settings)
 

@@ -60,3 +60,17 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     """f(size) -> that many ranks with Megatron-core, shared by all tests."""
     with ExitStack() as started:
         yield functools.cache(lambda size: started.enter_context(Ranks(size)))
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """f(name, body) -> a shell script of that name, found before all other programs."""
+    (directory := tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(directory), prepend=":")
+
+    def write(name: str, body: str) -> Path:
+        (directory / name).write_text(f"#!/bin/sh\n{body}\n")
+        (directory / name).chmod(0o755)
+        return directory / name
+
+    return write

@@ -59,7 +59,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     absent: list[str] = []  # problems of files that may still be copied here
     tools: list[dict[str, Any]] = []
     hf, elsewhere = model.read(config), place in ("elsewhere", "unstaged")
-    rules = [
+    rules: list[Callable[[], Iterable[str]]] = [
         partial(unusable_directory, config),
         *([] if elsewhere else [partial(unusable_weights_directory, config)]),
         partial(user_code.objective_problems, config, notes),
@@ -113,9 +113,9 @@ def _started_elsewhere(config: Config, source: str) -> list[str]:
     return []
 
 
-def _check(rule: Callable[[], list[str]]) -> list[str]:
+def _check(rule: Callable[[], Iterable[str]]) -> list[str]:
     """Return the rule's problems. A rule that raises becomes a problem itself and does not hide the others."""
     try:
-        return rule()
+        return list(rule())
     except (ValueError, OSError, ImportError) as error:
         return [str(error)]

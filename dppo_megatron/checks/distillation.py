@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from dppo_megatron.config import Config, with_settings
 from dppo_megatron.config.distillation import TeacherConfig
@@ -12,8 +13,8 @@ from dppo_megatron.errors import ExpectedError
 from .model import on_any_machine
 
 
-def problems(config: Config) -> list[str]:
-    chosen, rollout, out = config.distillation, config.rollout, []
+def problems(config: Config) -> Iterator[str]:
+    chosen, rollout = config.distillation, config.rollout
     by_servers, temperature = config.servers_teach, rollout.temperature
     wrong = {
         "the run samples nothing that they could score; remove them": by_servers and not config.samples,
@@ -21,47 +22,46 @@ def problems(config: Config) -> list[str]:
         "rollout.dynamic_sampling would drop useful groups; set it to false": rollout.dynamic_sampling,
     }
     if chosen.teachers:
-        out += [f"distillation.teachers = {', '.join(chosen.teachers)}: {why}" for why, holds in wrong.items() if holds]
+        named = f"distillation.teachers = {', '.join(chosen.teachers)}"
+        yield from (f"{named}: {why}" for why, holds in wrong.items() if holds)
     claimed = Counter(source for teacher in chosen.teachers.values() for source in teacher.sources or ("*",))
     if twice := [source for source, count in claimed.items() if count > 1]:
-        out.append(f"distillation.teachers: several claim rows of source {', '.join(twice)}; name one for each")
+        yield f"distillation.teachers: several claim rows of source {', '.join(twice)}; name one for each"
     for name, teacher in chosen.teachers.items():
         template = teacher.prompt_template
         if (teacher.urls and teacher.path) or not (teacher.urls or teacher.path or template):
-            out.append(
+            yield (
                 f"distillation.teachers.{name}: set one of urls and path; without them the policy teaches itself, and "
                 "needs a prompt_template"
             )
         only = TeacherConfig(path=teacher.path, in_trainer=True)
         if teacher.in_trainer and (teacher != only or len(chosen.teachers) > 1 or rollout.has_sampling_mask):
-            out.append(
+            yield (
                 f"distillation.teachers.{name}.in_trainer = true: excludes other teachers, settings other than path, "
                 "and a sampling mask (rollout.top_p, top_k, min_p); change these, or set it to false for a server"
             )
         if template is not None and ("{prompt}" not in template or config.environment.source is not None):
             why = "must contain {prompt} and excludes environments; change or remove it"
-            out.append(f"distillation.teachers.{name}.prompt_template = {template!r}: {why}")
-    return out
+            yield f"distillation.teachers.{name}.prompt_template = {template!r}: {why}"
 
 
-def model_problems(config: Config) -> list[str]:
+def model_problems(config: Config) -> Iterator[str]:
     """Return why a teacher with a path cannot be read, has other tokens than the policy, or cannot have its layout."""
     from dppo_megatron.actor import check_model
     from dppo_megatron.actor.model_config import shares_prefixes
     from dppo_megatron.data.tokenizer import load_tokenizer
     from dppo_megatron.hf import read_hf_config
 
-    out = []
     given = {name: t.path for name, t in config.distillation.teachers.items() if t.path is not None}
     for name, path in given.items():
         try:
             sizes = [read_hf_config(model).vocab_size for model in (path, config.model.path)]
             same = load_tokenizer(path).get_vocab() == load_tokenizer(config.model.path).get_vocab()
         except ExpectedError as error:
-            out.append(f"distillation.teachers.{name}: {error}")
+            yield f"distillation.teachers.{name}: {error}"
             continue
         if not same or sizes[0] < max(sizes[1], config.distillation.topk):
-            out.append(
+            yield (
                 f"distillation.teachers.{name}.path = {path}: has another tokenizer than model.path, or its {sizes[0]} "
                 f"tokens are less than those, {sizes[1]}, or distillation.topk; use a teacher of the same family"
             )
@@ -69,5 +69,4 @@ def model_problems(config: Config) -> list[str]:
             shares = shares_prefixes(read_hf_config(config.model.path), config)
             built = with_settings(trainer_teacher_config(config), train={"share_prefixes": shares})
             found = check_model(on_any_machine(built))
-            out += [f"distillation.teachers.{name}.in_trainer = true: {line}" for line in found]
-    return out
+            yield from [f"distillation.teachers.{name}.in_trainer = true: {line}" for line in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config import Config
@@ -21,68 +22,63 @@ MOST_SENDERS = 32  # each needs a communicator with its own buffers in every eng
 ANSWER_S = 25.0  # an interpreter on a slow file system needs seconds to find a package
 
 
-def problems(config: Config) -> list[str]:
+def problems(config: Config) -> Iterator[str]:
     if config.objective.supervised:
-        return []
+        return
     e = config.engine
-    out = []
     if e.urls and e.count != 1 and e.count != len(e.urls):
-        out.append(f"engine.count = {e.count}: engine.urls names {len(e.urls)} engines; remove engine.count")
+        yield f"engine.count = {e.count}: engine.urls names {len(e.urls)} engines; remove engine.count"
     if e.port + config.started_engines - 1 > LAST_PORT:
-        out.append(
+        yield (
             f"engine.port = {e.port}: with engine.count = {e.count} the last port would be "
             f"{e.port + config.started_engines - 1}, above {LAST_PORT}; set it to a lower one, or to 0 for free ones"
         )
     if given := [argument for argument in e.extra_args if argument.startswith(SPECULATIVE)]:
-        out.append(
+        yield (
             f"engine.extra_args = {given[0]}: a server's own speculative decoding changes the tokens of a seed, and "
             "with some settings their distribution; remove it, or set engine.draft_tokens"
         )
-    out += kind_of(config).problems(config)
+    yield from kind_of(config).problems(config)
     if e.placement == "colocated":
-        out += _colocated(config)
-    parts = (_layout, _transport, _directory, _deltas, _quantization, _adapters)
-    return out + [problem for part in parts for problem in part(config)]
+        yield from _colocated(config)
+    for part in (_layout, _transport, _directory, _deltas, _quantization, _adapters):
+        yield from part(config)
 
 
-def _layout(config: Config) -> list[str]:
+def _layout(config: Config) -> Iterator[str]:
     """Return problems of the GPUs of one engine."""
-    e, out = config.engine, []
+    e = config.engine
     if e.devices % e.nodes:
-        out.append(
+        yield (
             f"engine.nodes = {e.nodes}: does not divide an engine's {e.devices} GPUs (engine.tensor_parallel x "
             "engine.pipeline_parallel); change one of them"
         )
     if e.pipeline_parallel > 1 and config.weight_sync.lora == "adapter":
-        out.append(
+        yield (
             f"engine.pipeline_parallel = {e.pipeline_parallel}: adapters are untested with pipeline stages "
             "(weight_sync.lora = adapter); set it to 1 and use engine.tensor_parallel"
         )
-    return out
 
 
-def _colocated(config: Config) -> list[str]:
+def _colocated(config: Config) -> Iterator[str]:
     e = config.engine
-    out = []
     if config.weight_sync.transport == "broadcast":
-        out.append(
+        yield (
             "weight_sync.transport = broadcast: NCCL does not connect two processes on one GPU, as with "
             "engine.placement = colocated; set it to shared_storage (a run directory in memory is as fast)"
         )
     if e.urls:
-        out.append("engine.urls: a run starts colocated engines itself; remove it, or change engine.placement")
-    return out
+        yield "engine.urls: a run starts colocated engines itself; remove it, or change engine.placement"
 
 
-def _transport(config: Config) -> list[str]:
+def _transport(config: Config) -> Iterator[str]:
     senders = config.parallel.pipeline * config.parallel.expert
-    if not config.samples or config.weight_sync.transport != "broadcast" or senders <= MOST_SENDERS:
-        return []
-    return [
-        f"weight_sync.transport = broadcast: parallel.pipeline x parallel.expert = {senders} ranks send weights, "
-        f"and every engine worker would be in a group with each of them (at most {MOST_SENDERS}); set it to "
-        "shared_storage"
-    ]
+    if config.samples and config.weight_sync.transport == "broadcast" and senders > MOST_SENDERS:
+        yield (
+            f"weight_sync.transport = broadcast: parallel.pipeline x parallel.expert = {senders} ranks send weights, "
+            f"and every engine worker would be in a group with each of them (at most {MOST_SENDERS}); set it to "
+            "shared_storage"
+        )
 
 
 def _directory(config: Config) -> list[str]:
@@ -119,14 +115,13 @@ def _deltas(config: Config) -> list[str]:
     return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
 
 
-def _quantization(config: Config) -> list[str]:
+def _quantization(config: Config) -> Iterator[str]:
     e = config.engine
-    if not e.serves_fp8 or e.dtype != "fp32":
-        return []
-    return [
-        f"engine.dtype = fp32: tensors that engine.quantization = {e.quantization} leaves unquantized must be bf16 or "
-        "fp16; set engine.dtype to bf16"
-    ]
+    if e.serves_fp8 and e.dtype == "fp32":
+        yield (
+            f"engine.dtype = fp32: tensors that engine.quantization = {e.quantization} leaves unquantized must be bf16 "
+            "or fp16; set engine.dtype to bf16"
+        )
 
 
 def _adapters(config: Config) -> list[str]:
@@ -147,7 +142,7 @@ def _adapters(config: Config) -> list[str]:
     return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
 
 
-def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
+def model_problems(config: Config, hf: HFModelConfig | None) -> Iterator[str]:
     """Return why engines cannot serve the model. All kinds split attention by whole heads, and FP8 by whole blocks.
 
     `hf` is the model's config.json, or None if it cannot be read.
@@ -155,55 +150,51 @@ def model_problems(config: Config, hf: HFModelConfig | None) -> list[str]:
     from dppo_megatron.hf import fp8
 
     if not config.samples or hf is None:
-        return []
-    engine, out = config.engine, kind_of(config).model_problems(config, hf)
+        return
+    yield from kind_of(config).model_problems(config, hf)
+    engine = config.engine
     setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
     prompt, positions = config.data.max_prompt_tokens, hf.max_position_embeddings
     if max(prompt + response, engine.max_model_len) > positions:
         wrong, remedy = f"engine.max_model_len = {engine.max_model_len}", "remove it, or lower it to that"
         if prompt + response > positions:
             wrong, remedy = f"data.max_prompt_tokens = {prompt} + {setting} = {response}", "lower one of them"
-        out.append(f"{wrong}: the model supports {positions} positions (max_position_embeddings); {remedy}")
+        yield f"{wrong}: the model supports {positions} positions (max_position_embeddings); {remedy}"
     if unknown := [token for token in config.rollout.stop_token_ids if token >= hf.vocab_size]:
-        out.append(
+        yield (
             f"rollout.stop_token_ids = {unknown[0]}: the model has the tokens 0 to {hf.vocab_size - 1}, so no response "
             "would stop there; correct or remove it"
         )
     if config.rollout.topk_logprobs > hf.vocab_size:
-        out.append(
+        yield (
             f"rollout.topk_logprobs = {config.rollout.topk_logprobs}: the model has {hf.vocab_size} tokens; set it to "
             "at most that"
         )
     if config.weight_sync.lora == "adapter" and any((hf.moe, hf.mla, hf.delta_net)):
-        out.append(
+        yield (
             "weight_sync.lora = adapter: the engines support no adapters of experts or of latent attention, and those "
             "of gated delta net are not tested; set it to merged"
         )
     tensor, kv_heads = engine.tensor_parallel, hf.num_kv_heads
     if hf.num_heads % tensor:
-        out.append(f"engine.tensor_parallel = {tensor}: does not divide {hf.num_heads} attention heads; lower it")
+        yield f"engine.tensor_parallel = {tensor}: does not divide {hf.num_heads} attention heads; lower it"
     elif hf.mla is None and kv_heads % tensor and tensor % kv_heads:
-        out.append(
+        yield (
             f"engine.tensor_parallel = {tensor}: {kv_heads} key-value heads are neither a multiple nor a divisor of "
             "it; change it"
         )
     if engine.pipeline_parallel > hf.num_layers:
-        out.append(
-            f"engine.pipeline_parallel = {engine.pipeline_parallel}: the model has {hf.num_layers} layers; lower it"
-        )
+        yield f"engine.pipeline_parallel = {engine.pipeline_parallel}: the model has {hf.num_layers} layers; lower it"
     if engine.expert_parallel and (hf.moe is None or hf.moe.num_experts % tensor):
         experts = 0 if hf.moe is None else hf.moe.num_experts
-        out.append(
-            f"engine.expert_parallel = true: {tensor} GPUs cannot share {experts} experts evenly; set it to false"
-        )
+        yield f"engine.expert_parallel = true: {tensor} GPUs cannot share {experts} experts evenly; set it to false"
     if engine.serves_fp8:
-        out += [
+        yield from (
             f"engine.tensor_parallel = {tensor}: shards {name} = {width} into parts that are no multiple of the "
             f"{fp8.BLOCK} values of an FP8 block; {'lower it, or ' * (tensor > 1)}set engine.quantization to none"
             for name, width in _feed_forwards(hf).items()
             if width % (tensor * fp8.BLOCK) and not (engine.expert_parallel and name.startswith("moe"))
-        ]
-    return out
+        )
 
 
 def _feed_forwards(hf: HFModelConfig) -> dict[str, int]:

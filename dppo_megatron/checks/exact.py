@@ -68,15 +68,11 @@ def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool)
     if not config.engine.exact:
         return []
     gpus = config.slurm.gpus_per_node > 0 if elsewhere else torch.cuda.is_available()
-    out = [(gpus, "the shared operators exist only for CPUs; run without GPUs")]
-    if hf is not None:
-        out += [
-            (
-                hf.moe is not None,
-                "the router, the experts' products and the sum of a token's experts have no shared operator; "
-                "use a dense model",
-            ),
-            (hf.delta_net is not None, "gated delta net has no shared operator; use another model"),
-            (hf.mla is not None, "latent attention has no shared operator; use another model"),
-        ]
-    return [f"{WHAT}: {why}, {REMEDY}" for is_so, why in out if is_so]
+    router = "the router, the experts' products and the sum of a token's experts have no shared operator"
+    why_not = (
+        (gpus, "the shared operators exist only for CPUs; run without GPUs"),
+        (hf and hf.moe, f"{router}; use a dense model"),
+        (hf and hf.delta_net, "gated delta net has no shared operator; use another model"),
+        (hf and hf.mla, "latent attention has no shared operator; use another model"),
+    )
+    return [f"{WHAT}: {why}, {REMEDY}" for is_so, why in why_not if is_so]

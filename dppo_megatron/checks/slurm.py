@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dppo_megatron.config import Config
 from dppo_megatron.fleet.registry import engine_names
 
@@ -37,7 +39,8 @@ def problems(
     `nodes` has the number of nodes of each component of the running job, or is None before submission. `gpus` is the
     number of GPUs of its first node, if known. Adds the number of unused GPUs to `notes`.
     """
-    out = _requested(config, [] if notes is None else notes) + ([] if nodes is None else _granted(config, nodes))
+    out = list(_requested(config, [] if notes is None else notes))
+    out += [] if nodes is None else _granted(config, nodes)
     if gpus is None or gpus >= (wanted := config.slurm.gpus_per_node):
         return out
     why = f"Slurm granted {gpus} GPUs on the first node; make sbatch's --gpus-per-node or --gres and the config agree"
@@ -55,49 +58,47 @@ def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:
     ]
 
 
-def _requested(config: Config, notes: list[str]) -> list[str]:
+def _requested(config: Config, notes: list[str]) -> Iterator[str]:
     s, p = config.slurm, config.parallel
-    engines, teachers, out = config.started_engines, len(config.started_teachers), []
+    engines, teachers = config.started_engines, len(config.started_teachers)
     if p.world_size % s.trainer_nodes:
-        out.append(
+        yield (
             f"slurm.trainer_nodes = {s.trainer_nodes}: does not divide parallel.world_size = {p.world_size}; every "
             "trainer node runs the same number of ranks"
         )
     if s.engine_nodes and not engines + teachers:
-        out.append(f"slurm.engine_nodes = {s.engine_nodes}: the run starts no engine; set it to 0")
+        yield f"slurm.engine_nodes = {s.engine_nodes}: the run starts no engine; set it to 0"
     each, homes = config.engine.nodes, s.engine_nodes or s.trainer_nodes
     if s.engine_nodes > engines * each + teachers > 0:
-        out.append(
+        yield (
             f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines} x engine.nodes = {each}, so "
             "some would idle; raise engine.count"
         )
     if engines and homes % each:
         name = "engine_nodes" if s.engine_nodes else "trainer_nodes"
-        out.append(f"slurm.{name} = {homes}: not a multiple of engine.nodes = {each}; change one of them")
+        yield f"slurm.{name} = {homes}: not a multiple of engine.nodes = {each}; change one of them"
     if s.heterogeneous and not s.engine_nodes:
-        out.append("slurm.heterogeneous = true: needs slurm.engine_nodes >= 1; raise that, or set this to false")
+        yield "slurm.heterogeneous = true: needs slurm.engine_nodes >= 1; raise that, or set this to false"
     if not s.heterogeneous:
         for name in ("engine_gpus_per_node", "engine_gpu_type", "engine_partition", "engine_sbatch_args"):
             if (value := getattr(s, name)) not in (None, ()):
-                out.append(f"slurm.{name} = {value}: needs slurm.heterogeneous = true; set it, or remove this")
+                yield f"slurm.{name} = {value}: needs slurm.heterogeneous = true; set it, or remove this"
     ranks = -(-p.world_size // s.trainer_nodes)
     places = server_places(config)
     serving = max((first + gpus for _, first, gpus in places.values()), default=0)
     servers = "engines and teachers" if teachers else "engines"
     colocated = config.engine.placement == "colocated"
     if colocated and s.engine_nodes:
-        out.append(
+        yield (
             f"slurm.engine_nodes = {s.engine_nodes}: with engine.placement = colocated engines share the trainers' "
             "GPUs; set it to 0, or engine.placement to disaggregated"
         )
-    if s.engine_nodes:
-        trainer_need, added = ranks, ""
-    elif colocated:
-        trainer_need, added = max(ranks, serving), f" and, colocated, {servers} on {serving}"
-    else:
-        trainer_need, added = max(ranks, serving), f" and {servers} on {max(ranks, serving) - ranks}"
+    trainer_need, added = ranks, ""
+    if not s.engine_nodes:
+        trainer_need = max(ranks, serving)
+        added = f" and, colocated, {servers} on {serving}" if colocated else f" and {servers} on {trainer_need - ranks}"
     if 0 < s.gpus_per_node < trainer_need:
-        out.append(
+        yield (
             f"slurm.gpus_per_node = {s.gpus_per_node}: a trainer node runs {ranks} ranks{added}; use more nodes "
             "(slurm.trainer_nodes) or fewer ranks and engines"
         )
@@ -105,11 +106,11 @@ def _requested(config: Config, notes: list[str]) -> list[str]:
         idle = s.gpus_per_node - trainer_need
         notes.append(f"slurm.gpus_per_node = {s.gpus_per_node}: {idle} GPUs of each trainer node are not used")
     if s.engine_nodes and 0 < s.serving_gpus_per_node < serving:
-        out.append(
+        yield (
             f"slurm.engine_nodes = {s.engine_nodes}: an engine node would serve on {serving} GPUs and has "
             f"{s.serving_gpus_per_node}; use more nodes, or lower engine.count or engine.tensor_parallel"
         )
-    return out + _need_gpus(config, engines)
+    yield from _need_gpus(config, engines)
 
 
 def _need_gpus(config: Config, engines: int) -> list[str]:

@@ -2,150 +2,138 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dppo_megatron.config import Config
 from dppo_megatron.config.model import AcceptanceConfig
 
 
-def problems(config: Config) -> list[str]:
+def problems(config: Config) -> Iterator[str]:
     t, r = config.train, config.rollout
-    out = _layout(config) + _precision(config)
+    yield from _layout(config)
+    yield from _precision(config)
     if r.prompts_per_step % t.updates_per_step:
-        out.append(
+        yield (
             f"train.updates_per_step = {t.updates_per_step}: does not divide rollout.prompts_per_step = "
             f"{r.prompts_per_step}; an update trains on whole groups"
         )
     per_update = r.prompts_per_step * r.group_size // t.updates_per_step
     if 0 < per_update < config.data_parallel:  # 0: updates_per_step is too large
-        out.append(
+        yield (
             f"parallel.world_size = {config.parallel.world_size}: data-parallel size {config.data_parallel} exceeds "
             f"the {per_update} sequences of an update; lower it or raise rollout.prompts_per_step"
         )
     if not config.objective.supervised and r.group_size == 1 and not config.distillation.teachers:
-        out.append("rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2")
+        yield "rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2"
     if config.reward.overlong_buffer > r.max_response_tokens:
-        out.append(
+        yield (
             f"reward.overlong_buffer = {config.reward.overlong_buffer}: longer than rollout.max_response_tokens = "
             f"{r.max_response_tokens}; lower it"
         )
     if config.acceptance.bound is not None and config.objective.supervised:
-        out.append(
+        yield (
             f"acceptance.bound = {config.acceptance.bound:g}: it bounds the divergence from the rollout policy, and "
             "supervised training has none; remove it"
         )
     if config.acceptance.bound is None and config.acceptance != AcceptanceConfig():
-        out.append(
-            "acceptance.bound = null: without it the section has no effect; set it, or remove the other settings"
-        )
+        yield "acceptance.bound = null: without it the section has no effect; set it, or remove the other settings"
     if absent := [rank for rank in config.profile.ranks if rank >= config.parallel.world_size]:
         size = config.parallel.world_size
-        out.append(f"profile.ranks = {absent}: parallel.world_size = {size} has no such ranks; remove them")
-    out += _credit(config)
+        yield f"profile.ranks = {absent}: parallel.world_size = {size} has no such ranks; remove them"
+    yield from _credit(config)
     if config.checkpoint.keep_rollouts is not None and not config.samples:
-        out.append(
+        yield (
             f"checkpoint.keep_rollouts = {config.checkpoint.keep_rollouts}: the run samples no rollouts of its own "
             "that it could delete; remove it"
         )
     if config.optimizer.min_lr > config.optimizer.lr:
-        out.append(
-            f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}; lower it"
-        )
-    return out
+        yield f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}; lower it"
 
 
-def _credit(config: Config) -> list[str]:
+def _credit(config: Config) -> Iterator[str]:
     """Return why turns cannot have rewards, and settings that would ignore them."""
     o = config.objective
     if o.credit == "trajectory":
-        needless = f"objective.discount = {o.discount:g}: only returns of turns use it; set objective.credit to turn"
-        return [needless] if o.discount != 1 else []
-    out = []
+        if o.discount != 1:
+            yield f"objective.discount = {o.discount:g}: only returns of turns use it; set objective.credit to turn"
+        return
     if config.objective.supervised or (config.samples and config.environment.name is None):
-        out.append(
+        yield (
             "objective.credit = turn: the method `step` of an environment gives rewards of turns, and environment.name "
             "is not set; set it, or set objective.credit to trajectory"
         )
     if o.advantage.startswith("batch"):
-        out.append(
+        yield (
             f"objective.advantage = {o.advantage}: compares over the batch, but objective.credit = turn compares turns "
             "of a group; use group_mean, group_mean_std or leave_one_out"
         )
     if config.rollout.dynamic_sampling:
-        out.append(
+        yield (
             "rollout.dynamic_sampling = true: drops groups of equal rewards, but objective.credit = turn may learn "
             "from their turns; set it to false"
         )
-    return out
 
 
-def _layout(config: Config) -> list[str]:
+def _layout(config: Config) -> Iterator[str]:
     p = config.parallel
-    out = []
     model_ranks = p.tensor * p.pipeline * p.context
     if p.world_size % model_ranks:
-        out.append(
+        yield (
             f"parallel.world_size = {p.world_size}: not a multiple of tensor x pipeline x context = {model_ranks}; "
             "change one of them"
         )
     expert_ranks = (p.expert_tensor or p.tensor) * p.expert * p.pipeline
     if p.world_size % expert_ranks and (p.expert > 1 or p.expert_tensor):  # otherwise the rule above implies it
-        out.append(
+        yield (
             f"parallel.world_size = {p.world_size}: not a multiple of expert_tensor x expert x pipeline = "
             f"{expert_ranks}; change one of them"
         )
     if p.sequence and p.tensor == 1:
-        out.append("parallel.sequence = true: needs parallel.tensor > 1; set it to false")
-    if p.virtual_pipeline and p.pipeline == 1:
-        out.append(f"parallel.virtual_pipeline = {p.virtual_pipeline}: needs parallel.pipeline > 1; remove it")
-    for name in ("first_stage_layers", "last_stage_layers"):
+        yield "parallel.sequence = true: needs parallel.tensor > 1; set it to false"
+    for name in ("virtual_pipeline", "first_stage_layers", "last_stage_layers"):
         if getattr(p, name) and p.pipeline == 1:
-            out.append(f"parallel.{name} = {getattr(p, name)}: needs parallel.pipeline > 1; remove it")
-    return out
+            yield f"parallel.{name} = {getattr(p, name)}: needs parallel.pipeline > 1; remove it"
 
 
-def _precision(config: Config) -> list[str]:
-    m, out = config.model, []
+def _precision(config: Config) -> Iterator[str]:
+    m = config.model
     if m.fp8 != "none" and m.dtype != "bf16":
-        out.append(f"model.fp8 = {m.fp8}: TransformerEngine computes the rest in bf16; set model.dtype to bf16")
+        yield f"model.fp8 = {m.fp8}: TransformerEngine computes the rest in bf16; set model.dtype to bf16"
     if m.fp8 != "none" and m.layers == "local":
-        out.append(f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto")
+        yield f"model.fp8 = {m.fp8}: local layers have no FP8; set model.layers to transformer_engine or auto"
     if m.dtype == "fp32" and m.layers == "transformer_engine":
         # FlashAttention and cuDNN need 16 bits. TransformerEngine's own fallback accepts no packed sequences (up to
         # 2.9).
-        out.append(
+        yield (
             "model.dtype = fp32: TransformerEngine has no attention kernel for packed sequences in fp32; set "
             "model.dtype to bf16 or fp16, or model.layers to local"
         )
     if m.lora.r:
-        out += _adapters(config)
-    out += _loss_scale(config)
+        yield from _adapters(config)
+    yield from _loss_scale(config)
     if m.fp32_head and m.logits == "fused":
-        out.append("model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored")
-    return out
+        yield "model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored"
 
 
-def _loss_scale(config: Config) -> list[str]:
-    scale, out = config.optimizer.loss_scale, []
+def _loss_scale(config: Config) -> Iterator[str]:
+    scale = config.optimizer.loss_scale
     if config.model.dtype != "fp16":
-        return [
+        yield from (
             f"optimizer.loss_scale.{name} = {value:g}: model.dtype = {config.model.dtype} has no loss scale; remove it "
             "or set model.dtype to fp16"
             for name, value in scale.model_dump().items()
             if value != type(scale).model_fields[name].default
-        ]
-    if scale.smallest > scale.initial:
-        out.append(
+        )
+    elif scale.smallest > scale.initial:
+        yield (
             f"optimizer.loss_scale.smallest = {scale.smallest:g}: is more than optimizer.loss_scale.initial = "
             f"{scale.initial:g}; set it to that or less"
         )
-    return out
 
 
-def _adapters(config: Config) -> list[str]:
-    m, out = config.model, []
+def _adapters(config: Config) -> Iterator[str]:
+    m = config.model
     if m.layers == "transformer_engine":
-        out.append(
-            f"model.lora.r = {m.lora.r}: adapters need Megatron's local layers; set model.layers to local or auto"
-        )
+        yield f"model.lora.r = {m.lora.r}: adapters need Megatron's local layers; set model.layers to local or auto"
     if m.fp8 != "none":
-        out.append(f"model.lora.r = {m.lora.r}: local layers have no FP8; set model.fp8 to none")
-    return out
+        yield f"model.lora.r = {m.lora.r}: local layers have no FP8; set model.fp8 to none"

@@ -32,7 +32,13 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
                 notes.append(f"objective.{setting} = {given}: {chosen.name} was published with {published}")
     out = []
     if objective.settings.supervised != chosen.supervised:
-        out.append(_other_batches(chosen.name, objective.settings.supervised))
+        learns, remedy = "given answers", "remove the setting, or choose a method that learns from rollouts"
+        if objective.settings.supervised:
+            learns, remedy = "sampled rollouts", "set objective.name to nll to learn from given answers"
+        out.append(
+            f"objective.settings.supervised = {str(objective.settings.supervised).lower()}: objective.name = "
+            f"{chosen.name} learns from {learns}; {remedy}"
+        )
     out += _column_problems(chosen.name, objective.needs_columns)
     if objective.needs_topk and config.rollout.topk_logprobs == 0:
         out.append(
@@ -73,19 +79,6 @@ def _column_problems(name: str, columns: Any) -> list[str]:
         for column in columns
         if column in inputs or column not in known
     ]
-
-
-def _other_batches(name: str, supervised: bool) -> str:
-    """Return the problem of an objective with a `supervised` setting that contradicts its name."""
-    if supervised:
-        return (
-            f"objective.settings.supervised = true: objective.name = {name} learns from sampled rollouts; "
-            "set objective.name to nll to learn from given answers"
-        )
-    return (
-        f"objective.settings.supervised = false: objective.name = {name} learns from given answers; remove "
-        "the setting, or choose a method that learns from rollouts"
-    )
 
 
 def reward_problems(config: Config) -> list[str]:

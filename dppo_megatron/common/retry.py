@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import tenacity
 
@@ -105,15 +105,5 @@ def _tenacity_settings(
         "wait": pauses(multiplier=budget.first_pause_s, max=budget.longest_pause_s),
         "retry": tenacity.retry_if_exception(lambda error: isinstance(error, on) and not isinstance(error, unless)),
         "before_sleep": None if on_retry is None else lambda state: on_retry(state.outcome.exception()),
-        "retry_error_callback": _raise_last_error,
+        "reraise": True,  # the last attempt's own error, which callers handle, instead of `RetryError`
     }
-
-
-def _raise_last_error(state: tenacity.RetryCallState) -> NoReturn:
-    """Raise the call's own error instead of tenacity's `RetryError`, because callers handle it."""
-    assert state.outcome is not None  # tenacity calls this after an attempt that raised
-    error = state.outcome.exception()
-    assert error is not None
-    if state.attempt_number > 1:
-        error.add_note(f"attempt {state.attempt_number}, {state.seconds_since_start:.1f} s after the first began")
-    raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args
@@ -107,13 +107,12 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
     return tree, repeated
 
 
-def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
-    violations = []
+def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> Iterator[str]:
     for item in overrides:
         dotted, equals, text = item.partition("=")
         item, dotted = bounded(item, 200), dotted.strip()
         if not equals or not dotted:
-            violations.append(f"--set {item}: write it as section.key=value")
+            yield f"--set {item}: write it as section.key=value"
             continue
         *parents, leaf = dotted.split(".")
         node: Any = tree if len(parents) < DEEPEST else None
@@ -122,17 +121,14 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
             if node is None:
                 break
         if not isinstance(node, dict):
-            violations.append(f"--set {item}: {bounded(dotted, 100)} does not name a setting")
+            yield f"--set {item}: {bounded(dotted, 100)} does not name a setting"
             continue
         try:
             node[leaf], repeated = parse(text) if text else ("", [])
         except ValueError as error:
-            violations.append(
-                f"--set {item}: {error}; quote text for YAML, e.g. --set '{bounded(dotted, 100)}=\"...\"'"
-            )
+            yield f"--set {item}: {error}; quote text for YAML, e.g. --set '{bounded(dotted, 100)}=\"...\"'"
             continue
-        violations += [f"--set {item}: {problem}" for problem in repeated]
-    return violations
+        yield from (f"--set {item}: {problem}" for problem in repeated)
 
 
 def _describe(error: Any) -> str:

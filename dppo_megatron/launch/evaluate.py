@@ -53,7 +53,7 @@ def evaluate_model(
     if urls:
         config = with_settings(config, engine={"count": 1, "secret_file": config.engine.secret_file or run_dir.secret})
     config = fit_engines(config, visible_devices())
-    problems = sampling.lengths(config) + sampling.eval_problems(config) + unusable_directory(config)
+    problems = [*sampling.lengths(config), *sampling.eval_problems(config), *unusable_directory(config)]
     if problems := problems + gpu_problems(config, visible_devices(), trains=False):
         raise ConfigError(source, problems)
     name, identity = "running", {"engines": list(urls)}

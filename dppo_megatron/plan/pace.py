@@ -40,8 +40,6 @@ class PaceSettings:
     bytes_per_token: float  # size of a response token in a reply and in the bank
     store_bytes_per_s: float  # bytes that the orchestrator receives, scores and stores
     train_s: float
-    read_s: float = 0.0
-    publish_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +47,12 @@ class Pace:
     """Predicts seconds of one step and staleness, as means over the steps of a run and over several draws."""
 
     wait_s: float  # waiting for rollouts
-    read_s: float
-    train_s: float
-    publish_s: float
+    train_s: float  # reading, training and publishing
     staleness: float  # policy versions, over all sampled tokens
 
     @property
     def step_s(self) -> float:
-        return self.wait_s + self.read_s + self.train_s + self.publish_s
+        return self.wait_s + self.train_s
 
 
 def read_lengths(path: Path, group_size: int) -> list[np.ndarray]:
@@ -129,18 +125,18 @@ def pace_report(groups: list[np.ndarray], settings: PaceSettings) -> Iterator[st
     yield f"mean staleness {pace.staleness:.2f} policy versions (rollout.max_staleness = {settings.max_staleness})"
 
 
-def predict(groups: Sequence[np.ndarray], settings: PaceSettings, seed: int = 0) -> Pace:
+def predict(groups: Sequence[np.ndarray], settings: PaceSettings) -> Pace:
     """Simulate a run with lengths drawn with replacement from `groups`.
 
     If there are exactly as many groups as the run needs, they are used once each, in their order.
     """
     wanted = settings.steps * settings.prompts_per_step
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     draws = [[groups[i] for i in rng.integers(0, len(groups), wanted)] for _ in range(REPEATS)]
     if len(groups) == wanted:
         draws = [list(groups)]
     waits, lags = zip(*(_play(draw, settings) for draw in draws), strict=True)
-    return Pace(mean(waits), settings.read_s, settings.train_s, settings.publish_s, mean(lags))
+    return Pace(mean(waits), settings.train_s, mean(lags))
 
 
 def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
@@ -192,4 +188,4 @@ def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
         if waiting_since is not None and step < s.steps and stored >= (step + 1) * s.prompts_per_step:
             waited += now - waiting_since
             waiting_since = None
-            heapq.heappush(events, (now + s.read_s + s.train_s + s.publish_s, _PUBLISHED, 0))
+            heapq.heappush(events, (now + s.train_s, _PUBLISHED, 0))

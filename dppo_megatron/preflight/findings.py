@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +55,11 @@ def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[s
 
     groups: names of the members of each group, in the order of the checks. ended: node -> how a process there ended.
     """
-    out = _of_nodes(tasks)
-    if ended:
-        return out + [NodeFinding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
-    return out + (_behind(tasks) or _of_groups(tasks, groups))
+    ends = [NodeFinding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
+    return [*_of_nodes(tasks), *(ends or _behind(tasks) or _of_groups(tasks, groups))]
 
 
-def _of_nodes(tasks: Tasks) -> list[NodeFinding]:
+def _of_nodes(tasks: Tasks) -> Iterator[NodeFinding]:
     """Return problems of single nodes: reported ones, shared GPUs, and values that differ from most other nodes'."""
     nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of nodes for each text
     users: dict[tuple[str, str], list[str]] = defaultdict(list)  # ranks of each GPU
@@ -76,20 +74,19 @@ def _of_nodes(tasks: Tasks) -> list[NodeFinding]:
             same[what][task.node] = value
         if name.startswith("rank") and (gpu := task.facts.get("gpu")):
             users[task.node, gpu].append(name)
-    every, out = {task.node for task in tasks.values()}, []
+    every = {task.node for task in tasks.values()}
     for (kind, text), at in nodes.items():
         everywhere = at.keys() == every and (len(every) > 1 or kind == "problems")
-        out.append(NodeFinding(text, tuple(at), "warning" if kind == "warnings" else "error", everywhere))
+        yield NodeFinding(text, tuple(at), "warning" if kind == "warnings" else "error", everywhere)
     for (node, gpu), names in users.items():
         if len(names) > 1:
             text = f"{' and '.join(names)} share GPU {gpu}; see --gpu-bind in slurm.srun_args"
-            out.append(NodeFinding(text, (node,)))
+            yield NodeFinding(text, (node,))
     for what, values in same.items():
         counts = Counter(values.values())
         common = max(counts, key=lambda value: (counts[value], value))  # the highest of the most frequent values
         odd = [node for node, value in values.items() if value != common]
-        out += [NodeFinding(f"{what}: {values[node]}, on other nodes {common}", (node,)) for node in odd]
-    return out
+        yield from (NodeFinding(f"{what}: {values[node]}, on other nodes {common}", (node,)) for node in odd)
 
 
 def _behind(tasks: Tasks) -> list[NodeFinding]:
@@ -106,9 +103,8 @@ def _behind(tasks: Tasks) -> list[NodeFinding]:
     return [NodeFinding(f"{', '.join(names)}: {why}", (node,)) for (node, why), names in reasons.items()]
 
 
-def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[NodeFinding]:
+def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> Iterator[NodeFinding]:
     """Return the groups that ended with a wrong result or with none, if all processes have met."""
-    out: list[NodeFinding] = []
     worked: set[str] = set()  # nodes of groups that worked between nodes
     broken = {}
     for group, members in groups.items():
@@ -116,7 +112,7 @@ def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[NodeFi
         seen = {name: tasks[name].groups.get(group, {}) for name in members}
         if wrong := sorted({members[row] for facts in seen.values() for row in facts.get("wrong", ())}):
             at = tuple(sorted({tasks[name].node for name in wrong}))
-            out.append(NodeFinding(f"group {group}: the values of {', '.join(wrong)} arrived wrong", at))
+            yield NodeFinding(f"group {group}: the values of {', '.join(wrong)} arrived wrong", at)
         if all("wrong" in facts for facts in seen.values()):
             worked |= nodes if len(nodes) > 1 else set()
         elif any(seen.values()):
@@ -131,6 +127,5 @@ def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> list[NodeFi
             known = at_fault != {task.node for task in tasks.values()}
             who = bounded(f"{', '.join(seen)} on {', '.join(sorted(nodes))}", 200)
             text = bounded(f"group {group} ({who}): {why}", 1000)
-            out.append(NodeFinding(text, tuple(sorted(at_fault)) if known else ()))
+            yield NodeFinding(text, tuple(sorted(at_fault)) if known else ())
         stuck |= seen.keys()
-    return out

@@ -58,18 +58,14 @@ def test_a_sound_model_is_accepted(whole, kind, tmp_path):
     preflight(config(whole, whole / kind, tmp_path), "config.yaml", place="node")
 
 
-def header_of(file: Path) -> dict:
-    content = file.read_bytes()
-    return json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
-
-
 def with_header(change: Callable[[dict], object]) -> Callable[[Path], None]:
     """The weights with another header before the same bytes."""
 
     def damage(model: Path) -> None:
         file = model / SINGLE
-        content, header = file.read_bytes(), header_of(file)
+        content = file.read_bytes()
         (size,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + size])
         change(header)
         text = json.dumps(header).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
@@ -81,51 +77,24 @@ def of_tensor(change: Callable[[dict], object], name: str = "model.norm.weight")
     return with_header(lambda header: change(header[name]))
 
 
-def shift(by: int) -> Callable[[dict], None]:
-    def change(tensor: dict) -> None:
-        tensor["data_offsets"] = [offset + by for offset in tensor["data_offsets"]]
-
-    return change
-
-
 def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return lambda model: (model / name).write_bytes(change((model / name).read_bytes()))
-
-
-def rename(header: dict) -> None:
-    header["model.layers.7.other"] = header.pop("model.norm.weight")
 
 
 IN_ONE_FILE = {
     "absent": lambda model: (model / SINGLE).unlink(),
     "a directory": lambda model: ((model / SINGLE).unlink(), (model / SINGLE).mkdir()),
-    "empty": rewrite(SINGLE, lambda content: b""),
     "four bytes": rewrite(SINGLE, lambda content: content[:4]),
-    "header alone": rewrite(SINGLE, lambda content: content[: 8 + struct.unpack("<Q", content[:8])[0]]),
     "one byte short": rewrite(SINGLE, lambda content: content[:-1]),
-    "one byte long": rewrite(SINGLE, lambda content: content + b"x"),
     "half": rewrite(SINGLE, lambda content: content[: len(content) // 2]),
-    "zeros": rewrite(SINGLE, lambda content: bytes(len(content))),
     "a pointer": rewrite(SINGLE, lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
     "a page": rewrite(SINGLE, lambda content: b"<!DOCTYPE html><html>403</html>"),
-    "header of 2^63": rewrite(SINGLE, lambda content: b"\xff" * 7 + b"\x7f" + content[8:]),
     "header not JSON": rewrite(SINGLE, lambda content: content[:8] + b"[" + content[9:]),
-    "header not UTF-8": rewrite(SINGLE, lambda content: content[:9] + b"\xff" + content[10:]),
-    "negative offset": of_tensor(shift(-(10**9))),
-    "offset behind the end": of_tensor(shift(10**9)),
-    "overlap": of_tensor(shift(-4)),
-    "hole": of_tensor(shift(4)),
-    "offsets swapped": of_tensor(lambda tensor: tensor["data_offsets"].reverse()),
-    "one offset": of_tensor(lambda tensor: tensor["data_offsets"].pop()),
-    "offsets as text": of_tensor(lambda tensor: tensor.update(data_offsets=["0", "4"])),
     "another size": of_tensor(lambda tensor: tensor["shape"].append(2)),
-    "negative size": of_tensor(lambda tensor: tensor.update(shape=[-64])),
-    "wider type": of_tensor(lambda tensor: tensor.update(dtype="F64")),
     "unknown type": of_tensor(lambda tensor: tensor.update(dtype="F4")),
-    "no type": of_tensor(lambda tensor: tensor.pop("dtype")),
     "another shape": of_tensor(lambda tensor: tensor.update(shape=[2, tensor["shape"][0] // 2])),
     "a transposed matrix": of_tensor(lambda tensor: tensor["shape"].reverse(), "model.layers.0.mlp.up_proj.weight"),
-    "another name": with_header(rename),
+    "another name": with_header(lambda header: header.update(other=header.pop("model.norm.weight"))),
     "no tensors": with_header(dict.clear),
 }
 
@@ -144,46 +113,30 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("name", IN_ONE_FILE)
-def test_damaged_weights_are_refused_by_name(whole, name, tmp_path):
-    model = shutil.copytree(whole / "single", tmp_path / "model")
-    IN_ONE_FILE[name](model)
-    found = problems(whole, model, tmp_path)
-    assert f"model.path = {model}: " in found
-    assert MESSAGES.get(name, "") in found
-    assert SINGLE in found or "model.norm.weight" in found or "up_proj.weight" in found
-
-
 def shard(model: Path) -> Path:
     return sorted(model.glob("*.safetensors"))[1]
 
 
-def indexed(change: Callable[[dict], object]) -> Callable[[Path], None]:
+def in_json(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
     def damage(model: Path) -> None:
-        index = json.loads((model / INDEX).read_text())
-        change(index)
-        (model / INDEX).write_text(json.dumps(index))
+        content = json.loads((model / name).read_text())
+        change(content)
+        (model / name).write_text(json.dumps(content))
 
     return damage
 
 
 def entries(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    return indexed(lambda index: change(index["weight_map"]))
+    return in_json(INDEX, lambda index: change(index["weight_map"]))
 
 
 IN_SHARDS = {
     "absent shard": lambda model: shard(model).unlink(),
-    "short shard": lambda model: shard(model).write_bytes(shard(model).read_bytes()[:-100]),
     "another shard's bytes": lambda model: shutil.copy(sorted(model.glob("*.safetensors"))[0], shard(model)),
     "absent index": lambda model: (model / INDEX).unlink(),
-    "empty index": lambda model: (model / INDEX).write_text(""),
-    "index of nothing": indexed(dict.clear),
     "index of no tensors": entries(dict.clear),
     "index a list": lambda model: (model / INDEX).write_text("[]"),
-    "map a list": indexed(lambda index: index.update(weight_map=list(index["weight_map"]))),
-    "map a number": indexed(lambda index: index.update(weight_map=7)),
-    "nested index": lambda model: (model / INDEX).write_text("[" * 100_000),
-    "index not UTF-8": lambda model: (model / INDEX).write_bytes(b"\xff\xfe{}"),
+    "map a list": in_json(INDEX, lambda index: index.update(weight_map=list(index["weight_map"]))),
     "a missing tensor named": entries(lambda names: names.update({"model.ghost": next(iter(names.values()))})),
     "a tensor not named": entries(lambda names: names.pop("model.norm.weight")),
     "a tensor in the wrong file": entries(
@@ -197,22 +150,21 @@ IN_SHARDS = {
 }
 
 
-@pytest.mark.parametrize("name", IN_SHARDS)
-def test_damaged_shards_are_refused_by_name(whole, name, tmp_path):
-    model = shutil.copytree(whole / "sharded", tmp_path / "model")
-    IN_SHARDS[name](model)
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("single", n) for n in IN_ONE_FILE), *(("sharded", n) for n in IN_SHARDS)]
+)
+def test_damaged_weights_are_refused_by_name(whole, kind, name, tmp_path):
+    model = shutil.copytree(whole / kind, tmp_path / "model")
+    (IN_ONE_FILE | IN_SHARDS)[name](model)
     found = problems(whole, model, tmp_path)
     assert f"model.path = {model}: " in found
     assert MESSAGES.get(name, "") in found
-    assert INDEX in found or "model-0" in found or "model.ghost" in found or "model.norm.weight" in found
+    named = (INDEX, "model-0", "model.ghost") if kind == "sharded" else (SINGLE, "up_proj.weight")
+    assert any(part in found for part in (*named, "model.norm.weight"))
 
 
 def keys(**values) -> Callable[[Path], None]:
-    def damage(model: Path) -> None:
-        settings = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(settings | values))
-
-    return damage
+    return in_json("config.json", lambda settings: settings.update(values))
 
 
 def text(name: str, content: str | bytes) -> Callable[[Path], None]:
@@ -230,31 +182,21 @@ OTHER_FILES = {
     "heads beyond counting": (keys(num_attention_heads=10**9), "num_attention_heads = 1000000000"),
     "long architecture": (keys(architectures=["x" * 10**6]), "architectures = ['xxx"),
     "dtype a number": (keys(dtype=5), "dtype = 5: must be str"),
-    "torch_dtype a number": (lambda m: (keys(torch_dtype=5)(m), drop("dtype")(m)), "torch_dtype = 5: must be str"),
+    "torch_dtype a number": (
+        in_json("config.json", lambda settings: (settings.pop("dtype", None), settings.update(torch_dtype=5))),
+        "torch_dtype = 5: must be str",
+    ),
     "end token a word": (keys(eos_token_id="stop"), "eos_token_id = 'stop'"),
     "generation config null": (text("generation_config.json", "null"), "generation_config.json: the top level must be"),
     "end tokens of no kind": (text("generation_config.json", '{"eos_token_id": [1, {}]}'), "eos_token_id = {}"),
     "negative end token": (text("generation_config.json", '{"eos_token_id": -1}'), "eos_token_id = -1"),
     "tokenizer cut": (text("tokenizer.json", '{"version": '), "tokenizer cannot be loaded"),
-    "tokenizer a list": (text("tokenizer.json", "[]"), "tokenizer cannot be loaded"),
-    "tokenizer null": (text("tokenizer.json", "null"), "tokenizer cannot be loaded"),
-    "tokenizer of nothing": (text("tokenizer.json", "{}"), "tokenizer cannot be loaded"),
-    "tokenizer not UTF-8": (text("tokenizer.json", b"\xff\xfe"), "tokenizer cannot be loaded"),
     "tokenizer settings a list": (text("tokenizer_config.json", "[]"), "tokenizer cannot be loaded"),
     "longest text a word": (
         text("tokenizer_config.json", '{"model_max_length": "64", "tokenizer_class": "PreTrainedTokenizerFast"}'),
         "tokenizer cannot be loaded: TypeError",
     ),
 }
-
-
-def drop(name: str) -> Callable[[Path], None]:
-    def damage(model: Path) -> None:
-        settings = json.loads((model / "config.json").read_text())
-        settings.pop(name, None)
-        (model / "config.json").write_text(json.dumps(settings))
-
-    return damage
 
 
 @pytest.mark.parametrize(("damage", "expected"), OTHER_FILES.values(), ids=OTHER_FILES)

@@ -59,13 +59,12 @@ def test_of_a_run_elsewhere_its_own_devices_count(environment, monkeypatch, gpus
 
 
 @pytest.mark.parametrize("does", [f"sleep 1000 {MARK} & wait", f"yes {MARK}", f"yes {MARK} >&2 & wait"], ids=range(3))
-def test_an_interpreter_that_hangs_or_prints_without_end_is_named_and_ended(tmp_path, monkeypatch, does):
+def test_an_interpreter_that_hangs_or_prints_without_end_is_named_and_ended(program, monkeypatch, does):
     monkeypatch.setattr(engine, "ANSWER_S", 0.5)
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{does}\n")
-    (tmp_path / "python").chmod(0o755)
+    python = program("endless-python", does)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (told,) = engine.environment_problems(make_config(engine={"python": tmp_path / "python"}))
-    assert told.startswith(f"engine.python = {tmp_path / 'python'}: cannot be run (no answer in 0.5 s); ")
+    (told,) = engine.environment_problems(make_config(engine={"python": python}))
+    assert told.startswith(f"engine.python = {python}: cannot be run (no answer in 0.5 s); ")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + (64 << 10)  # KiB
 
     def running():

@@ -78,10 +78,7 @@ def test_a_server_that_refuses_the_connection_is_noted_before_the_start(tree):
     ("sections", "problem"),
     [
         ({"tracking": {"wandb": "offline"}}, "tracking.wandb = offline: .* pip install wandb, or set it to off"),
-        (
-            {"tracking": {"tensorboard": True}},
-            "tracking.tensorboard = true: .* pip install tensorboard, or set it to f",
-        ),
+        ({"tracking": {"tensorboard": True}}, "tracking.tensorboard = true: .* pip install tensorboard, or set it"),
         ({"reward": {"name": "math"}}, "reward.name = math: .*math_verify.* pip install math-verify$"),
         ({"eval": {"every": 2}}, "eval.every = 2: there is nothing to evaluate; set data.eval"),
         (
@@ -199,14 +196,6 @@ def test_what_only_a_gpu_computes_is_asked_of_the_node_not_of_where_the_job_is_s
     assert "parallel.tensor = 8" in problems
 
 
-def test_a_missing_model_directory_is_one_violation_beside_all_others(tree, tmp_path):
-    tree["model"]["path"] = str(tmp_path / "absent")
-    tree["data"] = {"train": "absent.jsonl", "eval": "missing.jsonl", "max_prompt_tokens": 16}
-    tree["rollout"]["top_p"] = 0.5
-    problems = found(tree).splitlines()
-    assert [line.split(" = ")[0] for line in problems] == ["rollout.top_p", "model.path", "data.train", "data.eval"]
-
-
 def test_answers_that_the_reward_cannot_compare_with_are_named_by_line(tree, tmp_path):
     rows = [("1+1=", "2"), ("1+2=", "three"), ("1+3=", 4.5)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows))
@@ -253,15 +242,6 @@ def test_a_model_that_cannot_be_trained_is_refused(tree, task, tmp_path, setting
     tree["model"]["path"] = changed_model(task, tmp_path / "other", **settings)
     text = found(tree)
     assert all(problem in text for problem in problems)
-
-
-def test_malformed_prompt_lines_are_numbered(tree, tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "1+1=", "answer": "2"}\nnot json\n{"prompt": "2+2="}\n')
-    tree["data"]["train"] = str(path)
-    problems = found(tree)
-    assert "line 2" in problems
-    assert "line 3" in problems
 
 
 @pytest.mark.parametrize(

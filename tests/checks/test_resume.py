@@ -8,7 +8,7 @@ import pytest
 
 from dppo_megatron.checks import check_job, check_run_dir, preflight
 from dppo_megatron.checks.resume import unusable_weights_directory
-from dppo_megatron.config import Config, ConfigError, read_config, save_resolved
+from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 from tests.support.configs import make_config
@@ -107,29 +107,10 @@ def test_what_only_making_it_shows_is_one_clear_error():
         RunDir(Path("/proc/nothing/run")).make()
 
 
-def test_ipc_is_refused_by_name(tmp_path):
-    (tmp_path / "c.yaml").write_text("weight_sync: {transport: ipc}\n")
-    with pytest.raises(ConfigError) as refused:
-        read_config(tmp_path / "c.yaml")
-    (told,) = [line for line in str(refused.value).splitlines() if "weight_sync.transport" in line]
-    assert "ipc" in told
-    assert "CUDA IPC needs the whole weights in the memory of the engine's own GPU" in told
-    assert "use shared_storage" in told
-
-
-@pytest.mark.parametrize("unfit", ["nowhere/mine", "file", "link"])
-def test_a_directory_that_cannot_be_written_is_found_before_the_run(tmp_path, unfit):
+@pytest.mark.parametrize(("name", "problems"), [("nowhere/mine", 1), ("file", 1), ("link", 1), ("mine", 0)])
+def test_a_weights_directory_that_cannot_be_written_is_found_before_the_run(tmp_path, name, problems):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path)
-    assert len(unusable_weights_directory(at(tmp_path / unfit, tmp_path))) == 1
-
-
-def test_a_fit_one_is_not_made_by_looking(tmp_path):
-    assert unusable_weights_directory(at(tmp_path / "mine", tmp_path)) == []
+    config = make_config(run={"dir": str(tmp_path / "run")}, weight_sync={"directory": str(tmp_path / name)})
+    assert len(unusable_weights_directory(config)) == problems
     assert not (tmp_path / "mine").exists()
-
-
-def at(directory: Path, tmp_path: Path) -> Config:
-    return make_config(
-        model={"path": "unused"}, run={"dir": str(tmp_path / "run")}, weight_sync={"directory": str(directory)}
-    )

@@ -94,6 +94,9 @@ def test_every_rank_has_what_the_others_have(ranks):
         assert got["from_rank_zero"] == {"from": 0}
         assert got["gather"] == [0, 1]
         assert got["on_every_rank"] == [0, 10]
+        assert got["slow"] == [0, 1]
+        assert got["large"] == [0, 9 << 20]
+        assert got["added"] == got["before"], "agreements need no connections or threads of their own"
 
 
 def test_an_error_of_rank_zero_is_raised_on_all_with_its_type(ranks):
@@ -121,21 +124,6 @@ def test_a_rank_that_does_not_come_is_reported_with_what_was_waited_for(ranks):
     assert "rank 1 waited 3 s for the engines to sleep: another rank ended or was too late" in text
     assert "missing: rank 0" in text
     assert 2 < ranks[1]["waited_s"] < 60
-
-
-def test_a_rank_that_reports_progress_is_waited_for(ranks):
-    for got in ranks:
-        assert got["slow"] == [0, 1]
-
-
-def test_ranks_agree_without_connections_or_threads_of_their_own(ranks):
-    for got in ranks:
-        assert got["added"] == got["before"]
-
-
-def test_values_may_be_larger_than_the_store_takes_at_once(ranks):
-    for got in ranks:
-        assert got["large"] == [0, 9 << 20]
 
 
 @pytest.mark.parametrize("signed_by", [None, b"", b"another run"])
@@ -182,14 +170,6 @@ def test_an_attempt_does_not_begin_with_the_values_of_another(monkeypatch):
         Ranks(5, over=(store, 1, 2)).begin_attempt()
 
 
-def _unreadable() -> None:
-    b"\xff".decode()
-
-
-def _misspelled() -> None:
-    Config.model_validate({"run": 3})
-
-
 def _of_this_process_alone() -> None:
     class Local(Exception):
         pass
@@ -200,8 +180,8 @@ def _of_this_process_alone() -> None:
 @pytest.mark.parametrize(
     ("act", "kind", "name", "text"),
     [
-        (_unreadable, ValueError, "UnicodeDecodeError", "can't decode byte 0xff"),
-        (_misspelled, ValueError, "ValidationError", "validation errors for Config"),
+        (lambda: b"\xff".decode(), ValueError, "UnicodeDecodeError", "can't decode byte 0xff"),
+        (lambda: Config.model_validate({"run": 3}), ValueError, "ValidationError", "validation errors for Config"),
         (_of_this_process_alone, Exception, "Local", "in a word"),
     ],
 )

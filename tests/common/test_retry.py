@@ -36,15 +36,11 @@ class Flaky:
         return self(attempt)
 
 
-def run_sync(flaky, budget, **rules):
-    return retry(flaky, budget, **rules)
-
-
 def run_async(flaky, budget, **rules):
     return asyncio.run(retry_async(flaky.coroutine, budget, **rules))
 
 
-both = pytest.mark.parametrize("run", [run_sync, run_async])
+both = pytest.mark.parametrize("run", [retry, run_async])
 
 
 @both
@@ -58,20 +54,18 @@ def test_the_first_attempt_that_succeeds_gives_the_result(run):
 @both
 def test_the_last_error_is_raised_when_the_attempts_are_spent(run):
     flaky, seen = Flaky(*(Busy(str(number)) for number in range(9))), []
-    with pytest.raises(Busy, match=r"^2\n") as caught:
+    with pytest.raises(Busy, match=r"^2$"):
         run(flaky, RetryBudget(attempts=3), on_retry=seen.append)
     assert len(seen) == 2  # none follows the third
-    assert "attempt 3" in caught.value.__notes__[0]
 
 
 @both
 @pytest.mark.parametrize("error", [Refused("no"), KeyError("bug")])
 def test_other_errors_are_raised_at_once(run, error):
     flaky = Flaky(error)
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(type(error)):
         run(flaky, RetryBudget(attempts=3), on=Busy, unless=Refused)
     assert flaky.attempts == [0]
-    assert not hasattr(caught.value, "__notes__")
 
 
 @both

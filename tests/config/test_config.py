@@ -49,6 +49,8 @@ def test_paths_are_those_of_the_working_directory_wherever_a_process_starts(tmp_
 TYPOS = {"model": {"dtpe": "fp32"}, "train": {"steps": "many"}, "rollout": {"temprature": 1}}
 UNKNOWN = "model.dtpe: unknown setting; did you mean model.dtype?"
 SAMPLING = {"rollout": {"top_p": 0.9, "topk_logprobs": 100, "group_size": 1}}
+ENGINE = {"max_model_len": 4096}
+SENDERS = {"world_size": 256, "tensor": 8, "pipeline": 16, "expert": 16, "expert_tensor": 1}
 BROKEN = ("engine.extra_args=[--foo", "data.prompt_template={prompt}: solve")
 
 
@@ -56,7 +58,7 @@ BROKEN = ("engine.extra_args=[--foo", "data.prompt_template={prompt}: solve")
     ("sections", "overrides", "found"),
     [
         (TYPOS, (), [UNKNOWN, "; did you mean rollout.temperature?", "train.steps = 'many'"]),
-        (SAMPLING, (), ["rollout.top_p = 0.9", "rollout.topk_logprobs = 100", "every advantage is 0"]),
+        (SAMPLING, (), ["rollout.top_p = 0.9", "rollout.topk_logprobs = 100: above the", "every advantage is 0"]),
         ({"train": {"group_size": 4}}, (), ["did you mean rollout.group_size?"]),
         ({"train": {"updates_per_step": 10**6}}, (), ["an update trains on whole groups"]),
         *(({}, [override], [override]) for override in ("optimizer.lr", "=3", "run.dir.deeper=3")),
@@ -75,47 +77,28 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
         ("objective=dppo", "objective = 'dppo': a section of settings, not a value; write e.g. objective.name"),
         ("data.more=[1]", "data.more.0 = 1: a section of settings, not a value; write e.g. data.more.0.path"),
         ("learning_rate=1", "did you mean optimizer.lr?"),
-        ("train.learning_rate=1", "did you mean optimizer.lr?"),
-        ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
         ("train.batch_size=8", "did you mean rollout.prompts_per_step?"),
-        ("rollout.n=8", "did you mean rollout.group_size?"),
-        ("rollout.max_tokens=8", "did you mean rollout.max_response_tokens?"),
         ("objective.clip_range=0.2", "did you mean objective.settings.delta (of a ratio, epsilon_low"),
         ("algorithm.kl_coef=0.1", "here kl_coef is objective.settings.reference_kl_coefficient"),
         ("actor_rollout_ref.actor.optim.lr=1", "here lr is optimizer.lr"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "parallel.tensor (of engines: engine.tensor_par"),
         ("mini_batch_size=8", "did you mean train.updates_per_step (a count; each sequence is trained on once)?"),
-        ("model.model_name_or_path=x", "did you mean model.path?"),
-        ("train.gradient_accumulation_steps=2", "did you mean train.micro_batch_tokens?"),
         ("optimizer.beta=0.9", "did you mean optimizer.beta"),
         ("optimizer.betas=[0.9,0.95]", "did you mean optimizer.beta1 and optimizer.beta2?"),
         ("optimizer.momentum=0.9", "unknown setting; valid here: lr, "),
-        ("model.lora.rank=8", "did you mean model.lora.r?"),
         ("lora.r=8", "lora: unknown setting; here r is model.lora.r"),
         ("dtype=bf16", "did you mean model.dtype or engine.dtype?"),
         ("modle.path=x", "did you mean model?"),
         ("lerning_rate=1", "did you mean optimizer.lr?"),
         ("rollout.stop=x", "did you mean rollout.stop_token_ids (token ids, no texts)?"),
-        ("rollout.n_rollouts=8", "did you mean rollout.group_size?"),
-        ("train.epochs=8", "did you mean train.steps (of rollout.prompts_per_step prompts)?"),
-        ("engine.gpu_memory_utilization=0.9", "did you mean engine.kv_cache_bytes?"),
-        ("actor_rollout_ref.rollout.temperature=1", "here temperature is rollout.temperature"),
         ("actor_rollout_ref.x=1", "actor_rollout_ref: unknown setting; valid here: run, model"),
         ("algorithm.gamma=1", "algorithm: unknown setting; did you mean objective?"),
         ("trainer.total_epochs=3", "trainer: unknown setting; here total_epochs is train.steps"),
-        ("trainr.steps=3", "trainr: unknown setting; did you mean train?"),
         ("custom_reward_function={path: x, name: y}", "did you mean reward.name?"),
-        ("slurm.nodes=2", "did you mean slurm.trainer_nodes?"),
-        ("objective.clip=0.2", "did you mean objective.settings.delta (of a ratio"),
         ("objective.settings.clip=0.2", "objective dppo_binary_tv has delta instead"),
-        (
-            "objective={name: ppo, settings: {clip_range: 0.2}}",
-            "objective ppo has epsilon_low and epsilon_high instead",
-        ),
-        (
-            "objective={name: pg_is, settings: {clip_range: 0.2}}",
-            "clip_range = 0.2: objective pg_is has no trust region; remove it",
-        ),
+        ("objective={name: ppo, settings: {clip_range: 0.2}}", "ppo has epsilon_low and epsilon_high instead"),
+        ("objective={name: pg_is, settings: {clip_range: 0.2}}", "= 0.2: objective pg_is has no trust region; remove"),
+        ("weight_sync.transport=ipc", "= 'ipc': does not exist: CUDA IPC needs the whole weights in the memory of the"),
         ("rollout.temperature=0", "would be equal, without an advantage; use e.g. 1.0"),
         ("model.lora.targets=all-linear", "remove the setting"),
         ("data.prompt_template=Question: {prompt}", "must be text, but ': ' makes it a section"),
@@ -125,13 +108,8 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
         ("objective.settings=3", "objective.settings = 3: must be a section of settings; write {NAME: VALUE}"),
         ("model.path=3", 'model.path = 3: must be text; put it in quotes, "3"'),
         ("model.path=~/m", "model.path = '~/m': ~ and $NAME are not replaced in a config; write the whole path"),
-        ("run.dir=$HOME/r", "run.dir = '$HOME/r': ~ and $NAME are not replaced in a config"),
         ("rollout.stop_token_ids=3", "must be a list; write [3]"),
-        (
-            "objective.settings.kl_coef=1",
-            "unknown here; did you mean objective.settings.reference_kl_coefficient (with",
-        ),
-        ("objective.settings.beta=1", "unknown here; did you mean objective.settings.reference_kl_coefficient (with"),
+        ("objective.settings.kl_coef=1", "unknown here; did you mean objective.settings.reference_kl_coefficient ("),
         ("engine.extra_args=--a --b", "= '--a --b': must be a list; write [--a, --b]"),
         ("engine.extra_args=[--x, 64]", 'engine.extra_args.1 = 64: must be text; put it in quotes, "64"'),
     ],
@@ -164,18 +142,13 @@ def test_every_name_of_another_trainer_leads_to_a_setting():
     [
         ("train c.yaml --lr 1", "No such option: --lr (Possible options: --help, --set optimizer.lr=VALUE)"),
         ("train c.yaml --max-steps=3", "--set train.steps=VALUE)"),
-        ("train c.yaml --model.path x", "--set model.path=VALUE)"),
         ("validate c.yaml --colour 1", "--set section.key=VALUE)"),
-        (
-            "train c.yaml optimizer.lr=1e-5 steps=4",
-            "(optimizer.lr=1e-5 steps=4); write --set optimizer.lr=1e-5; write --set train.steps=4",
-        ),
+        ("train c.yaml optimizer.lr=1e-5 steps=4", "write --set optimizer.lr=1e-5; write --set train.steps=4"),
         ("train c.yaml --resum", "No such option: --resum (Possible options: --resume, --set section.key=VALUE)"),
         ("status run --lr 1", "No such option: --lr (Possible options: --help)"),
         ("train c.yaml --set lr 1e-5", "unexpected extra argument(s) (1e-5); write --set optimizer.lr=VALUE"),
         ("eval c.yaml --url localhost:1", "localhost:1: must be http://HOST:PORT, with a port of at most 65535"),
         ("train --config c.yaml", "No such option: --config (Possible options: CONFIG without an option)"),
-        ("train c.yaml junk", "unexpected extra argument(s) (junk)"),
     ],
 )
 def test_a_setting_without_its_option_is_answered_with_it(arguments, meant):
@@ -220,45 +193,23 @@ def test_a_file_without_a_tree_of_settings_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"rollout": {"top_p": 0.9}}, "rollout.top_p = 0.9"),
         ({"rollout": {"top_p": 0.0}}, "rollout.top_p = 0.0: no token is left"),
         ({"rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: on a flat distribution it keeps most of the vocabulary"),
-        (
-            {"engine": {"kind": "sglang"}, "rollout": {"min_p": 0.1, "top_k": 9}},
-            "SGLang draws with seeds or with min_p",
-        ),
+        ({"engine": {"kind": "sglang"}, "rollout": {"min_p": 0.1, "top_k": 9}}, "draws with seeds or with min_p"),
         ({"engine": {"logprobs_mode": "raw_logprobs"}}, "engine.logprobs_mode = raw_logprobs"),
-        ({"rollout": {"topk_logprobs": 100}}, "rollout.topk_logprobs = 100: above the engine's cap"),
+        ({"rollout": {"max_response_tokens": 3073}, "engine": ENGINE}, "engine.max_model_len = 4096: less than data."),
         (
-            {"rollout": {"max_response_tokens": 3073}, "engine": {"max_model_len": 4096}},
-            "engine.max_model_len = 4096: less than data.max_prompt_tokens",
-        ),
-        (
-            {
-                "data": {"train": "t", "eval": "e"},
-                "eval": {"max_response_tokens": 3073},
-                "engine": {"max_model_len": 4096},
-            },
+            {"data": {"train": "t", "eval": "e"}, "eval": {"max_response_tokens": 3073}, "engine": ENGINE},
             "= 1024 + eval.max_response_tokens = 3073",
         ),
-        ({"rollout": {"group_size": 1}}, "every advantage is 0"),
         ({"profile": {"ranks": [0, 1]}}, "profile.ranks = [1]: parallel.world_size = 1 has no such ranks"),
         ({"train": {"updates_per_step": 3}}, "does not divide rollout.prompts_per_step"),
         ({"parallel": {"world_size": 3, "tensor": 2}}, "not a multiple of tensor x pipeline x context"),
         ({"parallel": {"sequence": True}}, "needs parallel.tensor > 1"),
         ({"parallel": {"virtual_pipeline": 2}}, "needs parallel.pipeline > 1"),
         ({"engine": {"quantization": "fp8_block", "dtype": "fp32"}}, "engine.dtype = fp32"),
-        (
-            {"engine": {"quantization": "fp8_block", "kind": "sglang", "urls": ["http://a:1"]}},
-            "engine.quantization = fp8_block: excludes engine.urls with SGLang",
-        ),
-        (
-            {
-                "weight_sync": {"transport": "broadcast"},
-                "parallel": {"world_size": 256, "tensor": 8, "pipeline": 16, "expert": 16, "expert_tensor": 1},
-            },
-            "parallel.pipeline x parallel.expert = 256 ranks send weights",
-        ),
+        ({"engine": {"quantization": "fp8_block", "kind": "sglang", "urls": ["http://a:1"]}}, "excludes engine.urls"),
+        ({"weight_sync": {"transport": "broadcast"}, "parallel": SENDERS}, "256 ranks send weights"),
         (
             {"rollout": {"on_update": "wait"}, "engine": {"request_timeout_s": 900}, "weight_sync": {"timeout_s": 300}},
             "rollout.on_update = wait: an update waits weight_sync.timeout_s = 300 s",
@@ -307,17 +258,12 @@ def test_the_probes_tolerance_follows_from_the_precisions(tmp_path, sections, to
         {"rollout": {"max_response_tokens": 8192, "bank": "b"}},
         {"eval": {"max_response_tokens": 8192}},
         {"objective": {"name": "nll"}, "rollout": {"group_size": 1}},
+        {"rollout": {"top_p": 0.9, "top_k": 20, "min_p": 0.05}},
     ],
 )
 def test_settings_that_rules_must_not_reject(tmp_path, sections):
     """Routes of the policy that sampled; lengths of an engine that is not used; sampling of supervised runs."""
     load_config(write(tmp_path, **sections))
-
-
-def test_sampling_masks_are_allowed_where_they_are_replayed(tmp_path):
-    masked = {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
-    assert load_config(write(tmp_path, rollout=masked)).rollout.has_sampling_mask
-    assert not load_config(write(tmp_path)).rollout.has_sampling_mask
 
 
 def test_an_engine_follows_the_model_and_the_lengths_where_it_is_not_set():

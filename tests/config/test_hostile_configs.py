@@ -74,24 +74,16 @@ def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(s
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("rollout.temperature=1e-300", "rollout.temperature"),
-        ("rollout.temperature=0.001", "use e.g. 1.0"),
-        ("optimizer.eps=1e-60", "optimizer.eps"),
         ("optimizer.min_lr=.inf", "optimizer.min_lr"),
         ("rollout.stop_token_ids=[2, -1]", "rollout.stop_token_ids.1 = -1"),
-        ("rollout.stop_token_ids=[1000000000000000000000]", "rollout.stop_token_ids.0"),
         ("train.steps=1:30", "train.steps = '1:30'"),
-        ("optimizer.lr=1:30.5", "optimizer.lr = '1:30.5'"),
-        ("train.steps=true", "train.steps = True: must be a number"),
-        ("engine.port=65536", "engine.port = 65536"),
+        ("engine={port: 65530, count: 8}", "engine.port = 65530: with engine.count = 8"),
         ("engine.urls=[http://127.0.0.1:70000]", "http://HOST:PORT, with a port of at most 65535"),
         ("engine.urls=[127.0.0.1]", "http://HOST:PORT"),
         ("engine.urls=[http://127.0.0.1:8000/v1]", "must be http://HOST:PORT; remove /v1"),
+        ("slurm.time=12", 'slurm.time = 12: would be 12 minutes for sbatch; write "12:00:00" for hours'),
         ("optimizer.lr=1e3", "optimizer.lr = 1000.0: Adam changes every weight by about lr in an update"),
-        (
-            "eval.sets={a: {path: x, samples: 8}}",
-            "eval.sets.a.samples: unknown setting; valid here: path, prompt_template",
-        ),
+        ("eval.sets={a: {path: x, samples: 8}}", "eval.sets.a.samples: unknown setting; valid here: path, prompt_"),
         ("data.more=[{path: x, wieght: 2}]", "data.more.0.wieght: unknown setting; did you mean data.more.0.weight?"),
         ("engine.env={A=B: c}", "engine.env.A=B"),
         ("run.dir=", "run.dir = '': is empty"),
@@ -106,21 +98,11 @@ def test_values_that_nobody_means_are_refused(tmp_path, override, expected):
     assert expected in refused(tmp_path, BASE, [override])
 
 
-def test_ports_of_all_engines_exist(tmp_path):
-    assert "engine.port = 65530: with engine.count = 8" in refused(
-        tmp_path, BASE, ["engine.port=65530", "engine.count=8"]
-    )
-
-
 def test_times_of_day_and_leading_zeros_are_what_they_look_like(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(BASE)
     config = load_config(path, ["slurm.time=12:00:00", "rollout.max_response_tokens=010", "train.steps=1_000"])
     assert config.slurm.time == "12:00:00"
-    with pytest.raises(
-        ConfigError, match=r'slurm.time = 12: would be 12 minutes for sbatch; write "12:00:00" for hours'
-    ):
-        load_config(path, ["slurm.time=12"])
     assert config.rollout.max_response_tokens == 10
     assert config.train.steps == 1000
 
@@ -140,35 +122,23 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         ("run: " + "[" * 5000 + "]" * 5000, "nested more than 32 levels deep"),
         ("".join(" " * n + "a:\n" for n in range(600)), "nested more than 32 levels deep"),
         (
-            BASE + "tracking: {wandb_name: 'a\x07b'}",
-            "column 24: tracking.wandb_name: contains the control character U+0007",
-        ),
-        (
             BASE + "tracking:\n  wandb_name: a\x00b",
             "line 6, column 15: tracking.wandb_name: contains the control character U+0000",
         ),
         (BASE + 'tracking: {wandb_name: "\\0"}', "tracking.wandb_name: contains the control character U+0000"),
         (BASE + 'tracking: {wandb_name: "\\ud800"}', "tracking.wandb_name: contains the control character U+D800"),
-        (BASE + "engine: {args: [x, a\x1bb]}", "engine.args: contains the control character U+001B"),
         (BASE + "tra\x00cking: 1", "line 5, column 1: contains the control character U+0000"),
         (BASE + "optimizer: {warmup_updates: 2001-13-01}", "optimizer.warmup_updates = '2001-13-01': "),
-        (BASE + "optimizer: {warmup_updates: 2001-12-01}", "optimizer.warmup_updates = '2001-12-01': "),
         (BASE + "optimizer: {warmup_updates: =}", "optimizer.warmup_updates = '=': "),
-        (BASE + "optimizer: {warmup_updates: 1:30}", "optimizer.warmup_updates = '1:30': "),
         (BASE + "optimizer: {warmup_updates: no}", "optimizer.warmup_updates = False: "),
         (BASE + f"optimizer: {{warmup_updates: {'9' * 5000}}}", "optimizer.warmup_updates = '9999"),
         (BASE + "optimizer: {warmup_updates: !!int '1'}", "optimizer.warmup_updates: a tag"),
         (BASE + "optimizer: {warmup_updates: *x}", "optimizer.warmup_updates: found undefined alias 'x'"),
-        (
-            BASE + "optimizer:\n\tlr: 1\n",
-            "line 6, column 1: optimizer: a tab, which YAML does not allow here; use spaces",
-        ),
+        (BASE + "optimizer:\n\tlr: 1\n", "line 6, column 1: optimizer: a tab, which YAML does not allow here"),
         (BASE + "optimizer:\n  lr: 1\n\tmin_lr: 1\n", "line 7, column 1: optimizer: a tab, which"),
         (BASE + "optimizer: {warmup_updates: [1}", "optimizer.warmup_updates: expected ',' or ']'"),
-        (BASE.encode("utf-16"), "line 1: not UTF-8"),
         (BASE.encode() + b"# caf\xe9\n", "line 5: not UTF-8"),
         (BASE + "x: !!python/object/apply:os.system [ls]", "line 5, column 4: x: a tag"),
-        (BASE + "x: !!int ''", "line 5, column 4: x: a tag"),
         ("x" * (1 << 19), "a config has at most"),
         (BASE + f"x: {'y' * 200_000}\n", "x: unknown setting"),
         (BASE + f"? {'y' * 200_000}\n: 1\n", "unknown setting"),

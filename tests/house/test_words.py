@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
+import check_words
 import pytest
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("check_words", ROOT / "tools" / "check_words.py")
-check_words = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_words)
 
 # With a tilde inside, so that this file passes the check it tests.
 RETIRED = [
@@ -20,16 +17,7 @@ RETIRED = [
         *("call_pati~ently", "called~ off", "CALL~_OFF", "pla~yed_server", "a to~rn line"),
     )
 ]
-ORDINARY = (
-    "equivalent",
-    "talent",
-    "a patient reader",
-    "recall_offset",
-    "displayed_server",
-    "returned",
-    "tornado",
-    "cut off",
-)
+ORDINARY = ("equivalent", "a patient reader", "recall_offset", "displayed_server", "tornado", "cut off")
 
 
 @pytest.mark.parametrize("text", RETIRED)

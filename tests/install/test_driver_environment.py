@@ -53,6 +53,7 @@ def test_it_suffices_for_the_driver():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "#SBATCH --nodes=2" in done.stdout
+    assert re.search(rf"slurm-job {ROOT}/\S+/config.yaml\n$", done.stdout), "a container has another working directory"
 
 
 def test_a_missing_package_is_named_with_what_installs_it():

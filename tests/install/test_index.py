@@ -9,9 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 from gpu_locks import GLIBC, NO_WHEEL, Resolution, extras, read_lock, requirements, resolve, uv
 
 from tests.install.combinations import COMBINATIONS

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from gpu_locks import MEGATRON, extras, read_lock, requirements
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-from gpu_locks import MEGATRON, extras, read_lock, requirements
 
 from tests.install.combinations import COMBINATIONS
 

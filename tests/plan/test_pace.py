@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from dppo_megatron.cli import app
 from dppo_megatron.plan.pace import LengthsError, PaceSettings, predict, read_lengths
 from tests.support.bank import fill
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3_30b_a3b" / "config.yaml"
 SETTINGS = PaceSettings(
     prompts_per_step=2,
     concurrent=2,
@@ -92,12 +88,3 @@ def test_what_holds_no_lengths_is_refused(tmp_path, text, says):
         read_lengths(tmp_path / "lengths", 2)
     with pytest.raises(LengthsError, match="cannot be read"):
         read_lengths(tmp_path / "gone", 2)
-
-
-@pytest.mark.slow
-def test_plan_prints_it(tmp_path):
-    (tmp_path / "lengths").write_text("\n".join(str(n) for n in range(100, 8000, 7)))
-    command = ["plan", str(EXAMPLE), "--nodes", "4", "--gpus-per-node", "8", "--gpu", "h100-80"]
-    result = CliRunner().invoke(app, [*command, "--lengths", str(tmp_path / "lengths")], catch_exceptions=False)
-    assert "a step takes" in result.output
-    assert "mean staleness" in result.output

@@ -17,6 +17,7 @@ from tests.support.configs import make_config
 from tests.support.models import CONFIGS
 
 TOKENS = 512
+EXPERT_PARALLEL = {"world_size": 2, "tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}
 SIZES = {  # large enough that activations, logits and states all count
     "hidden_size": 256,
     "num_attention_heads": 8,
@@ -98,14 +99,10 @@ def test_few_tokens(builder, tmp_path):
         (DENSE, {}, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}),
         (EXPERTS, {}, {}),
         (EXPERTS, {}, {"world_size": 2, "expert": 2}),
-        (EXPERTS, {}, {"world_size": 2, "tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}),
+        (EXPERTS, {}, EXPERT_PARALLEL),
         (LATENT, {}, {}),
         (DENSE, {"lora": {"r": 16}}, {}),
-        (
-            EXPERTS,
-            {"lora": {"r": 8}},
-            {"world_size": 2, "tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
-        ),
+        (EXPERTS, {"lora": {"r": 8}}, EXPERT_PARALLEL),
     ],
 )
 def test_layouts(builder, tmp_path, hf, model, parallel):

@@ -69,26 +69,22 @@ def test_two_ranks_on_one_gpu():
 
 
 @pytest.mark.parametrize(
-    ("stage", "text"),
+    ("name", "stage", "others", "text"),
     [
-        (STARTING, "no answer while starting"),
-        (STARTED, "no answer while importing torch"),
-        (IMPORTED, "no answer while looking at GPUs"),
-        (LOOKED, "no answer while waiting for the store"),
+        ("rank-6", STARTING, READY, "no answer while starting"),
+        ("rank-6", STARTED, READY, "no answer while importing torch"),
+        ("rank-6", IMPORTED, READY, "no answer while looking at GPUs"),
+        ("rank-6", LOOKED, READY, "no answer while waiting for the store"),
+        ("rank-0", IMPORTED, LOOKED, "no answer while looking at GPUs"),  # the others wait for its store
+        ("rank-0", LOOKED, LOOKED, "no answer while waiting for the store"),
     ],
 )
-def test_a_process_that_stays_behind(stage, text):
-    tasks = reported(READY)
-    tasks["rank-6"].stage = stage
+def test_a_process_that_stays_behind(name, stage, others, text):
+    tasks = reported(others)
+    tasks[name].stage = stage
     ((said, nodes),) = found(tasks)
-    assert said.startswith(f"rank-6: {text}")
-    assert nodes == ("node3",)
-
-
-def test_where_rank_0_is_behind_the_others_wait_for_its_store():
-    tasks = reported(LOOKED)
-    tasks["rank-0"].stage = IMPORTED
-    assert [nodes for _, nodes in found(tasks)] == [("node0",)]
+    assert said.startswith(f"{name}: {text}")
+    assert nodes == (NODES[name],)
 
 
 def test_a_store_that_no_other_node_reaches_is_at_fault_itself():
@@ -106,50 +102,31 @@ def leave(tasks, group, *names, **facts):
         tasks[name].groups[group] = {"left": group, **facts}
 
 
-def test_a_rank_that_did_not_arrive_at_a_group():
+@pytest.mark.parametrize(
+    ("worked", "broken", "text", "nodes"),
+    [
+        ([], {"tensor 1": [2]}, "tensor 1 (rank-2, rank-3 on node1): rank-3 did not arrive; timed out", {"node1"}),
+        # rank-4, the first of node2, fails with node3's and with node1's, which work with others.
+        (["pairs 0", "other pairs 1"], {"pairs 1": [4, 6], "other pairs 0": [2, 4]}, "it did not end", {"node2"}),
+        # No group tells the nodes apart.
+        ([], {"world 0": range(8)}, "all arrived, and it did not end; timed out", set()),
+        # rank-1 froze before tensor 0, so rank-0 never came to the world, where the others wait.
+        (
+            ["tensor 1", "pairs 1", "other pairs 0"],
+            {"tensor 0": [0], "world 0": range(2, 8)},
+            "group tensor 0 (rank-0, rank-1 on node0): rank-1 did not arrive",
+            {"node0"},
+        ),
+        (["pairs 0", "other pairs 0"], {"tensor 1": [2, 3]}, "all arrived", {"node1"}),  # within a node
+    ],
+)
+def test_a_group_that_did_not_end_names_the_nodes_at_fault(worked, broken, text, nodes):
     tasks = reported(READY)
-    leave(tasks, "tensor 1", "rank-2", error="timed out")
-    assert found(tasks) == [
-        ("group tensor 1 (rank-2, rank-3 on node1): rank-3 did not arrive; timed out", ("node1",)),
-    ]  # fmt: skip
-
-
-def test_a_node_that_fails_in_both_of_its_pairs_is_at_fault():
-    """rank-4, the first of node2, with node3's and with node1's; these work with others."""
-    tasks = reported(READY)
-    for group in ("pairs 0", "other pairs 1"):
+    for group in worked:
         leave(tasks, group, wrong=[])
-    for group in ("pairs 1", "other pairs 0"):
-        leave(tasks, group, error="timed out")
-    assert {nodes for _, nodes in found(tasks)} == {("node2",)}
-
-
-def test_where_no_group_tells_the_nodes_apart_none_is_blamed():
-    tasks = reported(READY)
-    leave(tasks, "world 0", error="timed out")
-    ((text, nodes),) = found(tasks)
-    assert "all arrived, and it did not end; timed out" in text
-    assert nodes == ()
-
-
-def test_ranks_that_wait_for_a_stuck_rank_are_not_at_fault():
-    """rank-1 froze before tensor 0, so rank-0 never came to the world, where the others wait."""
-    tasks = reported(READY)
-    leave(tasks, "tensor 0", "rank-0", error="timed out")
-    for group in ("tensor 1", "pairs 1", "other pairs 0"):
-        leave(tasks, group, wrong=[])
-    leave(tasks, "world 0", *(f"rank-{rank}" for rank in range(2, 8)))
-    ((text, nodes),) = found(tasks)
-    assert text.startswith("group tensor 0 (rank-0, rank-1 on node0): rank-1 did not arrive")
-    assert nodes == ("node0",)
-
-
-def test_a_group_within_a_node_is_that_nodes():
-    tasks = reported(READY)
-    for group in ("pairs 0", "other pairs 0"):
-        leave(tasks, group, wrong=[])
-    leave(tasks, "tensor 1", error="timed out")
-    assert [nodes for _, nodes in found(tasks)] == [("node1",)]
+    for group, ranks in broken.items():
+        leave(tasks, group, *(f"rank-{rank}" for rank in ranks), error="timed out")
+    assert {(text in said, *sorted(at)) for said, at in found(tasks)} == {(True, *sorted(nodes))}
 
 
 def test_a_wrong_value_names_whose_it_is():

@@ -17,16 +17,6 @@ from tests.support.configs import make_config
 ROWS = [[str(i), f"GPU-{i}", "NVIDIA H100", "580.65.06", "4"] for i in range(4)]
 
 
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    def install(body: str) -> None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-
-    return install
-
-
 def judged(rows, local_rank, visible="", cuda="13.0", monkeypatch=None) -> Observed:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     out = Observed()
@@ -43,9 +33,9 @@ def test_without_nvidia_smi_no_gpu_is_missing(monkeypatch, trains):
     assert out.warnings == ["GPUs not checked: nvidia-smi is not installed"]
 
 
-def test_a_node_that_serves_answers_for_all_its_gpus(monkeypatch, nvidia_smi):
+def test_a_node_that_serves_answers_for_all_its_gpus(monkeypatch, program):
     rows = "\n".join(", ".join([*row[:4], "9000" if row[0] == "3" else "4"]) for row in ROWS)
-    nvidia_smi(f"echo '{rows}'")
+    program("nvidia-smi", f"echo '{rows}'")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     look_at_gpus(out := Observed(), 1, "13.0", trains=False)
     assert out.faults == ["GPU GPU-3: another process uses 9000 MiB of it"]
@@ -93,12 +83,12 @@ def test_the_driver_must_be_new_enough_for_torchs_cuda(driver, cuda, wrong, monk
     assert [f"driver {driver}: torch for CUDA {cuda}" in text for text in out.problems] == [True] * wrong
 
 
-def test_nvidia_smi_fails_hangs_or_is_not_installed(nvidia_smi, monkeypatch):
+def test_nvidia_smi_fails_hangs_or_is_not_installed(program, monkeypatch):
     out = Observed()
-    nvidia_smi("echo 'Unable to determine the device handle for GPU0'; exit 15")
+    program("nvidia-smi", "echo 'Unable to determine the device handle for GPU0'; exit 15")
     assert gpu_rows(out) == []
     monkeypatch.setattr(node, "NVIDIA_SMI_S", 0.2)
-    nvidia_smi("exec sleep 5")
+    program("nvidia-smi", "exec sleep 5")
     assert gpu_rows(out) == []
     assert out.faults[0] == "Unable to determine the device handle for GPU0"
     assert "timed out after 0.2 seconds" in out.faults[1]

@@ -30,11 +30,15 @@ def task(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def child_environments(monkeypatch) -> list[dict]:
-    """Environments of the children that tasks of a job step would start, on a node at 10.0.0.1."""
+    """Environment, name and command of each child that a task of a job step would start, on a node at 10.0.0.1."""
     started: list[dict] = []
+
+    def start(name, command, log, environment):
+        started.append({**environment, "name": name, "command": command})
+
     monkeypatch.setattr(job_task, "node_address", lambda config: "10.0.0.1")
     monkeypatch.setattr(job_task, "rendezvous", lambda *_: job_task.MasterAddress("10.0.0.1", 20000))
-    monkeypatch.setattr(job_task, "Child", lambda name, command, log, environment: started.append(environment))
+    monkeypatch.setattr(job_task, "Child", start)
     monkeypatch.setattr(job_task, "_wait_and_report", lambda child, task: 0)
     monkeypatch.setattr(job_task.signal, "pthread_sigmask", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")

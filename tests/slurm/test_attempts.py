@@ -37,10 +37,15 @@ def test_attempts_without_a_new_checkpoint_are_counted_whatever_ended_them(run):
     assert log.without_progress() == 0
     attempt(run, 1, "requeued", "trainer: exit code 1")
     attempt(run, 2, "requeued", TIME_LIMIT)
+    assert log.why_restarted() == TIME_LIMIT
     attempt(run, 3, "", "")
+    assert log.why_restarted() == LOST
     assert (log.without_progress(), log.restarts()) == (3, 3)
     attempt(run, 4, "requeued", TIME_LIMIT, checkpoint=4)
     assert log.without_progress() == 0
+    attempt(run, 5, "requeued", "engine-0: exit code 1")
+    attempt(run, 0, "", "")  # submitted again
+    assert log.without_progress() == 1
 
 
 def test_nodes_that_the_newest_job_avoids(run):
@@ -50,20 +55,6 @@ def test_nodes_that_the_newest_job_avoids(run):
     log.record("requeued", "preflight", job="7", restart=0, excluded=("c", "b"))
     log.record("requeued", "preflight", job="7", restart=1, excluded=("d",))
     assert log.excluded() == ["b", "c", "d"]
-
-
-def test_submitting_again_counts_anew(run):
-    for restart in range(3):
-        attempt(run, restart, "requeued", "engine-0: exit code 1")
-    attempt(run, 0, "", "")
-    assert AttemptLog(run).without_progress() == 1
-
-
-def test_an_attempt_that_recorded_no_end_was_ended_by_slurm(run):
-    attempt(run, 0, "requeued", TIME_LIMIT)
-    assert AttemptLog(run).why_restarted() == TIME_LIMIT
-    attempt(run, 1, "", "")
-    assert AttemptLog(run).why_restarted() == LOST
 
 
 @pytest.mark.parametrize("job", ["7", "7_12"])

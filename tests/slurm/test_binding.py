@@ -71,14 +71,10 @@ def test_without_local_cpulist_nothing_is_bound(tmp_path):
 
 
 @pytest.fixture
-def node(tmp_path, monkeypatch) -> list[set[int]]:
+def node(tmp_path, program, monkeypatch) -> list[set[int]]:
     """A node with four GPUs and 16 CPUs, two tasks of a step on it; the CPU sets that this process is bound to."""
-    smi = tmp_path / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
     rows = "\n".join(f"{i}, GPU-{i}0aa, 0000{gpu.upper()}" for i, gpu in enumerate(GPUS))
-    smi.write_text(f"#!/bin/sh\ncat <<E\n{rows}\nE\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    program("nvidia-smi", f"cat <<E\n{rows}\nE")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     root = two_sockets(tmp_path / "sys", 8)
     monkeypatch.setattr(binding.cpus_for, "__defaults__", (root,))
@@ -130,17 +126,12 @@ def test_an_engine_is_bound_near_all_of_its_gpus(node, children, monkeypatch):
     assert node == [set(range(8, 16))]
 
 
-def test_none_binds_nothing_and_ranks_share_the_threads(node, children, monkeypatch):
-    start(monkeypatch, "trainer", bind="none")
+@pytest.mark.parametrize(("bind", "visible"), [("none", "0,1,2,3"), ("auto", "1")])
+def test_a_rank_is_not_bound_if_told_or_if_slurm_shows_it_one_gpu(node, children, monkeypatch, bind, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    start(monkeypatch, "trainer", bind=bind)
     assert node == []
     assert children[0]["OMP_NUM_THREADS"] == "8"  # 16 CPUs, two tasks
-
-
-def test_a_step_that_shows_each_task_one_gpu_binds_nothing(node, children, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    start(monkeypatch, "trainer")
-    assert node == []
-    assert children[0]["OMP_NUM_THREADS"] == "8"
 
 
 def test_tasks_without_gpus_are_not_bound(node, children, monkeypatch):

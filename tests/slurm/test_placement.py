@@ -44,16 +44,22 @@ def test_engines_on_nodes_of_their_own(allocation, group, node):
     assert [p.arguments[-1] for p in plans] == ["0", "2", "4", "6"]
 
 
-def test_engines_on_shared_nodes_take_the_gpus_after_the_ranks():
-    plans = server_plans(config(world_size=8, engine_nodes=0), Allocation("7", 0, (("a", "b"),)))
-    assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "4"), (("b",), "4"), (("a",), "6"), (("b",), "6")]
+SPANNING = {"engine": {"nodes": 2}}
 
 
-def test_colocated_engines_take_the_ranks_gpus():
-    colocated = config(engine_nodes=0, sections=COLOCATED)
-    assert slurm_problems(colocated) == []
-    plans = server_plans(colocated, Allocation("7", 0, (("a", "b"),)))
-    assert [(p.nodes, p.arguments[-1]) for p in plans] == [(("a",), "0"), (("b",), "0"), (("a",), "2"), (("b",), "2")]
+@pytest.mark.parametrize(
+    ("changes", "places"),
+    [
+        ({"world_size": 8}, ["a4", "b4", "a6", "b6"]),
+        ({"sections": COLOCATED}, ["a0", "b0", "a2", "b2"]),
+        ({"world_size": 8, "engines": 1, "tensor_parallel": 8, "sections": SPANNING}, ["ab4"]),
+    ],
+)
+def test_engines_on_the_ranks_nodes_take_the_gpus_after_the_ranks_or_if_colocated_theirs(changes, places):
+    shared = config(engine_nodes=0, **changes)
+    assert slurm_problems(shared) == []
+    plans = server_plans(shared, Allocation("7", 0, (("a", "b"),)))
+    assert ["".join((*p.nodes, p.arguments[-1])) for p in plans] == places
 
 
 TEACHERS = {
@@ -61,6 +67,7 @@ TEACHERS = {
     "small": {"path": "model", "sources": ["x"]},
     "away": {"urls": ["http://10.0.0.7:8000"], "sources": ["y"]},
 }
+TAUGHT = {"distillation": {"teachers": TEACHERS}}
 
 
 @pytest.mark.parametrize(
@@ -69,15 +76,12 @@ TEACHERS = {
         # Behind engines on a shared node; on the node that no engine uses; behind engines on the ranks' GPUs.
         ({"gpus_per_node": 10, "engine_nodes": 0, "world_size": 8}, {"large": ("a", "6"), "small": ("b", "6")}),
         ({"engine_nodes": 2, "engines": 1, "tensor_parallel": 1}, {"large": ("d", "0"), "small": ("c", "1")}),
-        (
-            {"gpus_per_node": 12, "engine_nodes": 0, "sections": COLOCATED},
-            {"large": ("a", "8"), "small": ("b", "8")},
-        ),
+        ({"gpus_per_node": 12, "engine_nodes": 0, "sections": COLOCATED}, {"large": ("a", "8"), "small": ("b", "8")}),
     ],
 )
 def test_teachers_take_free_gpus_of_the_serving_nodes(changes, places):
     """Their steps read the config of their own run directory."""
-    sections = changes.pop("sections", {}) | {"distillation": {"teachers": TEACHERS}}
+    sections = changes.pop("sections", {}) | TAUGHT
     taught = config(engines=changes.pop("engines", 2), sections=sections, **changes)
     assert slurm_problems(taught) == []
     allocation = Allocation("7", 0, (tuple("abcd"),))
@@ -88,9 +92,6 @@ def test_teachers_take_free_gpus_of_the_serving_nodes(changes, places):
         command = srun_command(taught, "run/config.yaml", plan, allocation)
         assert command[-1] == f"run/teachers/{name}/config.yaml"
         assert f"--gpus-per-node={taught.slurm.gpus_per_node}" in command
-
-
-SPANNING = {"engine": {"nodes": 2}}
 
 
 def test_engines_over_two_nodes_each():
@@ -105,33 +106,18 @@ def test_engines_over_two_nodes_each():
     assert {"--nodes=2", "--nodelist=e,f", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= {*command}
 
 
-def test_engines_over_two_nodes_beside_the_ranks():
-    spanning = config(world_size=8, engines=1, engine_nodes=0, tensor_parallel=8, sections=SPANNING)
-    assert slurm_problems(spanning) == []
-    (plan,) = server_plans(spanning, Allocation("7", 0, (("a", "b"),)))
-    assert (plan.nodes, plan.arguments[-1]) == (("a", "b"), "4")
-
-
 @pytest.mark.parametrize(("rank", "log"), [(0, "engine-3"), (1, "engine-3.1")])
-def test_each_node_of_an_engine_runs_its_part(tmp_path, monkeypatch, rank, log):
-    started = []
+def test_each_node_of_an_engine_runs_its_part(child_environments, monkeypatch, rank, log):
     spanning = config(engines=4, engine_nodes=4, tensor_parallel=8, sections=SPANNING)
     place = Task(rank=rank, size=2, local_rank=0, local_size=1, node="c", step="7.5-0")
     monkeypatch.setattr(task, "load_config", lambda path: spanning)
-    monkeypatch.setattr(Task, "of_this_process", classmethod(lambda cls: place))
-    monkeypatch.setattr(task, "node_address", lambda config: f"10.0.0.{rank + 1}")
-    monkeypatch.setattr(
-        task, "Child", lambda name, command, log, environment: started.append((name, command, environment))
-    )
-    monkeypatch.setattr(task, "_wait_and_report", lambda child, task: 0)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(Task, "of_this_process", lambda: place)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    task.run_task("engine", tmp_path / "config.yaml", resume=False, index=3, first_gpu=4)
-    ((name, command, environment),) = started
-    assert name == log
-    assert command[-5:-1] == ["--node", str(rank), "--meeting", "engine-3-7.5-0"]
-    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
-    assert environment["VLLM_HOST_IP"] == f"10.0.0.{rank + 1}"
+    task.run_task("engine", "config.yaml", resume=False, index=3, first_gpu=4)
+    (child,) = child_environments
+    assert child["name"] == log
+    assert child["command"][-5:-1] == ["--node", str(rank), "--meeting", "engine-3-7.5-0"]
+    assert (child["CUDA_VISIBLE_DEVICES"], child["VLLM_HOST_IP"]) == ("4,5,6,7", "10.0.0.1")
 
 
 def test_the_config_is_checked_beside_the_gpus_it_is_for():
@@ -161,15 +147,8 @@ def test_one_task_per_rank_on_the_first_nodes():
     plan = trainer_plan(config(), ONE, resume=True)
     assert (plan.nodes, plan.tasks, plan.tasks_per_node, plan.gpus_per_node) == (("a", "b"), 16, 8, 8)
     command = srun_command(config(srun_args=["--export=ALL"]), "run/config.yaml", plan, ONE)
-    for option in (
-        "--distribution=block",
-        "--ntasks=16",
-        "--ntasks-per-node=8",
-        "--nodelist=a,b",
-        "--overlap",
-        "--kill-on-bad-exit=1",
-    ):
-        assert option in command
+    layout = {"--distribution=block", "--ntasks=16", "--ntasks-per-node=8", "--nodelist=a,b", "--overlap"}
+    assert {*layout, "--kill-on-bad-exit=1"} <= {*command}
     assert command[-4:] == ["slurm-task", "trainer", "--resume", "run/config.yaml"]
     assert not any(option.startswith("--het-group") for option in command)
     assert "--het-group=0" in srun_command(config(), "run/config.yaml", plan, HETEROGENEOUS)
@@ -185,22 +164,13 @@ def test_one_task_per_rank_on_the_first_nodes():
         ({"engine_nodes": 5}, "slurm.engine_nodes = 5: more than engine.count = 4"),
         ({"engine_nodes": 3, "sections": SPANNING}, "slurm.engine_nodes = 3: not a multiple of engine.nodes = 2"),
         ({"engine_nodes": 2, "tensor_parallel": 16, "engines": 2, "sections": SPANNING}, "would serve on 16 GPUs"),
-        (
-            {"engine_nodes": 0, "world_size": 8, "heterogeneous": True},
-            "slurm.heterogeneous = true: needs slurm.engine_nodes",
-        ),
+        ({"engine_nodes": 0, "world_size": 8, "heterogeneous": True}, "slurm.heterogeneous = true: needs slurm.engine"),
         ({"engine_partition": "small"}, "slurm.engine_partition = small: needs slurm.heterogeneous = true"),
         ({"engine_gpus_per_node": 0}, "slurm.engine_gpus_per_node = 0: needs slurm.heterogeneous = true"),
-        ({"sections": {"distillation": {"teachers": TEACHERS}}}, "an engine node would serve on 13 GPUs and has 8"),
-        (
-            {"engine_nodes": 0, "world_size": 8, "sections": {"distillation": {"teachers": TEACHERS}}},
-            "a trainer node runs 4 ranks and engines and teachers on 8",
-        ),
+        ({"sections": TAUGHT}, "an engine node would serve on 13 GPUs and has 8"),
+        ({"engine_nodes": 0, "world_size": 8, "sections": TAUGHT}, "runs 4 ranks and engines and teachers on 8"),
         ({"sections": COLOCATED}, "slurm.engine_nodes = 1: with engine.placement = colocated"),
-        (
-            {"sections": COLOCATED, "engine_nodes": 0, "engines": 10},
-            "a trainer node runs 8 ranks and, colocated, engines on 10",
-        ),
+        ({"sections": COLOCATED, "engine_nodes": 0, "engines": 10}, "runs 8 ranks and, colocated, engines on 10"),
         ({"gpus_per_node": 0, "sections": {"model": {"fp8": "blockwise"}}}, "model.fp8 = blockwise: needs GPUs"),
         (
             {"heterogeneous": True, "engine_gpus_per_node": 0, "sections": {"engine": {"quantization": "fp8_block"}}},

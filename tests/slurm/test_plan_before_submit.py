@@ -64,13 +64,8 @@ def test_a_dry_run_needs_no_weights_or_data_and_shows_the_steps(monkeypatch, tmp
 
 def test_a_dry_run_without_weights_still_refuses_what_config_json_contradicts(monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
-    command = [
-        "slurm",
-        str(EXAMPLES / "papers/dppo_1.5b.yaml"),
-        "--dry-run",
-        "--set",
-        "rollout.stop_token_ids=[999999]",
-    ]
+    command = ["slurm", str(EXAMPLES / "papers/dppo_1.5b.yaml"), "--dry-run"]
+    command += ["--set", "rollout.stop_token_ids=[999999]"]
     (problem,) = CliRunner().invoke(app, command).exception.violations
     assert problem.startswith("rollout.stop_token_ids = 999999")
 

@@ -26,18 +26,9 @@ from tests.support.slurm.config import config
 
 
 @pytest.fixture
-def squeue(tmp_path, monkeypatch):
+def squeue(program):
     """Called with the output of squeue and its exit code."""
-    directory = tmp_path / "bin"
-    directory.mkdir()
-    monkeypatch.setenv("PATH", str(directory), prepend=":")
-
-    def answers(text: str, code: int = 0) -> None:
-        script = directory / "squeue"
-        script.write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\nexit {code}\n")
-        script.chmod(0o755)
-
-    return answers
+    return lambda text, code=0: program("squeue", f"printf '%s\\n' '{text}'\nexit {code}")
 
 
 @pytest.fixture
@@ -146,14 +137,11 @@ def test_the_rank_that_failed_first_says_why_and_earlier_attempts_do_not_count(r
         ("Requested operation is presently disabled for job 7", 1, SlurmRefused),
     ],
 )
-def test_a_requeue_is_repeated_until_slurm_answers(tmp_path, monkeypatch, message, failures, error):
+def test_a_requeue_is_repeated_until_slurm_answers(tmp_path, program, monkeypatch, message, failures, error):
     """`failures`: how often scontrol fails with it before it succeeds; more than a few would take too long."""
-    count, scontrol = tmp_path / "count", tmp_path / "scontrol"
-    scontrol.write_text(
-        f"#!/bin/sh\necho >> {count}\n[ $(wc -l < {count}) -gt {failures} ] || {{ echo '{message}' >&2; exit 1; }}\n"
-    )
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    count = tmp_path / "count"
+    fails = f"[ $(wc -l < {count}) -gt {failures} ] || {{ echo '{message}' >&2; exit 1; }}"
+    program("scontrol", f"echo >> {count}\n{fails}")
     monkeypatch.setattr(queue, "FIRST_PAUSE_S", 0.01)
     expected = contextlib.nullcontext() if error is None else pytest.raises(error, match=message.split("(")[0])
     with expected:
@@ -177,6 +165,7 @@ def test_a_second_job_of_a_run_is_refused(run, squeue, state):
     ("file", "content", "why"),
     [
         ("services/engine-0.json", "[]", r"the whole is \[\]"),
+        ("services/engine-0.json", '{"name": "e", "url": "http://a:80a", "pid": 1, "host": ""}', "must be http://HOST"),
         ("services/engine-0.json", '{"name": "engine-0", "url": 7, "pid": 1, "host": ""}', r"url is 7: .*string"),
         ("weights/published.json", '{"version": "3", "path": null}', r"version is '3': .*integer"),
         ("weights/published.json", "\x00", "not|JSON"),
@@ -199,17 +188,8 @@ def test_what_is_no_event_of_an_attempt_is_passed_over(run, squeue):
 
 
 @pytest.mark.parametrize(("before", "after"), [("(null)", "n3,n4"), ("n[1-2]", "n3,n4,n[1-2]")])
-def test_nodes_are_excluded_in_addition_to_those_before(before, after, tmp_path, monkeypatch):
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "JobId=7 ExcNodeList={before} Requeue=1"\n')
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+def test_nodes_are_excluded_in_addition_to_those_before(before, after, tmp_path, program):
+    program("scontrol", f'echo "$@" >> {tmp_path}/asked\necho "JobId=7 ExcNodeList={before} Requeue=1"')
     queue.exclude("7+1", ["n3", "n4"])
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked == ["show job --oneliner 7+1", f"update JobId=7+1 ExcNodeList={after}"]
-
-
-def test_a_registered_address_without_a_port_number_is_named(run):
-    register(run, "engine-0", "http://127.0.0.1:80a", 1)
-    with pytest.raises(DamagedFile, match=r"engine-0\.json.*must be http://HOST:PORT"):
-        read_status(run.root)
