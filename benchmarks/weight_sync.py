@@ -261,7 +261,7 @@ def publish_all(
     config: Config, actor, policies, scores, repeats: int, speed: float
 ) -> tuple[list[PublishResult], list[dict[str, float]]]:
     parts = []
-    engines = EngineThread(lambda: LiveEngines(config, build=partial(recording, parts)))
+    engines = EngineThread(LiveEngines(config, build=partial(recording, parts)))
     publisher = build_publisher(config, actor, engines, CHECK_TOKENS)
     published = []
     for number in range(repeats + 1):
