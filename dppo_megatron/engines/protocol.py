@@ -196,13 +196,8 @@ class Engine(Protocol):
 
     async def info(self) -> EngineInfo: ...
 
-    async def version(self) -> int:
-        """Return the policy version that is served now, or -1 if the weights have no version of this run."""
-        ...
-
     async def health(self) -> None:
         """Return None if the engine can serve requests; raise `EngineError` otherwise."""
-        ...
 
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
         """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`.

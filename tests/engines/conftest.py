@@ -79,7 +79,7 @@ def server(request, tiny_models, tmp_path_factory) -> Served:
 def served(server) -> Served:
     """`server`, which serves policy 0 (model A) again afterwards."""
     yield server
-    if server.use(lambda engine: engine.version()) != 0:
+    if server.use(lambda engine: engine.info()).version != 0:
         server.use(lambda engine: engine.load_weights(server.models["a"], 0, "abort"))
 
 

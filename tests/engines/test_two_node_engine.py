@@ -129,7 +129,7 @@ def test_it_restarts_as_one_when_its_second_node_is_killed(engine):
     assert reported[-1] == "engine-0 serves again"
 
     async def ask(client):
-        return await client.version(), await client.score(PROBE)
+        return (await client.info()).version, await client.score(PROBE)
 
     version, scores = engine.use(ask)
     assert version == 7

@@ -210,14 +210,6 @@ class SglangEngine(HttpEngine):
             self._update = (label, time.monotonic())
         return time.monotonic() - self._update[1]
 
-    async def version(self) -> int:
-        what = "its version"
-        served = await self._calls.json(what, "/model_info")
-        try:
-            return reported_version(served["weight_version"])
-        except (KeyError, AttributeError) as error:
-            raise EngineError(f"engine {self.url}: {what}: not in its description: {error}") from error
-
     async def health(self) -> None:
         # The scheduler answers this route, also between the steps of long requests and while paused. /health would
         # sample a token, take a second, and fail while paused.

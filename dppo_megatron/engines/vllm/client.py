@@ -138,9 +138,6 @@ class VllmEngine(HttpEngine):
         except (KeyError, TypeError) as error:
             raise EngineIncompatible(f"engine {self.url}: its description is of another version: {error}") from error
 
-    async def version(self) -> int:
-        return (await self.info()).version
-
     async def health(self) -> None:
         await self._calls.call("health", "/health", CONTROL_TIMEOUT_S, retry_busy=False)
 
