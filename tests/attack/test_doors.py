@@ -17,8 +17,8 @@ import pytest
 
 from dppo_megatron.config import Config, read_config, save_resolved
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard
-from dppo_megatron.engines.http import EngineCalls, Reply
-from dppo_megatron.engines.kinds import server_command, server_environment
+from dppo_megatron.engines.http import EngineCalls
+from dppo_megatron.engines.kinds import kind_of, server_environment
 from dppo_megatron.engines.protocol import EngineIncompatible
 from dppo_megatron.engines.secret import NoSecret, make_secret, read_secret
 from dppo_megatron.launch.engine import EngineStartError, _wait_healthy
@@ -279,7 +279,7 @@ def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
         calls = EngineCalls("http://engine", secret, "")
 
         async def refuse(*_):
-            return Reply(401, b'{"error": "not authorized"}')
+            return 401, b'{"error": "not authorized"}'
 
         calls._request = refuse
         await calls.json("its description", "/info")
