@@ -260,7 +260,7 @@ def test_the_secret_is_in_the_servers_environment_and_not_on_its_command_line(tm
     secret = read_secret(config)
     assert server_environment(config, 0)[SECRET_VARIABLE] == secret
     assert server_environment(config, 0).get("VLLM_API_KEY", secret) == secret
-    assert secret not in " ".join(server_command(config, 1, config.model.path, 0))
+    assert secret not in " ".join(kind_of(config).command(config, 1, config.model.path, 0))
     assert secret not in config.model_dump_json()
 
 

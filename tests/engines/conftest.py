@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.config import Config
-from dppo_megatron.engines.kinds import server_python
+from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.engines.protocol import Engine
 from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server, with_engine
 
@@ -68,8 +68,8 @@ def server(request, tiny_models, tmp_path_factory) -> Served:
     kind, shape = request.param
     models = tiny_models(shape)
     config = engine_config(models["a"], kind=kind, max_num_seqs=MAX_NUM_SEQS, routing_replay=shape == "moe")
-    if not server_python(config).exists():
-        pytest.fail(f"{server_python(config)} is not there; `make sglang` builds it")
+    if not kind_of(config).python(config).exists():
+        pytest.fail(f"{kind_of(config).python(config)} is not there; `make sglang` builds it")
     log = tmp_path_factory.mktemp(f"{kind}-{shape}") / "server.log"
     with running_server(config, log, version=0) as url:
         yield Served(config, url, log, models)
