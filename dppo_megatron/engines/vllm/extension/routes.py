@@ -190,8 +190,8 @@ class DppoRoutes:
         self._check_ids(token_ids)
         scored = f"score-{uuid4().hex}"
         work = score(self._engine, token_ids.tolist(), scored, self._masks, self._updater.adapter)
-        logprobs, version = await _unless_gone(request, work)
-        return Response(encode_reply({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
+        reply = encode_reply({}, {"logprobs": await _unless_gone(request, work)})
+        return Response(reply, media_type=MEDIA_TYPE)
 
     async def _trace(self, request: Request) -> Response:
         token_ids = parse(ScoreBody, await request.body()).token_ids
@@ -202,7 +202,7 @@ class DppoRoutes:
             await self._engine.collective_rpc("dppo_start_trace", args=(token_ids,))
             try:
                 work = score(self._engine, token_ids, traced, self._masks, self._updater.adapter)
-                logprobs, _ = await _unless_gone(request, work)
+                logprobs = await _unless_gone(request, work)
             finally:
                 workers = await self._engine.collective_rpc("dppo_take_trace")
         return Response(encode_trace(logprobs, workers), media_type=MEDIA_TYPE)
