@@ -158,17 +158,13 @@ def test_a_group_over_another_nccl_is_refused_before_anybody_waits(policy, monke
     assert updater.group == "group"
 
 
-def test_a_broadcast_of_a_group_that_was_not_joined_is_refused(policy):
-    engine = FakeEngine()
-    with pytest.raises(BadWeights, match="in none; join it first"):
-        asyncio.run(WeightUpdater(engine, policy).receive("group", "step-1", 4, "keep", 5.0))
-    assert engine.calls == []
-
-
-def test_a_broadcast_that_fails_leaves_the_group(policy):
+def test_a_broadcast_needs_a_joined_group_and_one_that_fails_leaves_it(policy):
     async def fail():
         engine = FakeEngine()
         updater = WeightUpdater(engine, policy)
+        with pytest.raises(BadWeights, match="in none; join it first"):
+            await updater.receive("group", "step-1", 4, "keep", 5.0)
+        assert engine.calls == []
         await updater.join(plan())
         engine.fails_at = "update"
         with pytest.raises(WeightsInconsistent):
@@ -205,14 +201,6 @@ def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
         updater.check_consistent()
 
     asyncio.run(fail_then_succeed())
-
-
-@pytest.mark.parametrize("mode", ["keep_all", ""])
-def test_unknown_mode(policy, mode):
-    engine = FakeEngine()
-    with pytest.raises(BadWeights, match="mode"):
-        asyncio.run(load(WeightUpdater(engine, policy), policy, mode))
-    assert engine.calls == []
 
 
 class Worker(WorkerExtension):
