@@ -19,7 +19,6 @@ from dppo_megatron.engines.protocol import Engine
 from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server, with_engine
 
 MAX_NUM_SEQS = 32
-TRANSPORTS = ("shared_storage",)
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,11 @@ def mixture(served) -> Served:
     return served
 
 
-@pytest.fixture(params=TRANSPORTS)
-def load(request, served):
-    """Serves model "a" or "b" as a policy version, by each transport."""
+@pytest.fixture
+def load(served):
+    """Serves model "a" or "b" as a policy version."""
 
-    async def shared_storage(engine: Engine, name: str, version: int, mode: str = "keep") -> None:
+    async def serve(engine: Engine, name: str, version: int, mode: str = "keep") -> None:
         await engine.load_weights(served.models[name], version, mode)
 
-    return {"shared_storage": shared_storage}[request.param]
+    return serve
