@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from dppo_megatron.engines.vllm.extension.bodies import PlanBody, parse
+from dppo_megatron.engines.vllm.extension.bodies import parse
 from dppo_megatron.engines.vllm.extension.routes import DppoRoutes
 from dppo_megatron.engines.vllm.extension.weights import WeightsInconsistent, WeightUpdater
 from dppo_megatron.engines.vllm.extension.worker import WorkerExtension
@@ -143,7 +143,7 @@ def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):
 
 def test_the_route_takes_the_whole_plan_as_the_trainer_writes_it():
     sent = replace(plan(), nccl="2.27.3", nccl_cumem="0", host="10.0.0.7", first_worker=4)
-    assert parse(PlanBody, json.dumps(sent.to_json()).encode()).plan() == sent
+    assert parse(WeightGroupPlan, json.dumps(sent.to_json()).encode()) == sent
 
 
 def test_a_group_over_another_nccl_is_refused_before_anybody_waits(policy, monkeypatch):

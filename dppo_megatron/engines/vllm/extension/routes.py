@@ -34,9 +34,10 @@ from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClient
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard, inside_roots, roots_of_environment
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import parse_version
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights
 
-from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, ScoreBody, parse
+from .bodies import AbortBody, GenerateBody, LoadBody, ReceiveBody, ScoreBody, parse
 from .drafts import has_drafts
 from .experts import ExpertsReader
 from .generation import child_ids, sample_group, score
@@ -221,7 +222,7 @@ class DppoRoutes:
         return JSONResponse({"version": body.version, "paused_s": seconds, "parts": await self._updater.parts()})
 
     async def _join_weight_group(self, request: Request) -> Response:
-        plan = parse(PlanBody, await request.body()).plan()
+        plan = parse(WeightGroupPlan, await request.body())
         await self._updater.join(plan)
         return JSONResponse({"weight_group": plan.name})
 
