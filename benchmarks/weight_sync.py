@@ -43,7 +43,7 @@ from dppo_megatron.actor.model import build_model
 from dppo_megatron.actor.model_config import transformer_config
 from dppo_megatron.config import Config
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
-from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
+from dppo_megatron.engines.kinds import build_engine, kind_of, server_environment
 from dppo_megatron.engines.protocol import Engine
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.fleet.live_engines import LiveEngines
@@ -126,7 +126,7 @@ def server(config: Config, log: Path) -> Iterator[str]:
         environment = server_environment(config, 0)
         roots = environment[ROOTS_VARIABLE]
         process = subprocess.Popen(
-            server_command(config, port, config.model.path, 0),
+            kind_of(config).command(config, port, config.model.path, 0),
             env=os.environ | environment | {ROOTS_VARIABLE: f"{roots}:{config.model.path.parent}"},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -261,7 +261,7 @@ def publish_all(
     config: Config, actor, policies, scores, repeats: int, speed: float
 ) -> tuple[list[PublishResult], list[dict[str, float]]]:
     parts = []
-    engines = EngineThread(lambda: LiveEngines(config, build=partial(recording, parts)))
+    engines = EngineThread(LiveEngines(config, build=partial(recording, parts)))
     publisher = build_publisher(config, actor, engines, CHECK_TOKENS)
     published = []
     for number in range(repeats + 1):

@@ -26,6 +26,7 @@ from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineRefused, GenerateRequest
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.trace import Trace
+from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.observability.logs import append_line, setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout
@@ -85,7 +86,7 @@ def _publish(config: Config, actor: Actor, rank: int) -> str:
     """Publish the weights to the engine, as after an update; return the name of the transport."""
     engines, tokens = None, None
     if rank == 0:
-        engines = EngineThread.of_run(config)
+        engines = EngineThread(LiveEngines(config))
         prompts = training_prompts(config, load_tokenizer(config.model.path))
         tokens = weight_check_tokens(prompts, config.engine.max_model_len)
     publisher = build_publisher(config, actor, engines, tokens)

@@ -13,13 +13,13 @@ from dppo_megatron.weights.fingerprint import Fingerprint, of_workers
 
 from .byte_budget import ByteBudget
 from .http import EngineCalls
-from .protocol import EngineError, EngineIncompatible, EngineInfo, EngineRefused, InvalidSample
+from .protocol import Engine, EngineError, EngineIncompatible, EngineInfo, EngineRefused, InvalidSample
 from .secret import read_secret
 from .trace import UNSEEN, Trace, joined
 
 
-class HttpEngine:
-    """Implements the part of `dppo_megatron.engines.protocol.Engine` that all clients share.
+class HttpEngine(Engine):
+    """Implements the part of `Engine` that all clients share.
 
     A client is bound to the event loop that uses it first. `config.request_timeout_s` bounds `generate` and `score`.
     `config.weight_sync.timeout_s` bounds a weight update, including the wait for running requests.
@@ -35,9 +35,6 @@ class HttpEngine:
         self.counts: Counter[str] = Counter()
         self._limits: EngineInfo | None = None
         self._first_use = asyncio.Lock()
-
-    async def info(self) -> EngineInfo:
-        raise NotImplementedError
 
     async def close(self) -> None:
         await self._calls.close()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import certifi
@@ -16,7 +14,6 @@ from yarl import URL
 from .byte_budget import ReplySlot
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
-T = TypeVar("T")
 CONTROL_TIMEOUT_S = 30.0  # limit for requests that an engine answers at once, even under load
 REQUEST_TIMEOUT_REMEDY = (
     " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
@@ -29,24 +26,7 @@ OTHER_SECRET = (
 NO_SECRET = "this process sends none: RUN/secret does not exist, or this user cannot read it; see engine.secret_file"
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 JSON = {"content-type": "application/json"}
-SMALL_REPLY_BYTES = 64 << 10  # a reply of this size is decoded faster than a thread starts
 IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5, so the server never closes a connection that is just reused
-
-
-async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments: Any) -> T:
-    """Return decode(reply, *arguments), computed in a thread if the reply is large.
-
-    Decoding the top-K log-probs of a group of long responses takes a third of a second.
-    """
-    if len(reply) <= SMALL_REPLY_BYTES:
-        return decode(reply, *arguments)
-    return await asyncio.to_thread(decode, reply, *arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    status: int
-    content: bytes | bytearray
 
 
 class EngineCalls:
@@ -84,9 +64,9 @@ class EngineCalls:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    reply = await self._request("GET" if content is None else "POST", path, content, slot)
+                    status, reply = await self._request("GET" if content is None else "POST", path, content, slot)
                     # Servers refuse new requests for a moment while they are paused or their queue is full.
-                    if reply.status != 503 or not retry_busy:
+                    if status != 503 or not retry_busy:
                         break
                     await asyncio.sleep(wait)
                     wait = min(2 * wait, RETRY_BUSY_S[1])
@@ -99,9 +79,9 @@ class EngineCalls:
             if isinstance(error, aiohttp.ClientConnectorError):
                 reason += "; start that engine, or correct its URL"
             raise EngineUnavailable(f"engine {self.url}: connection failed during {what}: {reason}") from None
-        if reply.status == 200:
-            return reply.content
-        raise self._failure(what, reply)
+        if status == 200:
+            return reply
+        raise self._failure(what, status, reply)
 
     async def json(self, what: str, path: str, timeout_s: float = CONTROL_TIMEOUT_S, **call: Any) -> dict[str, Any]:
         """Return the JSON object of a 200 reply. Raises `EngineError` for anything else."""
@@ -120,8 +100,8 @@ class EngineCalls:
 
     async def _request(
         self, method: str, path: str, content: bytes | None = None, slot: ReplySlot | None = None
-    ) -> Reply:
-        """Return the whole reply, of any status. The body of a 200 reply is read in `slot`, if given.
+    ) -> tuple[int, bytes | bytearray]:
+        """Return the status and the whole body of the reply. The body of a 200 reply is read in `slot`, if given.
 
         `content` is JSON. This method has no timeout of its own. Raises aiohttp.ClientError and OSError.
         """
@@ -131,7 +111,7 @@ class EngineCalls:
         headers = None if content is None else JSON
         async with self._session.request(method, url, data=content, headers=headers, allow_redirects=False) as reply:
             read = reply.read() if slot is None or reply.status != 200 else slot.read(reply)
-            return Reply(reply.status, await read)
+            return reply.status, await read
 
     def _open(self) -> aiohttp.ClientSession:
         tls = ssl.create_default_context(cafile=certifi.where()) if self.url.startswith("https") else True
@@ -146,17 +126,17 @@ class EngineCalls:
             trust_env=False,  # engines are peers of this process; requests to them must never pass a web proxy
         )
 
-    def _failure(self, what: str, reply: Reply) -> EngineError:
-        message = f"engine {self.url}: {what} failed with status {reply.status}: {_reason(reply.content)}"
-        if reply.status == 404:
+    def _failure(self, what: str, status: int, content: bytes | bytearray) -> EngineError:
+        message = f"engine {self.url}: {what} failed with status {status}: {_reason(content)}"
+        if status == 404:
             return EngineIncompatible(f"{message} ({self._unknown_route})")
-        if reply.status in (401, 403):
+        if status in (401, 403):
             return EngineIncompatible(f"{message} ({self._unknown_secret})")
-        if reply.status == 504:
+        if status == 504:
             return EngineTimeout(message)
-        if reply.status == 503:
+        if status == 503:
             return EngineUnavailable(message)
-        return EngineRefused(message) if reply.status in (400, 413, 422) else EngineError(message)
+        return EngineRefused(message) if status in (400, 413, 422) else EngineError(message)
 
 
 def _reason(content: bytes | bytearray) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config import Config
@@ -11,7 +10,7 @@ from dppo_megatron.run_dir import RunDir
 
 from .guard.asgi import ROOTS_VARIABLE
 from .secret import read_secret
-from .serving import EngineKind, Node, exact_environment
+from .serving import EngineKind, exact_environment
 from .sglang.kind import Sglang
 from .vllm.kind import Vllm
 
@@ -29,16 +28,6 @@ def kind_of(config: Config) -> EngineKind:
 def build_engine(config: Config, url: str, budget: ByteBudget | None = None) -> Engine:
     """Return a client of the running server at `url`. `budget` is shared by all engines of this process."""
     return kind_of(config).client(config, url, budget)
-
-
-def server_python(config: Config) -> Path:
-    """Return the interpreter that runs the engine's server."""
-    return kind_of(config).python(config)
-
-
-def server_command(config: Config, port: int, model: Path, version: int, node: Node | None = None) -> list[str]:
-    """Return the command line of a server of `model`, policy `version`, at `engine.host`:`port`, or of one node."""
-    return kind_of(config).command(config, port, model, version, node)
 
 
 def server_environment(config: Config, version: int) -> dict[str, str]:

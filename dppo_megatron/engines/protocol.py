@@ -151,7 +151,6 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Return the `n` samples, in the order of `seeds`. Raises `InvalidSample` and `EngineRefused`."""
-        ...
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Return fp32 [S - 1]: the log-prob at temperature 1 of each token after the first, given the tokens before it.
@@ -159,7 +158,6 @@ class Engine(Protocol):
         token_ids: [S] int32. The log-probs are computed without caches under the current weights. Raises
         `InvalidSample` and `EngineRefused`.
         """
-        ...
 
     async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
         """Return the intermediate values of the forward pass that `score` makes, and the scores.
@@ -167,7 +165,6 @@ class Engine(Protocol):
         token_ids: [S] int32. The trace has the values of every layer and operator that can be hooked. Slow. Raises
         `InvalidSample` and `EngineRefused`.
         """
-        ...
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
         """Serve the weights in the directory `path`, a model or a delta (`weights.delta`), as policy `version`.
@@ -175,57 +172,43 @@ class Engine(Protocol):
         Returns the seconds without sampling. After `EngineRefused` the old weights are still served. After any other
         error the caller must load weights again before it generates.
         """
-        ...
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
         """Make the workers leave earlier groups and join the trainer's group. Return when all have joined."""
-        ...
 
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
         """Serve the weights that the trainer broadcasts in `step` of the joined group as policy `version`.
 
         Everything else is as in `load_weights`. After an error other than `EngineRefused` the engine is in no group.
         """
-        ...
 
     async def weights_fingerprint(self) -> Fingerprint:
         """Return fingerprints that the engine computes from its current weights."""
-        ...
 
     async def sleep(self) -> None:
         """Wait for running requests, then free the memory of weights and cache.
 
         The engine serves no requests until `wake` is called and weights are loaded.
         """
-        ...
 
     async def wake(self) -> None:
         """Allocate the memory again. New weights must be loaded before sampling."""
-        ...
 
     async def info(self) -> EngineInfo: ...
 
-    async def version(self) -> int:
-        """Return the policy version that is served now, or -1 if the weights have no version of this run."""
-        ...
-
     async def health(self) -> None:
         """Return None if the engine can serve requests; raise `EngineError` otherwise."""
-        ...
 
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
         """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`.
 
         `vocab_size` is the vocabulary size of the trainer's model. With None it is not checked.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """End a running request. Its `generate` returns the sampled tokens, with finish_reason "abort" where
         interrupted.
         """
-        ...
 
     async def close(self) -> None:
         """Release connections. The server continues."""
-        ...

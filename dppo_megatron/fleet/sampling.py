@@ -49,7 +49,6 @@ class SamplingEngine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Return the samples, as `Engine.generate`."""
-        ...
 
 
 class SamplingEngines(Protocol):
@@ -57,11 +56,9 @@ class SamplingEngines(Protocol):
 
     async def select(self, request: GenerateRequest, failures: Failures) -> SamplingEngine | None:
         """Return the engine for the next attempt, or None if no remaining engine can answer."""
-        ...
 
     def take_metrics(self) -> dict[str, float]:
         """Return the counts of events since the last call."""
-        ...
 
 
 class Sampler:

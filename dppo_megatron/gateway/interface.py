@@ -24,13 +24,11 @@ class Interface(Protocol):
 
         Raises `RequestRejected`, and KeyError, TypeError, ValueError or AttributeError for a malformed request.
         """
-        ...
 
     def reply(self, turn: Turn, body: Body) -> Body: ...
 
     def events(self, turn: Turn, body: Body) -> Iterator[Body]:
         """Yield the reply as server-sent events. An event with a `type` is named after it."""
-        ...
 
     def error(self, message: str, status: int) -> Body: ...
 

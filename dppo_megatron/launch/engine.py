@@ -21,7 +21,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
-from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
+from dppo_megatron.engines.kinds import build_engine, kind_of, server_environment
 from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.engines.serving import Node, start_model
@@ -108,7 +108,7 @@ class Servers:
 def command(config: Config, start: EngineStart, node: int) -> list[str]:
     """Return the command line of the server of `node`."""
     place = Node(node, start.host, start.rendezvous_port) if config.engine.nodes > 1 else None
-    return server_command(config, start.port, Path(start.model), start.version, place)
+    return kind_of(config).command(config, start.port, Path(start.model), start.version, place)
 
 
 def run_engine(config: Config, index: int, *, node: int | None = None, meeting: str = "") -> int:

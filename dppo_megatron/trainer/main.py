@@ -13,6 +13,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import PromptSource, training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.engines.secret import make_secret, read_secret
+from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import engine_urls
 from dppo_megatron.hf import save_hf
 from dppo_megatron.hf.peft import save_peft
@@ -133,7 +134,7 @@ def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> E
     engines = None
     if layout.rank == 0:
         engine_urls(config, run)
-        engines = EngineThread.of_run(config)
+        engines = EngineThread(LiveEngines(config))
     control.barrier()
     return engines
 

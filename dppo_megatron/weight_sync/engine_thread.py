@@ -7,10 +7,8 @@ import atexit
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from dppo_megatron.config import Config
 from dppo_megatron.fleet.live_engines import LiveEngines
 
 from .transport import WeightSyncError
@@ -25,21 +23,12 @@ class EngineThread:
     The clients are made inside the loop's thread, and keep their connections between calls.
     """
 
-    def __init__(self, make: Callable[[], LiveEngines]):
+    def __init__(self, engines: LiveEngines):
+        self._engines = engines
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
         self._thread.start()
-
-        async def in_the_loop() -> LiveEngines:
-            return make()
-
-        self._engines = asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
         atexit.register(self.close)  # for an error that ends the trainer
-
-    @classmethod
-    def of_run(cls, config: Config) -> EngineThread:
-        """Connect to the registered engines of the run."""
-        return cls(partial(LiveEngines, config))
 
     def start(
         self,

@@ -8,7 +8,7 @@ A sender is a trainer rank that sends weights. Example: 2 senders, 2 engines of 
     groups     "weights-1f-0": sender 0 as rank 0, then workers 1 to 4;  "weights-1f-1": sender 1, the same workers
 
 Every worker receives every bucket whole and keeps its shard of each tensor. Both sides use this module; it depends only
-on torch.
+on torch and pydantic.
 """
 
 from __future__ import annotations
@@ -18,14 +18,24 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter
 from torch import Tensor
+
+from dppo_megatron.common.dtypes import DTYPES
 
 Backend = Literal["gloo", "nccl"]
 # Small buckets stay in memory that the allocator already has; on a GPU, large ones saturate the network.
 BUCKET_BYTES: dict[Backend, int] = {"gloo": 16 << 20, "nccl": 256 << 20}
+
+TEXT = 4096  # limit of characters of a name or a path
+# Values in a request to an engine.
+Int32 = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(min_length=1, max_length=TEXT)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+DType = Annotated[str, Field(pattern="|".join(f"^{dtype.long}$" for dtype in DTYPES.values()))]
 
 _EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
 
@@ -33,9 +43,9 @@ _EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.\d")
 class TensorSpec(NamedTuple):
     """Describes one tensor, named as in Hugging Face."""
 
-    name: str
-    dtype: str  # in torch's spelling: "bfloat16"
-    shape: tuple[int, ...]
+    name: Text
+    dtype: DType  # in torch's spelling: "bfloat16"
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**48)], ...]
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> TensorSpec:
@@ -56,27 +66,25 @@ class WeightGroupPlan:
     `streams[s]` has the buckets that sender `s` sends in every update; workers take the buckets in `order`.
     """
 
-    name: str  # unique to this group
-    host: str  # address of the store, as the engine reaches it
-    port: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: Text  # unique to this group
+    host: Text  # address of the store, as the engine reaches it
+    port: Annotated[int, Field(ge=1, le=65535)]
     backend: Backend
-    timeout_s: float  # time limit of each step
-    workers: int  # number in all engines
+    timeout_s: Seconds  # time limit of each step
+    workers: Annotated[int, Field(ge=1, lt=2**20)]  # number in all engines
     streams: tuple[tuple[Bucket, ...], ...]
-    first_worker: int = 0  # index of the engine's first worker among all workers
-    nccl: str = ""  # the trainer's version of NCCL; "" with gloo
-    nccl_cumem: str = ""  # its NCCL_CUMEM_ENABLE; "" if it is not set
+    first_worker: Int32 = 0  # index of the engine's first worker among all workers
+    nccl: Annotated[str, Field(max_length=TEXT)] = ""  # the trainer's version of NCCL; "" with gloo
+    nccl_cumem: Annotated[str, Field(max_length=TEXT)] = ""  # its NCCL_CUMEM_ENABLE; "" if it is not set
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> WeightGroupPlan:
-        streams = tuple(
-            tuple(tuple(TensorSpec(n, d, tuple(s)) for n, d, s in bucket) for bucket in stream)
-            for stream in value["streams"]
-        )
-        return cls(**{**value, "streams": streams})
+        return TypeAdapter(cls).validate_python(value)
 
     def group(self, sender: int) -> str:
         """Return the name of the group of `sender`."""

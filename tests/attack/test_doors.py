@@ -17,8 +17,8 @@ import pytest
 
 from dppo_megatron.config import Config, read_config, save_resolved
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard
-from dppo_megatron.engines.http import EngineCalls, Reply
-from dppo_megatron.engines.kinds import server_command, server_environment
+from dppo_megatron.engines.http import EngineCalls
+from dppo_megatron.engines.kinds import kind_of, server_environment
 from dppo_megatron.engines.protocol import EngineIncompatible
 from dppo_megatron.engines.secret import NoSecret, make_secret, read_secret
 from dppo_megatron.launch.engine import EngineStartError, _wait_healthy
@@ -260,7 +260,7 @@ def test_the_secret_is_in_the_servers_environment_and_not_on_its_command_line(tm
     secret = read_secret(config)
     assert server_environment(config, 0)[SECRET_VARIABLE] == secret
     assert server_environment(config, 0).get("VLLM_API_KEY", secret) == secret
-    assert secret not in " ".join(server_command(config, 1, config.model.path, 0))
+    assert secret not in " ".join(kind_of(config).command(config, 1, config.model.path, 0))
     assert secret not in config.model_dump_json()
 
 
@@ -279,7 +279,7 @@ def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
         calls = EngineCalls("http://engine", secret, "")
 
         async def refuse(*_):
-            return Reply(401, b'{"error": "not authorized"}')
+            return 401, b'{"error": "not authorized"}'
 
         calls._request = refuse
         await calls.json("its description", "/info")

@@ -6,13 +6,12 @@ import asyncio
 import os
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dppo_megatron.engines.guard.asgi import Guard, inside_roots
 from dppo_megatron.engines.protocol import EngineRefused
-from dppo_megatron.engines.sglang.weights import SglangWeights
+from dppo_megatron.engines.sglang.client import SglangEngine
 from dppo_megatron.launch.engine import EngineStartError, _policy_to_serve
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedPolicy
@@ -70,9 +69,9 @@ def check_refused(served, path: Path, reason: str) -> None:
     guard = Guard(sglang, secret=SECRET, paths={"/load": "model_path"}, roots=[str(served.run)])
     (reply,) = answers(guard, [("POST", "/load", {"headers": KNOWN, "json": {"model_path": str(path)}})])
     assert (reply.status_code, reason in reply.json()["error"]) == (400, True)
-    calls = SimpleNamespace(url="http://engine")  # before it asks the server, which would have paused
-    with pytest.raises(EngineRefused, match=reason):
-        asyncio.run(SglangWeights(calls, served.run / "start", 5.0).load(path, 37))
+    engine = SglangEngine(run_config(served.run), "http://engine")
+    with pytest.raises(EngineRefused, match=reason):  # before it asks the server, which would have paused
+        asyncio.run(engine.load_weights(path, 37))
     run = RunDir(served.run)
     PublishedPolicy(37, str(path), 0.0).write(run.published)
     with pytest.raises(EngineStartError, match=f"policy 37: .*{reason}"):  # of an engine that starts again

@@ -20,6 +20,8 @@ from tests.support.faults import Proxy, command_line, kill
 from tests.support.runs import Engine, config_tree, descendants, end_session, run, start, start_engine, write_config
 
 PROMPTS, SAMPLES, TURNS = 12, 4, 3
+STAR = 14  # ends a turn, besides the end-of-sequence token, which the template does not write: then a branch begins
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}*{% else %}={% endif %}{% endfor %}"
 
 
 def at(number: int, act: Callable[[], None], nth: int = 1) -> Callable[[Turn], None]:
@@ -181,16 +183,17 @@ def test_no_finished_turn_is_lost_or_sampled_again(task, engine, tmp_path_factor
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_gateway_loses_no_finished_turn_and_samples_none_again(task, engine, tmp_path):
-    """The gateway runs in the orchestrator's process."""
+    """The gateway runs in the orchestrator's process. The agent is written with the published clients."""
     directory, prompts = tmp_path / "run", 4
     shutil.copytree(task / "random_model", tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
+    (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
     watch = Watch()
     with Proxy(engine.url, watch) as proxy:
         tree = tree_of(task, directory, [proxy.url])
         tree["model"]["path"] = str(tmp_path / "model")
         tree["data"]["chat_template"] = True
-        tree["environment"] = {"agent": "tests.gateway.agents:talks", "workers": 2, "max_turn_tokens": 4}
+        tree["environment"] = {"agent": "tests.gateway.published:converses", "workers": 2, "max_turn_tokens": 8}
+        tree["rollout"]["stop_token_ids"] = [STAR]
         cells = list(lives_of_orchestrators(watch, lambda: Life(tree, tmp_path, prompts), nth=4))
         life = Life(tree, tmp_path, prompts)
         try:
@@ -205,4 +208,5 @@ def test_the_gateway_loses_no_finished_turn_and_samples_none_again(task, engine,
     assert not any(group.reward_failed.any() for group in stored)
     assert checked.counts["trajectories"] == prompts * SAMPLES
     assert checked.counts["turns"] == len(watch.returned) == TURNS * prompts * SAMPLES
+    assert prompts * SAMPLES < checked.counts["branches"] < checked.counts["turns"]
     assert list((directory / "samples/open_turns").iterdir()) == []

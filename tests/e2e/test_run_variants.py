@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.data.tokenizer import load_tokenizer
-from tests.support.runs import GROUPS, STEPS, config_tree, records, run, start_engine, steps_done, write_config
+from tests.support.audit import audit
+from tests.support.runs import GROUPS, SAMPLES, STEPS, config_tree, records, run, start_engine, steps_done, write_config
 from tests.support.teachers import check_scores
 
 pytestmark = pytest.mark.engines
@@ -51,6 +52,10 @@ VARIANTS = {
         "weight_sync": {"probe_tolerance": 0.05},
         "rollout": {"max_mismatch_kl": 1e-3},
     },
+    "turns": {
+        "rollout": {"max_response_tokens": 40, "stop_token_ids": [2, 3, 4, 5, 6], "max_staleness": 1},
+        "environment": {"name": "tests.environments.worlds:Unscored", "settings": {"turns": 3}, "workers": 4},
+    },
     # Without a differing bit, rounded to 16 bits by two ranks, and with the engine's top K.
     "exact": {"model": {"dtype": "bf16"}, "engine": {"dtype": "bf16", "exact": True}},
     "exact_sglang": {
@@ -63,7 +68,7 @@ VARIANTS = {
 }
 # Variants without special server settings share one; the others start theirs, as runs do.
 SHARED = {
-    **dict.fromkeys(("asynchronous", "lora_truncated"), "engine"),
+    **dict.fromkeys(("asynchronous", "lora_truncated", "turns"), "engine"),
     **dict.fromkeys(("bf16", "bf16_engine"), "engine_in_bf16"),
 }
 
@@ -93,15 +98,26 @@ def test_a_run_trains_to_its_end(task, tmp_path, request, name):
         least, most = 0, 1e-30
         assert {r["mismatch/kl"] for r in trained} == {0}
     assert all(least <= r["probe/max_abs_logprob_difference"] < most for r in trained)
-    if name != "asynchronous":
-        assert all(least <= r["mismatch/max_abs_logprob_difference"] < most for r in trained)
+    fresh = [r["mismatch/max_abs_logprob_difference"] for r in trained if r["rollout/staleness_max"] == 0]
+    assert fresh
+    assert all(least <= difference < most for difference in fresh)
     (trained_model,) = (tmp_path / "run" / "model").glob("*.safetensors")
     with safe_open(trained_model, framework="np") as file:
         stored = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
     assert stored == {{"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[tree["model"]["dtype"]]}
     reader = BankReader(tmp_path / "run" / "bank")
     assert reader.refresh() == STEPS * GROUPS
-    assert all("abort" not in entry.finish_reasons for entry in reader.entries(0, STEPS * GROUPS))
+    entries = list(reader.entries(0, STEPS * GROUPS))
+    assert all("abort" not in entry.finish_reasons for entry in entries)
+    if name == "turns":
+        found = records(tmp_path / "run")
+        assert all(1 <= r["environment/turns_mean"] <= 3 for r in found if "environment/turns_mean" in r)
+        assert {r["step"] for r in found if "eval/accuracy" in r} >= {0, STEPS}
+        checked = audit(map(reader.read, entries))
+        assert checked.problems == []
+        assert checked.counts["turns"] > checked.counts["trajectories"] == STEPS * GROUPS * SAMPLES
+        tokens = sum(r["rollout/response_tokens_mean"] for r in trained) * GROUPS * SAMPLES
+        assert tokens == pytest.approx(checked.counts["policy tokens"])
 
 
 def test_each_data_source_has_its_teacher(task, engine, tmp_path):

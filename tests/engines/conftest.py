@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.config import Config
-from dppo_megatron.engines.kinds import server_python
+from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.engines.protocol import Engine
 from tests.support.engines import EXPERTS, Reference, engine_config, make_model, running_server, with_engine
 
 MAX_NUM_SEQS = 32
-TRANSPORTS = ("shared_storage",)
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ def server(request, tiny_models, tmp_path_factory) -> Served:
     kind, shape = request.param
     models = tiny_models(shape)
     config = engine_config(models["a"], kind=kind, max_num_seqs=MAX_NUM_SEQS, routing_replay=shape == "moe")
-    if not server_python(config).exists():
-        pytest.fail(f"{server_python(config)} is not there; `make sglang` builds it")
+    if not kind_of(config).python(config).exists():
+        pytest.fail(f"{kind_of(config).python(config)} is not there; `make sglang` builds it")
     log = tmp_path_factory.mktemp(f"{kind}-{shape}") / "server.log"
     with running_server(config, log, version=0) as url:
         yield Served(config, url, log, models)
@@ -79,7 +78,7 @@ def server(request, tiny_models, tmp_path_factory) -> Served:
 def served(server) -> Served:
     """`server`, which serves policy 0 (model A) again afterwards."""
     yield server
-    if server.use(lambda engine: engine.version()) != 0:
+    if server.use(lambda engine: engine.info()).version != 0:
         server.use(lambda engine: engine.load_weights(server.models["a"], 0, "abort"))
 
 
@@ -90,11 +89,11 @@ def mixture(served) -> Served:
     return served
 
 
-@pytest.fixture(params=TRANSPORTS)
-def load(request, served):
-    """Serves model "a" or "b" as a policy version, by each transport."""
+@pytest.fixture
+def load(served):
+    """Serves model "a" or "b" as a policy version."""
 
-    async def shared_storage(engine: Engine, name: str, version: int, mode: str = "keep") -> None:
+    async def serve(engine: Engine, name: str, version: int, mode: str = "keep") -> None:
         await engine.load_weights(served.models[name], version, mode)
 
-    return {"shared_storage": shared_storage}[request.param]
+    return serve

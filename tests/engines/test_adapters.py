@@ -74,7 +74,8 @@ def test_what_an_engine_samples_scores_and_holds_is_of_the_merged_model(adapted,
         await engine.load_weights(first, 1)
         samples, held = await engine.generate(group("one")), await engine.weights_fingerprint()
         await engine.load_weights(second, 2)
-        return samples, held, await engine.score(PROMPT), await engine.weights_fingerprint(), await engine.version()
+        scores, info = await engine.score(PROMPT), await engine.info()
+        return samples, held, scores, await engine.weights_fingerprint(), info.version
 
     samples, held_one, scores, held_two, version = adapted.use(each)
     reference = merged(adapted, one)
@@ -126,7 +127,7 @@ def test_an_engine_is_out_after_a_load_that_failed_and_back_after_the_next(adapt
         with pytest.raises(EngineError):
             await engine.generate(group("bad"))
         await engine.load_weights(good, 4)
-        return await engine.score(PROMPT), await engine.version()
+        return await engine.score(PROMPT), (await engine.info()).version
 
     scores, version = adapted.use(each)
     np.testing.assert_allclose(scores, merged(adapted, tensors).score(PROMPT), rtol=0, atol=TOLERANCE)

@@ -26,7 +26,7 @@ def test_weights_change_there_and_back(served, load):
         for name, version in (("a", 0), ("b", 1), ("a", 2)):
             await load(engine, name, version)
             (rollout,) = await engine.generate(group("v", n=1, experts=experts))
-            seen.append((name, await engine.version(), await engine.score(PROBE), rollout))
+            seen.append((name, (await engine.info()).version, await engine.score(PROBE), rollout))
         return seen
 
     scores = []
@@ -110,7 +110,7 @@ def test_update_that_waits_in_vain_gives_up_and_keeps_serving(served, load):
         with pytest.raises(EngineTimeout, match="loading policy 9"):
             await load(engine, "b", 9, "wait")
         await engine.generate(group("later", n=1))
-        return await running, await engine.version()
+        return await running, (await engine.info()).version
 
     rollouts, version = served.use(update, hasty)
     assert version == 0
@@ -163,7 +163,7 @@ def test_bad_weights_leave_the_old_ones(served, tmp_path, corrupt, message, refu
             await engine.load_weights(directory, 9)
         assert isinstance(error.value, EngineRefused) == refused
         assert engine.url in str(error.value)
-        return await engine.version(), await engine.score(PROBE)
+        return (await engine.info()).version, await engine.score(PROBE)
 
     version, score = served.use(load)
     assert version == 0

@@ -60,7 +60,7 @@ def unchanged(served) -> None:
     """It serves the start policy, with its weights."""
 
     async def look(engine):
-        return await engine.version(), await engine.score(PROMPT)
+        return (await engine.info()).version, await engine.score(PROMPT)
 
     version, scores = served.use(look)
     assert version == 0

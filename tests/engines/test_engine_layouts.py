@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dppo_megatron.checks import engine as rules
-from dppo_megatron.engines.kinds import server_command
+from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.engines.serving import Node
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.weights.fingerprint import differing
@@ -41,19 +41,34 @@ def options(command: list[str], *names: str) -> list[str]:
 
 
 NODES = ("--nnodes", "--node-rank")
+VLLM = ("--master-addr", "--master-port", "--tensor-parallel-size", "--pipeline-parallel-size", "--headless")
+SGLANG = ("--dist-init-addr", "--tp-size", "--ep-size")
 
 
-def test_a_vllm_engine_on_two_nodes(model):
-    config = engine_config(model, nodes=2, tensor_parallel=2, pipeline_parallel=2, expert_parallel=True)
-    names = (*NODES, "--master-addr", "--master-port", "--tensor-parallel-size", "--pipeline-parallel-size")
-    flags = ("--headless", "--enable-expert-parallel")
-    for rank, headless in ((0, ""), (1, "set")):
-        command = server_command(config, 8000, model, 0, Node(rank, "10.0.0.1", 15000))
-        assert options(command, *names) == ["2", str(rank), "10.0.0.1", "15000", "2", "2"]
-        assert options(command, *flags) == [headless, "set"]
-        assert ("headless" in command[2]) == bool(rank)
-    alone = server_command(engine_config(model), 8000, model, 0)
-    assert options(alone, *names, *flags) == ["", "", "", "", "1", "", "", ""]
+@pytest.mark.parametrize(
+    ("kind", "rank", "layout", "names", "expected", "alone"),
+    [
+        *(
+            (
+                "vllm",
+                rank,
+                {"tensor_parallel": 2, "pipeline_parallel": 2},
+                (*VLLM, "--enable-expert-parallel"),
+                ["10.0.0.1", "15000", "2", "2", headless, "set"],
+                ["", "", "1", "", "", ""],
+            )
+            for rank, headless in ((0, ""), (1, "set"))
+        ),
+        ("sglang", 1, {"tensor_parallel": 2}, SGLANG, ["10.0.0.1:15000", "2", "2"], ["", "1", ""]),
+    ],
+)
+def test_an_engine_on_two_nodes(model, kind, rank, layout, names, expected, alone):
+    config = engine_config(model, kind=kind, nodes=2, expert_parallel=True, **layout)
+    command = KINDS[kind].command(config, 8000, model, 0, Node(rank, "10.0.0.1", 15000))
+    assert options(command, *NODES, *names) == ["2", str(rank), *expected]
+    assert ("headless" in command[2]) == (kind == "vllm" and rank > 0)
+    command = KINDS[kind].command(engine_config(model, kind=kind), 8000, model, 0)
+    assert options(command, *NODES, *names) == ["", "", *alone]
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +114,6 @@ def test_workers_of_every_kind_tell_what_they_hold(request, tmp_path, name, by_e
     assert workers == 4
     for path, fingerprint in zip((other, start), held, strict=True):
         assert differing(expected(weights_of(path)), fingerprint) == []
-
-
-def test_an_sglang_engine_on_two_nodes(model):
-    config = engine_config(model, kind="sglang", nodes=2, tensor_parallel=2, expert_parallel=True)
-    names = (*NODES, "--dist-init-addr", "--tp-size", "--ep-size")
-    command = server_command(config, 8000, model, 0, Node(1, "10.0.0.1", 15000))
-    assert options(command, *names) == ["2", "1", "10.0.0.1:15000", "2", "2"]
-    alone = server_command(engine_config(model, kind="sglang"), 8000, model, 0)
-    assert options(alone, *names) == ["", "", "", "1", ""]
 
 
 STAGES = {"pipeline_parallel": 2, "nodes": 2}

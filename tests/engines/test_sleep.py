@@ -48,31 +48,24 @@ def test_a_sleeper_serves_nothing_until_it_woke_and_loaded(served, load):
     assert np.abs(score - served.reference("b").score(PROBE)).max() < TOLERANCE
 
 
-def test_a_sleeper_is_healthy_and_reports_the_version_that_it_served(served, load):
+def test_calls_may_be_repeated_and_a_sleeper_is_healthy_and_reports_the_version_that_it_served(served, load):
     """A run's orchestrator would load the published policy into one that lags."""
 
-    async def look(engine):
-        await load(engine, "a", 3)
-        await engine.sleep()
-        asleep = await check_health(engine, served.config)
-        await engine.wake()
-        awake = await check_health(engine, served.config)
-        await load(engine, "a", 4)
-        return [(info.version, info.updating_s) for info in (asleep, awake, await engine.info())]
-
-    assert use_colocated(served, look) == [(3, None), (3, None), (4, None)]
-
-
-def test_calls_may_be_repeated(served, load):
     async def twice(engine):
+        await load(engine, "a", 3)
         await engine.wake()  # it is awake, and keeps serving
         (rollout,) = await engine.generate(group("awake", n=1))
+        reported = []
         for call in (engine.sleep, engine.sleep, engine.wake, engine.wake, engine.sleep, engine.wake):
             await call()
+            info = await check_health(engine, served.config)
+            reported.append((info.version, info.updating_s))
         await refuses_to_serve(engine)
-        await load(engine, "b", 2)
-        return rollout, await engine.score(PROBE)
+        await load(engine, "b", 4)
+        return rollout, reported, await engine.info(), await engine.score(PROBE)
 
-    rollout, score = use_colocated(served, twice)
-    assert (rollout.versions == 0).all()
+    rollout, reported, info, score = use_colocated(served, twice)
+    assert (rollout.versions == 3).all()
+    assert reported == [(3, None)] * 6
+    assert info.version == 4
     assert np.abs(score - served.reference("b").score(PROBE)).max() < TOLERANCE

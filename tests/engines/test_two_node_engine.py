@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dppo_megatron.config import Config, save_resolved
-from dppo_megatron.engines.kinds import server_python
+from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.fleet.registry import engine_services
 from dppo_megatron.launch.driver import RestartedServer
 from dppo_megatron.launch.evaluate import with_settings
@@ -69,8 +69,8 @@ def engine(request, tmp_path_factory) -> Iterator[TwoNodes]:
     models = {name: make_model(root / name, seed) for seed, name in enumerate("ab", 1)}
     layout = {"kind": "sglang", "tensor_parallel": 2} if request.param == "sglang" else {request.param: 2}
     config = engine_config(models["a"], nodes=2, **layout)
-    if not server_python(config).exists():
-        pytest.fail(f"{server_python(config)} is not there; `make sglang` builds it")
+    if not kind_of(config).python(config).exists():
+        pytest.fail(f"{kind_of(config).python(config)} is not there; `make sglang` builds it")
     config.engine.env["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # SGLang's own choice allows a worker on each NUMA node
     if request.param == "pipeline_parallel":
         # In eager mode vLLM 0.32 on CPUs makes no receive buffers for a stage: its first request would fail.
@@ -129,7 +129,7 @@ def test_it_restarts_as_one_when_its_second_node_is_killed(engine):
     assert reported[-1] == "engine-0 serves again"
 
     async def ask(client):
-        return await client.version(), await client.score(PROBE)
+        return (await client.info()).version, await client.score(PROBE)
 
     version, scores = engine.use(ask)
     assert version == 7

@@ -75,115 +75,82 @@ def test_dead_server(config):
                 with_engine(config, url, use)
 
 
-def test_server_that_dies_while_generating(config):
-    with pytest.raises(EngineUnavailable, match="generation of group g"):
-        against(config, INFO_REPLY | {"/dppo/generate": [b""]}, generate)
+NANS = np.full(8, np.nan, np.float32)
+BODY = encode_reply(GOOD_HEADER, GOOD_ARRAYS)
+BROKEN = [  # the connection is closed behind them
+    *(b"", Last(good_reply()[:-10]), Last(b"not HTTP at all\r\n\r\n")),
+    Last(b"HTTP/1.1 200 x\r\ncontent-length: many\r\n\r\n"),
+    Last(b"HTTP/1.1 200 x\r\ncontent-encoding: gzip\r\ncontent-length: 3\r\n\r\nabc"),
+]
+REASONS = {400: EngineRefused, 404: EngineIncompatible, 409: EngineError, 500: EngineError}
+GARBLED = [
+    (b"<html>hello</html>", "not safetensors"),
+    (b"", "not safetensors"),
+    (BODY[:-3], "not fully covered"),
+    (BODY + b"x", "not fully covered"),
+    (BODY[:20], "invalid header length"),
+    (encode_reply({"request_id": "g~00000000"}, GOOD_ARRAYS), "lacks 'finish_reasons'"),
+    (encode_reply({**GOOD_HEADER, "request_id": "h"}, GOOD_ARRAYS), "the reply is to 'h'"),
+    (encode_reply(GOOD_HEADER, {"lengths": GOOD_ARRAYS["lengths"]}), "lacks 'token_ids'"),
+    (encode_reply(GOOD_HEADER, GOOD_ARRAYS | {"rollout_logprob": NANS}), "sample 0, token 0: log-prob is missing"),
+]
 
 
 @pytest.mark.parametrize(
-    "reply",
+    ("reply", "error", "message"),
     [
-        pytest.param(good_reply()[:-10], id="cut"),
-        pytest.param(b"not HTTP at all\r\n\r\n", id="no HTTP"),
-        pytest.param(b"HTTP/1.1 200 x\r\ncontent-length: many\r\n\r\n", id="no length"),
-        pytest.param(b"HTTP/1.1 200 x\r\ncontent-encoding: gzip\r\ncontent-length: 3\r\n\r\nabc", id="no gzip"),
+        *((reply, EngineUnavailable, r"connection failed during generation of group g: \S") for reply in BROKEN),
+        (b"HTTP/1.1 307 x\r\nlocation: /dppo/info\r\ncontent-length: 0\r\n\r\n", EngineError, "failed with status 307"),
+        (http(503, b"paused"), EngineTimeout, "generation of group g"),
+        *((http(n, b'{"error": "the reason"}'), error, f"status {n}: the reason") for n, error in REASONS.items()),
+        (http(200, encode_reply(GOOD_HEADER | {"instance": "b"}, GOOD_ARRAYS)), EngineUnavailable, "was restarted"),
+        *((http(200, body), InvalidSample, message) for body, message in GARBLED),
     ],
-)
-def test_a_reply_that_is_no_whole_reply(config, reply):
-    """The connection is closed behind it."""
-    with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1.*connection failed during generation of group g: \S"):
-        against(config, INFO_REPLY | {"/dppo/generate": [Last(reply)]}, generate)
+)  # fmt: skip
+def test_faults_of_a_server_that_samples_are_told_apart(config, reply, error, message):
+    """A redirection is not followed."""
+    with pytest.raises(error, match=message) as raised:
+        against(config, INFO_REPLY | {"/dppo/generate": [reply] * 50}, generate)
+    assert "127.0.0.1" in str(raised.value)
 
 
-def test_a_reply_that_points_elsewhere_is_not_followed(config):
-    elsewhere = b"HTTP/1.1 307 x\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n"
-    with pytest.raises(EngineError, match="failed with status 307"):
-        against(config, INFO_REPLY | {"/dppo/generate": [elsewhere], "/elsewhere": [good_reply()]}, generate)
+def score(engine):
+    return engine.score(np.arange(3))
 
 
-@pytest.mark.slow
+def load(engine):
+    return engine.load_weights("/some/policy", 4)
+
+
+SILENT = [
+    ("/dppo/generate", generate, r"generation of group g \(engine\.request_timeout_s, .* raise it"),
+    ("/dppo/score", score, "scoring of 3 tokens"),
+    ("/dppo/load_weights", load, "policy 4 from /some/policy"),
+]
+DESCRIPTIONS = (b"not json", b"[]", b'{"version": 3}')
+SCORES = [encode_reply({}, {"logprobs": np.float32(values)}) for values in ([-1.0], [-1.0, np.nan], [-1.0, 0.5])]
+
+
 @pytest.mark.parametrize(
-    ("path", "use", "what"),
+    ("path", "use", "reply", "error", "message"),
     [
-        ("/dppo/generate", generate, r"generation of group g \(engine\.request_timeout_s, .* raise it"),
-        ("/dppo/score", lambda engine: engine.score(np.arange(3)), "scoring of 3 tokens"),
-        ("/dppo/load_weights", lambda engine: engine.load_weights("/some/policy", 4), "policy 4 from /some/policy"),
+        *(("/dppo/score", score, http(200, body), InvalidSample, "scoring of 3 tokens") for body in SCORES),
+        *(("/dppo/info", VllmEngine.info, http(200, body), EngineError, "description") for body in DESCRIPTIONS),
+        ("/dppo/load_weights", load, http(200, b'{"version": 3}'), EngineError, "the reply has version 3"),
+        *(
+            pytest.param(path, use, None, EngineTimeout, rf"127\.0\.0\.1.*within 1 s.*{what}", marks=pytest.mark.slow)
+            for path, use, what in SILENT
+        ),
     ],
 )
-def test_silent_server(config, path, use, what):
-    with pytest.raises(EngineTimeout, match=rf"127\.0\.0\.1.*within 1 s.*{what}"):
-        against(config, INFO_REPLY | {path: [None]}, use)
+def test_wrong_and_missing_replies(config, path, use, reply, error, message):
+    with pytest.raises(error, match=message):
+        against(config, INFO_REPLY | {path: [reply]}, use)
 
 
 def test_busy_server_is_asked_again(config):
     replies = [http(503, b"paused"), http(503, b"paused"), good_reply()]
     assert len(against(config, INFO_REPLY | {"/dppo/generate": replies}, generate)) == 2
-
-
-def test_server_that_stays_busy(config):
-    with pytest.raises(EngineTimeout):
-        against(config, INFO_REPLY | {"/dppo/generate": [http(503, b"paused")] * 50}, generate)
-
-
-@pytest.mark.parametrize(
-    ("status", "error"), [(400, EngineRefused), (404, EngineIncompatible), (409, EngineError), (500, EngineError)]
-)
-def test_errors_carry_the_servers_reason(config, status, error):
-    reply = http(status, json.dumps({"error": "the reason"}).encode())
-    with pytest.raises(error, match=f"status {status}: the reason"):
-        against(config, INFO_REPLY | {"/dppo/generate": [reply]}, generate)
-
-
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (http(200, b"<html>hello</html>"), "not safetensors"),
-        (http(200, b""), "not safetensors"),
-        (http(200, encode_reply(GOOD_HEADER, GOOD_ARRAYS)[:-3]), "not fully covered"),
-        (http(200, encode_reply(GOOD_HEADER, GOOD_ARRAYS) + b"x"), "not fully covered"),
-        (http(200, encode_reply(GOOD_HEADER, GOOD_ARRAYS)[:20]), "invalid header length"),
-        (http(200, encode_reply({"request_id": "g~00000000"}, GOOD_ARRAYS)), "lacks 'finish_reasons'"),
-        (http(200, encode_reply({**GOOD_HEADER, "request_id": "h"}, GOOD_ARRAYS)), "the reply is to 'h'"),
-        (http(200, encode_reply(GOOD_HEADER, {"lengths": GOOD_ARRAYS["lengths"]})), "lacks 'token_ids'"),
-        (
-            good_reply(rollout_logprob=np.full(8, np.nan, np.float32)),
-            "sample 0, token 0: log-prob is missing or not finite",
-        ),
-    ],
-)
-def test_garbled_replies_are_invalid_samples(config, reply, message):
-    with pytest.raises(InvalidSample, match=message) as error:
-        against(config, INFO_REPLY | {"/dppo/generate": [reply]}, generate)
-    assert "127.0.0.1" in str(error.value)
-
-
-def test_samples_of_a_restarted_server_are_refused(config):
-    info = http(200, json.dumps(INFO | {"instance": "first instance"}).encode())
-    reply = http(200, encode_reply(GOOD_HEADER | {"instance": "second instance"}, GOOD_ARRAYS))
-    with pytest.raises(EngineUnavailable, match="the server was restarted"):
-        against(config, {"/dppo/info": [info], "/dppo/generate": [reply]}, generate)
-
-
-@pytest.mark.parametrize("logprobs", [[-1.0], [-1.0, np.nan], [-1.0, 0.5]])
-def test_invalid_scores(config, logprobs):
-    reply = http(200, encode_reply({"version": 3}, {"logprobs": np.array(logprobs, np.float32)}))
-    with pytest.raises(InvalidSample, match="scoring of 3 tokens"):
-        against(config, INFO_REPLY | {"/dppo/score": [reply]}, lambda engine: engine.score(np.arange(3)))
-
-
-@pytest.mark.parametrize("body", [b"not json", b"[]", b'{"version": 3}'])
-def test_garbled_description(config, body):
-    with pytest.raises(EngineError, match="description"):
-        against(config, INFO_REPLY | {"/dppo/info": [http(200, body)]}, VllmEngine.version)
-
-
-def test_load_weights_that_reports_another_version(config):
-    with pytest.raises(EngineError, match="the reply has version 3"):
-        against(
-            config,
-            INFO_REPLY | {"/dppo/load_weights": [http(200, b'{"version": 3}')]},
-            lambda engine: engine.load_weights("/some/policy", 4),
-        )
 
 
 def test_hundreds_of_requests_at_once(tmp_path):

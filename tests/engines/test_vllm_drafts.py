@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 from dppo_megatron.engines.protocol import EngineRefused
-from tests.support.engines import MAX_MODEL_LEN, PROMPT, VOCAB, engine_config, group, running_server, with_engine
+from tests.support.engines import MAX_MODEL_LEN, PROMPT, engine_config, group, running_server, with_engine
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 SIZE = 60
-SAMPLES, TOKENS = 256, 34  # of a group in the test of distributions
-
-
-@contextlib.contextmanager
-def drafting_server(model, directory, **engine):
-    config = engine_config(model, draft_tokens=6, **engine)
-    with running_server(config, directory / "server.log", version=0) as url:
-        yield lambda use: with_engine(config, url, use)
 
 
 @pytest.fixture(scope="module")
 def drafting(tiny_models, tmp_path_factory):
-    with drafting_server(tiny_models("dense")["a"], tmp_path_factory.mktemp("drafts"), exact=True) as use:
-        yield use
+    config = engine_config(tiny_models("dense")["a"], draft_tokens=6, exact=True)
+    with running_server(config, tmp_path_factory.mktemp("drafts") / "server.log", version=0) as url:
+        yield lambda use: with_engine(config, url, use)
 
 
 def with_drafts(request, alone, wrong_every=None):
@@ -133,52 +124,3 @@ def test_updates_in_flight_and_interrupted_samples(drafting, tiny_models):
 def test_masks_are_refused(drafting):
     with pytest.raises(EngineRefused, match="sampling_mask = true"):
         drafting(lambda engine: engine.generate(group("m", top_k=5, sampling_mask=True)))
-
-
-def of_positions(plain, drafted):
-    """Chi-squared and degrees of freedom of two lists of samples that agree, at each position; tokens [N, R]."""
-    for place in range(plain.shape[1]):
-        counts = np.stack([np.bincount(tokens[:, place], minlength=VOCAB) for tokens in (plain, drafted)])
-        rare = counts.sum(0) < 20
-        bins = np.column_stack([counts[:, ~rare], counts[:, rare].sum(1)])
-        bins = bins[:, bins.sum(0) > 0]
-        expected = np.outer(bins.sum(1), bins.sum(0)) / bins.sum()
-        yield float(((bins - expected) ** 2 / expected).sum()), bins.shape[1] - 1
-
-
-def of_ranks(rollouts):
-    """Chi-squared and degrees of freedom of the numbers of tokens of each rank, which the log-probs predict."""
-    tokens, ids, logprobs = (
-        np.concatenate([getattr(r, name) for r in rollouts])
-        for name in ("token_ids", "topk_ids", "rollout_topk_logprob")
-    )
-    p = np.exp(logprobs.astype(np.float64))
-    gap = ((tokens[:, None] == ids) - p).sum(0)
-    return float(gap @ np.linalg.solve(np.diag(p.sum(0)) - p.T @ p, gap)), p.shape[1]
-
-
-def test_distributions_agree_without_exact(tiny_models, tmp_path):
-    """100,000 tokens with drafts, and samples of other seeds without. A position's tokens in samples of one prompt are
-    independent draws of one distribution, however many drafts were accepted before it."""
-
-    async def use(engine, temperature):
-        request = group(f"t{temperature}", n=SAMPLES, max_tokens=TOKENS, topk=4, temperature=temperature)
-        ones = [replace(request, request_id=f"{request.request_id}-{s}", n=1, seeds=(s,)) for s in range(SAMPLES)]
-        plain = []
-        for first in range(0, SAMPLES, 32):
-            plain += [r for (r,) in await asyncio.gather(*map(engine.generate, ones[first : first + 32]))]
-        assert not engine.counts["drafted"]
-        drafted = []
-        for number in range(1, 5):
-            seeds = tuple(range(1000 * number, 1000 * number + SAMPLES))
-            asked = replace(request, request_id=f"{request.request_id}+{number}", seeds=seeds)
-            drafted += await engine.generate(with_drafts(asked, plain))
-        tokens = [np.stack([r.token_ids for r in rollouts]) for rollouts in (plain, drafted)]
-        found = [*of_positions(*tokens), of_ranks(plain), of_ranks(drafted)]
-        for chi_squared, degrees in found:  # if every draft is accepted, up to 58 instead of 5
-            assert chi_squared < degrees + 5 * np.sqrt(2 * degrees)
-        assert engine.counts["drafted"] > 1.2 * engine.counts["accepted"] > 2000
-
-    with drafting_server(tiny_models("dense")["a"], tmp_path, draft_batch=SAMPLES) as run:
-        for temperature in (0.4, 0.55, 0.7):
-            run(partial(use, temperature=temperature))

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from dppo_megatron.engines.vllm.extension.bodies import PlanBody, parse
+from dppo_megatron.engines.vllm.extension.bodies import parse
 from dppo_megatron.engines.vllm.extension.routes import DppoRoutes
 from dppo_megatron.engines.vllm.extension.weights import WeightsInconsistent, WeightUpdater
 from dppo_megatron.engines.vllm.extension.worker import WorkerExtension
@@ -143,7 +143,7 @@ def test_a_group_of_another_model_is_refused_before_anybody_waits(policy):
 
 def test_the_route_takes_the_whole_plan_as_the_trainer_writes_it():
     sent = replace(plan(), nccl="2.27.3", nccl_cumem="0", host="10.0.0.7", first_worker=4)
-    assert parse(PlanBody, json.dumps(sent.to_json()).encode()).plan() == sent
+    assert parse(WeightGroupPlan, json.dumps(sent.to_json()).encode()) == sent
 
 
 def test_a_group_over_another_nccl_is_refused_before_anybody_waits(policy, monkeypatch):
@@ -158,17 +158,13 @@ def test_a_group_over_another_nccl_is_refused_before_anybody_waits(policy, monke
     assert updater.group == "group"
 
 
-def test_a_broadcast_of_a_group_that_was_not_joined_is_refused(policy):
-    engine = FakeEngine()
-    with pytest.raises(BadWeights, match="in none; join it first"):
-        asyncio.run(WeightUpdater(engine, policy).receive("group", "step-1", 4, "keep", 5.0))
-    assert engine.calls == []
-
-
-def test_a_broadcast_that_fails_leaves_the_group(policy):
+def test_a_broadcast_needs_a_joined_group_and_one_that_fails_leaves_it(policy):
     async def fail():
         engine = FakeEngine()
         updater = WeightUpdater(engine, policy)
+        with pytest.raises(BadWeights, match="in none; join it first"):
+            await updater.receive("group", "step-1", 4, "keep", 5.0)
+        assert engine.calls == []
         await updater.join(plan())
         engine.fails_at = "update"
         with pytest.raises(WeightsInconsistent):
@@ -205,14 +201,6 @@ def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
         updater.check_consistent()
 
     asyncio.run(fail_then_succeed())
-
-
-@pytest.mark.parametrize("mode", ["keep_all", ""])
-def test_unknown_mode(policy, mode):
-    engine = FakeEngine()
-    with pytest.raises(BadWeights, match="mode"):
-        asyncio.run(load(WeightUpdater(engine, policy), policy, mode))
-    assert engine.calls == []
 
 
 class Worker(WorkerExtension):

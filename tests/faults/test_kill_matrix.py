@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from dppo_megatron.bank import BankReader
-from dppo_megatron.engines.kinds import server_python
+from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.run_dir import RunDir
 from tests.support.engines import engine_config
 from tests.support.faults import Proxy, Run, command_line, fault_config, kill
@@ -120,7 +120,7 @@ def live(life: Run, part: str, phase: str, phases: Phases, rank: int) -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_no_step_is_lost_or_recorded_twice(task, tmp_path, tmp_path_factory, request, kind):
-    if kind == "sglang" and not server_python(engine_config(tmp_path, kind=kind)).exists():
+    if kind == "sglang" and not KINDS[kind].python(engine_config(tmp_path, kind=kind)).exists():
         pytest.skip("needs SGLang's environment (make sglang)")
     if kind == "vllm":
         engine = request.getfixturevalue("engines")[0]

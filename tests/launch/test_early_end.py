@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,31 +31,14 @@ def config(tmp_path) -> Config:
     return config
 
 
-class Ended:
-    """A job step of which every task exited 0."""
-
-    name, log = "trainer", Path("trainer.log")
-
-    def poll(self):
-        return 0
-
-
-class FakeLauncher:
-    """Its steps have ended when they start."""
-
-    def start(self, plan):
-        return Ended()
-
-    def end(self, processes, grace_s):
-        pass
-
-
 @pytest.mark.parametrize(("saved", "event", "code"), [("step-000004", "failed", 1), ("step-000009", "completed", 0)])
 def test_a_job_is_complete_with_its_last_step_only(config, monkeypatch, saved, event, code):
     monkeypatch.setattr(Job, "_still_running", lambda self: True)
     run = RunDir(config.run.dir)
     (run.checkpoints / "latest").write_text(saved)
-    monkeypatch.setattr("dppo_megatron.slurm.job.StepLauncher", lambda *_: FakeLauncher())
+    launcher = Mock()
+    launcher.start.return_value.poll.return_value = 0  # every step has ended when it starts
+    monkeypatch.setattr("dppo_megatron.slurm.job.StepLauncher", lambda *_: launcher)
     job = Job(config, Allocation("7", 0, (("a",),)), resume=False)
     job._driver.start(RunPlan(engines=[], orchestrator="orchestrator", trainers=["trainer"]))
     AttemptLog(run).record("started", "submitted", job="7", restart=0)

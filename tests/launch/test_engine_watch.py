@@ -136,11 +136,6 @@ def test_a_server_that_ends_while_starting_names_the_cause(monkeypatch, tmp_path
         launched._wait_healthy(settings, "http://engine", ended, log)
 
 
-def test_the_exit_code_of_one_that_ended(server):
-    url, process = server
-    assert watch(url, process, process.kill) == -signal.SIGKILL
-
-
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 
 

@@ -70,15 +70,6 @@ def test_ending_a_child_ends_its_whole_session_even_orphans_that_ignore_sigterm(
     wait_until(lambda: gone(orphan))
 
 
-def test_a_child_does_not_outlive_its_killed_parent(tmp_path):
-    source = """
-        from dppo_megatron.common.process import Child
-        note("child", Child("x", [sys.executable, "-c", "import time; time.sleep(600)"], Path("x.out")).pid)
-        time.sleep(600)
-    """
-    check_ends_with_its_parent(source, tmp_path, "child")
-
-
 @pytest.mark.parametrize("delay", ["before", "after"])
 def test_a_parent_killed_between_fork_and_exec_leaves_nothing(tmp_path, delay):
     """The moment is short, so the test delays it: before the call to the kernel, and after it, while a signal still

@@ -10,14 +10,7 @@ from dppo_megatron.fleet.registry import register
 from dppo_megatron.launch.driver import RestartedServer
 from dppo_megatron.launch.local_processes import ProcessPlan
 from dppo_megatron.run_dir import RunDir
-
-
-class FakeProcess:
-    def __init__(self):
-        self.name, self.log, self.code, self.ended = "engine-0", Path("engine-0.log"), None, False
-
-    def poll(self):
-        return self.code
+from tests.launch.test_driver import FakeProcess
 
 
 class Scene:
@@ -26,6 +19,7 @@ class Scene:
     def __init__(self, root: Path):
         self.run, self.now = RunDir(root), 0.0
         self.started: list[FakeProcess] = []
+        self.ended: list[FakeProcess] = []
         self.restart()
 
     def restart(self, limit: int = 3) -> None:
@@ -40,12 +34,11 @@ class Scene:
         return (self.run.services / "engine-0.json").exists()
 
     def start(self, plan) -> FakeProcess:
-        self.started.append(FakeProcess())
+        self.started.append(FakeProcess("engine-0"))
         return self.started[-1]
 
     def end(self, processes, grace_s) -> None:
-        for process in processes:
-            process.ended = True
+        self.ended += processes
 
     def check(self, after_s: float = 0.0) -> str | None:
         self.now += after_s
@@ -73,7 +66,7 @@ def test_an_engine_that_served_and_was_killed_between_two_looks_is_started_again
 def test_an_engine_that_ended_is_started_again_after_a_delay(scene):
     assert "engine-0 ended: killed by SIGKILL. Restart 1 of 3 (engine.restarts) in 1 s" in scene.serve_and_end()
     assert not scene.announced  # no request may go to its old address
-    assert scene.started[0].ended  # its own workers, too
+    assert scene.ended == scene.started  # its own workers, too
     scene.check(0.9)
     assert len(scene.started) == 1
     scene.check(0.1)

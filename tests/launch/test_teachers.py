@@ -8,7 +8,7 @@ import pytest
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.checks.devices import devices_needed, gpu_problems
-from dppo_megatron.engines.kinds import server_command
+from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.launch import local_processes
 from tests.support.actor_cases import QWEN3
@@ -48,7 +48,7 @@ def test_the_servers_of_teachers_start_as_engines_do(config, monkeypatch, tmp_pa
         assert command == "engine"
         assert own.run.dir == tmp_path / "run" / "teachers" / each.name.removeprefix("teacher-")
         assert not own.distillation.teachers
-        argv = " ".join(server_command(own, 1, own.model.path, 0))
+        argv = " ".join(kind_of(own).command(own, 1, own.model.path, 0))
         assert "--max-logprobs 7" in argv
         assert f"--max-model-len {2048 if each.name == 'teacher-own' else 1101}" in argv
         secrets.add(read_secret(own))

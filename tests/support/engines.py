@@ -20,7 +20,7 @@ import numpy as np
 from dppo_megatron.config.model import LoraConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
-from dppo_megatron.engines.kinds import build_engine, server_command, server_environment
+from dppo_megatron.engines.kinds import build_engine, kind_of, server_environment
 from dppo_megatron.engines.protocol import Engine, GenerateRequest
 from dppo_megatron.engines.secret import make_secret, read_secret
 from dppo_megatron.fleet.registry import free_port
@@ -142,7 +142,7 @@ def running_server(config: Config, log: Path, version: int) -> Iterator[str]:
     make_secret(config)
     with log.open("wb") as output:
         server = subprocess.Popen(
-            server_command(config, port, config.model.path, version),
+            kind_of(config).command(config, port, config.model.path, version),
             env=os.environ | server_environment(config, version),
             stdout=output,
             stderr=subprocess.STDOUT,

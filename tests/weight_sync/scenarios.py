@@ -372,7 +372,6 @@ SCENARIOS: dict[str, Callable[[Path, Path], dict]] = {
     "cannot_load": partial(fails, corrupt=partial(receive_fails, error=EngineError, text="out of memory")),
     "other_weights": partial(fails, corrupt=partial(change, score_offset=0.5)),
     "not_a_number": partial(fails, corrupt=partial(change, score_offset=float("nan"))),
-    "other_weights_stored": partial(fails, corrupt=partial(change, score_offset=0.5), transport="shared_storage"),
 }
 
 

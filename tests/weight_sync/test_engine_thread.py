@@ -11,7 +11,7 @@ from dppo_megatron.actor.checkpoint.directory import CheckpointError
 from dppo_megatron.weight_sync.engine_thread import EngineThread
 
 class Engines:
-    def __init__(self):
+    async def connect(self):
         self.session = aiohttp.ClientSession()
 
     async def close(self):
@@ -19,8 +19,10 @@ class Engines:
         print("closed")
 
 def train():
-    EngineThread(Engines).close()
-    engines = EngineThread(Engines)
+    ended, left = EngineThread(Engines()), EngineThread(Engines())
+    for engines in (ended, left):
+        engines.start(Engines.connect).result()
+    ended.close()
     raise CheckpointError("step-000004 could not be written")
 
 try:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from dppo_megatron.config import Config
-from dppo_megatron.engines.kinds import KINDS, server_python
+from dppo_megatron.engines.kinds import KINDS
 from dppo_megatron.launch.evaluate import with_settings
 from tests.support.engines import Reference, engine_config, make_model, running_server
 from tests.support.faults import Proxy
@@ -122,7 +122,7 @@ def test_colocated_engines_sleep_while_the_trainer_trains(request, dense, tmp_pa
 
 
 def needs_sglang(config: Config) -> None:
-    if not server_python(config).with_name("sglang").exists():
+    if not KINDS["sglang"].python(config).with_name("sglang").exists():
         pytest.skip("needs SGLang's environment (make sglang)")
 
 

@@ -1,4 +1,4 @@
-"""Real SGLang servers of a dense model in bf16: one freezes in each phase of a publish, or keeps old weights."""
+"""Real SGLang servers of a dense model in bf16: one freezes in each phase of a publish."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.engines import engine_config, make_model
 from tests.weight_sync.test_real_engines import check_scores, needs_sglang, publish_frozen, started_together
-from tests.weight_sync.test_stale_engines import EVERYTHING, NOTHING, check_named, publish_faults
 from tests.weight_sync.trainer_process import WAIT
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
@@ -26,12 +25,6 @@ def two_servers(policies, tmp_path_factory):
     config = config.model_copy(update={"weight_sync": config.weight_sync.model_copy(update={"timeout_s": TIMEOUT_S})})
     needs_sglang(config)
     yield from started_together(config, tmp_path_factory.mktemp("logs"))
-
-
-def test_what_a_model_without_experts_kept_is_named(two_servers, policies):
-    faults = (NOTHING, EVERYTHING, "layer 0")
-    directory = policies[0].parent.parent / "stale"
-    check_named(*publish_faults("sglang", policies[0], two_servers[0], directory, faults, transport="shared_storage"))
 
 
 @pytest.mark.parametrize(

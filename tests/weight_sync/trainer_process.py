@@ -25,6 +25,7 @@ def publish_all(rank: int, tree: dict, out: Path, policies: list[Path | str]) ->
     from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.common.ranks import Ranks
     from dppo_megatron.config import Config
+    from dppo_megatron.fleet.live_engines import LiveEngines
     from dppo_megatron.hf import save_hf
     from dppo_megatron.objectives import build_objective
     from dppo_megatron.weight_sync import WeightSyncError, build_publisher
@@ -35,7 +36,7 @@ def publish_all(rank: int, tree: dict, out: Path, policies: list[Path | str]) ->
     rendezvous(out.parent)
     layout = init_layout(config)
     actor = Actor(config, layout)
-    engines = EngineThread.of_run(config) if rank == 0 else None
+    engines = EngineThread(LiveEngines(config)) if rank == 0 else None
     publisher = build_publisher(config, actor, engines, PROBE)
     records = []
     for version, policy in enumerate(policies, 1):

@@ -110,7 +110,7 @@ def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1
             t.engines = [FakeEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
             by_url = {engine.url: engine for engine in t.engines}
             book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}
-            thread = EngineThread(lambda: LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
+            thread = EngineThread(LiveEngines(config, lambda: book, lambda _, url: by_url[url]))
         t.publisher = build_publisher(config, actor, thread, None if thread is None else TOKENS)
         try:
             yield t

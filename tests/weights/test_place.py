@@ -139,7 +139,8 @@ def test_a_directory_that_others_could_reach_is_refused(run, tmp_path, unfit):
     assert not run.weights.is_symlink()
 
 
-def test_a_directory_of_somebody_else_is_refused(run, tmp_path, monkeypatch):
+def test_the_default_directory_and_one_of_somebody_else_are_refused(run, tmp_path, monkeypatch):
+    assert "remove the setting" in problem(run, run.weights)
     (tmp_path / "memory").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert "it must be yours" in problem(run, tmp_path / "memory")
@@ -156,10 +157,6 @@ def test_a_run_that_is_quicker_keeps_the_directory(run, tmp_path, monkeypatch):
     with pytest.raises(ExpectedError, match="belongs to the run /another/run"):
         lead(run, tmp_path / "memory")
     assert not run.weights.is_symlink()
-
-
-def test_the_run_directory_itself_is_refused(run):
-    assert "remove the setting" in problem(run, run.weights)
 
 
 def test_what_is_not_of_weights_is_not_removed(run, tmp_path):

@@ -15,8 +15,8 @@ import numpy as np
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.byte_budget import ByteBudget, ReplySlot
-from dppo_megatron.engines.client import HttpEngine, check_info
-from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY, decoded
+from dppo_megatron.engines.client import check_info
+from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -25,18 +25,15 @@ from dppo_megatron.engines.protocol import (
     EngineTimeout,
     GenerateRequest,
     InvalidSample,
-    UpdateMode,
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
-from dppo_megatron.engines.serving import start_model
 from dppo_megatron.engines.trace import Trace
 from dppo_megatron.hf import HFModelConfig, ModelError, read_hf_config
 from dppo_megatron.types import Rollout
-from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.fingerprint import Fingerprint
 
 from .plugin.dppo_sglang_plugin import FINGERPRINT, MISSING, START_TRACE, TAKE_TRACE
-from .weights import UPDATING, SglangWeights, ask_plugin
+from .weights import UPDATING, SglangWeights
 from .wire import (
     ASLEEP,
     EMPTY,
@@ -50,7 +47,7 @@ from .wire import (
 )
 
 
-class SglangEngine(HttpEngine):
+class SglangEngine(SglangWeights):
     """Calls one server over HTTP.
 
     The server has no upper limit of K, exits when a token id is outside its vocabulary, and loads any weights it is
@@ -59,20 +56,14 @@ class SglangEngine(HttpEngine):
     """
 
     def __init__(self, config: Config, url: str, budget: ByteBudget | None = None):
-        super().__init__(config, url, budget, "is it an SGLang server of at least 0.5.23?")
+        super().__init__(config, url, budget)
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
         self._seeded = config.engine.seeded
-        self._sleeps = config.engine.placement == "colocated"
         self._running: dict[str, GenerateRequest] = {}  # request id -> request as sent to the server
         self._last_info: EngineInfo | None = None  # result of the last `info`
         self._update: tuple[str, float] | None = None  # label of the running update, and when it was first seen
         self._tracing = asyncio.Lock()
-        sync = config.weight_sync
-        self._adapters = config.model.lora if sync.lora == "adapter" else None
-        self._weights = SglangWeights(
-            self._calls, start_model(config), sync.timeout_s, self._adapters, sync.read_ahead_bytes
-        )
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         what = f"generation of group {request.request_id}"
@@ -101,7 +92,7 @@ class SglangEngine(HttpEngine):
         finally:
             del self._running[request.request_id]
         try:
-            samples = await decoded(self._decode_samples, reply, request, sent, limits)
+            samples = await asyncio.to_thread(self._decode_samples, reply, request, sent, limits)
         except (ValueError, InvalidSample) as error:
             raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
         return samples.rollouts(len(request.token_ids))
@@ -135,37 +126,21 @@ class SglangEngine(HttpEngine):
         what = f"recording the pass of {len(token_ids)} tokens"
         ids = " ".join(map(str, np.asarray(token_ids).tolist()))
         async with self._tracing:
-            await ask_plugin(self._calls, what, f"{START_TRACE} {ids}")
+            await self._ask_plugin(what, f"{START_TRACE} {ids}")
             try:
                 logprobs = await self.score(token_ids)
             finally:
-                reports = await ask_plugin(self._calls, what, TAKE_TRACE, self._generate_timeout_s)
+                reports = await self._ask_plugin(what, TAKE_TRACE, self._generate_timeout_s)
         return self._joined(what, lambda: [decode_trace(worker) for worker in reports]), logprobs
-
-    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
-        await self._check_not(f"loading policy {version} from {path}", ASLEEP)
-        return await self._weights.load(path, version, mode)
-
-    async def join_weight_group(self, plan: WeightGroupPlan) -> None:
-        await self._weights.join(plan, (await self.info()).workers)
-
-    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
-        return await self._weights.receive(group, step, version, mode)
 
     async def weights_fingerprint(self) -> Fingerprint:
         what = "fingerprints of its weights"
         await self._check_not(what, ASLEEP, EMPTY)
-        reports = await ask_plugin(self._calls, what, FINGERPRINT, self._update_timeout_s)
+        reports = await self._ask_plugin(what, FINGERPRINT, self._update_timeout_s)
         workers = [
             {group: None if value == MISSING else value.split() for group, value in rank.items()} for rank in reports
         ]
         return self._fingerprint(workers)
-
-    async def sleep(self) -> None:
-        await self._weights.sleep()
-
-    async def wake(self) -> None:
-        await self._weights.wake()
 
     async def info(self) -> EngineInfo:
         what = "its description"
@@ -173,7 +148,7 @@ class SglangEngine(HttpEngine):
         served = await self._calls.json(what, "/model_info")
         updating_s = self._updating_s(served)
         if updating_s is not None and self._last_info is not None:
-            return dataclasses.replace(self._last_info, updating_s=updating_s, weight_group=self._weights.group)
+            return dataclasses.replace(self._last_info, updating_s=updating_s, weight_group=self._weight_group)
         server = await self._calls.json(what, "/server_info")
         try:
             self._last_info = EngineInfo(
@@ -190,7 +165,7 @@ class SglangEngine(HttpEngine):
                 sampling_mask="sampling_mask_max_tokens" in server,
                 problems=tuple(_unfit_settings(server, model, self._seeded, self._adapters is not None)),
                 workers=server["tp_size"],
-                weight_group=self._weights.group,
+                weight_group=self._weight_group,
                 updating_s=updating_s,
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -209,14 +184,6 @@ class SglangEngine(HttpEngine):
         if self._update is None or self._update[0] != label:
             self._update = (label, time.monotonic())
         return time.monotonic() - self._update[1]
-
-    async def version(self) -> int:
-        what = "its version"
-        served = await self._calls.json(what, "/model_info")
-        try:
-            return reported_version(served["weight_version"])
-        except (KeyError, AttributeError) as error:
-            raise EngineError(f"engine {self.url}: {what}: not in its description: {error}") from error
 
     async def health(self) -> None:
         # The scheduler answers this route, also between the steps of long requests and while paused. /health would
@@ -292,10 +259,6 @@ class SglangEngine(HttpEngine):
             raise EngineRefused(
                 f"engine {self.url}: {what}: token id {foreign[0]} is outside the vocabulary of {vocab_size}"
             )
-
-    async def _check_not(self, what: str, *labels: str) -> None:
-        if self._sleeps:  # other engines never sleep, so the request would be useless
-            await self._weights.check_not(what, *labels)
 
     @cached_property
     def _model(self) -> tuple[HFModelConfig, frozenset[int]]:

@@ -8,13 +8,15 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import get_args
 from uuid import uuid4
 
-from dppo_megatron.config.model import LoraConfig
+from dppo_megatron.config import Config
+from dppo_megatron.engines.byte_budget import ByteBudget
+from dppo_megatron.engines.client import HttpEngine
 from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
-from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, EngineCalls
+from dppo_megatron.engines.http import CONTROL_TIMEOUT_S
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, UpdateMode
+from dppo_megatron.engines.serving import start_model
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.hf.peft import adapter_problems
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
@@ -45,47 +47,37 @@ class _Group:
     workers: int
 
 
-class SglangWeights:
-    """Updates the weights through the server's own routes, one at a time, each within `timeout_s`.
+class SglangWeights(HttpEngine):
+    """The part of `SglangEngine` that updates weights through the server's own routes, one update at a time.
 
-    SGLang would also load weights that are neither the model of `model_path` nor an adapter of `adapters` for it. This
-    class rejects them.
+    SGLang would also load weights that are neither the start model's nor an adapter for it. This class rejects them.
     """
 
-    def __init__(
-        self,
-        calls: EngineCalls,
-        model_path: Path,
-        timeout_s: float,
-        adapters: LoraConfig | None = None,
-        read_ahead_bytes: int = 0,
-    ):
-        self.url = calls.url
-        self._calls = calls
-        self._model_path = model_path
-        self._update_timeout_s = timeout_s
-        self._read_ahead_bytes = read_ahead_bytes
-        self._adapters = adapters
+    def __init__(self, config: Config, url: str, budget: ByteBudget | None):
+        super().__init__(config, url, budget, "is it an SGLang server of at least 0.5.23?")
+        self._start_model = start_model(config)
+        self._read_ahead_bytes = config.weight_sync.read_ahead_bytes
+        self._adapters = config.model.lora if config.weight_sync.lora == "adapter" else None
+        self._sleeps = config.engine.placement == "colocated"
         self._manifest: Manifest | None = None
         self._updates = asyncio.Lock()
         self._group: _Group | None = None
 
     @property
-    def group(self) -> str:
+    def _weight_group(self) -> str:
         """Return the name of the weight group that the server joined through this client; empty = none."""
         return "" if self._group is None else self._group.plan.name
 
-    async def load(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
+    async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
         path = Path(path).absolute()
         what = f"loading policy {version} from {path}"
-        if mode not in get_args(UpdateMode):
-            raise ValueError(f"mode = {mode!r}: must be one of {get_args(UpdateMode)}")
+        await self._check_not(what, ASLEEP)
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
             await asyncio.to_thread(self._check_weights, what, path)
             # Without the plug-in SGLang would load a delta's file as weights.
             if self._adapters is not None or is_delta(path):
-                workers = len(await ask_plugin(self._calls, what, NCCL))
+                workers = len(await self._ask_plugin(what, NCCL))
                 if self._adapters is None:
                     await self._read_ahead(what, path, self._read_ahead_bytes // workers, deadline)
             if mode == "wait":
@@ -99,7 +91,7 @@ class SglangWeights:
         """Make the schedulers read `path` while they sample. Raises `EngineError` if one of them fails."""
         action, pause_s = f"{READ_AHEAD} {most_bytes} {path}", READ_POLL_S
         while True:
-            reports = await ask_plugin(self._calls, what, action, _left(deadline))
+            reports = await self._ask_plugin(what, action, _left(deadline))
             states = {worker.get(STATE, "garbled reply") for worker in reports}
             if problems := states - {READING, READ}:
                 raise EngineError(
@@ -149,23 +141,22 @@ class SglangWeights:
             await self._calls.call(what, route, _left(deadline), body={})
             await self._label(what, label)
 
-    async def check_not(self, what: str, *labels: str) -> None:
-        """Raise `EngineError` if the label of the weights begins with one of `labels`, `ASLEEP` or `EMPTY`."""
-        if (await self._present_label(what)).startswith(labels):
+    async def _check_not(self, what: str, *labels: str) -> None:
+        """Raise `EngineError` if the label of the weights begins with one of `labels`, `ASLEEP` or `EMPTY`.
+
+        Only colocated engines sleep, so others are not asked.
+        """
+        if self._sleeps and (await self._present_label(what)).startswith(labels):
             raise EngineError(
                 f"engine {self.url}: {what}: it was put to sleep, which discards its weights; wake it and load them"
             )
 
-    async def join(self, plan: WeightGroupPlan, workers: int) -> None:
-        """Join the trainer's group, and leave the previous group.
-
-        Raises `EngineRefused` if the group has other tensors, another NCCL version or another NCCL_CUMEM_ENABLE.
-        """
-        what = f"joining weight group {plan.name}"
+    async def join_weight_group(self, plan: WeightGroupPlan) -> None:
+        what, workers = f"joining weight group {plan.name}", (await self.info()).workers
         async with self._updates:
             self._check_manifest(what, lambda: Manifest.of(plan.name, plan.tensors()))
             if plan.nccl:
-                report, *_ = await ask_plugin(self._calls, "its version of NCCL", NCCL)
+                report, *_ = await self._ask_plugin("its version of NCCL", NCCL)
                 if problem := nccl_problem(plan.nccl, plan.nccl_cumem, report.get(NCCL, ""), report.get(CUMEM, "")):
                     raise EngineRefused(f"engine {self.url}: {what}: {problem}")
             await self._leave_group()
@@ -194,7 +185,7 @@ class SglangWeights:
         }
         await self._calls.call(what, "/init_weights_update_group", self._update_timeout_s, body=body)
 
-    async def receive(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
+    async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
         what = f"receiving policy {version}"
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
@@ -276,19 +267,19 @@ class SglangWeights:
         SGLang would load the tensors it knows, keep the old values of missing ones, and report success.
         """
         try:  # the server makes the same check, but only after it has paused
-            inside_roots(str(path), [str(self._model_path), str(path.parent)])
+            inside_roots(str(path), [str(self._start_model), str(path.parent)])
         except RefusedPath as error:
             raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
         if self._adapters is None:
             return self._check_manifest(what, lambda: Manifest.read(path))
         folded = self._adapters.model_copy(update={"alpha": float(self._adapters.r)})
-        if problems := adapter_problems(path, read_hf_config(self._model_path), folded):
+        if problems := adapter_problems(path, read_hf_config(self._start_model), folded):
             raise EngineRefused(f"engine {self.url}: {what}: {'; '.join(problems)}")
 
     def _check_manifest(self, what: str, make: Callable[[], Manifest]) -> None:
         try:
             if self._manifest is None:
-                self._manifest = Manifest.read(self._model_path)
+                self._manifest = Manifest.read(self._start_model)
             make().check_replaces(self._manifest)
         except BadWeights as error:
             raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
@@ -326,24 +317,24 @@ class SglangWeights:
             raise
         await self._calls.call(what, route, body={})
 
+    async def _ask_plugin(self, what: str, action: str, timeout_s: float = CONTROL_TIMEOUT_S) -> list[dict[str, str]]:
+        """Return the report of our plug-in for each worker, at least one.
 
-async def ask_plugin(
-    calls: EngineCalls, what: str, action: str, timeout_s: float = CONTROL_TIMEOUT_S
-) -> list[dict[str, str]]:
-    """Return the report of our plug-in for each worker, at least one. Raises `EngineIncompatible` if it is missing."""
-    try:
-        body = {"action": action, "selector": "target"}
-        reply = await calls.json(what, "/weights_checker", timeout_s, body=body)
-        reports = [{group: str(value) for group, value in rank["checksums"].items()} for rank in reply["ranks"]]
-    except EngineRefused as error:
-        if "Unsupported action" in str(error):
-            raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
-        raise EngineError(str(error)) from None  # SGLang reports every failure this way, also a lack of memory
-    except (KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"engine {calls.url}: {what}: garbled reply: {error}") from None
-    if not reports:
-        raise EngineError(f"engine {calls.url}: {what}: garbled reply: no worker reports")
-    return reports
+        Raises `EngineIncompatible` if it is missing.
+        """
+        try:
+            body = {"action": action, "selector": "target"}
+            reply = await self._calls.json(what, "/weights_checker", timeout_s, body=body)
+            reports = [{group: str(value) for group, value in rank["checksums"].items()} for rank in reply["ranks"]]
+        except EngineRefused as error:
+            if "Unsupported action" in str(error):
+                raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
+            raise EngineError(str(error)) from None  # SGLang reports every failure this way, also a lack of memory
+        except (KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"engine {self.url}: {what}: garbled reply: {error}") from None
+        if not reports:
+            raise EngineError(f"engine {self.url}: {what}: garbled reply: no worker reports")
+        return reports
 
 
 def _left(deadline: float) -> float:

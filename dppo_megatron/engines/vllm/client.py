@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from dppo_megatron.config import Config
 from dppo_megatron.engines.byte_budget import ByteBudget, ReplySlot
 from dppo_megatron.engines.client import HttpEngine
-from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, decoded
+from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -58,7 +59,7 @@ class VllmEngine(HttpEngine):
                 timeout_remedy=REQUEST_TIMEOUT_REMEDY,
                 slot=slot,
             )
-            samples = await decoded(self._decode_samples, reply, what, request, sent.request_id, limits)
+            samples = await asyncio.to_thread(self._decode_samples, reply, what, request, sent.request_id, limits)
         self.counts.update(samples.counts)
         return samples.rollouts(len(request.token_ids))
 
@@ -137,9 +138,6 @@ class VllmEngine(HttpEngine):
             return EngineInfo(**{**reply, "problems": tuple(reply["problems"])})
         except (KeyError, TypeError) as error:
             raise EngineIncompatible(f"engine {self.url}: its description is of another version: {error}") from error
-
-    async def version(self) -> int:
-        return (await self.info()).version
 
     async def health(self) -> None:
         await self._calls.call("health", "/health", CONTROL_TIMEOUT_S, retry_busy=False)

@@ -7,17 +7,10 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.engines.protocol import GenerateRequest, UpdateMode
-from dppo_megatron.weights.broadcast_plan import Backend, WeightGroupPlan
+from dppo_megatron.weights.broadcast_plan import Int32, Seconds, Text
 
 SHOWN = 3  # number of wrong fields in an error
-TEXT = 4096  # limit of characters of a name or a path
-
-Int32 = Annotated[int, Field(ge=0, lt=2**31)]
-Text = Annotated[str, Field(min_length=1, max_length=TEXT)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-DType = Annotated[str, Field(pattern="|".join(f"^{dtype.long}$" for dtype in DTYPES.values()))]
 
 
 class Body(BaseModel):
@@ -73,29 +66,13 @@ class ReceiveBody(Body):
     wait_s: Seconds
 
 
-class PlanBody(Body):
-    name: Text
-    host: Text
-    port: Annotated[int, Field(ge=1, le=65535)]
-    backend: Backend
-    timeout_s: Seconds
-    workers: Annotated[int, Field(ge=1, lt=2**20)]
-    streams: list[list[list[tuple[Text, DType, list[Annotated[int, Field(ge=0, lt=2**48)]]]]]]
-    first_worker: Int32 = 0
-    nccl: Annotated[str, Field(max_length=TEXT)] = ""
-    nccl_cumem: Annotated[str, Field(max_length=TEXT)] = ""
-
-    def plan(self) -> WeightGroupPlan:
-        return WeightGroupPlan.from_json(dict(self))
-
-
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT")
 
 
 def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """Return the parsed body. Raises ValueError that names the wrong fields in one line."""
     try:
-        return TypeAdapter(kind).validate_json(body)
+        return TypeAdapter(kind).validate_json(body, strict=True)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)
         raise ValueError("; ".join(map(_describe, wrong[:SHOWN])) + ("; ..." if len(wrong) > SHOWN else "")) from None

@@ -71,8 +71,8 @@ def child_ids(request: GenerateRequest) -> list[str]:
 
 async def score(
     engine: EngineClient, token_ids: list[int], request_id: str, masks: MaskReader, adapter: LoRARequest | None
-) -> tuple[np.ndarray, int]:
-    """Return fp32 [S - 1] log-probs at temperature 1 of tokens 1.. after their prefix, and the scoring version."""
+) -> np.ndarray:
+    """Return fp32 [S - 1] log-probs at temperature 1 of tokens 1.. after their prefix."""
     params = SamplingParams(
         **_greedy(masks),
         max_tokens=1,
@@ -88,8 +88,7 @@ async def score(
     assert isinstance(flat, FlatLogprobs)  # because of flat_logprobs=True
     # Position 0 has no entry; the entry of every other position begins with the prompt's token.
     first = np.asarray(flat.start_indices[1:])
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32)[first]
-    return logprobs, int(_versions([output.outputs[0].weight_versions or ()], np.ones(1, np.int32))[0])
+    return np.asarray(flat.logprobs, dtype=np.float32)[first]
 
 
 def _greedy(masks: MaskReader) -> dict[str, Any]:

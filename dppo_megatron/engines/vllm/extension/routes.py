@@ -34,9 +34,10 @@ from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClient
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard, inside_roots, roots_of_environment
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.engines.samples import parse_version
+from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights
 
-from .bodies import AbortBody, GenerateBody, LoadBody, PlanBody, ReceiveBody, ScoreBody, parse
+from .bodies import AbortBody, GenerateBody, LoadBody, ReceiveBody, ScoreBody, parse
 from .drafts import has_drafts
 from .experts import ExpertsReader
 from .generation import child_ids, sample_group, score
@@ -190,8 +191,8 @@ class DppoRoutes:
         self._check_ids(token_ids)
         scored = f"score-{uuid4().hex}"
         work = score(self._engine, token_ids.tolist(), scored, self._masks, self._updater.adapter)
-        logprobs, version = await _unless_gone(request, work)
-        return Response(encode_reply({"version": version}, {"logprobs": logprobs}), media_type=MEDIA_TYPE)
+        reply = encode_reply({}, {"logprobs": await _unless_gone(request, work)})
+        return Response(reply, media_type=MEDIA_TYPE)
 
     async def _trace(self, request: Request) -> Response:
         token_ids = parse(ScoreBody, await request.body()).token_ids
@@ -202,7 +203,7 @@ class DppoRoutes:
             await self._engine.collective_rpc("dppo_start_trace", args=(token_ids,))
             try:
                 work = score(self._engine, token_ids, traced, self._masks, self._updater.adapter)
-                logprobs, _ = await _unless_gone(request, work)
+                logprobs = await _unless_gone(request, work)
             finally:
                 workers = await self._engine.collective_rpc("dppo_take_trace")
         return Response(encode_trace(logprobs, workers), media_type=MEDIA_TYPE)
@@ -221,7 +222,7 @@ class DppoRoutes:
         return JSONResponse({"version": body.version, "paused_s": seconds, "parts": await self._updater.parts()})
 
     async def _join_weight_group(self, request: Request) -> Response:
-        plan = parse(PlanBody, await request.body()).plan()
+        plan = parse(WeightGroupPlan, await request.body())
         await self._updater.join(plan)
         return JSONResponse({"weight_group": plan.name})
 
