@@ -9,7 +9,7 @@ import numpy as np
 from .shapes import Shapes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashable
 class BankEntry:
     """Contains the index line of one group, which has all its data except the tokens."""
 
@@ -31,7 +31,6 @@ class BankEntry:
     finish_reasons: dict[str, int]
     temperature: float
     topk: int  # K of the top-K log-probs per token, 0 = none
-    time: float  # seconds since the epoch, when written
     shapes: Shapes
     front: tuple[int, int]  # bytes and crc32 of the blob before the first sample: header and prompt ids
     parts: np.ndarray  # [n, 4] int64, bytes of each part, in the order of `types.PARTS`
@@ -64,8 +63,3 @@ class BankEntry:
     def has_sampling_mask(self) -> bool:
         """Return whether the tokens were drawn from a subset of the vocabulary."""
         return "sampling_mask_ids" in self.shapes.columns
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of prompt and response tokens of all samples, as `RolloutGroup.num_tokens`."""
-        return self.prompt_tokens * len(self.response_lengths) + int(self.response_lengths.sum())
