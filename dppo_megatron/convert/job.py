@@ -3,6 +3,7 @@
     .NAME.writing/                the directory in progress, next to its destination
         <shards>
         .conversion/job.json      source and settings; written first
+        .conversion/lock          held by process 0
         .conversion/<shard>.json  receipt of a finished shard, written when its bytes are on disk
         .conversion/failed.<rank> the error of a process
         .conversion/writing.*/    a shard in progress, of one process; renamed when it is on disk
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import multiprocessing
 import os
@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from dppo_megatron.common.file_lock import FileLock, LockHeld
 from dppo_megatron.common.files import output, write_json
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.errors import ExpectedError
@@ -41,7 +42,7 @@ from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_exi
 
 from .progress import Progress
 
-_NOTES, _JOB, _WRITING = ".conversion", "job.json", "writing."
+_NOTES, _JOB, _LOCK, _WRITING = ".conversion", "job.json", "lock", "writing."
 _START_TIMEOUT_S = 120.0
 _STALL_TIMEOUT_S = 600.0
 _POLL_S = 0.1
@@ -159,17 +160,12 @@ def run(
         shutil.rmtree(conversion.destination / _NOTES, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _lock_job(staging: Path) -> Iterator[None]:
+def _lock_job(staging: Path) -> FileLock:
     """Reject a second process 0, which would rename while the other is still writing."""
-    with (staging / _NOTES / _JOB).open("r+") as job:
-        try:
-            fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ModelError(str(staging), ["another conversion is writing there; wait until it ends"]) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
+    try:
+        return FileLock(staging / _NOTES / _LOCK, needed=False)
+    except LockHeld as held:
+        raise ModelError(str(staging), [f"another conversion is writing there: {held}; wait until it ends"]) from None
 
 
 def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callable[[], None]) -> None:
