@@ -40,7 +40,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_existing, staging_of
 
-from .progress import Progress
+from .progress import Show, shown_progress
 
 _NOTES, _JOB, _LOCK, _WRITING = ".conversion", "job.json", "lock", "writing."
 _START_TIMEOUT_S = 120.0
@@ -124,13 +124,16 @@ def prepare(conversion: Conversion, resume: bool) -> None:
 
 
 def run(
-    conversion: Conversion, worker: ConversionWorker, progress: Progress, watch: Callable[[], None] = lambda: None
+    conversion: Conversion,
+    worker: ConversionWorker,
+    show: Show = lambda written: None,
+    watch: Callable[[], None] = lambda: None,
 ) -> None:
     """Write this worker's shards; worker 0 then waits for the others and renames. Call `prepare` first.
 
-    `watch` is called while waiting and may raise. Raises the error of a shard. Worker 0 also raises `ModelError` with
-    the errors of the others, with shards that made no progress for ten minutes, or if another worker 0 runs. Finished
-    shards stay for `--resume`.
+    `show` is called with a function that returns the bytes written. `watch` is called while waiting and may raise.
+    Raises the error of a shard. Worker 0 also raises `ModelError` with the errors of the others, with shards that made
+    no progress for ten minutes, or if another worker 0 runs. Finished shards stay for `--resume`.
     """
     staging = staging_of(conversion.destination)
     with _lock_job(staging) if worker.rank == 0 else contextlib.nullcontext():
@@ -141,7 +144,7 @@ def run(
         def tick() -> None:
             if _trim is not None:
                 _trim(0)  # weights of 1 to 32 MB fragment the heap, which would grow with the model
-            progress.show(lambda: _bytes_written(staging, conversion.shards))
+            show(lambda: _bytes_written(staging, conversion.shards))
 
         todo = [index for index in own if _receipt(staging, conversion.shards[index]) is None]
         if worker.rank > 0 and conversion.destination.exists():
@@ -283,18 +286,21 @@ def convert(
     for other in others:
         other.start()
     try:
-        with Progress(conversion.destination.name, conversion.nbytes, silent=worker.rank > 0) as progress:
-            run(conversion, worker, progress, watch)
+        if worker.rank > 0:
+            run(conversion, worker)
+            return None
+        with shown_progress(conversion.destination.name, conversion.nbytes) as show:
+            run(conversion, worker, show, watch)
     finally:
         for other in others:
             other.terminate()  # on success it has nothing left to do
             other.join()
-    return conversion if worker.rank == 0 else None
+    return conversion
 
 
 def _work(build: Callable[[], Conversion], worker: ConversionWorker) -> None:
     conversion = build()
     try:
-        run(conversion, worker, Progress("", conversion.nbytes, silent=True))
+        run(conversion, worker)
     except ExpectedError:
         sys.exit(1)  # process 0 reports it

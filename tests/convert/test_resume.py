@@ -14,7 +14,6 @@ import pytest
 
 from dppo_megatron.convert import job
 from dppo_megatron.convert.layout import TargetLayout
-from dppo_megatron.convert.progress import Progress
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
 from tests.support.model_directories import edit_config, same_weights
@@ -76,14 +75,14 @@ def test_a_second_process_at_the_same_shard_cannot_damage_it(models, tmp_path, c
     def late(self, index, path, tick):
         with path.open("wb") as file:
             monkeypatch.setattr(ToMegatron, "write_shard", write)
-            job.run(conversion, job.ConversionWorker(1, 2), Progress("", 0, silent=True))
+            job.run(conversion, job.ConversionWorker(1, 2))
             file.write(b"half of a shard")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ToMegatron, "write_shard", late)
     with pytest.raises(KeyboardInterrupt):
-        job.run(conversion, job.ConversionWorker(1, 2), Progress("", 0, silent=True))
-    job.run(conversion, job.ConversionWorker(0, 2), Progress("", 0, silent=True))
+        job.run(conversion, job.ConversionWorker(1, 2))
+    job.run(conversion, job.ConversionWorker(0, 2))
     convert("megatron-to-hf", tmp_path / "target", tmp_path / "back")
     same_weights(models / "qwen3", tmp_path / "back")
     assert {p.name for p in tmp_path.iterdir()} == {"target", "back"}
@@ -147,11 +146,11 @@ def test_failure_of_another_process_is_reported_by_the_first(interrupted, monkey
     notes = tmp_path / ".target.writing" / ".conversion"
     (notes / "failed.1").write_text("OSError: No space left on device")
     with pytest.raises(ModelError, match=r"process 1 of 2: OSError: No space left"):
-        job.run(conversion, job.ConversionWorker(0, 2), Progress("", 0, silent=True))
+        job.run(conversion, job.ConversionWorker(0, 2))
     (notes / "failed.1").unlink()
     monkeypatch.setattr(job, "_STALL_TIMEOUT_S", 0.3)
     with pytest.raises(ModelError, match=r"__3_0.distcp: waited for its process"):
-        job.run(conversion, job.ConversionWorker(0, 2), Progress("", 0, silent=True))
+        job.run(conversion, job.ConversionWorker(0, 2))
 
 
 def test_worker_whose_job_is_another_refuses(interrupted, monkeypatch):
@@ -159,11 +158,11 @@ def test_worker_whose_job_is_another_refuses(interrupted, monkeypatch):
 
     other = ToMegatron(source, target, TargetLayout(pipeline=2))
     with pytest.raises(ModelError, match="changed since it was begun"):
-        job.run(other, job.ConversionWorker(1, 2), Progress("", 0, silent=True))
+        job.run(other, job.ConversionWorker(1, 2))
     monkeypatch.setattr(job, "_START_TIMEOUT_S", 0.2)
     elsewhere = ToMegatron(source, target.with_name("elsewhere"), TargetLayout(pipeline=2))
     with pytest.raises(ModelError, match="process 0 did not begin"):
-        job.run(elsewhere, job.ConversionWorker(1, 2), Progress("", 0, silent=True))
+        job.run(elsewhere, job.ConversionWorker(1, 2))
 
 
 def test_processes_without_work_end_whenever_they_come(models, tmp_path, monkeypatch):
