@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -274,12 +273,10 @@ def save_hf(
         expected = fp8.quantized_info(expected)
 
     turns = Turns(everyone, f"writes to {directory}")
-    exported = partial(
-        export_weights, model_chunks, config, dtype, ranks=ranks, quantization=quantization, before_gather=turns
-    )
 
     def write(staging: Path) -> list[Part]:
-        return write_parts(staging, exported(), everyone, shard_bytes, observe=observe, durable=durable)
+        exported = export_weights(model_chunks, config, dtype, DEFAULT_BUCKET_BYTES, ranks, quantization, turns)
+        return write_parts(staging, exported, everyone, shard_bytes, observe=observe, durable=durable)
 
     def complete(staging: Path, parts: list[Part]) -> None:
         assemble(staging, parts)
