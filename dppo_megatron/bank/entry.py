@@ -31,6 +31,7 @@ class BankEntry:
     finish_reasons: dict[str, int]
     temperature: float
     topk: int  # K of the top-K log-probs per token, 0 = none
+    time: float  # seconds since the epoch, when written
     shapes: Shapes
     front: tuple[int, int]  # bytes and crc32 of the blob before the first sample: header and prompt ids
     parts: np.ndarray  # [n, 4] int64, bytes of each part, in the order of `types.PARTS`

@@ -29,7 +29,7 @@ BEGIN_START = b'{"kind":"begin",'
 END_START = b'{"kind":"end",'
 # Fields of a group's line that `BankEntry` has with the same name and value.
 _UNCHANGED = ("position", "row", "offset", "prompt_tokens", "min_version", "max_version", "version_sum", "temperature",
-              "topk")  # fmt: skip
+              "topk", "time")  # fmt: skip
 _SEAL = re.compile(rb',"line":"([0-9a-f]{8})"\}\n?')
 _SEAL_BYTES = len(',"line":"00000000"}')
 
