@@ -9,7 +9,7 @@ import numpy as np
 from .shapes import Shapes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashable
 class BankEntry:
     """Contains the index line of one group, which has all its data except the tokens."""
 
@@ -64,8 +64,3 @@ class BankEntry:
     def has_sampling_mask(self) -> bool:
         """Return whether the tokens were drawn from a subset of the vocabulary."""
         return "sampling_mask_ids" in self.shapes.columns
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of prompt and response tokens of all samples, as `RolloutGroup.num_tokens`."""
-        return self.prompt_tokens * len(self.response_lengths) + int(self.response_lengths.sum())

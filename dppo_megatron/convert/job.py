@@ -3,6 +3,7 @@
     .NAME.writing/                the directory in progress, next to its destination
         <shards>
         .conversion/job.json      source and settings; written first
+        .conversion/lock          held by process 0
         .conversion/<shard>.json  receipt of a finished shard, written when its bytes are on disk
         .conversion/failed.<rank> the error of a process
         .conversion/writing.*/    a shard in progress, of one process; renamed when it is on disk
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import multiprocessing
 import os
@@ -33,15 +33,16 @@ from typing import Any, Protocol
 
 import psutil
 
+from dppo_megatron.common.file_lock import FileLock, LockHeld
 from dppo_megatron.common.files import output, write_json
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import HFModelConfig, ModelError
 from dppo_megatron.hf.safetensors_writer import check_space, publish, refuse_existing, staging_of
 
-from .progress import Progress
+from .progress import Show, shown_progress
 
-_NOTES, _JOB, _WRITING = ".conversion", "job.json", "writing."
+_NOTES, _JOB, _LOCK, _WRITING = ".conversion", "job.json", "lock", "writing."
 _START_TIMEOUT_S = 120.0
 _STALL_TIMEOUT_S = 600.0
 _POLL_S = 0.1
@@ -123,13 +124,16 @@ def prepare(conversion: Conversion, resume: bool) -> None:
 
 
 def run(
-    conversion: Conversion, worker: ConversionWorker, progress: Progress, watch: Callable[[], None] = lambda: None
+    conversion: Conversion,
+    worker: ConversionWorker,
+    show: Show = lambda written: None,
+    watch: Callable[[], None] = lambda: None,
 ) -> None:
     """Write this worker's shards; worker 0 then waits for the others and renames. Call `prepare` first.
 
-    `watch` is called while waiting and may raise. Raises the error of a shard. Worker 0 also raises `ModelError` with
-    the errors of the others, with shards that made no progress for ten minutes, or if another worker 0 runs. Finished
-    shards stay for `--resume`.
+    `show` is called with a function that returns the bytes written. `watch` is called while waiting and may raise.
+    Raises the error of a shard. Worker 0 also raises `ModelError` with the errors of the others, with shards that made
+    no progress for ten minutes, or if another worker 0 runs. Finished shards stay for `--resume`.
     """
     staging = staging_of(conversion.destination)
     with _lock_job(staging) if worker.rank == 0 else contextlib.nullcontext():
@@ -140,7 +144,7 @@ def run(
         def tick() -> None:
             if _trim is not None:
                 _trim(0)  # weights of 1 to 32 MB fragment the heap, which would grow with the model
-            progress.show(lambda: _bytes_written(staging, conversion.shards))
+            show(lambda: _bytes_written(staging, conversion.shards))
 
         todo = [index for index in own if _receipt(staging, conversion.shards[index]) is None]
         if worker.rank > 0 and conversion.destination.exists():
@@ -159,17 +163,12 @@ def run(
         shutil.rmtree(conversion.destination / _NOTES, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _lock_job(staging: Path) -> Iterator[None]:
+def _lock_job(staging: Path) -> FileLock:
     """Reject a second process 0, which would rename while the other is still writing."""
-    with (staging / _NOTES / _JOB).open("r+") as job:
-        try:
-            fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ModelError(str(staging), ["another conversion is writing there; wait until it ends"]) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
+    try:
+        return FileLock(staging / _NOTES / _LOCK, needed=False)
+    except LockHeld as held:
+        raise ModelError(str(staging), [f"another conversion is writing there: {held}; wait until it ends"]) from None
 
 
 def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callable[[], None]) -> None:
@@ -287,18 +286,21 @@ def convert(
     for other in others:
         other.start()
     try:
-        with Progress(conversion.destination.name, conversion.nbytes, silent=worker.rank > 0) as progress:
-            run(conversion, worker, progress, watch)
+        if worker.rank > 0:
+            run(conversion, worker)
+            return None
+        with shown_progress(conversion.destination.name, conversion.nbytes) as show:
+            run(conversion, worker, show, watch)
     finally:
         for other in others:
             other.terminate()  # on success it has nothing left to do
             other.join()
-    return conversion if worker.rank == 0 else None
+    return conversion
 
 
 def _work(build: Callable[[], Conversion], worker: ConversionWorker) -> None:
     conversion = build()
     try:
-        run(conversion, worker, Progress("", conversion.nbytes, silent=True))
+        run(conversion, worker)
     except ExpectedError:
         sys.exit(1)  # process 0 reports it

@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 _EVERY_S = 0.2
 _LINE_EVERY_S = 30.0  # a log has lines instead of a bar
+Show = Callable[[Callable[[], int]], None]
 
 
-class Progress:
-    """Shows a bar on a terminal or a line at intervals in a log. If silent it shows nothing. A context manager."""
+@contextmanager
+def shown_progress(what: str, nbytes: int) -> Iterator[Show]:
+    """Yield a function that shows the bytes that its argument returns, at most every few seconds.
 
-    def __init__(self, what: str, nbytes: int, *, silent: bool = False):
-        self._what, self._nbytes, self._silent = what, nbytes, silent
-        self._started = self._shown = time.monotonic()
-        self._first: int | None = None  # written before this process began
-        self._bars: Bars | None = None
-        if not silent and sys.stderr.isatty():
-            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-            self._bars = Bars(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
-            self._task = self._bars.add_task(what, total=nbytes)
+    It moves a bar on a terminal, or writes a line at intervals to a log.
+    """
+    console = Console(stderr=True)
+    live, shown = console.is_terminal, time.monotonic()
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bars = Progress(
+        TextColumn("{task.description}"), *columns, console=console, disable=not live, speed_estimate_period=600.0
+    )
+    task = bars.add_task(what, total=nbytes)
 
-    def show(self, written: Callable[[], int]) -> None:
-        """Show the bytes that `written` returns, at most every few seconds."""
-        now = time.monotonic()
-        if self._silent or now - self._shown < (_EVERY_S if self._bars else _LINE_EVERY_S):
+    def show(written: Callable[[], int]) -> None:
+        nonlocal shown
+        if time.monotonic() - shown < (_EVERY_S if live else _LINE_EVERY_S):
             return
-        self._shown = now
-        done = written()
-        if self._bars:
-            self._bars.update(self._task, completed=done)
-            return
-        if self._first is None:
-            self._first = done
-            return
-        rate = max(done - self._first, 1) / (now - self._started)
-        left = max(self._nbytes - done, 0) / rate
-        print(
-            f"{self._what}: {done / 1e9:.2f} of {self._nbytes / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, "
-            f"about {left:.0f} s left",
-            file=sys.stderr,
-        )
+        shown = time.monotonic()
+        bars.update(task, completed=written())
+        if not live:
+            console.print(bars.get_renderable())
 
-    def __enter__(self) -> Progress:
-        if self._bars:
-            self._bars.start()
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if self._bars:
-            if kind is None:
-                self._bars.update(self._task, completed=self._nbytes)
-            self._bars.stop()
+    with bars:
+        yield show
+        bars.update(task, completed=nbytes)

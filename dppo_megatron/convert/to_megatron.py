@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dppo_megatron.common.files import adapter
 from dppo_megatron.hf import Entry, ModelError, WeightMap, open_weights, read_hf_config
 from dppo_megatron.hf.checkpoint_keys import StoredAt, possible_locations, stacks_layers
 from dppo_megatron.hf.safetensors_writer import copy_metadata
@@ -82,10 +84,10 @@ class ToMegatron:
                 self._weights.release()
             if not_finite:
                 raise ModelError(str(self.source), not_finite)
-        return {"chunks": [chunk.as_json() for chunk in file.chunks]}
+        return {"chunks": [asdict(chunk) for chunk in file.chunks]}
 
     def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
-        chunks = [Chunk.from_json(chunk) for record in records for chunk in record["chunks"]]
+        chunks = [adapter(Chunk).validate_python(chunk) for record in records for chunk in record["chunks"]]
         (staging / MODEL).mkdir(exist_ok=True)
         dtype = self._dtype or (torch.bfloat16 if self.config.quantization else None)
         copy_metadata(self.source, staging / MODEL, dtype)

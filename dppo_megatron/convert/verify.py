@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from dppo_megatron.config import Config
 from dppo_megatron.hf import HFModelConfig, ModelError, SafetensorsDirectory, WeightSource, fp8, read_hf_config
 from dppo_megatron.hf.load import load_into
-from dppo_megatron.hf.safetensors_file import TensorInfo
 from dppo_megatron.hf.weight_source import open_weights
 
 from .job import ConversionWorker, convert
@@ -161,11 +160,7 @@ class _RoundedWeights:
     """Rounds the weights of `source` to the dtypes of `stored`; a `WeightSource`."""
 
     def __init__(self, source: WeightSource, stored: SafetensorsDirectory):
-        self._source, self._stored = source, stored.tensors
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._source.tensors
+        self._source, self._stored, self.tensors = source, stored.tensors, source.tensors
 
     def tensor(self, name: str) -> Tensor:
         tensor = self._source.tensor(name)

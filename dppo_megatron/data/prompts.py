@@ -202,11 +202,8 @@ def _row(text: str, number: int, columns: dict[str, Any], config: DataConfig) ->
 
 
 def _source(columns: dict[str, Any], name: str) -> str:
-    try:
-        value = column(columns, name, "data.source_column")
-    except ValueError:
-        return ""
-    return "" if value is None else str(value)
+    value = attempt(column, columns, name, "data.source_column")
+    return "" if value is None or isinstance(value, ValueError) else str(value)
 
 
 def _answer(value: Any) -> str:

@@ -17,6 +17,7 @@ from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.errors import ExpectedError, shown
 
 from .files import read_rows
+from .prompts import attempt
 from .rows import check_text, column
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
@@ -54,16 +55,14 @@ def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (
     total = 0
     for number, columns in read_rows(source):
         total += 1
+        if isinstance(columns, ValueError):
+            raise RecipeError(f"{source}: line {number}: {columns}")
         try:
-            if isinstance(columns, ValueError):
-                raise RecipeError(f"{source}: line {number}: {columns}")
             row = RECIPES[recipe](columns)
             if "level" in row and not levels[0] <= row["level"] <= levels[1]:
                 raise _LeftOut(f"level outside {levels[0]} to {levels[1]}")
-            if _is_no_text(row["prompt"] + row["answer"]):
+            if attempt(check_text, row["prompt"] + row["answer"], "it") is not None:
                 raise _LeftOut("with a control character or half a surrogate pair")
-        except RecipeError:
-            raise
         except _LeftOut as error:
             left_out[str(error)] += 1
             continue
@@ -151,20 +150,10 @@ RECIPES: dict[str, Callable[[Row], Row]] = {
 
 def _first(columns: Row, *names: str) -> Any:
     for name in names:
-        try:
-            if (value := column(columns, name, "")) is not None:
-                return value
-        except ValueError:
-            continue
+        value = attempt(column, columns, name, "")
+        if value is not None and not isinstance(value, ValueError):
+            return value
     raise ValueError(f"no column {' or '.join(names)}; it has {', '.join(map(repr, columns))[:200]}")
-
-
-def _is_no_text(text: str) -> bool:
-    try:
-        check_text(text, "it")
-    except ValueError:
-        return True
-    return False
 
 
 def _text(value: Any) -> str:

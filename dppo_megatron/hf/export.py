@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +30,7 @@ from .weight_source import all_finite, export_problem, overflow_problem
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 Quantization = Literal["fp8_block", "fp8_block_emulated"]
+BeforeGather = Callable[[ShardGroup], None] | None
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def export_weights(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ranks: ParallelRanks | None = None,
     quantization: Quantization | None = None,
-    before_gather: Callable[[ShardGroup], None] | None = None,
+    before_gather: BeforeGather = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, whole tensor) of every weight that this rank exports. Every rank must exhaust its iterator.
 
@@ -104,9 +104,8 @@ def export_adapters(
     model_chunks: Sequence[nn.Module],
     config: HFModelConfig,
     dtype: torch.dtype | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ranks: ParallelRanks | None = None,
-    before_gather: Callable[[ShardGroup], None] | None = None,
+    before_gather: BeforeGather = None,
     folded: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (PEFT's name, whole tensor) of every A and B on its source rank, as `export_weights` does.
@@ -122,7 +121,7 @@ def export_adapters(
             _Weight(adapter.entry.b, adapter.B, times=adapter.scaling if folded else 1.0),
         )
     ]
-    yield from _whole_tensors(WeightMap(config), weights, ranks, dtype, bucket_bytes, before_gather)
+    yield from _whole_tensors(WeightMap(config), weights, ranks, dtype, DEFAULT_BUCKET_BYTES, before_gather)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def _whole_tensors(
     ranks: ParallelRanks,
     dtype: torch.dtype | None,
     bucket_bytes: int,
-    before_gather: Callable[[ShardGroup], None] | None,
+    before_gather: BeforeGather,
 ) -> Iterator[tuple[str, Tensor]]:
     """Cast weights, gather them bucket by bucket, and yield (HF name, whole tensor) on the source ranks."""
     stacks: dict[str, list[Tensor]] = {}
@@ -170,7 +169,7 @@ def _complete_stacks(
     entry: Entry,
     parts: Mapping[str, Tensor],
     group: ShardGroup,
-    before_gather: Callable[[ShardGroup], None] | None,
+    before_gather: BeforeGather,
 ) -> dict[str, Tensor]:
     """Add one expert's parts to `stacks`, and return the HF tensors that have all experts on the first rank of `group`.
 
@@ -183,14 +182,7 @@ def _complete_stacks(
         if len(own) < entry.rule.experts // group.size:
             continue
         stacked = torch.stack(stacks.pop(name))
-        if group.group is None:
-            out[name] = stacked
-            continue
-        if before_gather is not None:
-            before_gather(group)
-        received = [torch.empty_like(stacked) for _ in range(group.size)] if group.rank == 0 else None
-        dist.gather(stacked, received, group=group.group, group_dst=0)
-        if received is not None:
+        if received := [stacked] if group.group is None else _gather(stacked, group, before_gather):
             out[name] = torch.cat(received)
     return out
 
@@ -200,7 +192,7 @@ def _gathered(
     group: ShardGroup,
     dtype: torch.dtype | None,
     bucket_bytes: int,
-    before_gather: Callable[[ShardGroup], None] | None,
+    before_gather: BeforeGather,
 ) -> Iterator[tuple[Entry, list[Tensor]]]:
     """Yield (entry, shards of all ranks of `group`) on the group's rank 0.
 
@@ -215,24 +207,29 @@ def _gathered(
                 yield entry, [shard]
             continue
         if bucket and (nbytes + shard.nbytes > bucket_bytes or bucket[0][1].dtype != shard.dtype):
-            yield from _gather(bucket, group, before_gather)
+            yield from _gather_bucket(bucket, group, before_gather)
             bucket, nbytes = [], 0
         bucket.append((entry, shard))
         nbytes += shard.nbytes
     if bucket:
-        yield from _gather(bucket, group, before_gather)
+        yield from _gather_bucket(bucket, group, before_gather)
 
 
-def _gather(
-    bucket: Sequence[tuple[Entry, Tensor]], group: ShardGroup, before_gather: Callable[[ShardGroup], None] | None
-) -> Iterator[tuple[Entry, list[Tensor]]]:
-    """Gather the shards of a bucket in one collective; yield them by entry on the group's rank 0."""
-    flat = torch.cat([shard.reshape(-1) for _, shard in bucket])
+def _gather(tensor: Tensor, group: ShardGroup, before_gather: BeforeGather) -> list[Tensor]:
+    """Return the tensors of all ranks on the group's rank 0, and none on the other ranks."""
     if before_gather is not None:
         before_gather(group)
-    received = [torch.empty_like(flat) for _ in range(group.size)] if group.rank == 0 else None
-    dist.gather(flat, received, group=group.group, group_dst=0)
-    if received is None:
+    received = [torch.empty_like(tensor) for _ in range(group.size)] if group.rank == 0 else None
+    dist.gather(tensor, received, group=group.group, group_dst=0)
+    return received or []
+
+
+def _gather_bucket(
+    bucket: Sequence[tuple[Entry, Tensor]], group: ShardGroup, before_gather: BeforeGather
+) -> Iterator[tuple[Entry, list[Tensor]]]:
+    """Gather the shards of a bucket in one collective; yield them by entry on the group's rank 0."""
+    received = _gather(torch.cat([shard.reshape(-1) for _, shard in bucket]), group, before_gather)
+    if not received:
         return
     sizes = [shard.numel() for _, shard in bucket]
     by_entry = zip(*(buffer.split(sizes) for buffer in received), strict=True)
@@ -275,18 +272,11 @@ def save_hf(
     if quantization == "fp8_block":
         expected = fp8.quantized_info(expected)
 
-    def as_it_is(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        if observe is not None:
-            observe(name, tensor)
-        return {name: tensor}
-
     turns = Turns(everyone, f"writes to {directory}")
-    exported = partial(
-        export_weights, model_chunks, config, dtype, ranks=ranks, quantization=quantization, before_gather=turns
-    )
 
     def write(staging: Path) -> list[Part]:
-        return write_parts(staging, exported(), as_it_is, everyone, shard_bytes, durable=durable)
+        exported = export_weights(model_chunks, config, dtype, DEFAULT_BUCKET_BYTES, ranks, quantization, turns)
+        return write_parts(staging, exported, everyone, shard_bytes, observe=observe, durable=durable)
 
     def complete(staging: Path, parts: list[Part]) -> None:
         assemble(staging, parts)
@@ -299,16 +289,17 @@ def save_hf(
 def write_parts(
     staging: Path,
     exported: Iterable[tuple[str, Tensor]],
-    pack: Callable[[str, Tensor], Mapping[str, Tensor]],
     everyone: Ranks,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     *,
+    pack: Callable[[str, Tensor], Mapping[str, Tensor]] = lambda name, tensor: {name: tensor},
+    observe: Callable[[str, Tensor], None] | None = None,
     durable: bool = True,
 ) -> list[Part]:
     """Write the tensors that `pack` returns for each of this rank's tensors to files of `staging`.
 
-    Errors are raised only after `exported` is exhausted, because its iteration is collective: `ModelError` for values
-    beyond fp16.
+    `observe` is called with each tensor before `pack`. Errors are raised only after `exported` is exhausted, because
+    its iteration is collective: `ModelError` for values beyond fp16.
     """
     failure = None
     with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive, durable=durable) as writer:
@@ -317,6 +308,8 @@ def write_parts(
                 try:
                     if problem := export_problem(name, tensor):
                         raise ModelError(str(staging), [problem])
+                    if observe is not None:
+                        observe(name, tensor)
                     for key, packed in pack(name, tensor).items():
                         writer.add(key, packed)
                 except Exception as error:  # the loop continues, because the other ranks wait for this one

@@ -135,15 +135,15 @@ class Fp8Weights:
     def __init__(self, stored: SafetensorsDirectory, config: HFModelConfig, dtype: torch.dtype = torch.float32):
         self._stored = stored
         self._block = _block_size(config)
-        self._tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         problems = []
         for name, info in stored.tensors.items():
             if name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) in stored.tensors:
                 continue
             if info.dtype != E4M3:
-                self._tensors[name] = info
+                self.tensors[name] = info
                 continue
-            self._tensors[name] = TensorInfo(dtype, info.shape)
+            self.tensors[name] = TensorInfo(dtype, info.shape)
             scale = stored.tensors.get(name + _SUFFIX)
             grid = _grid(info.shape, self._block)
             if scale is None:
@@ -153,15 +153,11 @@ class Fp8Weights:
         if problems:
             raise ModelError(str(stored.directory), problems)
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
     def tensor(self, name: str) -> Tensor:
         stored = self._stored.tensor(name)
         if stored.dtype != E4M3:
             return stored
-        return dequantize(stored, self._stored.tensor(name + _SUFFIX), self._tensors[name].dtype, self._block)
+        return dequantize(stored, self._stored.tensor(name + _SUFFIX), self.tensors[name].dtype, self._block)
 
     def release(self) -> None:
         self._stored.release()

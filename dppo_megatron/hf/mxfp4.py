@@ -7,7 +7,6 @@ values each plus 127 (https://www.opencompute.org/documents/ocp-microscaling-for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,19 +42,15 @@ class Mxfp4Weights:
     def __init__(self, stored: SafetensorsDirectory, dtype: torch.dtype = torch.bfloat16):
         self._stored, self._dtype = stored, dtype
         self._last: tuple[str, Tensor] | None = None  # experts are read one by one from their tensor
-        self._tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         for name, info in stored.tensors.items():
             weight = name.removesuffix(_BLOCKS)
             scales = stored.tensors.get(weight + _SCALES)
             if name.endswith(_BLOCKS) and scales is not None and info.shape == (*scales.shape, 16):
                 experts, outputs, blocks, _ = info.shape
-                self._tensors[weight] = TensorInfo(dtype, (experts, 32 * blocks, outputs))
+                self.tensors[weight] = TensorInfo(dtype, (experts, 32 * blocks, outputs))
             elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in stored.tensors):
-                self._tensors[name] = info
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+                self.tensors[name] = info
 
     def tensor(self, name: str) -> Tensor:
         if name in self._stored.tensors:
@@ -63,7 +58,7 @@ class Mxfp4Weights:
         if self._last is None or self._last[0] != name:
             self._last = None
             blocks, scales = (self._stored.tensor(name + suffix) for suffix in (_BLOCKS, _SCALES))
-            whole = torch.empty(self._tensors[name].shape, dtype=self._dtype)
+            whole = torch.empty(self.tensors[name].shape, dtype=self._dtype)
             for out, of_expert, exponents in zip(whole, blocks, scales, strict=True):  # fp32 copies of one are small
                 out.copy_(dequantize(of_expert, exponents, self._dtype).mT)
             self._last = name, whole

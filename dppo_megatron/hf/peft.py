@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dppo_megatron.common.files import read_foreign_json, write_atomic
@@ -20,17 +21,17 @@ from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config.model import LoraConfig
 
 from .errors import ModelError
-from .export import export_adapters
+from .export import export_adapters, write_parts
 from .hf_config import HFModelConfig
 from .lora import adapter_entry, adapters_of
 from .megatron_model import ParallelRanks, named_weights
-from .safetensors_file import SafetensorsFile, TensorInfo, info_of
+from .safetensors_file import TensorInfo
 from .safetensors_reader import read_header
-from .safetensors_writer import Part, PartWriter
+from .safetensors_writer import Part
 from .staged import write_staged
 from .turns import Turns
 from .weight_map import WeightMap
-from .weight_source import all_finite, export_problem, shape_problems
+from .weight_source import all_finite, shape_problems
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -73,17 +74,10 @@ def save_peft(
     def write(staging: Path) -> list[Part]:
         # Adapters are small, so the source ranks gather all of them first and no rank waits for a disk.
         exported = dict(export_adapters(model_chunks, config, dtype, before_gather=turns, folded=folded))
-        if problems := [p for name, tensor in exported.items() if (p := export_problem(name, tensor))]:
-            raise ModelError(str(directory), problems)
-        with PartWriter(staging, f"{everyone.rank:05d}", alive=everyone.alive) as writer:
-            for name, tensor in exported.items():
-                if observe is not None:
-                    observe(name, tensor)
-                writer.add(name, tensor)
-            return writer.close()
+        return write_parts(staging, exported.items(), everyone, observe=observe)
 
     def complete(staging: Path, parts: list[Part]) -> None:
-        _join(staging, parts, everyone.alive)
+        _join(staging, parts)
         written = lora.model_copy(update={"alpha": float(lora.r)}) if folded else lora
         write_atomic(staging / ADAPTER_CONFIG, json.dumps(_config(written, base), indent=2, sort_keys=True) + "\n")
 
@@ -145,15 +139,13 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
     return out + unlike
 
 
-def _join(staging: Path, parts: Sequence[Part], moved: Callable[[], None]) -> None:
+def _join(staging: Path, parts: Sequence[Part]) -> None:
     """Join the parts into the single file that PEFT reads."""
     tensors: dict[str, Tensor] = {}
     for part in parts:
         with safe_open(staging / part.file, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in part.names}
-    with SafetensorsFile(staging / ADAPTER_WEIGHTS, {n: info_of(t) for n, t in tensors.items()}, moved) as joined:
-        for name, tensor in tensors.items():
-            joined.write(name, tensor)
+    save_file(tensors, staging / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     for part in parts:
         (staging / part.file).unlink()
 

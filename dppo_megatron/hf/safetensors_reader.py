@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -33,7 +32,7 @@ class SafetensorsDirectory:
         self._open: dict[Path, safe_open] = {}
         self._read_bytes = 0
         self._file_of: dict[str, Path] = {}
-        self._tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         problems: list[str] = []
         for file, names in self._index(problems).items():
             try:
@@ -44,21 +43,17 @@ class SafetensorsDirectory:
             names = names or list(found)
             absent = [name for name in names if name not in found]
             problems += [f"{name}: the index places it in {file.name}, which lacks it" for name in absent]
-            self._tensors.update((name, found[name]) for name in names if name in found)
+            self.tensors.update((name, found[name]) for name in names if name in found)
             self._file_of.update(dict.fromkeys(names, file))
         if problems:
             raise ModelError(str(self.directory), problems)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor on the CPU, a view of the mapped file (writing to it changes no file)."""
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
-        self._read_bytes += self._tensors[name].nbytes
+        self._read_bytes += self.tensors[name].nbytes
         return self._open[file].get_tensor(name)
 
     def release(self) -> None:

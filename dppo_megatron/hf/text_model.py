@@ -55,7 +55,7 @@ class TextWeights:
     def __init__(self, stored: WeightSource):
         self._stored = stored
         self._places: dict[str, tuple[str, int | None, slice]] = {}  # tensor, expert and its rows
-        self._tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         for name, info in stored.tensors.items():
             if not _LEFT_OUT.fullmatch(name):
                 self._place(name, info)
@@ -64,7 +64,7 @@ class TextWeights:
         name = stored.replace("model.language_model.", "model.", 1)
         fused = _EXPERTS.fullmatch(name)
         if fused is None:
-            self._places[name], self._tensors[name] = (stored, None, slice(None)), info
+            self._places[name], self.tensors[name] = (stored, None, slice(None)), info
             return
         experts, rows, columns = info.shape
         parts = {"down": slice(rows)}
@@ -74,11 +74,7 @@ class TextWeights:
             for part, of_part in parts.items():
                 own = f"{fused[1]}.{expert}.{part}_proj.weight"
                 self._places[own] = stored, expert, of_part
-                self._tensors[own] = TensorInfo(info.dtype, (rows // len(parts), columns))
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
+                self.tensors[own] = TensorInfo(info.dtype, (rows // len(parts), columns))
 
     def tensor(self, name: str) -> Tensor:
         stored, expert, rows = self._places[name]

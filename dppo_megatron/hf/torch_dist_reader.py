@@ -8,7 +8,6 @@ conversion needs the memory of one weight and no process group.
 
 from __future__ import annotations
 
-import io
 import itertools
 import mmap
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from dppo_megatron.common.files import read_json
 from dppo_megatron.errors import shown
@@ -55,7 +55,7 @@ class TorchDistWeights:
         self._stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self._chunks: dict[str, dict[tuple[int, ...], list[int]]] = {}
         self._entries: dict[str, Entry] = {}
-        self._tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         self._last: tuple[Entry, dict[str, Tensor]] | None = None
         if any(f".{ADAPTER}." in key for key in self._stored):
             what = "contains only adapters (model.lora); use the model or the adapter that its run ends with"
@@ -65,10 +65,6 @@ class TorchDistWeights:
         )
         if problems:
             raise ModelError(str(directory), problems)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
 
     def tensor(self, name: str) -> Tensor:
         """Return one HF tensor on the CPU. The other parts of a fused weight are kept for the next calls."""
@@ -111,7 +107,7 @@ class TorchDistWeights:
             for name, part in parts.items():
                 self._entries[name] = entry
                 experts = (entry.rule.experts,) if entry.stacks_experts else ()
-                self._tensors[name] = TensorInfo(stored.properties.dtype, (*experts, *part.shape))
+                self.tensors[name] = TensorInfo(stored.properties.dtype, (*experts, *part.shape))
         return problems
 
     def _locations(self, entry: Entry) -> list[StoredAt]:
@@ -174,9 +170,9 @@ class TorchDistWeights:
         stored = self._storage[index]
         mapped = self._mapped(stored.relative_path)
         # torch.save wrote shape, strides and the offset of the bytes into a small zip archive.
-        record = io.BufferedReader(_Slice(mapped, stored.offset, stored.length))
-        with FakeTensorMode():
-            fake = torch.load(record, weights_only=True)
+        with (self.directory / stored.relative_path).open("rb") as file, FakeTensorMode():
+            view: Any = _create_file_view(file, stored.offset, stored.length)
+            fake = torch.load(view, weights_only=True)
         bytes_at = stored.offset + fake.untyped_storage()._checkpoint_offset
         size = fake.untyped_storage().nbytes()
         if bytes_at % fake.dtype.itemsize:
@@ -208,27 +204,3 @@ def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
         for name in wanted
         if name in found and found[name] != wanted[name]
     ]
-
-
-class _Slice(io.RawIOBase):
-    """Represents a part of a mapped file as a read-only file."""
-
-    def __init__(self, mapped: mmap.mmap, start: int, length: int):
-        self._view = memoryview(mapped)[start : start + length]
-        self._position = 0
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._view[self._position : self._position + len(buffer)]
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, len(self._view))[whence]
-        return self._position
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True

@@ -85,7 +85,7 @@ class Source:
             try:
                 yield number + 1, reader.entries(*pieces[number])
             except BankError as error:
-                self.lose(error, pieces[number][1] - pieces[number][0])
+                self.lost += [str(error)] * (pieces[number][1] - pieces[number][0])
 
     def _some(self, pieces: list[tuple[int, int]]) -> list[int]:
         """Return the numbers of the steps to show."""
@@ -105,10 +105,6 @@ class Source:
             f"{MOST_ROLLOUTS:,} rollouts."
         )
         return chosen
-
-    def lose(self, error: Exception, groups: int = 1) -> None:
-        """Note that groups could not be read."""
-        self.lost += [str(error)] * groups
 
     def all_notes(self) -> list[str]:
         return self.notes + [f"{len(self.lost):,} groups cannot be read, the first: {e}" for e in self.lost[:1]]

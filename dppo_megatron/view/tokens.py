@@ -144,7 +144,7 @@ def read_groups(
         try:
             yield number, source.reader.read(entries[number], parts=("core", "topk", "mask"))
         except BankError as error:
-            source.lose(error)
+            source.lost.append(str(error))
             source.missing[number] = f"not readable: {error}"
 
 

@@ -107,7 +107,7 @@ class SharedStorage(Transport):
         two more times. Raises `DeltaTooLarge` on every rank, and `DamagedDelta` if `base` cannot be read or has other
         tensors.
         """
-        everyone, observe = Ranks(), self._observe()
+        everyone = Ranks()
         opened: list[Version] = []
         everyone.on_every_rank(lambda: opened.append(Version(base)), f"{base} to be opened")
         (before,) = opened
@@ -116,8 +116,6 @@ class SharedStorage(Transport):
         turns = Turns(everyone, f"writes to {directory}")
 
         def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            if observe is not None:
-                observe(name, tensor)
             counts.update(tensors=1, elements=tensor.numel())
             found = change(before.tensor(name), tensor.detach().to("cpu"))
             if found is None:
@@ -131,7 +129,9 @@ class SharedStorage(Transport):
         def write(staging: Path) -> list[Part]:
             chunks, hf = self._actor.model_chunks, self._actor.hf
             exported = export_weights(chunks, hf, self._dtype, quantization=self._quantization, before_gather=turns)
-            return write_parts(staging, exported, pack, everyone, FILE_BYTES, durable=False)
+            return write_parts(
+                staging, exported, everyone, FILE_BYTES, pack=pack, observe=self._observe(), durable=False
+            )
 
         def complete(staging: Path, parts: list[Part]) -> None:
             if (nbytes := sum(part.nbytes for part in parts)) > most:

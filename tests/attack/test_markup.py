@@ -60,14 +60,17 @@ def hostile_run(root: Path, at: random.Random) -> Path:
     settings = yaml.safe_load((run / "config.yaml").read_text())
     settings["objective"] = {"name": text(at), "settings": {text(at): text(at)}}
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
-    name = text(at).translate({0: None, ord("/"): None, 0xD800: None}).strip(".") or "run"
-    return run.rename(root / name)
+    name = text(at).translate({0: None, ord("/"): None, 0xD800: None}).strip(".")
+    return run.rename(root / f"<img src=x>{name}")
 
 
 def test_no_name_or_text_of_a_run_becomes_markup(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "draw_curves", lambda runs, path: None)  # takes seconds
     usual = write_run(tmp_path / "usual")
-    page = Elements(write_view(usual, tmp_path / "usual.html").read_text()).found
+    shown = write_view(usual, tmp_path / "usual.html").read_text()
+    page = Elements(shown).found
+    assert 'http-equiv="Content-Security-Policy"' in shown
+    assert not {"src", "href", "onerror"} & {name for _, names in page for name in names}, "nothing is fetched"
     markdown = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
     for number in range(cases(6)):
         run = hostile_run(tmp_path / str(number), generator("markup", number))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sys
 import time
@@ -11,15 +10,11 @@ import time
 import numpy as np
 import pytest
 
-from dppo_megatron.config.schema import DataConfig, RewardConfig
-from dppo_megatron.data.prompts import PromptFileError, PromptSource
-from dppo_megatron.data.tokenizer import load_tokenizer
+from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import RewardError, RewardPool, build_rewards, import_problem
 from dppo_megatron.types import Prompt
 from tests.attack import cases, generator
 from tests.attack.hostile_rewards import HARMS, RAISES, RETURNS, exactly, harmless
-from tests.attack.hostile_values import change_text, change_tree
-from tests.support.tokenizers import CHAT, save_character_model
 
 PROMPT = Prompt(0, 0, np.zeros(1, np.int32), "", "1", {})
 NAMED = [*RAISES, "recursion", "chain"]
@@ -121,67 +116,3 @@ def test_a_module_that_ends_its_process_is_found_before_a_run(tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     problem = import_problem(RewardConfig(name=f"{name}:reward"))
     assert (problem is None) if why is None else re.search(rf"reward\.name = {name}:reward: .*{why}", problem)
-
-
-GOOD = {"prompt": "1+1=", "answer": 2, "extra": {"index": [1, 2]}}
-
-
-def damaged(at) -> bytes:
-    """A file of three lines, one of which is damaged in some way."""
-    numbers = [b"1e999", b"-0", b"1" * 5000, b"NaN", b"1e-999", b"Infinity", b"9" * 6000]
-    row = json.loads(json.dumps(GOOD))
-    match at.randrange(5):
-        case 0:
-            line = change_text(json.dumps(row).encode(), at).replace(b"\n", b" ")
-        case 1:
-            line = (
-                b'{"prompt": "1", "answer": "1", "x": '
-                + b"[" * (deep := at.choice([99, 500, 20_000]))
-                + b"]" * deep
-                + b"}"
-            )
-        case 2:
-            line = b'{"prompt": "1", "answer": ' + at.choice(numbers) + b"}"
-        case 3:
-            line = json.dumps({f"key {i} {'k' * at.randrange(500)}": i for i in range(3000)}).encode()
-        case _:
-            change_tree(row, at)
-            line = json.dumps(row, ensure_ascii=at.random() < 0.7).encode(errors="surrogatepass")
-    lines = [json.dumps(GOOD).encode()] * 3
-    lines[at.randrange(3)] = line
-    return b"\n".join(lines) + b"\n" * at.randrange(3)
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models")
-    return [load_tokenizer(save_character_model(directory / str(t), chat_template=t)) for t in (None, CHAT)]
-
-
-def test_damaged_prompt_files_are_one_clear_error(tmp_path, tokenizers):
-    refused = 0
-    for case in range(cases(100)):
-        random = generator("prompts", case)
-        path = tmp_path / "prompts.jsonl"
-        path.write_bytes(damaged(random))
-        chat = random.random() < 0.5
-        config = DataConfig(train=path, chat_template=chat)
-        started = time.monotonic()
-        try:
-            source = PromptSource(path, tokenizers[chat], config, seed=1)
-        except PromptFileError as error:
-            refused += 1
-            message = str(error)
-            assert len(message.encode()) <= 4096, case
-            assert re.match(
-                rf"{re.escape(str(path))}: \d+ malformed lines?\n  - (line \d+|\d+ lines \([^)]+\)): ", message
-            ), case
-            assert not re.search(r"[\x00-\x09\x0b-\x1f]", message), case
-        else:
-            for position in range(len(source)):
-                prompt = source.prompt(position)
-                prompt.text.encode()
-                prompt.answer.encode()
-                assert len(prompt.token_ids)
-        assert time.monotonic() - started < 5, case
-    assert refused > cases(100) // 2

@@ -34,7 +34,7 @@ ANSWER_S = 60.0
 
 # Each holds as much as it can of one kind, and counts the bytes that no limit of a process counts.
 TAKE = """
-import ctypes, errno, fcntl, mmap, os, signal, socket, struct, sys, threading, time
+import ctypes, mmap, os, socket, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 held, kept = 0, []
 def each(attempt, size, most=100000):
@@ -51,29 +51,6 @@ def each(attempt, size, most=100000):
         held += size
 """
 TAKERS = {
-    "semaphores": "each(lambda n: libc.semget(0, 32000, 0o600), 32000 * 64)",
-    "message queues": """
-        text = struct.pack("l8000s", 1, b"x")
-        def fill(number):
-            queue = libc.msgget(0, 0o600)
-            return queue if queue < 0 else [libc.msgsnd(queue, text, 8000, 0o4000) for _ in range(2)][0]
-        each(fill, 16000)
-    """,
-    "shared memory": """
-        def fill(number):
-            segment = libc.shmget(0, 8 << 20, 0o600)
-            libc.shmat.restype = ctypes.c_void_p
-            where = -1 if segment < 0 else libc.shmat(segment, None, 0)
-            if segment < 0 or where in (None, 2**64 - 1):
-                return -1
-            ctypes.memset(where, 1, 8 << 20)
-            return libc.shmdt(ctypes.c_void_p(where))
-        each(fill, 8 << 20)
-    """,
-    "queues of POSIX": """
-        attributes = struct.pack("8l", 0, 10, 8192, 0, 0, 0, 0, 0)
-        each(lambda n: libc.mq_open(b"/q%d" % n, os.O_CREAT | os.O_RDWR, 0o600, attributes), 81920)
-    """,
     "socket buffers": """
         def fill(number):
             ends = socket.socketpair()
@@ -91,57 +68,6 @@ TAKERS = {
             return ends
         each(fill, 0)
     """,
-    "sockets in sockets": """
-        def fill(number):
-            ends = socket.socketpair()
-            for _ in range(8):
-                socket.send_fds(kept[-1][0] if kept else ends[0], [b"x"], [end.fileno() for end in ends])
-            ends[0].send(bytes(100000))
-            return ends
-        each(fill, 100000)
-    """,
-    "memfd": "each(lambda n: os.write(os.memfd_create('m'), bytes(4 << 20)), 4 << 20)",
-    "secret memory": "each(lambda n: libc.syscall(447, 0), 4096)",
-    "pages in pipes": """
-        def fill(number):
-            ends = os.pipe()
-            fcntl.fcntl(ends[1], 1031, 1 << 20)  # F_SETPIPE_SZ
-            return os.write(ends[1], bytes(1 << 20))
-        each(fill, 1 << 20)
-    """,
-    "pages of others in pipes": """
-        def fill(number):
-            ends = os.pipe()
-            with mmap.mmap(-1, 1 << 16) as pages:
-                pages.write(bytes(1 << 16))
-                piece = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.c_char.from_buffer(pages)), 1 << 16)
-                return libc.vmsplice(ends[1], piece, 1, 0)
-        each(fill, 1 << 16)
-    """,
-    "file locks": """
-        def fill(number):
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * number)
-        with open("locked", "w") as file:
-            each(fill, 200, 5000)
-    """,
-    "a file system": """
-        libc.unshare(0x10020000)
-        os.makedirs("more", exist_ok=True)
-        def fill(number):
-            if libc.mount(b"tmpfs", b"more", b"tmpfs", 0, b"size=1g"):
-                return -1
-            return open(f"more/{number}", "wb").write(bytes(4 << 20))
-        each(fill, 4 << 20)
-    """,
-    "watches": """
-        watch = libc.inotify_init()
-        each(lambda n: -1 if watch < 0 else libc.inotify_add_watch(watch, os.fsencode(sys.path[0]), 2), 1000, 5)
-    """,
-    "requests": """
-        context = ctypes.c_long()
-        each(lambda n: -1 if libc.syscall(206, 1000, ctypes.byref(context)) else 0, 64000, 50)
-    """,
-    "keys": "each(lambda n: libc.syscall(248, b'user', b'k%d' % n, bytes(16000), 16000, -1), 16000)",
     "parts of huge pages": """
         libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 4 + [ctypes.c_long] * 2
         libc.munmap.argtypes = [ctypes.c_size_t] * 2
@@ -323,11 +249,27 @@ def test_attacks_drawn_at_random(who):
     assert not failures, f"{len(failures)} cases: {dict(list(failures.items())[:8])}"
 
 
-def test_codes_and_signals_are_those_of_the_program(who):
-    draw = generator("codes")
-    for code in (137, 255, *draw.sample(range(1, 255), 3)):
-        assert who.run(f"import os; os._exit({code})")["said"] == f"[exit code {code}]"
-    assert who.run("while True: pass", wall_s=20.0, cpu_s=1)["said"] == "[ended at the limit of its time on the CPU]"
+# System calls of x86_64 that the filter excludes, so that no limit has to count what they take, and their arguments.
+EXCLUDED: dict[str, tuple[int, ...]] = {
+    "semget": (64,), "msgget": (68,), "shmget": (29,), "mq_open": (240,), "memfd_create": (319,),
+    "memfd_secret": (447,),
+    "vmsplice": (278,), "inotify_init": (253,), "inotify_init1": (294,), "io_setup": (206,), "io_uring_setup": (425,),
+    "add_key": (248,), "keyctl": (250,), "mount": (165,), "unshare": (272,), "setns": (308,), "ptrace": (101,),
+    "sendmsg, which passes descriptors": (46,), "setsockopt": (54,), "F_SETLK": (72, 1, 6), "F_OFD_SETLK": (72, 1, 37),
+    "F_SETLEASE": (72, 1, 1024), "F_SETPIPE_SZ": (72, 1, 1031, 1 << 20),
+}  # fmt: skip
+
+
+def test_calls_that_no_limit_counts_are_excluded(who):
+    code = f"""
+        import ctypes, errno
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name, (number, *arguments) in {EXCLUDED}.items():
+            found = libc.syscall(number, *arguments, *[0] * (6 - len(arguments))), ctypes.get_errno()
+            if found != (-1, errno.EPERM if arguments else errno.ENOSYS):
+                print(name, *found)
+    """
+    assert who.run(textwrap.dedent(code))["said"] == "[it printed nothing]"
 
 
 def test_no_socket_of_any_family_can_be_made(who):
@@ -343,15 +285,6 @@ def test_no_socket_of_any_family_can_be_made(who):
                         pass
     """
     assert who.run(textwrap.dedent(code))["said"] == "".join(f"socketpair 1 {kind}\n" for kind in (1, 2, 3, 5))
-
-
-def test_files_of_other_directories_are_not_there(who):
-    with tempfile.NamedTemporaryFile(dir="/tmp") as marker:
-        names = {part for path in (sys.prefix, sys.base_prefix) for part in Path(path).parts}
-        code = f"import os; print(os.path.exists({marker.name!r}), *os.listdir('/tmp'))"
-        said = who.run(code)["said"].split()
-    assert said[0] == "False"
-    assert not {*said[1:]} - names
 
 
 def test_a_long_program_runs(who):

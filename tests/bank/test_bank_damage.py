@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.bank import BankCorruption, BankError, BankLocked, BankReader, BankWriter
+from dppo_megatron.bank import reader as bank_reader
+from dppo_megatron.bank.audit import audit_bank
 from dppo_megatron.bank.lines import dropped_line
 from tests.support.bank import as_killed, files, fill, make_group, read_all
 
@@ -20,6 +22,8 @@ def test_a_writer_whose_lock_was_deleted_writes_nothing_more(tmp_path):
     (tmp_path / "writer.lock").unlink()
     with pytest.raises(BankLocked, match=r"writer\.lock: is gone, though this process has locked the bank"):
         first.append(make_group(1))
+    assert first.num_begun_groups == first.num_train_groups == 1
+    assert first.done_positions() == {0}
     with BankWriter(tmp_path, 3) as second:
         second.append(make_group(2))
         with pytest.raises(BankLocked, match=f"is another file now, of process {os.getpid()} on"):
@@ -133,3 +137,45 @@ def test_a_position_that_comes_twice_is_refused(tmp_path):
             BankCorruption, match=r"segment-000000\.jsonl: line 4: prompt position 1 is in the bank already"
         ):
             opened()
+
+
+def test_a_line_whose_bytes_come_late_is_waited_for_on_a_network_file_system_alone(tmp_path, monkeypatch):
+    """A later page may arrive before an earlier one."""
+    with BankWriter(tmp_path, 2) as writer:
+        writer.append(make_group(0))
+        reader = BankReader(tmp_path)
+        assert reader.refresh() == 1
+        writer.append(make_group(1))
+        index = tmp_path / "segment-000000.jsonl"
+        whole = index.read_bytes()
+        first = whole.index(b"\n", whole.index(b"\n") + 1) + 1
+        index.write_bytes(whole[:first] + bytes(40) + whole[first + 40 :])
+        with pytest.raises(BankCorruption, match=r"line 3: damaged"):
+            reader.refresh()
+        monkeypatch.setattr(bank_reader, "is_local", lambda _: False)
+        assert reader.refresh() == 1
+        index.write_bytes(whole)
+        assert reader.refresh() == 2
+        index.write_bytes(whole[:first] + bytes(40) + whole[first + 40 :])
+        late = BankReader(tmp_path)
+        assert late.refresh() == 1
+        monkeypatch.setattr(bank_reader, "LAG_S", 0.0)
+        with pytest.raises(BankCorruption, match=r"line 3: damaged"):
+            late.refresh()
+        index.write_bytes(whole)
+
+
+def test_a_bank_of_format_1_is_rejected_by_all_that_open_it(tmp_path):
+    (tmp_path / "segment-000000.jsonl").write_bytes(
+        b'{"kind":"group","position":0,"row":0,"offset":0,"bytes":8,"crc32":1,"n":1}\n'
+    )
+    (tmp_path / "segment-000000.bin").write_bytes(b"\0" * 8)
+    for opened in (lambda: BankWriter(tmp_path, 3), lambda: BankReader(tmp_path).refresh()):
+        with pytest.raises(BankError, match="bank format 1, this version reads only format 2; continue") as raised:
+            opened()
+        assert not isinstance(raised.value, BankCorruption)
+    ((_, _, found),) = audit_bank(tmp_path)
+    assert ["bank format 1" in problem for problem in found.problems] == [True]
+    (tmp_path / "head.json").write_text('{"format": 2, "segment": 0}')
+    with pytest.raises(BankCorruption, match="line 1: damaged: its crc32 does not match"):
+        BankReader(tmp_path).refresh()

@@ -158,13 +158,6 @@ def test_the_blob_is_a_safetensors_file_and_equal_groups_are_equal_bytes(tmp_pat
     assert begins == sorted(begins)
 
 
-def test_a_sampled_token_stands_in_one_policy_span(tmp_path):
-    """The invariant that an audit counts: log-probs are as many as tokens of policy spans."""
-    group = branched_group(4)
-    _, (entry,) = written(tmp_path, group)
-    assert entry.spans[:, POLICY].tolist() == [len(r.rollout_logprob) for r in group.rollouts]
-
-
 class Disk:
     """Counts the bytes that are read from .bin files, and where."""
 

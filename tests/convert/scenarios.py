@@ -12,6 +12,11 @@ from tests.support.configs import make_config
 from tests.support.models import build_gpt
 from tests.support.ranks import megatron_group, rendezvous
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Case:

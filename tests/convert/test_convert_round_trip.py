@@ -109,27 +109,22 @@ def test_dry_run_names_every_tensor_and_writes_nothing(models, tmp_path, convert
     assert not list(tmp_path.iterdir())
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "tools/convert_hf_to_megatron.py"]
+
+
 @pytest.mark.slow
-def test_several_processes_by_the_command_itself(models, tmp_path):
-    command = [sys.executable, "-m", "dppo_megatron", "convert"]
-    arguments = ["hf-to-megatron", str(models / "llama"), str(tmp_path / "m"), "--pipeline", "4", "--nproc", "2"]
-    subprocess.run([*command, *arguments], env=environment(), check=True, timeout=120)
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (["-m", "dppo_megatron", "convert", "hf-to-megatron"], ["--pipeline", "4", "--nproc", "2"]),
+        (TORCHRUN, ["--tensor", "2"]),
+    ],
+    ids=["nproc", "torchrun"],
+)
+def test_several_processes_by_the_command_itself(models, tmp_path, command, options):
+    arguments = [sys.executable, *command, str(models / "llama"), str(tmp_path / "m"), *options]
+    subprocess.run(arguments, env=environment(), check=True, timeout=120)
     config = hf.read_hf_config(models / "llama")
     read, source = TorchDistWeights(tmp_path / "m", config), hf.SafetensorsDirectory(models / "llama")
-    assert all(torch.equal(read.tensor(name), source.tensor(name)) for name in source.tensors)
-
-
-@pytest.mark.slow
-def test_two_processes_of_torchrun(models, tmp_path):
-    script = "tools/convert_hf_to_megatron.py"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script]
-    subprocess.run(
-        [*launcher, str(models / "qwen2"), str(tmp_path / "m"), "--tensor", "2"],
-        env=environment(),
-        check=True,
-        timeout=120,
-    )
-    config = hf.read_hf_config(models / "qwen2")
-    read, source = TorchDistWeights(tmp_path / "m", config), hf.SafetensorsDirectory(models / "qwen2")
     assert all(torch.equal(read.tensor(name), source.tensor(name)) for name in source.tensors)
     assert {p.name for p in tmp_path.iterdir()} == {"m"}

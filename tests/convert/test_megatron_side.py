@@ -14,7 +14,7 @@ from dppo_megatron.convert.job import convert as convert_in_process
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
-from tests.convert.scenarios import Case, load_with_megatron, save_with_actor
+from tests.convert.scenarios import LLAMA3, Case, load_with_megatron, save_with_actor
 from tests.support.model_directories import edit_config, same_weights
 from tests.support.models import CONFIGS, EXPERT_FAMILIES
 
@@ -25,10 +25,6 @@ MEGATRON = [
     *(Case(family, ep=2) for family in (*WITH_EXPERTS, "gpt_oss")),
 ]
 ACTOR = [Case("qwen3", tp=2), Case("llama", pp=2), Case("qwen2"), Case("qwen3_moe", ep=2), Case("deepseek_v3", tp=2)]
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

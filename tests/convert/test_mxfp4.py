@@ -58,6 +58,7 @@ def test_values_equal_those_of_the_specification(directory):
             assert found.dtype == torch.bfloat16
             assert len(np.unique(np.abs(expected))) > 50
             np.testing.assert_array_equal(found.double().numpy(), expected)
+            assert weights.tensor(name) is found  # experts are read one by one
 
 
 def test_the_model_is_written_in_bf16_but_not_in_fp8(directory, tmp_path, convert):
@@ -70,16 +71,6 @@ def test_the_model_is_written_in_bf16_but_not_in_fp8(directory, tmp_path, conver
     np.testing.assert_array_equal(written.tensor(name).double().numpy(), expected)
     with pytest.raises(hf.ModelError, match="not available for experts that share a tensor"):
         convert("hf-to-hf", directory, tmp_path / "fp8", "--quantization", "fp8_block")
-
-
-def test_the_gate_of_an_expert_is_every_other_output(directory):
-    config = hf.read_hf_config(directory)
-    weights, weight_map = hf.open_weights(directory, config), hf.WeightMap(config)
-    entry = weight_map.entry("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight")
-    name = entry.hf[0].name
-    fused = weight_map.to_megatron(entry, {name: weights.tensor(name)})
-    assert torch.equal(fused[:FFN], weights.tensor(name)[1, :, 0::2].T)
-    assert torch.equal(fused[FFN:], weights.tensor(name)[1, :, 1::2].T)
 
 
 def test_an_absent_scale_is_named(directory):

@@ -16,16 +16,13 @@ from dppo_megatron.convert.job import convert as convert_in_process
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.convert.to_megatron import ToMegatron
+from tests.convert.scenarios import LLAMA3
 from tests.support.actor_cases import YARN
 from tests.support.model_directories import edit_weights, write_model
 from tests.support.models import CONFIGS
 from tests.support.runs import environment
 
 FAMILIES = list(CONFIGS)
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
 
 
 def change_layer_2(tensors: dict[str, torch.Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import time
 
@@ -61,10 +60,6 @@ def a_line_that_is_not_there(path):
         file.truncate(1 << 40)
 
 
-def a_pipe(path):
-    os.mkfifo(path)
-
-
 @pytest.mark.parametrize(
     ("make", "suffix", "problem"),
     [
@@ -74,7 +69,6 @@ def a_pipe(path):
         (a_date_that_python_has_not, "arrow", "cannot read the table: "),
         (many_rows_in_few_bytes, "parquet", "its rows take more memory than half of the free memory; leave out rows"),
         (a_line_that_is_not_there, "jsonl", "bytes, more than half of the free memory; leave out"),
-        (a_pipe, "parquet", "cannot read the prompt file: a device"),
     ],
 )  # fmt: skip
 def test_a_hostile_file_is_one_clear_error(tmp_path, monkeypatch, make, suffix, problem):

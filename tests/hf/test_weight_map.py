@@ -57,24 +57,6 @@ def test_shards_of_all_ranks_give_back_the_hf_tensors(family, size, shard_mla_do
     assert all(torch.equal(found[name], source[name]) for name in source)
 
 
-def test_gate_and_up_are_sharded_separately():
-    weight_map = hf.WeightMap(config_of("llama"))
-    entry = weight_map.entry("decoder.layers.0.mlp.linear_fc1.weight")
-    gate, up = (torch.randn(48, 32) for _ in range(2))
-    parts = dict(zip((t.name for t in entry.hf), (gate, up), strict=True))
-    shard = weight_map.to_megatron(entry, parts, tp_rank=1, tp_size=2)
-    assert torch.equal(shard, torch.cat([gate[24:], up[24:]]))
-
-
-def test_qkv_is_interleaved_by_query_group():
-    weight_map = hf.WeightMap(config_of("qwen2"))  # 4 heads in 2 groups, head_dim 8
-    entry = weight_map.entry("decoder.layers.2.self_attention.linear_qkv.bias")
-    assert [t.name for t in entry.hf] == [f"model.layers.2.self_attn.{p}_proj.bias" for p in "qkv"]
-    q, k, v = torch.arange(32.0), torch.arange(100.0, 116.0), torch.arange(200.0, 216.0)
-    parts = dict(zip((t.name for t in entry.hf), (q, k, v), strict=True))
-    assert torch.equal(weight_map.to_megatron(entry, parts), torch.cat([q[:16], k[:8], v[:8], q[16:], k[8:], v[8:]]))
-
-
 def test_vocabulary_padding_is_zero_and_is_dropped_again():
     weight_map = hf.WeightMap(config_of("qwen3"), hf.MegatronLayout(padded_vocab_size=128))
     entry = weight_map.entry("embedding.word_embeddings.weight")
@@ -118,27 +100,6 @@ def test_dense_and_expert_layers_have_their_own_parameters(family):
             weight_map.entry(absent)
 
 
-def test_gated_delta_net_is_interleaved_by_key_head():
-    weight_map = hf.WeightMap(config_of("qwen3_5_text", linear_num_key_heads=2, linear_num_value_heads=4))
-    entry = weight_map.entry("decoder.layers.0.self_attention.conv1d.weight")
-    q, k, v = (torch.arange(float(n)) + 100 * i for i, n in enumerate((32, 32, 96)))
-    whole = torch.cat([q, k, v])[:, None, None].expand(-1, 1, 4)
-    shard = weight_map.to_megatron(entry, {entry.hf[0].name: whole}, 1, 2)
-    assert torch.equal(shard[:, 0, 0], torch.cat([q[16:], k[16:], v[48:]]))
-    with pytest.raises(hf.ModelError, match="2 groups of heads do not divide over 4 ranks"):
-        weight_map.to_megatron(entry, {entry.hf[0].name: whole}, 0, 4)
-
-
-def test_a_gate_of_attention_follows_the_queries_of_its_group():
-    weight_map = hf.WeightMap(config_of("qwen3_5_text"))  # 4 heads in 2 groups, head_dim 16
-    entry = weight_map.entry("decoder.layers.1.self_attention.linear_qkv.weight")
-    parts = {t.name: torch.arange(float(t.shape[0]))[:, None].expand(t.shape) for t in entry.hf}
-    rows = weight_map.to_megatron(entry, parts)[:, 0]
-    # Hugging Face: queries and gate of head 0, then of head 1. Megatron: both queries, both gates, key and value.
-    expected = [*range(16), *range(32, 48), *range(16, 32), *range(48, 64), *range(16), *range(16)]
-    assert rows[: len(expected)].tolist() == expected
-
-
 def test_moonlight_style_queries_are_not_compressed():
     weight_map = hf.WeightMap(config_of("deepseek_v3", q_lora_rank=None, n_shared_experts=0))
     entry = weight_map.entry("decoder.layers.1.self_attention.linear_q_proj.weight")
@@ -157,5 +118,9 @@ def test_wrong_inputs_name_the_tensor():
         weight_map.to_megatron(entry, {entry.hf[0].name: torch.zeros(32, 48)}, 0, 5)
     with pytest.raises(hf.ModelError, match=r"shape \(32, 96\)"):
         weight_map.to_hf(entry, [torch.zeros(32, 48)] * 2)
+    heads = hf.WeightMap(config_of("qwen3_5_text", linear_num_key_heads=2, linear_num_value_heads=4))
+    conv = heads.entry("decoder.layers.0.self_attention.conv1d.weight")
+    with pytest.raises(hf.ModelError, match="2 groups of heads do not divide over 4 ranks"):
+        heads.to_megatron(conv, {conv.hf[0].name: torch.zeros(conv.hf[0].shape)}, 0, 4)
     with pytest.raises(hf.ModelError, match="only 10 rows"):
         hf.WeightMap(config_of("llama"), hf.MegatronLayout(10))

@@ -7,7 +7,6 @@ import gzip
 import json
 import random
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -129,30 +128,6 @@ def test_what_the_trainer_stored_stands_at_its_tokens(tmp_path):
     shares = page.table["masked"][page.table["prompt"] == 5]
     np.testing.assert_allclose(shares, [*(size // 2 / size for size in sizes[:-1]), np.nan], rtol=1e-6)
     assert "step-000009-r000.safetensors: not read" in page.notes
-
-
-class _Elements(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-
-    def handle_starttag(self, tag, attrs) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-
-def test_no_text_of_a_run_becomes_html_and_nothing_is_fetched(tmp_path):
-    run = write_run(tmp_path).rename(tmp_path / "<img src=x onerror=alert(1)>")
-    found = _Elements()
-    found.feed(Page(write_view(run)).html)
-    assert "img" not in found.tags
-    assert (
-        found.tags.count("script") == 1 + 6 + STEPS * GROUPS
-    )  # program, head, table, excerpts, curves, texts, answers
-    assert not {"src", "href", "onerror"} & {name for name, _ in found.attributes}
-    policy = dict(found.attributes)["content"]
-    assert ("http-equiv", "Content-Security-Policy") in found.attributes, policy
 
 
 def test_a_run_that_was_killed_in_its_first_step(tmp_path):
