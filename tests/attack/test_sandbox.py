@@ -287,6 +287,15 @@ def test_no_socket_of_any_family_can_be_made(who):
     assert who.run(textwrap.dedent(code))["said"] == "".join(f"socketpair 1 {kind}\n" for kind in (1, 2, 3, 5))
 
 
+def test_files_of_other_directories_are_not_there(who):
+    with tempfile.NamedTemporaryFile(dir="/tmp") as marker:
+        names = {part for path in (sys.prefix, sys.base_prefix) for part in Path(path).parts}
+        code = f"import os; print(os.path.exists({marker.name!r}), *os.listdir('/tmp'))"
+        said = who.run(code)["said"].split()
+    assert said[0] == "False"
+    assert not {*said[1:]} - names
+
+
 def test_a_long_program_runs(who):
     answer = who.run(f"# {'x' * (12 << 20)}\nimport os; print('done', os.listdir())")
     assert answer["said"] == "done []\n"

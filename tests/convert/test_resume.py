@@ -1,12 +1,14 @@
-"""An interrupted conversion continues where it stopped, and only if its input did not change."""
+"""A killed or interrupted conversion continues where it stopped, and only if its input did not change."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,23 @@ from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_megatron import ToMegatron
 from dppo_megatron.hf import ModelError
 from tests.support.model_directories import edit_config, same_weights
+from tests.support.runs import environment
+
+# Stops in the middle of the third shard.
+_SLOW = """
+import sys, time
+from dppo_megatron.convert import to_megatron
+write = to_megatron.ToMegatron.write_shard
+def slowly(self, index, path, tick):
+    if index == 2:
+        path.write_bytes(b"half of a shard")
+        time.sleep(600)
+    return write(self, index, path, tick)
+to_megatron.ToMegatron.write_shard = slowly
+from dppo_megatron.cli import main
+sys.argv[1:1] = ["convert", "hf-to-megatron"]
+main()
+"""
 
 
 @pytest.fixture
@@ -36,6 +55,29 @@ def interrupted(models, tmp_path, monkeypatch) -> tuple[Path, Path]:
         with pytest.raises(KeyboardInterrupt):
             job.convert(partial(ToMegatron, source, tmp_path / "target", TargetLayout(pipeline=4)))
     return source, tmp_path / "target"
+
+
+@pytest.mark.slow
+def test_killed_conversion_resumes_without_writing_finished_shards_again(models, tmp_path, convert):
+    arguments = [str(models / "qwen3"), str(tmp_path / "target"), "--pipeline", "4"]
+    process = subprocess.Popen([sys.executable, "-c", _SLOW, *arguments], env=environment())
+    staging = tmp_path / ".target.writing"
+    deadline = time.monotonic() + 60
+    while not list(staging.rglob("__2_0.distcp")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(20)
+    assert not (tmp_path / "target").exists()
+    assert not (staging / "__2_0.distcp").exists()
+    before = {file.name: file.stat().st_mtime_ns for file in staging.glob("__[01]_0.distcp")}
+    assert len(before) == 2
+    convert("hf-to-megatron", *arguments, "--resume")
+    after = {name: (tmp_path / "target" / name).stat().st_mtime_ns for name in before}
+    assert before == after
+    assert not (tmp_path / "target" / ".conversion").exists()
+    convert("megatron-to-hf", tmp_path / "target", tmp_path / "back")
+    same_weights(models / "qwen3", tmp_path / "back")
+    assert {p.name for p in tmp_path.iterdir()} == {"target", "back"}
 
 
 def test_resuming_is_asked_for_and_refuses_other_settings_and_changed_sources(interrupted, convert):
