@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,15 +135,33 @@ def sampled_by_actor(directory: Path, count: int, group: int) -> list[Sample]:
     )
     samples = []
     with build_actor(make_config(directory, "bf16")) as actor:
+        used = _recorded_experts(actor)
         for prompt, row in zip(requested, whole.int().numpy(), strict=True):
-            actor.routing.record(True)
+            used.clear()
             logprobs = actor.score(row)[PROMPT - 1 :]
-            (routed,) = actor.routing.recorded()  # [L, T, k]
-            experts = routed.transpose(0, 1)[: len(row) - 1].to(torch.uint8).numpy()
+            experts = torch.stack(used, dim=1)[: len(row) - 1].to(torch.uint8).numpy()  # [T, L, k]
             response = row[PROMPT:]
             versions = np.zeros(len(response), np.int32)
             samples.append((prompt, Rollout(response, logprobs, versions, "length", routed_experts=experts)))
     return samples
+
+
+def _recorded_experts(actor: Actor) -> list[torch.Tensor]:
+    """Return a list to which every router appends the experts [T, k] that it uses, layer by layer."""
+    used: list[torch.Tensor] = []
+
+    def recording(choose: Any) -> Any:
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            scores, experts = choose(*arguments, **options)
+            used.append(experts)
+            return scores, experts
+
+        return recorded
+
+    for layer in actor.model_chunks[0].decoder.layers:
+        if (router := getattr(layer.mlp, "router", None)) is not None:
+            router.router_replay.get_replay_topk = recording(router.router_replay.get_replay_topk)
+    return used
 
 
 @contextmanager

@@ -6,14 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from dppo_megatron.config.schema import Config
@@ -31,7 +29,7 @@ from .checkpoint import save_load
 from .checkpoint.sharded import ShardedSave
 from .checkpoint.writer import BackgroundWrite
 from .experts import describe_experts
-from .forward import LossStep, reduce_reports
+from .forward import LossStep, reduce_reports, run_schedule
 from .layout import Layout
 from .loss_scale import LossScale
 from .model import PolicyModel, build_model
@@ -105,12 +103,6 @@ class Actor:
         self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
         self.shares_prefixes = shares_prefixes(self.hf, config)  # whether micro-batches may share prompts
         self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
-        self._forward_backward = partial(
-            get_forward_backward_func(),
-            model=self.model,
-            seq_length=config.train.micro_batch_tokens,  # only a hint, because packed lengths travel with the tensors
-            micro_batch_size=1,
-        )
 
     def describe(self) -> list[str]:
         """Return the first lines of the log: model, precision, layers, kernels, layout."""
@@ -185,17 +177,12 @@ class Actor:
             masked = torch.zeros(self.hf.vocab_size, dtype=torch.long, device=self.layout.device)
             step = LossStep(objective, self.hf.vocab_size, self.layout, masked, observe=observe)
             with self._gather.behind_forward():
-                results = self._forward_backward(
-                    forward_step_func=step,
-                    data_iterator=[iter(prepared) for _ in self.model],  # every virtual stage reads all micro-batches
-                    num_microbatches=len(prepared),
-                )
+                results = run_schedule(step, self.model, prepared, self.config.train.micro_batch_tokens)
             step.checks.raise_if_failed()
             total = reduce_reports(results, prepared[: len(micro_batches)], masked, self.layout)
-            metrics = total.metrics
             if self.routing is not None:
                 replayed = [batch.packed.replay for batch in prepared[: len(micro_batches)]]
-                metrics = metrics | self.routing.disagreement(replayed, self.layout.device)
+                total.parts.update(self.routing.disagreement(replayed, self.layout.device))
             self._synchronize()
         with phase("optimizer") as stepping:
             loss_scale = None if self.loss_scale is None else self.loss_scale.value
@@ -205,7 +192,7 @@ class Actor:
                     self.schedule,
                     clip=self.config.optimizer.grad_clip,
                     lr_scale=self.lr_scale,
-                    refuse=total.nonfinite > 0,
+                    refuse=total.nonfinite_tokens > 0,
                     loss_scale=self.loss_scale,
                 )
             if not update.skipped:
@@ -216,21 +203,13 @@ class Actor:
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
             self._synchronize()
         stats = UpdateStats(
-            loss=total.loss,
-            grad_norm=update.grad_norm,
-            lr=update.lr,
-            skipped=update.skipped,
+            **vars(total),
+            **vars(update),
             skipped_in_a_row=self.skipped_in_a_row,
-            tokens=total.tokens,
-            loss_tokens=total.loss_tokens,
-            nonfinite_tokens=total.nonfinite,
-            metrics=reduce_metrics(metrics),
-            parts=metrics,
-            masked=total.masked,
+            metrics=reduce_metrics(total.parts),
             forward_backward_s=computing.seconds,
             optimizer_s=stepping.seconds,
             loss_scale=loss_scale,
-            overflowed=update.overflowed,
         )
         if self.skipped_in_a_row >= self.config.optimizer.max_skipped_in_a_row:
             raise TrainingDiverged(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -257,6 +258,21 @@ def run_model(model: Any, batch: MicroBatch) -> Tensor:
     )
 
 
+def run_schedule(
+    step: LossStep | LogprobStep, chunks: Sequence[Any], batches: Sequence[MicroBatch], token_budget: int, **more: Any
+) -> list[Any]:
+    """Run Megatron's schedule over `batches`. token_budget is only a hint: packed lengths travel with the tensors."""
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(batches) for _ in chunks],  # every virtual stage reads all micro-batches
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=token_budget,
+        micro_batch_size=1,
+        **more,
+    )
+
+
 def head_statistics(
     model: Any,
     output: Tensor,
@@ -310,10 +326,10 @@ class UpdateTotal:
     """Contains sums over all micro-batches of all data-parallel ranks. Metrics are on the CPU."""
 
     loss: float
-    nonfinite: int
+    nonfinite_tokens: int
     tokens: int
     loss_tokens: int
-    metrics: dict[str, Metric]
+    parts: dict[str, Metric]
     masked: dict[int, int]  # maps a token id to its count, if above 0
 
 

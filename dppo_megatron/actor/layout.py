@@ -119,16 +119,6 @@ def init_layout(config: Config) -> Layout:
             f"parallel.world_size = {parallel.world_size}: {world_size} trainer processes were started; "
             f"start {parallel.world_size}, or set it to {world_size}"
         )
-    for names, ranks in {
-        "tensor x pipeline x context": parallel.tensor * parallel.pipeline * parallel.context,
-        "expert_tensor x expert x pipeline": (parallel.expert_tensor or parallel.tensor)
-        * parallel.expert
-        * parallel.pipeline,
-    }.items():
-        if world_size % ranks:
-            raise LayoutError(
-                f"parallel.world_size = {world_size}: not a multiple of {names} = {ranks}; change one of them"
-            )
     without_cuda.install()
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"

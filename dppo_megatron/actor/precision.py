@@ -17,18 +17,17 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Describes one of TransformerEngine's FP8 recipes: Megatron's name for it, and the first GPUs that support it."""
+    """Describes one of TransformerEngine's FP8 recipes, and the first GPUs that support it."""
 
-    megatron: str
     capability: Capability
     scaling: str
     rows: int  # a matrix product needs a multiple of this number
 
 
-RECIPES: dict[str, Recipe] = {
-    "tensorwise": Recipe("tensorwise", (8, 9), "one scale a tensor, from its current values", 16),
-    "blockwise": Recipe("blockwise", (9, 0), "one scale a block of 1 x 128 or 128 x 128", 16),
-    "mxfp8": Recipe("mxfp8", (10, 0), "one power of two for 32 values", 32),
+RECIPES = {  # by Megatron's names, which are also ours
+    "tensorwise": Recipe((8, 9), "one scale a tensor, from its current values", 16),
+    "blockwise": Recipe((9, 0), "one scale a block of 1 x 128 or 128 x 128", 16),
+    "mxfp8": Recipe((10, 0), "one power of two for 32 values", 32),
 }
 
 
@@ -41,9 +40,8 @@ def precision_arguments(config: Config) -> dict[str, Any]:
     """Return the FP8 fields of a TransformerConfig: E4M3 forward, E5M2 for tensorwise gradients."""
     if config.model.fp8 == "none":
         return {}
-    recipe = RECIPES[config.model.fp8]
     # Scales of small blocks follow the values, so gradients need no wider exponent.
-    return {"fp8": "hybrid" if config.model.fp8 == "tensorwise" else "e4m3", "fp8_recipe": recipe.megatron}
+    return {"fp8": "hybrid" if config.model.fp8 == "tensorwise" else "e4m3", "fp8_recipe": config.model.fp8}
 
 
 def row_multiple(config: Config) -> int:
@@ -76,34 +74,20 @@ def installation_problems(config: Config) -> list[str]:
     return [f"model.fp8 = {config.model.fp8}: needs TransformerEngine: {megatron_version.engine_remedy()}, or use none"]
 
 
-@dataclass(frozen=True, slots=True)
-class Implementations:
-    """Names the implementations in this process, in Megatron's order of preference."""
+def implementations(*, transformer_engine_layers: bool) -> str:
+    """Name what computes layers, Adam, the gradient norm with clipping, and sums of weight gradients in fp32.
 
-    layers: str  # norms, matrix products, attention
-    optimizer: str  # Adam
-    norms: str  # multi-tensor gradient norm and clipping
-    weight_gradient: str  # addition of weight gradients to the fp32 buffer
-
-    def __str__(self) -> str:
-        return (
-            f"layers {self.layers}, Adam {self.optimizer}, gradient norm {self.norms}, "
-            f"weight gradients {self.weight_gradient}"
-        )
-
-
-def implementations(*, transformer_engine_layers: bool) -> Implementations:
-    """Return TransformerEngine if it is installed, else NVIDIA's apex, else torch; on the CPU always torch.
-
+    In Megatron's order: TransformerEngine if it is installed, else NVIDIA's apex, else torch; on the CPU always torch.
     apex is recognised by its own extension modules, because the package index's `apex` is a web toolkit.
     """
     engine, apex = megatron_version.has_transformer_engine(), megatron_version.has_nvidia_apex()
     if not torch.cuda.is_available():
         engine = apex = False
     fused = "TransformerEngine" if engine else "NVIDIA apex" if apex else "torch"
-    layers = "TransformerEngine" if transformer_engine_layers else "local"
-    gradient = "NVIDIA apex" if fuses_weight_gradient() else "torch"
-    return Implementations(layers, fused, fused, "TransformerEngine" if transformer_engine_layers else gradient)
+    layers, gradient = "local", "NVIDIA apex" if fuses_weight_gradient() else "torch"
+    if transformer_engine_layers:
+        layers = gradient = "TransformerEngine"
+    return f"layers {layers}, Adam {fused}, gradient norm {fused}, weight gradients {gradient}"
 
 
 def fuses_weight_gradient() -> bool:

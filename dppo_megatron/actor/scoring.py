@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from dppo_megatron.types import TokenBatch
 
 from .batch.packing import MicroBatch, Packer
-from .forward import LogprobStep
+from .forward import LogprobStep, run_schedule
 from .layout import Layout
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Scorer:
     packer: Packer
     layout: Layout
     vocab_size: int
-    token_budget: int  # train.micro_batch_tokens; only a hint, because packed lengths travel with the tensors
+    token_budget: int  # train.micro_batch_tokens
 
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
         """Return the scores of `columns`.
@@ -60,16 +59,8 @@ class Scorer:
         broadcasts each result and their width from the last stage.
         """
         prepared = self.packer.whole_rounds(micro_batches)
-        results = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(prepared) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(prepared),
-            seq_length=self.token_budget,
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+        scoring = {"forward_only": True, "collect_non_loss_data": True}
+        results = run_schedule(step, self.chunks, prepared, self.token_budget, **scoring)
         step.checks.raise_if_failed()
         if self.layout.context_size > 1:
             for result in results:

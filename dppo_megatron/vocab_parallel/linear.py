@@ -219,8 +219,6 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         request, shard = ctx.request, ctx.request.shard
         coefficients = request.coefficients(ctx, grads)
-        if coefficients is None:
-            return (None,) * 6
         hidden, weight, bias = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = hidden.new_zeros(hidden.shape, dtype=request.dtype) if need_hidden else None

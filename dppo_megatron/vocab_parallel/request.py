@@ -161,13 +161,11 @@ class Request:
         ctx.mark_non_differentiable(nonfinite, *([entropy] if metric else []))
         return merged.logprob[:, 0].clone(), entropy, topk, other, nonfinite
 
-    def coefficients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Coefficients | None:
-        """Turn the gradients of `forward`'s outputs into coefficients for the backward pass; None without gradients."""
+    def coefficients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Coefficients:
+        """Turn the gradients of `forward`'s outputs into coefficients for the backward pass."""
         g_logprob, g_entropy, g_topk, g_other, _ = grads
         if self.entropy != "differentiable":
             g_entropy = None
-        if g_logprob is None and g_topk is None and g_other is None and g_entropy is None:
-            return None
         merged: Merged = ctx.merged
         g_slots = torch.zeros_like(merged.logprob)
         if g_logprob is not None:

@@ -163,8 +163,6 @@ class _Stored(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         request, shard = ctx.request, ctx.request.shard
         coefficients = request.coefficients(ctx, grads)
-        if coefficients is None:
-            return None, None, None
         (logits,) = ctx.saved_tensors
         # `detach` changes the version counter, unlike `.data`, so a second use of the consumed logits raises an error.
         gradient = logits.detach() if ctx.inplace else logits.detach().clone()

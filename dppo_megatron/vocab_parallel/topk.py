@@ -18,11 +18,10 @@ _PAIRS_AT_ONCE = 1 << 22
 class Slots:
     """Describes the slots of T rows.
 
-    ids: [T, n] int64. present: ids >= 0. twin: [T, n] the first slot with the same id. counted: present slots that are
+    present: ids >= 0. twin: [T, n] the first slot with the same id. counted: present slots that are
     their own twin, so that each distinct id counts once.
     """
 
-    ids: Tensor
     present: Tensor
     counted: Tensor
     twin: Tensor
@@ -51,7 +50,7 @@ def find_slots(ids: Tensor) -> Slots:
         equal = block.unsqueeze(2) == block.unsqueeze(1)
         torch.argmax(equal.view(torch.uint8), dim=2, out=twin[r : r + rows])
     counted = (twin == torch.arange(n, device=ids.device)).logical_and_(present)
-    return Slots(ids, present, counted, twin)
+    return Slots(present, counted, twin)
 
 
 def _scatter(block: Tensor, column: Tensor, values: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Updates and log-probs: the same numbers in every layout, packing and implementation."""
+"""Updates and log-probs: the same numbers in every packing and implementation; `tests/parallel` compares layouts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ def assert_same_run(got: dict, expected: dict, *, rtol: float = 1e-5) -> None:
     for name in ("loss", "grad_norm", "masked", "entropy"):
         assert got[name] == pytest.approx(expected[name], rel=rtol, abs=1e-6), name
     torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("layout", update.LAYOUTS)
-def test_two_ranks_train_as_one(one_rank, two_ranks, layout):
-    expected = one_rank(update.alone_tied if layout.startswith("tied") else update.alone)
-    got = two_ranks(update.layouts)[layout]
-    assert_same_run(got, expected)
-    assert got["tokens"] == expected["tokens"]
-    assert got["loss_tokens"] == expected["loss_tokens"]
-    assert got["masked_tokens"] == expected["masked_tokens"]
 
 
 @pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
@@ -124,33 +114,20 @@ def assert_transformers_agrees(values: dict, *, atol: float = 1e-5, rel: float =
     assert held == expected
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_5", "qwen3_5_moe"])
-def test_transformers_agrees(one_rank, family):
-    assert_transformers_agrees(one_rank(update.against_transformers)[family])
-
-
-@pytest.mark.parametrize("layout", ["tensor", "sequence", "recompute", "experts"])
-def test_transformers_agrees_with_gated_delta_net_on_two_ranks(two_ranks, layout):
-    assert_transformers_agrees(two_ranks(update.delta_net_against_transformers)[layout])
-
-
-@pytest.mark.parametrize(("layout", "bounds"), [("alone", {}), ("recompute", {}), ("bf16", {"atol": 0.5, "rel": 0.02})])
-def test_transformers_agrees_with_sinks(one_rank, layout, bounds):
-    assert_transformers_agrees(one_rank(update.sinks_against_transformers)[layout], **bounds)
-
-
-@pytest.mark.parametrize("layout", ["tensor", "experts", "context", "stages"])
-def test_transformers_agrees_with_sinks_on_two_ranks(two_ranks, layout):
-    assert_transformers_agrees(two_ranks(update.sinks_against_transformers)[layout])
+@pytest.mark.parametrize(
+    ("size", "name"), [(n, name) for n, cases in update.AGAINST_TRANSFORMERS.items() for name in cases]
+)
+def test_transformers_agrees(on, size, name):
+    bounds = {"atol": 0.5, "rel": 0.02} if name == "sinks_bf16" else {}
+    assert_transformers_agrees(on(size, update.against_transformers)[name], **bounds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", update.WITH_EXPERTS)
-def test_transformers_agrees_with_experts(one_rank, two_ranks, family):
-    one, two = (world(update.experts_against_transformers) for world in (one_rank, two_ranks))
-    assert_transformers_agrees(one[family, "alone"])
-    for layout in ("tensor", "tensor_experts"):
-        assert_transformers_agrees(two[family, layout])
+def test_transformers_agrees_with_experts(on, family):
+    for size, layouts in update.EXPERTS.items():
+        for layout in layouts:
+            assert_transformers_agrees(on(size, update.experts_against_transformers)[family, layout])
 
 
 def test_non_finite_updates_change_nothing_and_stop_the_run(one_rank):

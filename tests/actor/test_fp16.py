@@ -70,10 +70,10 @@ def test_the_scale_grows_and_falls_and_then_overflows_count(one_rank):
 
 
 def test_a_checkpoint_holds_the_scale_and_how_far_it_is_from_growing(on):
-    for layout, (state, expected, got, equal) in on(fp16.resumed).items():
-        assert state == {"step": 3}, layout
-        assert got == expected == [fp16.INITIAL / 2, fp16.INITIAL, fp16.INITIAL], layout
-        assert equal, layout
+    for layout, (state, equal_bits, equal_scales) in on(fp16.resume).items():
+        assert state == {"step": 2}, layout
+        assert equal_scales, layout
+        assert equal_bits, layout
 
 
 def test_without_gradients_the_scale_stays_finite(one_rank):

@@ -85,6 +85,12 @@ def test_a_rank_without_loss_tokens_still_computes_a_masked_one():
     assert not parts[1].loss.loss_weight.any()
 
 
+def test_empty_sequences_are_refused():
+    batch = pack(sequences(2))
+    with pytest.raises(ValueError, match="packed sequences must not be empty"):
+        packer()(replace(batch, cu_seqlens=batch.cu_seqlens[[0, 1, 1, 2]]))
+
+
 @pytest.mark.parametrize(("context", "tensor", "tile"), [(1, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 16), (2, 2, 16)])
 def test_replayed_experts_follow_their_tokens(context, tensor, tile):
     batch = pack(sequences())

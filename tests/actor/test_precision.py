@@ -75,14 +75,14 @@ def test_apex_of_the_package_index_is_not_nvidias(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('a web toolkit')")
-    assert chosen().optimizer == "torch"
+    assert "Adam torch," in chosen()
     (tmp_path / "amp_C.py").touch()
     sys.path_importer_cache.clear()
-    assert chosen().optimizer == chosen().norms == "NVIDIA apex"
+    assert "Adam NVIDIA apex, gradient norm NVIDIA apex," in chosen()
     monkeypatch.setattr(megatron_version, "has_transformer_engine", lambda: True)
-    assert chosen().optimizer == "TransformerEngine"
+    assert "Adam TransformerEngine," in chosen()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert chosen().optimizer == "torch"
+    assert "Adam torch," in chosen()
 
 
 @pytest.mark.slow
@@ -100,8 +100,8 @@ def test_the_log_says_of_weight_gradients_what_megatron_is_told(kernel, tmp_path
     hf, config = read_hf_config(write_config(tmp_path)), actor_config(tmp_path, dtype="bf16")
     found = model_config._precision_arguments(hf, config)["gradient_accumulation_fusion"]
     assert found == kernel
-    assert chosen(False).weight_gradient == ("NVIDIA apex" if kernel else "torch")
-    assert chosen(True).weight_gradient == "TransformerEngine"
+    assert chosen(False).endswith("weight gradients " + ("NVIDIA apex" if kernel else "torch"))
+    assert chosen(True).endswith("weight gradients TransformerEngine")
 
 
 @pytest.mark.parametrize("engine", [False, True])

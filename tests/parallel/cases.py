@@ -24,6 +24,8 @@ DENSE = {
     "vpp": {"pipeline": 2, "virtual_pipeline": 2},
     "cp2": {"context": 2},
     "dp2": {},
+    "dp2_plain_optimizer": {"distributed_optimizer": False},
+    "tp2_sp_fused_recompute": {**SP, "settings": {"logits": "fused", "recompute": "full"}},
     "dp2_overlap": {"overlap": True},
     "dp2_overlap_fused": {"overlap": True, "settings": {"logits": "fused"}},
     "vpp_overlap": {"pipeline": 2, "virtual_pipeline": 2, "overlap": True},
@@ -71,7 +73,7 @@ EXPERTS_ELSEWHERE = ("tp2_sp", "pp2", "cp2", "dp2")
 CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{f"{model}:one": {} for model in ("qwen3", "qwen3_moe", "qwen3_moe+replay", "deepseek", "glm")},
-        **{f"{model}:one": {} for model in ("delta", "delta_moe+replay", "mistral", "glm_flash")},
+        **{f"{model}:one": {} for model in ("delta", "delta_moe+replay", "mistral", "glm_flash", "tied")},
         **{f"qwen3+{variant}:one": {} for variant in ("gspo", "cppo", "centred", "kept", "taught")},
     },
     2: {
@@ -96,6 +98,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             for name in ("tp2_sp", "pp2", "cp2", "ep2")
         },
         **{f"mistral:{name}": DENSE[name] for name in ("tp2_sp", "pp2", "cp2")},
+        **{f"tied:{name}": DENSE[name] for name in ("tp2", "pp2")},
         **{f"delta:{name}": DENSE[name] for name in ("tp2", "tp2_sp", "pp2_uneven", "vpp", "dp2_overlap")},
         **{f"delta_moe+replay:{name}": REPLAY[name] for name in ("tp2_sp", "ep2", "vpp_recompute")},
     },
@@ -126,6 +129,8 @@ DIVERGENCES = ("jensen_shannon", "forward_kl", "reverse_kl")  # of the three ste
 TRUNCATED = {"top_p": 0.9, "top_k": 12}  # mostly fewer than K tokens, so that some lists are the whole set
 FAST = (
     "qwen3:cp2",
+    "qwen3:tp2_sp_fused_recompute",
+    "tied:pp2",
     "qwen3+taught:cp2",
     "qwen3+gspo:cp2",
     "qwen3_moe:ep2",

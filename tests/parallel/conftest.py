@@ -31,6 +31,7 @@ def models(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("parallel") / "models"
     configs = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK, "glm": GLM}
     configs |= {"delta": QWEN3_5, "delta_moe": QWEN3_5_MOE, "mistral": MISTRAL, "glm_flash": GLM_FLASH}
+    configs["tied"] = {**QWEN3, "tie_word_embeddings": True}
     for name, config in configs.items():
         make_random_hf_model(root / name, config, seed=1)
         set_expert_bias(root / name)

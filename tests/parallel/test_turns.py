@@ -31,6 +31,7 @@ METHODS = {
     },
     "cppo": {"name": "cppo", "settings": {"delta": 0.05, "position_weight": 0.3}},
     "by_turn": {"name": "dppo_binary_tv", "credit": "turn", "discount": 0.5, "settings": {"delta": 0.1}},
+    "gspo_by_turn": {"name": "gspo", "credit": "turn", "discount": 0.5},
 }
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}},
@@ -166,7 +167,7 @@ def _dense(models: Path, method: str) -> tuple[float, float]:
                 whole[mask] = torch.from_numpy(of).to(whole.dtype)
                 fields[name] = whole
             fields["advantage"] = advantages[r.trajectory].expand(size)
-            if method == "by_turn":
+            if "credit" in config:
                 fields["advantage"] = torch.tensor([of_turns[r.trajectory][turn] for turn in _turns(r)]).double()
             fields["sequence_ids"] = torch.full((size,), len(rows))
             fields["positions"] = torch.arange(prompt - 1, prompt + size - 1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Half a unit in the last place, relative: what rounding a gradient to the logits' dtype may cost.
@@ -51,16 +52,11 @@ class Inputs:
         def move(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
 
-        return Inputs(
-            *map(move, (self.logits, self.target, self.topk, self.temperature)),
-            weights=tuple(map(move, self.weights)),
-            sampling_mask_ids=move(self.sampling_mask_ids),
-            sampling_mask_counts=move(self.sampling_mask_counts),
-        )
+        return Inputs(**tree_map(move, vars(self)))
 
 
 @st.composite
-def cases(draw: st.DrawFn, world: int = 1, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")) -> Case:
+def cases(draw: st.DrawFn, world: int = 1) -> Case:
     uneven = draw(st.booleans())
     size = draw(st.integers(1, 40))
     columns = tuple(draw(st.integers(1, 40)) if uneven else size for _ in range(world))
@@ -73,7 +69,7 @@ def cases(draw: st.DrawFn, world: int = 1, dtypes: tuple[str, ...] = ("fp32", "b
         columns=columns,
         vocab=vocab,
         topk=draw(st.sampled_from((None, 0, 1, 5, 8))),
-        dtype=draw(st.sampled_from(dtypes)),
+        dtype=draw(st.sampled_from(tuple(DTYPES))),
         spread=draw(st.sampled_from((0.1, 3.0, 12.0))),
         peaked=draw(st.booleans()),
         temperature=draw(st.sampled_from(("one", "float", "tensor"))),

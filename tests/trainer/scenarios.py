@@ -83,9 +83,12 @@ def train_one(config, layout) -> dict[str, Any]:
         policy_logprobs=PolicyLogprobs(actor, objective),
         acceptance=Acceptance(config, actor, objective),
         publisher=None,
-        checkpoints=Never(),
-        control=Ready(),
-        recorder=Recorded(records),
+        checkpoints=SimpleNamespace(due=lambda step: False),
+        control=SimpleNamespace(wait_until_ready=lambda source, step, publisher: source.ready(step)),
+        recorder=SimpleNamespace(
+            log=lambda step, metrics: records.append(metrics),
+            log_masked=lambda step, counts: records[-1].update(masked_tokens=dict(counts)),
+        ),
         token_log=TokenLog(config, layout, None),
         first_step=0,
     )
@@ -119,24 +122,3 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [int(word) for word in text.split()]
-
-
-class Never:
-    def due(self, step: int) -> bool:
-        return False
-
-
-class Ready:
-    def wait_until_ready(self, source, step: int, publisher) -> bool:
-        return source.ready(step)
-
-
-class Recorded:
-    def __init__(self, records: list):
-        self._records = records
-
-    def log(self, step: int, metrics: dict) -> None:
-        self._records.append(metrics)
-
-    def log_masked(self, step: int, counts: dict[int, int]) -> None:
-        self._records[-1]["masked_tokens"] = dict(counts)

@@ -21,6 +21,7 @@ from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objecti
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches, parts_of
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.bank import make_group
 from tests.support.tiny_task import TEMPERATURE, K, task_config
 
 LONGEST, SAMPLES = 6, 4
@@ -32,21 +33,28 @@ GROUPS = [
 FAILED = np.array([[False, False, False, True], [False] * 4])
 
 
+def write(directory: Path, *groups: RolloutGroup) -> None:
+    with BankWriter(directory / "bank", len(groups)) as bank:
+        for group in groups:
+            bank.append(group)
+
+
+def batches(directory: Path, method: str | Objective = "dppo_binary_tv", rank: int = 0, size: int = 1, **sections):
+    """The source on the bank in `directory`, under changed settings."""
+    base = {"prompts_per_step": 1, "group_size": SAMPLES, "max_response_tokens": LONGEST}
+    sections["rollout"] = base | sections.get("rollout", {})
+    config = task_config(directory, **{"train": {"updates_per_step": 1}, **sections})
+    objective = build_objective(method, **config.objective.settings) if isinstance(method, str) else method
+    return BankBatches(config, BankReader(config.rollout.bank), objective, rank, size)
+
+
 @pytest.fixture
 def read(tmp_path):
-    """Reads step 0 of the bank of GROUPS under changed settings -> (batch, samples by token that carries loss)."""
-    with BankWriter(tmp_path / "bank", 2) as bank:
-        for position, group in enumerate(GROUPS):
-            bank.append(_group(position, group))
+    """Reads step 0 of the bank of GROUPS under changed settings."""
+    write(tmp_path, *(_group(position, group) for position, group in enumerate(GROUPS)))
 
-    def run(method: str | Objective = "dppo_binary_tv", rank: int = 0, size: int = 1, **sections):
-        base = {"prompts_per_step": 2, "group_size": SAMPLES, "max_response_tokens": LONGEST}
-        sections["rollout"] = {**base, **sections.get("rollout", {})}
-        config = task_config(tmp_path, **{"train": {"updates_per_step": 1}, **sections})
-        objective = method
-        if isinstance(method, str):
-            objective = build_objective(method, **config.objective.settings)
-        return BankBatches(config, BankReader(config.rollout.bank), objective, rank, size).read(0)
+    def run(*method: str | Objective, rollout=(), **given):
+        return batches(tmp_path, *method, rollout={"prompts_per_step": 2, **dict(rollout)}, **given).read(0)
 
     return run
 
@@ -127,12 +135,9 @@ def test_overlong_filter_leaves_cut_responses_out_of_loss_and_denominators(read)
     assert batch.updates[0].sequences == 2
 
 
-def test_overlong_filter_of_everything_leaves_no_update(read, tmp_path):
-    with BankWriter(tmp_path / "cut" / "bank", 1) as bank:
-        bank.append(_group(0, [(6, True, float(i)) for i in range(4)]))
-    batch = read(
-        rollout={"bank": str(tmp_path / "cut" / "bank"), "prompts_per_step": 1}, objective={"overlong_filter": True}
-    )
+def test_overlong_filter_of_everything_leaves_no_update(tmp_path):
+    write(tmp_path, _group(0, [(6, True, float(i)) for i in range(4)]))
+    batch = batches(tmp_path, objective={"overlong_filter": True}).read(0)
     assert batch.updates == []
     assert batch.metrics["rollout/overlong_filtered"] == 3  # the other one failed anyway
 
@@ -161,9 +166,8 @@ def test_ranks_share_a_step_without_overlap(read):
 
 
 def test_an_evaluated_prompt_counts_as_progress(tmp_path):
-    config = task_config(tmp_path, rollout={"group_size": SAMPLES})
-    source = BankBatches(config, BankReader(config.rollout.bank), build_objective("dppo_binary_tv"), 0, 1)
-    metrics = RunDir(config.run.dir).rollout_metrics
+    source = batches(tmp_path)
+    metrics = RunDir(tmp_path / "run").rollout_metrics
     metrics.parent.mkdir(parents=True, exist_ok=True)
     append_json_line(metrics, {"step": 0})
     os.utime(metrics, (0, 0))
@@ -172,17 +176,13 @@ def test_an_evaluated_prompt_counts_as_progress(tmp_path):
     assert source.progress() != before
 
 
-def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(read, monkeypatch, tmp_path):
+def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(monkeypatch, tmp_path):
     group = _group(0, GROUPS[0])
     versions = [np.full(len(r.token_ids), 3, np.int32) for r in group.rollouts]
     versions[0][2:] = 5
     newer = [dataclasses.replace(r, versions=v) for r, v in zip(group.rollouts, versions, strict=True)]
-    bank = tmp_path / "mixed"
-    with BankWriter(bank, 2) as writer:
-        writer.append(dataclasses.replace(group, rollouts=tuple(newer)))
-        writer.append(_group(1, GROUPS[1]))
-    config = task_config(tmp_path, rollout={"prompts_per_step": 2, "group_size": SAMPLES})
-    source = BankBatches(config, BankReader(bank), build_objective("dppo_binary_tv"), 0, 1)
+    write(tmp_path, dataclasses.replace(group, rollouts=tuple(newer)), _group(1, GROUPS[1]))
+    source = batches(tmp_path)
     source._reader.refresh()
     monkeypatch.setattr(BankReader, "read", None)
     metrics = source._staleness(6, source._reader.entries(0, 2))
@@ -195,12 +195,8 @@ def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(read, monkeypatc
 
 
 def test_a_rank_that_does_not_see_the_batch_yet_waits_for_it(tmp_path, monkeypatch):
-    config = task_config(
-        tmp_path, rollout={"prompts_per_step": 1, "group_size": SAMPLES}, train={"updates_per_step": 1}
-    )
-    bank = tmp_path / "slow_bank"
-    source = BankBatches(config, BankReader(bank), build_objective("dppo_binary_tv"), 0, 1)
-    with BankWriter(bank, 1) as writer:
+    source = batches(tmp_path)
+    with BankWriter(tmp_path / "bank", 1) as writer:
         writer.append(_group(0, GROUPS[0]))
         assert source.read(0).updates
         writer.append(_group(1, GROUPS[0]))  # a segment of its own
@@ -230,7 +226,6 @@ MIXTURE = {
     "moe_intermediate_size": 8,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "mlp_only_layers": [0],
     "vocab_size": 32,
     "max_position_embeddings": 64,
 }
@@ -248,14 +243,11 @@ def test_routing_is_replayed_only_where_it_fits_the_model(tmp_path):
             )
             for r in group.rollouts
         )
-        with BankWriter(tmp_path / name, 1) as bank:
-            bank.append(dataclasses.replace(group, rollouts=rollouts))
-        settings = {"prompts_per_step": 1, "group_size": SAMPLES, "max_response_tokens": LONGEST}
-        rollout = {**settings, "bank": str(tmp_path / name), "routing_replay": replay}
-        config = task_config(tmp_path, train={"updates_per_step": 1}, rollout=rollout)
-        return BankBatches(config, BankReader(tmp_path / name), build_objective("dppo_binary_tv"), 0, 1).read(0)
+        write(tmp_path / name, dataclasses.replace(group, rollouts=rollouts))
+        model = {"path": str(tmp_path / "model")}
+        return batches(tmp_path / name, model=model, rollout={"routing_replay": replay}).read(0)
 
-    fits = np.array([[0, 3], [2, 1]], np.uint8)
+    fits = np.array([[0, 3], [2, 1], [1, 2]], np.uint8)
     (micro, *_) = read(fits, "fits").updates[0].micro_batches
     replayed = (micro.routed_experts >= 0).all(2).all(1)
     ends = micro.cu_seqlens[1:].long() - 1
@@ -264,7 +256,7 @@ def test_routing_is_replayed_only_where_it_fits_the_model(tmp_path):
     assert (micro.routed_experts[replayed] == torch.from_numpy(fits.astype(np.int16))).all()
     assert read(fits, "off", replay=False).updates[0].micro_batches[0].routed_experts is None
     for name, routing, says in (
-        ("none", None, "prompt 0 in the bank has no routing, the model has 2 layers with 2 experts per token"),
+        ("none", None, "prompt 0 in the bank has no routing, the model has 3 layers with 2 experts per token"),
         ("layers", fits[:1], "routing of 1 layers, 2 each"),
         ("range", fits + 1, "names expert 4, the model has 4"),
     ):
@@ -279,28 +271,17 @@ def test_a_buffer_longer_than_the_response_is_refused(tmp_path):
     assert violation.startswith("reward.overlong_buffer = 7: longer than rollout.max_response_tokens = 6")
 
 
-def _long_bank(directory, groups: int, samples: int, layers: int) -> None:
-    rng = np.random.default_rng(0)
+def _long_bank(directory: Path, groups: int, experts: int = 0) -> None:
     with BankWriter(directory, groups, fsync=False) as bank:
         for position in range(groups):
-            rollouts = []
-            for _ in range(samples):
-                size = int(rng.integers(50, 1000))
-                routes = np.tile(np.array([0, 3], np.uint8), (size + 4, layers, 1))
-                ids = np.tile(np.arange(20, dtype=np.int32), (size, 1))
-                zeros = np.zeros(size, np.int32)
-                logprobs = (-rng.random(size).astype(np.float32), np.full((size, 20), -3.5, np.float32))
-                rollouts.append(Rollout(zeros, logprobs[0], zeros, "stop", ids, logprobs[1], routes))
-            rewards = np.resize(np.array([0, 1], np.float32), samples)
-            prompt = Prompt(position, position, np.arange(5, dtype=np.int32), "t", "a")
-            bank.append(RolloutGroup(prompt, tuple(rollouts), rewards, rewards < 0, 1.0))
+            bank.append(make_group(position, samples=8, shortest=50, longest=999, topk=20, experts=experts))
 
 
 @pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "topk", "routes")])
 def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch, parts):
     """At DP 8 a rank reads at most 1.3 times its own rows; a middle stage (only `core`) no lists or routes."""
     groups, samples, ranks = 32, 8, 8
-    _long_bank(tmp_path / "bank", groups, samples, layers=2)
+    _long_bank(tmp_path / "bank", groups, experts=4)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
     config = task_config(
@@ -310,7 +291,7 @@ def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch,
             "prompts_per_step": groups,
             "group_size": samples,
             "max_response_tokens": 1024,
-            "temperature": 1.0,
+            "temperature": 0.75,
             "topk_logprobs": 20,
             "routing_replay": "routes" in parts,
         },
@@ -324,7 +305,7 @@ def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch,
         return count
 
     monkeypatch.setattr(os, "preadv", preadv)
-    a_token = {"core": 12, "topk": 20 * 8, "routes": 2 * 2}
+    a_token = {"core": 12, "topk": 20 * 8, "routes": 3 * 2}
     total = 0
     for rank in range(ranks):
         read = 0
@@ -339,7 +320,7 @@ def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch,
             assert (micro.topk_ids is not None) == ("topk" in parts)
             assert (micro.routed_experts is not None) == ("routes" in parts)
         total += tokens
-    assert total == sum(int(e.response_lengths.sum()) for e in reader.entries(0, groups))
+    assert total == sum(int(e.response_lengths[~e.reward_failed].sum()) for e in reader.entries(0, groups))
 
 
 def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
@@ -363,11 +344,7 @@ def test_a_bank_sampled_with_truncation_needs_its_settings(tmp_path):
     sample = Rollout(
         one, -np.ones(1, np.float32), one, "stop", sampling_mask_ids=one, sampling_mask_counts=np.ones(1, np.int32)
     )
-    with BankWriter(tmp_path / "bank", 1) as bank:
-        bank.append(RolloutGroup(prompt, (sample, sample), rewards, rewards > 0, TEMPERATURE))
-    config = task_config(
-        tmp_path, train={"updates_per_step": 1}, rollout={"prompts_per_step": 1, "group_size": 2, "topk_logprobs": 0}
-    )
-    source = BankBatches(config, BankReader(tmp_path / "bank"), build_objective("dppo_binary_tv"), 0, 1)
+    write(tmp_path, RolloutGroup(prompt, (sample, sample), rewards, rewards > 0, TEMPERATURE))
+    source = batches(tmp_path, rollout={"group_size": 2, "topk_logprobs": 0})
     with pytest.raises(ValueError, match=r"rollout.top_p = 1.0, .*: prompt 0 in the bank was sampled with truncation"):
         source.read(0)

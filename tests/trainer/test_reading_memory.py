@@ -19,7 +19,7 @@ from .test_bank_batches import _long_bank
 
 def source_of(tmp_path) -> BankBatches:
     """Return the source of rank 0 of 2; its share of a step is several micro-batches."""
-    _long_bank(tmp_path / "bank", 4, 8, layers=1)
+    _long_bank(tmp_path / "bank", 4)
     config = task_config(
         tmp_path,
         train={"updates_per_step": 1, "micro_batch_tokens": 1100},
@@ -27,7 +27,7 @@ def source_of(tmp_path) -> BankBatches:
             "prompts_per_step": 4,
             "group_size": 8,
             "max_response_tokens": 1024,
-            "temperature": 1.0,
+            "temperature": 0.75,
             "topk_logprobs": 20,
         },
     )

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from dppo_megatron.bank import BankReader, BankWriter
-from dppo_megatron.objectives import build_objective
-from dppo_megatron.trainer.batches import BankBatches
+from dppo_megatron.bank import BankReader
 from dppo_megatron.trainer.step_samples import StepSamples
 from tests.support.tiny_task import task_config
 from tests.support.turns import with_turns
-from tests.trainer.test_bank_batches import LONGEST, SAMPLES
+from tests.trainer.test_bank_batches import LONGEST, SAMPLES, batches, write
 from tests.trainer.test_bank_batches import _group as group_of
 
 
@@ -22,15 +20,9 @@ def test_a_trajectory_counts_once_however_many_turns_and_branches_it_has(tmp_pat
     group = with_turns(group_of(1, [(5, False, 1.0), (4, False, 0.0), (2, False, 0.0), (6, True, 0.0)]))
     assert [r.trajectory for r in group.rollouts] == [0, 0, 1, 2, 3]
     sampled = [len(r.versions) for r in group.rollouts]
-    with BankWriter(tmp_path / "bank", 1) as bank:
-        bank.append(group)
-    config = task_config(
-        tmp_path,
-        train={"updates_per_step": 1, "micro_batch_tokens": 1000},
-        rollout={"prompts_per_step": 1, "group_size": SAMPLES, "max_response_tokens": LONGEST},
-        objective={"aggregation": "seq_mean_token_mean"},
-    )
-    batch = BankBatches(config, BankReader(tmp_path / "bank"), build_objective("dppo_binary_tv"), 0, 1).read(0)
+    write(tmp_path, group)
+    train = {"updates_per_step": 1, "micro_batch_tokens": 1000}
+    batch = batches(tmp_path, train=train, objective={"aggregation": "seq_mean_token_mean"}).read(0)
     (micro,) = batch.updates[0].micro_batches
     owners = [0, 0, 1, 2, 3]
     of_trajectory = np.bincount(owners, weights=sampled)
@@ -62,8 +54,7 @@ def test_the_last_branch_says_how_a_trajectory_ended_and_the_longest_one_how_lon
     """Trajectory 0 has two branches of 5 tokens after the prompt, so 5 it is for the penalty, not 10."""
     group = with_turns(group_of(1, [(5, False, 1.0), (4, False, 0.0), (2, False, 0.0), (3, False, 0.0)]))
     first = [replace(r, finish_reason=end) for r, end in zip(group.rollouts[:2], ends, strict=True)]
-    with BankWriter(tmp_path / "bank", 1) as bank:
-        bank.append(replace(group, rollouts=(*first, *group.rollouts[2:])))
+    write(tmp_path, replace(group, rollouts=(*first, *group.rollouts[2:])))
     reader = BankReader(tmp_path / "bank")
     reader.refresh()
     (entry,) = reader.entries(0, 1)

@@ -18,6 +18,10 @@ WRONG = {
     "topk": ({"topk_ids": torch.tensor([[1], [-2], [3]])}, r"topk_ids must be within \[-1, 8\)"),
     "padding": ({"vocab_size": 2}, r"target_ids must be within \[0, 2\)"),
     "temperature": ({"temperature": torch.tensor([1.0, -1.0, 1.0])}, "temperature.*1 are not, first at 1"),
+    "mask": (
+        {"sampling_mask_ids": torch.tensor([1, 2, 5]), "sampling_mask_counts": torch.tensor([1, 0, 2])},
+        "1 target_ids are not in their row's sampling_mask_ids, the first at 0",
+    ),
 }
 
 
@@ -35,21 +39,16 @@ def statistics(request) -> Callable[..., TokenStatistics]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_among_right_ones_is_named_when_they_are_read(statistics, name):
+def test_a_wrong_call_is_named_at_once_or_among_right_ones_when_they_are_read(statistics, name):
     changes, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        statistics(**changes)
     checks = DeferredChecks()
     for each in ({}, changes, {"topk_ids": TARGETS[:, None]}):
         statistics(check=checks, **each)
     with pytest.raises(ValueError, match=message):
         checks.raise_if_failed()
     checks.raise_if_failed()  # forgotten
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_at_once_is_the_same_error(statistics, name):
-    changes, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        statistics(**changes)
 
 
 def test_right_calls_pass(statistics):

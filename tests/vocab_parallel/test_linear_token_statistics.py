@@ -1,65 +1,48 @@
-"""linear_token_statistics against token_statistics of stored logits."""
+"""linear_token_statistics against the float64 full-vocabulary reference."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dppo_megatron.vocab_parallel import linear, linear_token_statistics, token_statistics
+from dppo_megatron.vocab_parallel import linear, linear_token_statistics
 from tests.support.ranks import Ranks
 from tests.support.shards import CountCollectives, Largest
-from tests.support.statistics_reference import weighted
+from tests.support.statistics_reference import Case, Inputs, make_inputs, reference, weighted
 
-TOKENS, WIDTH, COLUMNS, VOCAB, K = 12, 8, 40, 37, 5
+TOKENS, WIDTH, COLUMNS = 12, 8, 40
+CASE = Case(seed=0, tokens=TOKENS, columns=(COLUMNS,), vocab=37, topk=5, temperature="tensor")
 
 
-def build(dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
-    random = torch.Generator().manual_seed(seed)
-    shapes = ((TOKENS,), (TOKENS,), (TOKENS, K), (TOKENS,))
-    target = torch.randint(0, VOCAB, (TOKENS,), generator=random)
-    topk = torch.randint(-1, VOCAB, (TOKENS, K), generator=random)
-    inside = torch.rand(TOKENS, VOCAB, generator=random) < 0.3
-    inside[torch.arange(TOKENS), target] = True
-    topk[~inside.gather(1, topk.clamp_min(0))] = -1
-    inside[2::3] = False  # such a row is over the whole vocabulary
-    return {
-        "kept": {"sampling_mask_ids": inside.nonzero()[:, 1], "sampling_mask_counts": inside.sum(dim=1)},
-        "hidden": torch.randn(TOKENS, WIDTH, generator=random).to(dtype),
-        "weight": torch.randn(COLUMNS, WIDTH, generator=random).to(dtype),
-        "bias": torch.randn(COLUMNS, generator=random).to(dtype),
-        "target": target,
-        "topk": topk,
-        "temperature": torch.rand(TOKENS, generator=random) + 0.5,
-        "mask": torch.rand(TOKENS, generator=random) > 0.4,
-        "weights": tuple(torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes),
-    }
+def build(dtype: torch.dtype, kept: bool = False) -> tuple[Inputs, dict[str, torch.Tensor], torch.Tensor]:
+    """(ids, temperatures and weights; hidden, weight and bias; a loss mask)"""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"hidden": (TOKENS, WIDTH), "weight": (COLUMNS, WIDTH), "bias": (COLUMNS,)}
+    leaves = {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
+    return make_inputs(replace(CASE, kept=kept)), leaves, torch.rand(TOKENS, generator=random) > 0.4
 
 
 def values(stats: Any) -> tuple[torch.Tensor, ...]:
     return (stats.logprob, stats.entropy, stats.topk_logprob, stats.other_logprob)
 
 
-def stored(given: dict[str, Any], mask: torch.Tensor | None, bias: bool, kept: bool = False) -> dict[str, torch.Tensor]:
+def stored(dtype: torch.dtype, use_mask: bool, bias: bool, kept: bool) -> dict[str, Any]:
     """Full vocabulary, float64 arithmetic on the given values, logits stored."""
-    h, w, b = (given[name].double().requires_grad_() for name in ("hidden", "weight", "bias"))
-    logits = h @ w.t() + (b if bias else 0.0)
-    stats = token_statistics(
-        logits,
-        given["target"],
-        given["topk"],
-        VOCAB,
-        given["temperature"].double(),
-        None,
-        "differentiable",
-        **(given["kept"] if kept else {}),
-    )
-    keep = torch.ones(TOKENS, dtype=torch.bool) if mask is None else mask
-    found = tuple(value.masked_fill(~keep.view(-1, *[1] * (value.dim() - 1)), 0.0) for value in values(stats))
-    weighted(found, given["weights"], True).backward()
-    return {"values": [v.detach() for v in found], "hidden": h.grad, "weight": w.grad, "bias": b.grad if bias else None}
+    inputs, leaves, mask = build(dtype, kept)
+    h, w, b = (leaf.double() for leaf in leaves.values())
+
+    def masked(of_rows: torch.Tensor) -> torch.Tensor:
+        return of_rows.masked_fill(~mask.view(-1, *[1] * (of_rows.dim() - 1)), 0.0) if use_mask else of_rows
+
+    logits, weights = h @ w.t() + (b if bias else 0.0), tuple(map(masked, inputs.weights))
+    found = reference(CASE, replace(inputs, logits=logits, weights=weights))
+    g = found.gradient
+    leaves = {"hidden": g @ w, "weight": g.t() @ h, "bias": g.sum(0) if bias else None}
+    return {"values": list(map(masked, values(found)))} | leaves
 
 
 def fused(
@@ -69,32 +52,33 @@ def fused(
     bias: bool,
     sequence_parallel: bool,
     block: int | None,
-    kept: bool = False,
+    kept: bool,
 ) -> dict[str, Any]:
-    given = build(dtype)
+    inputs, leaves, mask = build(dtype, kept)
     world = dist.get_world_size() if dist.is_initialized() else 1
     group = dist.group.WORLD if dist.is_initialized() else None
     columns = slice(rank * COLUMNS // world, (rank + 1) * COLUMNS // world)
     rows = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world) if sequence_parallel else slice(None)
-    h = given["hidden"][rows].clone().requires_grad_()
-    w, b = (given[name][columns].clone().requires_grad_() for name in ("weight", "bias"))
+    parts = {"hidden": rows, "weight": columns, "bias": columns}
+    h, w, b = (leaves[name][part].clone().requires_grad_() for name, part in parts.items())
     with CountCollectives() as forward:
         stats = linear_token_statistics(
             h,
             w,
-            given["target"],
-            given["topk"],
-            VOCAB,
-            given["temperature"],
+            inputs.target,
+            inputs.topk,
+            CASE.vocab,
+            inputs.temperature,
             group,
             "differentiable",
             bias=b if bias else None,
-            loss_mask=given["mask"] if use_mask else None,
+            loss_mask=mask if use_mask else None,
             sequence_parallel=sequence_parallel,
             block_columns=block,
-            **(given["kept"] if kept else {}),
+            sampling_mask_ids=inputs.sampling_mask_ids,
+            sampling_mask_counts=inputs.sampling_mask_counts,
         )
-    loss = weighted(values(stats), given["weights"], True)
+    loss = weighted(values(stats), inputs.weights, True)
     with CountCollectives() as backward:
         loss.backward()
     return {
@@ -128,9 +112,7 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], dtype: torch.dtype) -
 @pytest.mark.parametrize("block", [None, 1, 7])
 @pytest.mark.parametrize("kept", [False, True])
 def test_one_process(dtype: torch.dtype, use_mask: bool, bias: bool, block: int | None, kept: bool) -> None:
-    given = build(dtype)
-    found = fused(0, dtype, use_mask, bias, False, block, kept)
-    compare(found, stored(given, given["mask"] if use_mask else None, bias, kept), dtype)
+    compare(fused(0, dtype, use_mask, bias, False, block, kept), stored(dtype, use_mask, bias, kept), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -138,7 +120,6 @@ def test_one_process(dtype: torch.dtype, use_mask: bool, bias: bool, block: int 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
 def test_ranks(ranks: Ranks, dtype: torch.dtype, use_mask: bool, sequence_parallel: bool, kept: bool) -> None:
-    given = build(dtype)
     arguments = {"dtype": dtype, "use_mask": use_mask, "bias": True, "block": 7, "kept": kept}
     results = ranks.run(fused, sequence_parallel=sequence_parallel, **arguments)
     for result in results:
@@ -152,23 +133,7 @@ def test_ranks(ranks: Ranks, dtype: torch.dtype, use_mask: bool, sequence_parall
     hidden = torch.cat([r["hidden"] for r in results]) if sequence_parallel else results[0]["hidden"]
     joined = {name: torch.cat([result[name] for result in results]) for name in ("weight", "bias")}
     found = {"values": results[0]["values"], "hidden": hidden} | joined
-    compare(found, stored(given, given["mask"] if use_mask else None, True, kept), dtype)
-
-
-def test_gradcheck() -> None:
-    given = build(torch.float64)
-    inputs = tuple(
-        given[name][:rows].clone().requires_grad_() for name, rows in (("hidden", 3), ("weight", 9), ("bias", 9))
-    )
-    target, topk = torch.tensor([0, 8, 3]), torch.tensor([[1, 2], [-1, 8], [3, 3]])
-
-    def function(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        stats = linear_token_statistics(
-            h, w, target, topk, temperature=0.8, entropy="differentiable", bias=b, block_columns=4
-        )
-        return tuple(value.masked_fill(torch.isinf(value), 0.0) for value in values(stats))
-
-    assert torch.autograd.gradcheck(function, inputs)
+    compare(found, stored(dtype, use_mask, True, kept), dtype)
 
 
 def test_tied_embedding_receives_both_gradients() -> None:
@@ -182,19 +147,19 @@ def test_tied_embedding_receives_both_gradients() -> None:
 
 
 def test_frozen_head() -> None:
-    given = build(torch.float32)
-    hidden = given["hidden"].requires_grad_()
-    linear_token_statistics(hidden, given["weight"], given["target"]).logprob.sum().backward()
+    inputs, leaves, _ = build(torch.float32)
+    hidden = leaves["hidden"].requires_grad_()
+    linear_token_statistics(hidden, leaves["weight"], inputs.target).logprob.sum().backward()
     assert torch.isfinite(hidden.grad).all()
-    assert given["weight"].grad is None
+    assert leaves["weight"].grad is None
 
 
 @pytest.mark.parametrize("keep", [0, 1, TOKENS])
 def test_few_tokens_carry_loss(keep: int) -> None:
-    given = build(torch.float32)
-    hidden = given["hidden"].requires_grad_()
+    inputs, leaves, _ = build(torch.float32)
+    hidden = leaves["hidden"].requires_grad_()
     mask = torch.arange(TOKENS) < keep
-    stats = linear_token_statistics(hidden, given["weight"], given["target"], given["topk"], loss_mask=mask)
+    stats = linear_token_statistics(hidden, leaves["weight"], inputs.target, inputs.topk, loss_mask=mask)
     stats.logprob.sum().backward()
     assert (stats.logprob[~mask] == 0).all()
     assert (stats.topk_logprob[~mask] == 0).all()

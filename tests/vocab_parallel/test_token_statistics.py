@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dppo_megatron.vocab_parallel import TokenStatistics, compiled, token_statistics, torch_backend
+from dppo_megatron.vocab_parallel import compiled, token_statistics, torch_backend
 from tests.support.shards import Largest, shard_case
 from tests.support.statistics_reference import Case, assert_close_to_reference, cases, make_inputs, reference
 
@@ -29,7 +29,7 @@ def check(case: Case, **options: Any) -> None:
     assert result["forward"] == result["backward"] == {}
 
 
-@given(case=cases(dtypes=("fp32", "bf16", "fp16", "fp64")))
+@given(case=cases())
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_random_cases(case: Case) -> None:
     check(case)
@@ -113,17 +113,6 @@ def test_large_logits_keep_their_low_bits() -> None:
     wanted = torch.log_softmax(logits.double() / 0.9, dim=1)
     assert (stats.logprob - wanted[torch.arange(16), torch.arange(16)]).abs().max() < 2e-6
     assert (stats.entropy + (wanted.exp() * wanted).sum(1)).abs().max() < 2e-6
-
-
-def test_all_of_the_vocabulary_as_top_k() -> None:
-    case = Case(seed=1, tokens=4, columns=(5,), vocab=None, topk=5)
-    logits = make_inputs(case).logits.requires_grad_()
-    everything = torch.arange(5).expand(4, 5)
-    stats = token_statistics(logits, torch.tensor([0, 1, 2, 3]), everything, entropy="differentiable")
-    assert torch.isneginf(stats.other_logprob).all()
-    assert torch.allclose(stats.topk_logprob, torch.log_softmax(logits, dim=1), atol=1e-6)
-    (stats.topk_logprob[:, 1] + stats.entropy + stats.other_logprob).sum().backward()
-    assert torch.isfinite(logits.grad).all()
 
 
 # --- rows that are not finite ---
@@ -340,15 +329,6 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[Exception], messag
     arguments = {"logits": torch.zeros(3, 8), "target_ids": torch.tensor([0, 1, 2])} | changes
     with pytest.raises(error, match=message):
         token_statistics(**arguments)
-
-
-def test_empty_batch_keeps_the_graph() -> None:
-    logits = torch.zeros(0, 7, requires_grad=True)
-    ids = torch.zeros(0, dtype=torch.int64)
-    stats = token_statistics(logits, ids, ids.view(0, 1).expand(0, 4))
-    assert isinstance(stats, TokenStatistics)
-    stats.logprob.sum().backward()
-    assert logits.grad.shape == (0, 7)
 
 
 def test_metric_entropy_has_no_gradient() -> None:

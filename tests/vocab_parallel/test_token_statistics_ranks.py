@@ -42,11 +42,6 @@ def test_random_cases(ranks: Ranks, data: st.DataObject) -> None:
     check(ranks, data.draw(cases(world=ranks.size)))
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_float64_is_not_rounded(ranks: Ranks, kept: bool) -> None:
-    check(ranks, replace(over(EVEN, ranks.size), dtype="fp64", kept=kept))
-
-
 @pytest.mark.parametrize("vocab", [1, 3, 20, 21])
 def test_shards_that_are_all_padding(ranks: Ranks, vocab: int) -> None:
     check(ranks, replace(over(EVEN, ranks.size), vocab=vocab))

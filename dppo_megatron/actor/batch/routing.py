@@ -43,14 +43,13 @@ class ReplayedExperts:
 
 
 class RoutingReplay:
-    """Replays, or records, the routing of one model's chunks on this rank.
+    """Replays the routing of one model's chunks on this rank.
 
     `held_layers` are this rank's layers with experts, counted among all such layers of the whole model.
     """
 
     def __init__(self, hf: HFModelConfig, chunks: Sequence[nn.Module]):
         sparse = [i for i in range(hf.num_layers) if hf.is_moe_layer(i)]
-        self._routers: list[_LayerReplay] = []
         held: list[int] = []
         for layer in (layer for chunk in map(unwrap, chunks) for layer in chunk.decoder.layers):
             if not isinstance(layer.mlp, MoELayer):
@@ -58,7 +57,6 @@ class RoutingReplay:
             replay = _LayerReplay(len(held))
             layer.mlp.router.router_replay = replay
             layer.register_forward_pre_hook(replay.take, with_kwargs=True)
-            self._routers.append(replay)
             held.append(sparse.index(layer.layer_number - 1))
         self.held_layers = tuple(held)
 
@@ -75,15 +73,6 @@ class RoutingReplay:
         dist.all_reduce(counts)
         return {"moe/routing_replay_disagreement": Metric("mean", counts.cpu(), counts.new_zeros(0).cpu())}
 
-    def record(self, on: bool) -> None:
-        """Start to record the experts that every router uses, or stop and discard the records."""
-        for router in self._routers:
-            router.recorded = [] if on else None
-
-    def recorded(self) -> list[Int[Tensor, "L R k"]]:
-        """Return the experts used since `record`, one entry for each forward pass, for this rank's layers and rows."""
-        return [torch.stack(parts) for parts in zip(*(r.recorded for r in self._routers), strict=True)]
-
 
 class _LayerReplay(RouterReplay):
     """Gives Megatron's router its top-k. Does not register itself in Megatron's list of all routers."""
@@ -91,7 +80,6 @@ class _LayerReplay(RouterReplay):
     def __init__(self, index: int):
         self.index = index  # number of the layer among this rank's layers with experts
         self.batch: ReplayedExperts | None = None
-        self.recorded: list[Tensor] | None = None
 
     def take(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         """Keep the micro-batch's recorded experts for the router of `layer`. Runs as the layer's forward pre-hook."""
@@ -108,15 +96,12 @@ class _LayerReplay(RouterReplay):
     ) -> tuple[Tensor, Tensor]:
         """Return (scores [R, k], experts [R, k]). The router selects by `scores` [R, E]."""
         own_scores, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        used_scores, used = own_scores, own
-        if self.batch is not None:
-            given = self.batch.experts[self.index].long()
-            replayed = given >= 0
-            used = torch.where(replayed, given, own)
-            used_scores = scores.gather(1, used)
-            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own, True).gather(1, used)
-            self.batch.differing[self.index] = (~chosen).sum()
-            self.batch.replayed[self.index] = replayed.sum()
-        if self.recorded is not None:
-            self.recorded.append(used.detach())
-        return used_scores, used
+        if self.batch is None:
+            return own_scores, own
+        given = self.batch.experts[self.index].long()
+        replayed = given >= 0
+        used = torch.where(replayed, given, own)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own, True).gather(1, used)
+        self.batch.differing[self.index] = (~chosen).sum()
+        self.batch.replayed[self.index] = replayed.sum()
+        return scores.gather(1, used), used

@@ -76,11 +76,9 @@ def plan_segments(
 
     prefixes: first row and number of the rows that a segment continues. The segment sees their keys, then its own. With
     0 rows, or None, it is a whole sequence. Context parallelism excludes prefixes. With it, `bounds` are those of whole
-    sequences, of which this rank has `context.rows_of_rank`. Raises ValueError for an empty segment.
+    sequences, of which this rank has `context.rows_of_rank`. No segment is empty.
     """
     starts, own = bounds[:-1].long(), bounds.long().diff()
-    if bool((own <= 0).any()):
-        raise ValueError("packed sequences must not be empty")
     if prefixes is None:
         prefixes = torch.zeros(len(own), 2, dtype=torch.long)
     before = prefixes[:, 1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.actor.scenarios.parts import everywhere, fingerprint, same, topk, train
+from tests.actor.scenarios.parts import everywhere, fingerprint, resumed, same, topk, train
 from tests.support.actor_cases import micro_batches, sequences
 from tests.support.actor_ranks import Rank
 
@@ -26,11 +26,15 @@ def layouts(rank: Rank) -> dict[str, dict]:
     }
 
 
-def actor_of(rank: Rank, *, loss_scale: dict | None = None, optimizer: dict | None = None, **layout: Any):
-    layout = dict(layout)
+def given_of(*, loss_scale: dict | None = None, optimizer: dict | None = None, **layout: Any) -> dict[str, Any]:
+    """What `Rank.actor` takes."""
     settings = {"dtype": "fp16"} | ({"lora": layout.pop("lora")} if "lora" in layout else {})
     scale = {"initial": INITIAL, **(loss_scale or {})}
-    return rank.actor(settings=settings, optimizer={"loss_scale": scale, **(optimizer or {})}, **layout)
+    return {"settings": settings, "optimizer": {"loss_scale": scale, **(optimizer or {})}, **layout}
+
+
+def actor_of(rank: Rank, **given: Any):
+    return rank.actor(**given_of(**given))
 
 
 def share(actor) -> list:
@@ -132,20 +136,12 @@ def scale_follows(rank: Rank) -> Any:
     }
 
 
-def resumed(rank: Rank) -> Any:
-    """Saved after an overflow and in the middle of the scale's growth: the same bits and scales follow."""
-    results = {}
-    for name, layout in layouts(rank).items():
-        loss_scale, directory = {"growth_interval": 3}, rank.directory / name
-        with actor_of(rank, loss_scale=loss_scale, **layout) as actor:
-            with Overflow(actor, "", 0):
-                actor.train_update(share(actor), topk())
-            train(actor, sequences(), updates=2)
-            actor.save_checkpoint(directory, 3, {"step": 3}, keep=1)
-            expected = [actor.train_update(share(actor), topk()).loss_scale for _ in range(3)]
-            bits = fingerprint(actor)
-        with actor_of(rank, loss_scale=loss_scale, **layout) as actor:
-            state = actor.load_checkpoint(directory)
-            got = [actor.train_update(share(actor), topk()).loss_scale for _ in range(3)]
-            results[name] = (state, expected, got, everywhere(same(bits, fingerprint(actor))))
-    return results
+def resume(rank: Rank) -> Any:
+    """Saved after an overflow and in the middle of the scale's growth: see `resumed`."""
+
+    def overflow(actor) -> None:
+        with Overflow(actor, "", 0):
+            actor.train_update(share(actor), topk())
+
+    given = {name: given_of(loss_scale={"growth_interval": 3}, **layout) for name, layout in layouts(rank).items()}
+    return {name: resumed(rank, name, layout, overflow, updates=3) for name, layout in given.items()}

@@ -23,6 +23,7 @@ def train(actor, parts, *, updates: int = 3, split: int = 2) -> dict[str, list[f
     stats = [actor.train_update(batches, topk()) for _ in range(updates)]
     return {
         "loss": [s.loss for s in stats],
+        "loss_scale": [s.loss_scale or 1.0 for s in stats],
         "grad_norm": [s.grad_norm for s in stats],
         "masked": [s.metrics["policy/masked_share"] for s in stats],
         "masked_tokens": [s.masked for s in stats],
@@ -78,17 +79,18 @@ def resumed(
     given: dict[str, Any],
     start: Callable[[Any], object] = lambda actor: None,
     lose: Callable[[Any], object] = lambda actor: None,
+    updates: int = 1,
 ) -> tuple[Any, bool, bool]:
     """Save and continue; load and continue: the state, and whether the bits (with random numbers) and losses agree."""
     with rank.actor(**given) as actor:
         start(actor)
         train(actor, sequences(), updates=2)
         actor.save_checkpoint(rank.directory / name, 2, {"step": 2}, keep=1)
-        expected = train(actor, sequences(seed=1), updates=1)
+        expected = train(actor, sequences(seed=1), updates=updates)
         bits, draws = fingerprint(actor), torch.rand(3)
     with rank.actor(**given) as actor:
         lose(actor)
         state = actor.load_checkpoint(rank.directory / name)
-        got = train(actor, sequences(seed=1), updates=1)
+        got = train(actor, sequences(seed=1), updates=updates)
         equal = everywhere(same(bits, fingerprint(actor)) and torch.equal(draws, torch.rand(3)))
-    return state, equal, expected["loss"] == got["loss"]
+    return state, equal, all(expected[name] == got[name] for name in ("loss", "loss_scale"))

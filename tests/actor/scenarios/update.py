@@ -198,11 +198,6 @@ def alone(rank: Rank) -> Any:
     return result
 
 
-def alone_tied(rank: Rank) -> Any:
-    with rank.actor("tied") as actor:
-        return train(actor, sequences())
-
-
 def packing(rank: Rank) -> Any:
     """The first update of the same sequences, packed in several ways."""
     results = {}
@@ -237,49 +232,40 @@ def variants(rank: Rank) -> Any:
     return results
 
 
-def against_transformers(rank: Rank) -> Any:
-    return {family: _against_transformers(rank, family) for family in ("qwen3", "llama", "qwen3_5", "qwen3_5_moe")}
-
-
-def delta_net_against_transformers(rank: Rank) -> Any:
-    """Compare gated delta net in layouts of two ranks."""
-    layouts = {
-        "tensor": {"tensor": 2},
-        "sequence": {"tensor": 2, "sequence": True},
-        "recompute": {"tensor": 2, "sequence": True, "settings": {"recompute": "full"}},
-    }
-    found = {name: _against_transformers(rank, "qwen3_5", **layout) for name, layout in layouts.items()}
-    experts = {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}
-    return found | {"experts": _against_transformers(rank, "qwen3_5_moe", **experts)}
-
-
-def sinks_against_transformers(rank: Rank) -> Any:
-    """Compare gpt-oss on one rank and in layouts of two."""
-    layouts: dict[str, Any] = {"alone": {}, "recompute": {"settings": {"recompute": "full"}}}
-    layouts["bf16"] = {"settings": {"dtype": "bf16"}}
-    if rank.world_size == 2:
-        tp = {"tensor": 2, "sequence": True, "expert_tensor": 1}
-        layouts = {"tensor": tp, "experts": {**tp, "expert": 2}, "context": {"context": 2}, "stages": {"pipeline": 2}}
-    return {name: _against_transformers(rank, "gpt_oss", **layout) for name, layout in layouts.items()}
-
-
+SP, SINKS = {"tensor": 2, "sequence": True}, {"tensor": 2, "sequence": True, "expert_tensor": 1}
+AGAINST_TRANSFORMERS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {  # ranks -> name -> family, layout
+    1: {
+        **{family: (family, {}) for family in ("qwen3", "llama", "qwen3_5", "qwen3_5_moe", "gpt_oss")},
+        "sinks_recompute": ("gpt_oss", {"settings": {"recompute": "full"}}),
+        "sinks_bf16": ("gpt_oss", {"settings": {"dtype": "bf16"}}),
+    },
+    2: {
+        "delta_net_tensor": ("qwen3_5", {"tensor": 2}),
+        "delta_net_sequence": ("qwen3_5", SP),
+        "delta_net_recompute": ("qwen3_5", {**SP, "settings": {"recompute": "full"}}),
+        "delta_net_experts": ("qwen3_5_moe", {**SP, "expert": 2, "expert_tensor": 1}),
+        "sinks_tensor": ("gpt_oss", SINKS),
+        "sinks_experts": ("gpt_oss", {**SINKS, "expert": 2}),
+        "sinks_context": ("gpt_oss", {"context": 2}),
+        "sinks_stages": ("gpt_oss", {"pipeline": 2}),
+    },
+}
 WITH_BIAS = ("deepseek", "moonlight", "kimi_k2", "glm4_moe")
 WITH_EXPERTS = ("qwen3_moe", *WITH_BIAS)
+EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"alone": {}},
+    2: {"tensor": SP, "tensor_experts": {**SP, "expert": 2, "expert_tensor": 1}},
+}
+
+
+def against_transformers(rank: Rank) -> Any:
+    cases = AGAINST_TRANSFORMERS[rank.world_size].items()
+    return {name: _against_transformers(rank, family, **layout) for name, (family, layout) in cases}
 
 
 def experts_against_transformers(rank: Rank) -> Any:
-    """Compare models with experts on one rank and in layouts of two."""
-    layouts = {"alone": {}}
-    if rank.world_size == 2:
-        layouts = {
-            "tensor": {"tensor": 2, "sequence": True},
-            "tensor_experts": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
-        }
-    return {
-        (family, name): _against_transformers(rank, family, **layout)
-        for family in WITH_EXPERTS
-        for name, layout in layouts.items()
-    }
+    layouts = EXPERTS[rank.world_size].items()
+    return {(f, name): _against_transformers(rank, f, **layout) for f in WITH_EXPERTS for name, layout in layouts}
 
 
 def _against_transformers(rank: Rank, family: str, **layout: Any) -> dict[str, Any]:
@@ -370,31 +356,3 @@ def schedules(rank: Rank) -> Any:
         with rank.actor(optimizer=optimizer) as actor:
             results[decay, warmup] = [actor.train_update(batch, topk()).lr for _ in range(10)]
     return results
-
-
-# ---- two ranks
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor": {"tensor": 2},
-    "tensor_fused": {"tensor": 2, "settings": {"logits": "fused"}},
-    "sequence": {"tensor": 2, "sequence": True},
-    "sequence_fused_recompute": {"tensor": 2, "sequence": True, "settings": {"logits": "fused", "recompute": "full"}},
-    "data": {},
-    "data_plain_optimizer": {"distributed_optimizer": False},
-    "pipeline": {"pipeline": 2},
-    "pipeline_virtual": {"pipeline": 2, "virtual_pipeline": 2},
-    "tied_tensor": {"model": "tied", "tensor": 2},
-    "tied_pipeline": {"model": "tied", "pipeline": 2},
-}
-
-
-def layouts(rank: Rank) -> Any:
-    """Three updates in every layout of two ranks."""
-    results = {}
-    for name, layout in LAYOUTS.items():
-        with rank.actor(**layout) as actor:
-            results[name] = train(actor, sequences())
-    return results
-
-
-assert VOCAB % 2  # the padded head is part of what is tested
