@@ -11,9 +11,14 @@ from dppo_megatron.actor import Actor
 from dppo_megatron.actor.checkpoint.directory import kept_steps
 from dppo_megatron.bank import allow_deletion
 from dppo_megatron.config import Config
+from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+
+
+class CheckpointMismatch(ExpectedError, ValueError):
+    """A checkpoint was made with another setting than the run that resumes from it."""
 
 
 class Checkpoints:
@@ -38,12 +43,13 @@ class Checkpoints:
         """Save the state after `step`. metrics: the step's record, needed if the run is killed before it is logged."""
         if step == self._saved:
             return
+        groups = step * self._config.rollout.prompts_per_step
         self._actor.save_checkpoint(
             self._directory,
             step,
             {
                 "step": step,
-                "groups_consumed": step * self._config.rollout.prompts_per_step,
+                "groups_consumed": groups,
                 "metrics": {name: x if math.isfinite(x) else None for name, x in (metrics or {}).items()},
             },
             keep=self._config.checkpoint.keep,
@@ -83,5 +89,11 @@ class Checkpoints:
         state = self._actor.load_checkpoint(self._directory)
         if state is None:
             return None
+        expected = state["step"] * self._config.rollout.prompts_per_step
+        if state["groups_consumed"] != expected:
+            raise CheckpointMismatch(
+                f"rollout.prompts_per_step = {self._config.rollout.prompts_per_step}: the checkpoint consumed "
+                f"{state['groups_consumed']} groups in {state['step']} steps; use the setting it was made with"
+            )
         self._saved, self.metrics = state["step"], state.get("metrics", {})
         return state["step"]
