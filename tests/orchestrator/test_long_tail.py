@@ -218,13 +218,6 @@ def test_groups_take_seats_in_the_order_in_which_they_begin(played):
     assert w.lengths() == of_table(range(STEPS * GROUPS))
 
 
-def test_nothing_is_sampled_further_ahead_than_the_bound(played):
-    w = played(workers=50, max_staleness=2, training_s=0.02)
-    w.play()
-    assert all(position < (version + 3) * GROUPS for version, position, _ in w.played.asked)
-    assert w.played.most_running <= 3 * GROUPS * SAMPLES
-
-
 def one_hangs(position: int, number: int) -> Length:
     turns, tokens, seconds = heavy_tailed(position, number)
     return turns, tokens, 30.0 if (position, number) == (1, 0) else min(seconds, 0.004)
