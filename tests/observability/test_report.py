@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dppo_megatron.common.files import OutputError
 from dppo_megatron.observability.history import ReportError, labels, load_history
-from dppo_megatron.observability.report import as_text, summary_rows, time_rows, write_report
+from dppo_megatron.observability.report import summary_rows, time_rows, write_report
 
 
 @pytest.fixture
@@ -92,6 +92,7 @@ def test_report_of_one_run(make_run, console):
     assert path == run / "report" / "report.md"
     text = path.read_text()
     assert "| accuracy after | 75.0% (step 20) |" in text
+    assert "| &nbsp;&nbsp;of A &gt; 0, A &lt; 0 | 0.20%, 0.60% |" in text
     assert "![curves](curves.png)" in text
     assert is_png(path.with_name("curves.png"))
     assert "75.0% (step 20)" in console.file.getvalue()
@@ -141,8 +142,3 @@ def test_names_and_settings_are_text_and_a_report_that_cannot_be_written_says_so
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"--out = .*file: cannot be written: File exists; give another"):
         write_report(run, tmp_path / "file", console=console)
-
-
-def test_a_line_break_in_a_name_ends_no_cell():
-    assert as_text("a\n\n# b") == "a # b"
-    assert as_text("  of A > 0") == "&nbsp;&nbsp;of A &gt; 0"

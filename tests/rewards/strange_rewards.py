@@ -33,8 +33,6 @@ def strange(prompt, response_text):
             return float(Path.cwd() == Path(prompt.answer))
         case "pid":
             return float(os.getpid())
-        case "columns":
-            return prompt.columns["bonus"]
     return 1.0
 
 
