@@ -302,22 +302,16 @@ class Episodes:
                 "replay",
                 f"turn {turn}: it does not repeat its answers from before its process died; use its seed",
             )
-        request = partial(self._request, wanted, turn, behind, tokens)
+        first = wanted.first
+
+        def request(attempt: int) -> GenerateRequest:
+            seed = np.random.SeedSequence([*first.seeds, turn, attempt]).generate_state(1, np.uint64)[0]
+            name, seeds = f"{first.request_id}.{turn}-{attempt}", (int(seed) >> 1,)
+            return replace(first, request_id=name, token_ids=behind, seeds=seeds, max_tokens=tokens)
+
         (sampled,) = await self.sample(request, f"prompt {wanted.prompt.position}, turn {turn}")
         await wanted.turns.add(behind, sampled)
         return sampled
-
-    def _request(
-        self, wanted: TrajectoryRequest, turn: int, behind: np.ndarray, tokens: int, attempt: int
-    ) -> GenerateRequest:
-        seed = np.random.SeedSequence([*wanted.first.seeds, turn, attempt]).generate_state(1, np.uint64)[0]
-        return replace(
-            wanted.first,
-            request_id=f"{wanted.first.request_id}.{turn}-{attempt}",
-            token_ids=behind,
-            seeds=(int(seed) >> 1,),
-            max_tokens=tokens,
-        )
 
     async def _reward_of_text(self, wanted: TrajectoryRequest, branches: list[list[Piece]]) -> float | None:
         """Return the last turn's reward from `reward:` of the config, or None if the verifier failed."""
