@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,13 @@ WEIGHTS = {
         {"mismatch": "mask", "mismatch_low": 0.5, "mismatch_high": 2.0, "centering": "policy"},
         lambda mu, pi, a: torch.where((pi / mu < 0.5) | (pi / mu > 2.0), 0.0, pi / mu),
     ),
+    "share": (
+        "pg_is",
+        {"batch_statistic": "effective_size", "centering": "policy"},
+        lambda mu, pi, a: (pi / mu).clamp(max=SHARE),
+    ),
 }
+SHARE = 0.5  # effective share of the batch's samples
 TOKENS, VOCAB, PADDED = 24, 40, 48
 
 
@@ -88,10 +94,15 @@ def gradient_through_kernels(
         stats = token_statistics(leaf, g.sampled, g.ids, VOCAB, group=group)
     name, overrides, _ = WEIGHTS[kind]
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    out = build_objective(name, **overrides)(
+    objective = build_objective(name, **overrides)
+    if objective.needs_statistic:
+        objective = replace(objective, statistic=torch.tensor(SHARE, dtype=torch.float64))
+    rollout = g.mu.gather(1, g.sampled[:, None])[:, 0].to(exact)
+    out = objective(
         logprob=stats.logprob,
         mask=torch.ones(TOKENS, dtype=torch.bool),
-        rollout_logprob=g.mu.gather(1, g.sampled[:, None])[:, 0].to(exact),
+        rollout_logprob=rollout,
+        old_logprob=rollout,
         advantage=g.advantage.to(exact),
         topk=TopKLogprobs(
             g.ids, g.mu.gather(1, g.ids).to(exact), stats.topk_logprob, stats.other_logprob, g.sampled, VOCAB

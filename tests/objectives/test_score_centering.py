@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from dppo_megatron.objectives import ObjectiveError, TopKLogprobs, build_objective, reduce_metrics
+from dppo_megatron.objectives import ObjectiveError, build_objective, reduce_metrics
 from tests.objectives.cases import random_case, run
 from tests.objectives.centred import PADDED, VOCAB, WEIGHTS, dense_gradient, given, gradient_through_kernels
 from tests.support.ranks import TORCH, Ranks
@@ -41,56 +39,6 @@ def test_sharded_vocabulary_with_one_collective_forward_and_none_backward():
         assert whole.shape[1] == PADDED
         assert (whole[:, :VOCAB].double() - expected).abs().max() <= 1e-6 * expected.abs().max().clamp(min=1), kind
         assert all(collectives == {"forward": 1, "backward": 0} for _, collectives in of_ranks), kind
-
-
-EFFECTIVE_SIZE = ("pg_is", {"batch_statistic": "effective_size", "centering": "policy"}, None)
-
-
-def _of_every_sample(kind: str, mu: Tensor, logits: Tensor, k: int, advantage: float) -> tuple[Tensor, Tensor]:
-    """(mean over a ~ mu, its largest term) of the gradient into one position's logits, each token sampled once."""
-    vocab = mu.shape[0]
-    leaf = logits.repeat(vocab, 1).requires_grad_()
-    ln_pi, ids, every = leaf.log_softmax(-1), mu.topk(k).indices.repeat(vocab, 1), torch.arange(vocab)
-    named = torch.zeros(vocab, vocab, dtype=torch.bool).scatter(1, ids, True).scatter(1, every[:, None], True)
-    name, overrides, _ = WEIGHTS.get(kind, EFFECTIVE_SIZE)
-    objective = build_objective(name, **overrides)
-    if objective.needs_statistic:
-        objective = replace(objective, statistic=torch.tensor(0.5, dtype=torch.float64))
-    out = objective(
-        logprob=ln_pi.diagonal(),
-        mask=torch.ones(vocab, dtype=torch.bool),
-        rollout_logprob=mu.log(),
-        old_logprob=mu.log(),
-        advantage=torch.full((vocab,), advantage, dtype=torch.float64),
-        topk=TopKLogprobs(
-            ids,
-            mu.log()[ids],
-            ln_pi.gather(1, ids),
-            ln_pi.detach().masked_fill(named, -torch.inf).logsumexp(1),
-            every,
-            vocab,
-        ),
-    )
-    gradient = torch.autograd.grad(out.loss.sum(), leaf)[0] * mu[:, None]
-    return gradient.sum(0), gradient.abs().max()
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("kind", [*WEIGHTS, "capped at the effective size"])
-@pytest.mark.parametrize("k", [4, 12])
-def test_constant_reward_has_no_gradient_in_expectation(kind, k, advantage):
-    """With the same A for all samples the mean gradient over mu is zero; that of a sample is not."""
-    generator = torch.Generator().manual_seed(k)
-    logits = 2 * torch.randn(12, generator=generator, dtype=torch.float64)
-    mu = (logits + torch.randn(12, generator=generator, dtype=torch.float64)).softmax(0)
-    if k < 12:  # the tail as it is modelled: pi's, scaled
-        tail = torch.ones(12, dtype=torch.bool).index_fill(0, mu.topk(k).indices, False)
-        pi = logits.softmax(0)
-        mu = torch.where(tail, pi * mu[tail].sum() / pi[tail].sum(), mu)
-        assert set(mu.topk(k).indices.tolist()).isdisjoint(torch.nonzero(tail).flatten().tolist())
-    mean, largest = _of_every_sample(kind, mu, logits, k, advantage)
-    assert largest > 1e-2
-    assert mean.abs().max() < 1e-12
 
 
 def test_metrics_say_how_much_the_list_holds_and_moves():
