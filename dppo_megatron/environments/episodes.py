@@ -273,8 +273,7 @@ class Episodes:
             turn_rewards.append(None)
             if sampled.finish_reason == "length":
                 return "length"
-            text = readable(self.tokenizer, sampled.token_ids)
-            step = await session.ask(lambda worker, text=text: worker.step(text))
+            step = await session.step(readable(self.tokenizer, sampled.token_ids))
             turn_rewards[-1] = step.reward
             if step.done:
                 return "stop"

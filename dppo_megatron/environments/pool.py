@@ -17,7 +17,7 @@ from dppo_megatron.config.task import EnvironmentConfig
 from dppo_megatron.rewards.workers import WorkerPool, failure_of
 from dppo_megatron.types import Prompt
 
-from .interface import EnvironmentFailed, EnvironmentNameError
+from .interface import EnvironmentFailed, EnvironmentNameError, StepResult
 from .worker import EnvironmentWorker
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,9 @@ class Session:
         self._pool = pool
         self._worker: EnvironmentWorker | None = None
         self._asked = False  # whether a request is pending
+
+    async def step(self, text: str) -> StepResult:
+        return await self.ask(lambda worker: worker.step(text))
 
     async def run_agent(self, prompt: Prompt, url: str, key: str) -> float | None:
         self._worker = await self._taken(self._pool.lease)

@@ -254,7 +254,7 @@ def test_a_cancelled_trajectory_gives_its_place_back():
     async def hold(pool: EnvironmentPool, how: str) -> None:
         async with pool.session() as session:
             await session.begin(lambda worker: worker.reset(Prompt(0, 0, np.zeros(1, np.int32), "", how), 0))
-            await session.ask(lambda worker: worker.step("a"))
+            await session.step("a")
 
     async def run() -> None:
         with EnvironmentPool(config) as pool:
