@@ -27,7 +27,7 @@ from .conversation import Conversation, RequestRejected
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
 from .interface import EnvironmentFailed, EnvironmentNameError
 from .pool import EnvironmentPool, Session
-from .trajectory import AgentGateway, Attempt, Trajectory, TrajectoryRequest
+from .trajectory import Trajectory, TrajectoryRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class Episodes:
     stop_token_ids: Sequence[int]
     routing: tuple[int, int] | None  # layers with experts and experts of a token, if the config wants routes
     journals: Journals | None = None  # turns of training prompts, kept until the bank has their group
-    gateway: AgentGateway | None = None  # set for an agent
+    gateway: Any = None  # the `Gateway` (a later layer) of an agent
 
     def __post_init__(self) -> None:
         tokenizer, tools = self.tokenizer, self.tools
@@ -111,15 +111,11 @@ class Episodes:
         recorded: bool,
     ) -> list[Trajectory]:
         name = request.request_id
-        firsts = [
-            replace(request, request_id=f"{name}.{i}", n=1, seeds=(s,), affinity=(name, f"{name}.{i}"))
-            for i, s in enumerate(request.seeds)
-        ]
-        all_wanted = [
-            TrajectoryRequest(prompt, first, rewards, own, order, recorded)
-            for first, own in zip(firsts, turns, strict=True)
-        ]
-        playing = [asyncio.create_task(self._trajectory(wanted)) for wanted in all_wanted]
+        playing = []
+        for i, (seed, own) in enumerate(zip(request.seeds, turns, strict=True)):
+            first = replace(request, request_id=f"{name}.{i}", n=1, seeds=(seed,), affinity=(name, f"{name}.{i}"))
+            wanted = TrajectoryRequest(prompt, first, rewards, own, order, recorded)
+            playing.append(asyncio.create_task(self._trajectory(wanted)))
         try:
             return await asyncio.gather(*playing)
         finally:
@@ -151,7 +147,7 @@ class Episodes:
         return trajectory
 
     async def _attempt(self, wanted: TrajectoryRequest) -> tuple[Trajectory, EnvironmentFailed | None]:
-        attempt, failed = Attempt(), None
+        attempt, failed = Trajectory(), None
         longest = self.config.environment.trajectory_timeout_s
         async with self.environments.session(wanted.order) as session:
             try:
@@ -171,12 +167,11 @@ class Episodes:
             self._counts["max_turns"] += attempt.finish_reason == "max_turns"
         rewards = attempt.turn_rewards
         keeps = self.config.objective.credit == "turn" or any(value is not None for value in rewards)
-        given = [value or 0.0 for value in rewards] if keeps else []
-        return Trajectory(attempt.branches, attempt.finish_reason, attempt.reward, given), failed
+        attempt.turn_rewards = [value or 0.0 for value in rewards] if keeps else []
+        return attempt, failed
 
-    async def _converse(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
+    async def _converse(self, wanted: TrajectoryRequest, session: Session, attempt: Trajectory) -> None:
         """Answer the requests of an agent until it returns."""
-        assert self.gateway is not None
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asked = itertools.count()
 
@@ -226,7 +221,7 @@ class Episodes:
             )
         return min(left, limits.max_turn_tokens or left, most or left)
 
-    async def _alternate(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
+    async def _alternate(self, wanted: TrajectoryRequest, session: Session, attempt: Trajectory) -> None:
         """Take turns with an environment."""
         dialogue = attempt.played = await self._begin(wanted, session)
         attempt.finish_reason = await self._play(wanted, session, dialogue, attempt.turn_rewards)
@@ -237,12 +232,12 @@ class Episodes:
                 f"{wanted.prompt.position} a reward; let `step` return 0.0 for a turn that earned nothing, or set "
                 "credit to trajectory"
             )
-        attempt.reward = await session.finish()
+        attempt.reward = await session.ask(lambda worker: worker.finish())
 
     async def _begin(self, wanted: TrajectoryRequest, session: Session) -> Dialogue:
         prompt, data = wanted.prompt, self.config.data
         seed = int(np.random.SeedSequence([self.config.run.seed, prompt.position]).generate_state(1)[0])
-        opening = await session.reset(prompt, seed)
+        opening = await session.begin(lambda worker: worker.reset(prompt, seed))
         messages: list[dict[str, Any]] = []
         text, ids = prompt.text + (opening or ""), prompt.token_ids
         if self._render is not None:
@@ -306,22 +301,16 @@ class Episodes:
                 "replay",
                 f"turn {turn}: it does not repeat its answers from before its process died; use its seed",
             )
-        request = partial(self._request, wanted, turn, behind, tokens)
+        first = wanted.first
+
+        def request(attempt: int) -> GenerateRequest:
+            seed = np.random.SeedSequence([*first.seeds, turn, attempt]).generate_state(1, np.uint64)[0]
+            name, seeds = f"{first.request_id}.{turn}-{attempt}", (int(seed) >> 1,)
+            return replace(first, request_id=name, token_ids=behind, seeds=seeds, max_tokens=tokens)
+
         (sampled,) = await self.sample(request, f"prompt {wanted.prompt.position}, turn {turn}")
         await wanted.turns.add(behind, sampled)
         return sampled
-
-    def _request(
-        self, wanted: TrajectoryRequest, turn: int, behind: np.ndarray, tokens: int, attempt: int
-    ) -> GenerateRequest:
-        seed = np.random.SeedSequence([*wanted.first.seeds, turn, attempt]).generate_state(1, np.uint64)[0]
-        return replace(
-            wanted.first,
-            request_id=f"{wanted.first.request_id}.{turn}-{attempt}",
-            token_ids=behind,
-            seeds=(int(seed) >> 1,),
-            max_tokens=tokens,
-        )
 
     async def _reward_of_text(self, wanted: TrajectoryRequest, branches: list[list[Piece]]) -> float | None:
         """Return the last turn's reward from `reward:` of the config, or None if the verifier failed."""

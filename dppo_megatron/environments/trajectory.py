@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dppo_megatron.bank.journal import FinishedTurns
 from dppo_megatron.engines.protocol import GenerateRequest
@@ -32,25 +30,12 @@ class TrajectoryRequest:
     recorded: bool
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """Contains a finished trajectory. `reward` is None if it failed. `turn_rewards` is empty if no turn has one."""
-
-    branches: list[list[Piece]]
-    finish_reason: str
-    reward: float | None
-    turn_rewards: list[float]
-
-    @property
-    def sampled(self) -> list[Rollout]:
-        """Return the turns of the policy."""
-        pieces = (piece for branch in self.branches for piece in branch)
-        return [piece.sampled for piece in pieces if piece.sampled is not None]
-
-
 @dataclass
-class Attempt:
-    """Tracks a running trajectory. After a failure it keeps the turns so far."""
+class Trajectory:
+    """Tracks a trajectory. After a failure it keeps the turns so far, and `reward` is None.
+
+    `turn_rewards` has an element for each turn. In a finished trajectory it is empty if no turn has a reward.
+    """
 
     played: Dialogue | Conversation | None = None
     finish_reason: str = "abort"
@@ -61,13 +46,8 @@ class Attempt:
     def branches(self) -> list[list[Piece]]:
         return [] if self.played is None else self.played.finished()
 
-
-class AgentGateway(Protocol):
-    """Serves the policy to agents."""
-
     @property
-    def url(self) -> str: ...
-
-    def session(self, conversation: Conversation) -> AbstractAsyncContextManager[str]:
-        """Yield the key by which requests reach the conversation."""
-        ...
+    def sampled(self) -> list[Rollout]:
+        """Return the turns of the policy."""
+        pieces = (piece for branch in self.branches for piece in branch)
+        return [piece.sampled for piece in pieces if piece.sampled is not None]

@@ -35,6 +35,9 @@ ADAPTER = LORA + "weight_sync.lora=adapter "
 BROADCAST = "weight_sync.transport=broadcast "
 COLOCATED = "engine.placement=colocated "
 IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
+DYNAMIC = "rollout.dynamic_sampling=true "
+AIME = "eval.sets.aime.path=a.jsonl eval.sets.aime.n=4 eval.sets.aime.temperature=0.7 eval.sets.aime.top_p=0.95 "
+AIME += "eval.sets.aime."
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,15 @@ IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
         (IN_MEMORY + "weight_sync.full_every=5", None),
         (IN_MEMORY + COLOCATED, None),
         ("weight_sync.directory=/shared/mine slurm.engine_nodes=1", None),
+        ("objective.advantage=batch_mean", None),
+        (DYNAMIC + "rollout.bank=bank", "nothing is sampled (rollout.bank is given)"),
+        (DYNAMIC + "objective.advantage=batch_mean", "objective.advantage = batch_mean uses"),
+        (AIME + "temperature=0 eval.sets.aime.top_p=1", "eval.sets.aime.n = 4: with eval.sets.aime.temperature = 0"),
+        (AIME + "temperature=0 eval.sets.aime.n=1", "eval.sets.aime.top_p = 0.95: greedy answers"),
+        (AIME + "temperature=0.001", "eval.sets.aime.temperature = 0.001: vLLM raises it"),
+        (AIME + "n=4 engine.kind=sglang", "eval.sets.aime.top_p = 0.95: SGLang would then ignore"),
+        (AIME + "max_response_tokens=4000 engine.max_model_len=4096", "eval.sets.aime.max_response_tokens = 4000, so"),
+        (AIME + "reward.overlong_buffer=5", "eval.sets.aime.reward.overlong_buffer = 5"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, problem):

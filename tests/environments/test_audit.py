@@ -13,7 +13,7 @@ from dppo_megatron.environments.dialogue import as_rollout
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Prompt, Rollout, RolloutGroup
 from tests.environments.test_dialogue import REASONER, TRIMMED, begin, play
 from tests.support.audit import audit
-from tests.support.corruptions import FROM_THE_BANK_ALONE, FROM_THE_ENGINES_RECORD, swallowed
+from tests.support.corruptions import FROM_THE_ENGINES_RECORD, swallowed
 
 TURNS = [("a !b", "one"), (" c!d ", "two"), ("e", "")]
 
@@ -56,17 +56,14 @@ def test_everything_is_counted(sampled):
     assert str(result).endswith("; 0 problems")
 
 
-@pytest.mark.parametrize("damage", [*FROM_THE_BANK_ALONE, *FROM_THE_ENGINES_RECORD], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("damage", FROM_THE_ENGINES_RECORD, ids=lambda d: d.__name__)
 def test_planted_damage_is_found(sampled, damage):
+    """The damage that a bank on its own reveals is in tests/bank/test_audit_command.py."""
     group, returned = sampled
     wrong = damage(group)
-    from_the_bank = audit([wrong]).problems
-    if damage in FROM_THE_BANK_ALONE:
-        assert any(problem.endswith(FROM_THE_BANK_ALONE[damage]) for problem in from_the_bank), from_the_bank
-    else:
-        assert from_the_bank == []
-        problems = audit([wrong], returned).problems
-        assert any(FROM_THE_ENGINES_RECORD[damage] in problem for problem in problems), problems
+    assert audit([wrong]).problems == []
+    problems = audit([wrong], returned).problems
+    assert any(FROM_THE_ENGINES_RECORD[damage] in problem for problem in problems), problems
 
 
 def test_a_turn_that_no_span_holds_is_found(sampled):

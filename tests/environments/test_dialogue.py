@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -135,13 +133,6 @@ def test_a_template_that_rewrites_the_prompt_shortens_what_is_common(tokenizer):
     assert [len(row.spans) for row in rows] == [2, 2, 2]  # the environment's, then the turn
 
 
-def test_trajectories_that_begin_otherwise_share_what_is_common():
-    arrays = [np.array(a, np.int32) for a in ([1, 2, 3, 4], [1, 2, 5], [1, 2, 3])]
-    assert common_beginning(arrays).tolist() == [1, 2]
-    assert common_beginning(arrays[:1]).tolist() == [1, 2, 3, 4]
-    assert common_beginning([arrays[0], arrays[0][1:]]).tolist() == []
-
-
 def test_a_dialogue_that_ends_with_what_was_said_ends_with_the_policys_last_token(tokenizer):
     dialogue = begin(tokenizer, TRIMMED)
     given = play(tokenizer, dialogue, [(" a ", "x")])
@@ -159,13 +150,3 @@ def test_a_dialogue_that_ends_with_what_was_said_ends_with_the_policys_last_toke
 def test_every_sampled_token_is_trained_once(tokenizer, turns, template):
     dialogue = begin(tokenizer, template)
     assert_trained_once(tokenizer, dialogue, play(tokenizer, dialogue, turns))
-
-
-def test_parts_that_are_absent_stay_absent(tokenizer):
-    dialogue = begin(tokenizer, None)
-    bare = dataclasses.replace(
-        sampled(tokenizer, "a", 0, 2), topk_ids=None, rollout_topk_logprob=None, routed_experts=None
-    )
-    dialogue.add_turn(bare)
-    _, (row,) = rows_of(dialogue)
-    assert (row.topk_ids, row.sampling_mask_ids, row.routed_experts) == (None, None, None)

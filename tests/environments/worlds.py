@@ -95,21 +95,6 @@ class Broken:
         raise ValueError("cannot be made")
 
 
-class FirstFails(Echo):
-    """Among those that share the directory, the first reset fails."""
-
-    def __init__(self, directory):
-        super().__init__(turns=1)
-        self.directory = directory
-
-    def reset(self, prompt, seed):
-        try:
-            os.mkdir(self.directory)
-        except FileExistsError:
-            return
-        raise LookupError("the first")
-
-
 class Unprintable(Echo):
     """Answers half of a surrogate pair."""
 

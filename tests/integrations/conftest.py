@@ -4,6 +4,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.environments.conftest import tokenizer  # noqa: F401
+
 collect_ignore_glob = []
 if find_spec("trl") is None:
     collect_ignore_glob += ["test_trl*.py", "test_verl*.py", "test_skyrl*.py", "test_environments.py"]

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trl
-from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from dppo_megatron.environments.adapters.reasoning_gym import ReasoningGym
@@ -22,18 +21,12 @@ from tests.environments.test_adapters import Counter
 from tests.environments.test_episodes import assert_exact, play, text_of
 from tests.integrations.test_trl import policy
 from tests.integrations.test_trl import tokenizer as chatless
-from tests.support.tokenizers import save_character_model
 
 pytestmark = pytest.mark.integrations
 
 OPENENV = "dppo_megatron.environments.adapters.openenv:OpenEnv"
 REASONING_GYM = "dppo_megatron.environments.adapters.reasoning_gym:ReasoningGym"
 GYM = "dppo_megatron.environments.adapters.gym:Gym"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
 
 
 def test_reasoning_gym(tokenizer):

@@ -8,22 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from tests.environments.test_episodes import assert_exact, play, text_of
 from tests.support.audit import audit
-from tests.support.tokenizers import save_character_model
 
 pytestmark = pytest.mark.integrations
 
 PLAY = "dppo_megatron.environments.adapters.verifiers:play"
 VERIFIERS = os.path.relpath(Path(sys.prefix, "verifiers"))
 WORDLE = {"id": "textarena", "game": "Wordle-v0"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(save_character_model(tmp_path_factory.mktemp("tokenizer") / "m"))
 
 
 def episodes(tokenizer, policy, env, *, idx=0, **settings):

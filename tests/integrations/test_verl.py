@@ -19,13 +19,12 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from dppo_megatron.integrations.verl import VerlLoss, register, use_token_statistics
-from dppo_megatron.objectives import ObjectiveError, build_objective, sequence_weights
+from dppo_megatron.objectives import ObjectiveError, build_objective
+from tests.integrations.rows import LENGTHS, MASK, ours
 
 pytestmark = pytest.mark.integrations
 
 PROMPTS = torch.tensor([2, 3, 1, 3])
-LENGTHS = torch.tensor([5, 9, 1, 7])
-MASK = torch.arange(9) < LENGTHS[:, None]
 MODES = {
     "token_mean": "token-mean",
     "seq_mean_token_mean": "seq-mean-token-mean",
@@ -83,18 +82,10 @@ def through_verl(loss_mode: str, agg_mode: str = "token-mean", **fields):
 @pytest.mark.parametrize("preset", ["dppo_binary_tv", "dppo_binary_kl", "drpo_tr", "gspo", "cppo", "vespo", "opsm"])
 def test_a_registered_loss_is_the_objective_on_verls_own_batch(preset, agg):
     loss, gradient, metrics, (given, pi) = through_verl(f"dppo_megatron.{preset}", MODES[agg])
-    ids = torch.arange(4)[:, None].expand(4, 9)[MASK]
-    out = build_objective(preset)(
-        logprob=pi[MASK],
-        rollout_logprob=given["old_log_probs"][MASK],
-        advantage=given["advantages"][MASK],
-        mask=torch.ones_like(ids, dtype=torch.bool),
-        sequence_ids=ids,
-    )
-    ours = (out.loss * sequence_weights(agg, LENGTHS, horizon=9).double()[ids]).sum()
+    own, our_gradient, out = ours(preset, agg, given["old_log_probs"], pi, given["advantages"])
     # verl adds 1e-8 to the divisors of seq-mean-token-mean; our weights are fp32.
-    assert loss.item() == pytest.approx(ours.item(), rel=1e-6, abs=1e-8)
-    torch.testing.assert_close(gradient, torch.autograd.grad(ours, pi)[0], rtol=1e-6, atol=1e-9)
+    assert loss.item() == pytest.approx(own.item(), rel=1e-6, abs=1e-8)
+    torch.testing.assert_close(gradient, our_gradient, rtol=1e-6, atol=1e-9)
     assert gradient[MASK].any()
     assert metrics["actor/loss/token_mean"].aggregate() == pytest.approx(out.loss.mean().item())
 
@@ -174,9 +165,9 @@ def test_log_probs_and_entropy_in_verls_megatron_engine(tensor_group, monkeypatc
         with monkeypatch.context() as replaced:
             replaced.setattr(Engine, "_lm_head_logits_processor", Engine._lm_head_logits_processor)
             use_token_statistics()
-            ours, our_gradient = run(entropy)
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert ours[name].shape == theirs[name].shape == (1, 6)
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+            found, our_gradient = run(entropy)
+        assert found.keys() == theirs.keys()
+        for name in found:
+            assert found[name].shape == theirs[name].shape == (1, 6)
+            torch.testing.assert_close(found[name], theirs[name], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-5, atol=1e-6)

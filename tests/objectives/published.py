@@ -302,6 +302,16 @@ def ess_adaptive(w: World, t: Tensor) -> Tensor:
     return -w.ratio[t].detach().clamp(0, ess) * w.ln_pi[t] * w.advantage[t] + (1 - ess) * kl
 
 
+def minirl(w: World, t: Tensor, cap: float = torch.inf) -> Tensor:
+    a, moved = w.advantage[t], (w.ln_pi[t] - w.ln_old[t]).exp().detach()
+    far = ((a > 0) & (moved > 1.27)) | ((a < 0) & (moved < 0.8))
+    return dropped(-a * w.ratio[t].detach().clamp(max=cap) * w.ln_pi[t], far)
+
+
+def minirl_tis(w: World, t: Tensor) -> Tensor:
+    return minirl(w, t, 3.0)
+
+
 def dppo_negative_only(w: World, t: Tensor, delta: float = 0.5) -> Tensor:
     fallen = (w.ln_mu[t].exp() - w.ln_pi[t].exp()).detach() > delta
     return dropped(-w.advantage[t] * w.ratio[t], fallen & (w.advantage[t] < 0))
@@ -360,6 +370,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Loss]] = {
     for loss in (
         gspo, sapo, maspo, aspo, vespo, topr, dispo, seq_tis, seq_mis, minpro, cppo, ipo_cap, bandpo_tv, vaco, trm_max,
         trm_mean, opsm, flash_reinforce, rollout_kl, score_centering, score_centering_tis, m2po, ess_adaptive,
-        dppo_negative_only, dppo_relaxed, dppo_predictive_kl, distributional_ipo, kpop,
+        dppo_negative_only, dppo_relaxed, dppo_predictive_kl, distributional_ipo, kpop, minirl, minirl_tis,
     )
 }  # fmt: skip

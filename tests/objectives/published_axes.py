@@ -119,6 +119,11 @@ def response_k2(w: World, t: Tensor) -> Tensor:
     return dropped(-w.advantage[t] * w.ratio[t], k2.mean() > 0.05)
 
 
+def spo(w: World, t: Tensor) -> Tensor:
+    a, r = w.advantage[t], w.ratio[t]
+    return -a * r + a.abs() * (r - 1) ** 2 / (0.2 + 0.6 * (r > 1).double())
+
+
 _PENALTY = {"delta": 0.5}
 # Axes that no preset sets, and presets of our own: label -> (preset, overrides, written loss).
 ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
@@ -126,6 +131,12 @@ ALONE: dict[str, tuple[str, dict[str, Any], Loss]] = {
     "binary_kl": ("dppo_binary_kl", {"delta": 0.02}, dppo(kl, 0.02, topk=False)),
     "topk_tv": ("dppo_topk_tv", {"delta": 0.05}, dppo(total_variation, 0.05, topk=True)),
     "topk_kl": ("dppo_topk_kl", {"delta": 0.02}, dppo(kl, 0.02, topk=True)),
+    "capped": (
+        "pg_is",
+        {"ratio_cap": 2.0, "gradient_path": "ratio"},
+        lambda w, t: -w.advantage[t] * w.ratio[t].clamp(max=2.0),
+    ),
+    "spo_sides": ("spo", {"epsilon_low": 0.1, "epsilon_high": 0.4}, spo),
     "dual_clip": ("ppo_dual_clip", {"dual_clip": 1.5}, dual_clipped),
     "gspo_wide": ("gspo", {"epsilon_low": 0.5, "epsilon_high": 0.5}, lambda w, t: gspo(w, t, 0.5, 0.5)),
     "cppo_tight": (

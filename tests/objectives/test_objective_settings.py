@@ -41,13 +41,6 @@ def test_every_published_method_is_a_preset_and_ours_is_named_experimental():
         PRESETS["mine"] = PRESETS["ppo"]
 
 
-def test_minirl_has_its_papers_defaults():
-    """No written loss covers it; the other presets are compared in published.py and with the worked cases."""
-    s = build_objective("minirl").settings
-    assert (s.anchor, s.importance, s.epsilon_low, s.epsilon_high) == ("old", "rollout", 0.2, 0.27)
-    assert (s.path, build_objective("minirl_tis").settings.ratio_cap) == ("logprob", 3.0)
-
-
 def test_overrides_replace_axes_and_leave_the_preset_alone():
     objective = build_objective("dppo_topk_tv", delta=0.2, ratio_cap=5)
     assert (objective.settings.delta, objective.settings.ratio_cap) == (0.2, 5)
@@ -251,16 +244,6 @@ def test_the_old_policy_may_be_written_by_its_former_name():
     assert former.settings == build_objective("minirl").settings
     assert former.settings.anchor == "old"
     assert build_objective("pg_is", importance="recomputed") == build_objective("pg_is", importance="old")
-
-
-def test_old_anchor_moves_the_region_but_not_the_importance_ratio():
-    case = random_case(2, tokens=40)
-    drifted = case.call["logprob"].detach() + 0.05  # within 1.2 of the old policy everywhere
-    call = {**case.call, "old_logprob": drifted}
-    out = build_objective("minirl")(**call)
-    assert not out.masked_tokens.any()
-    assert torch.equal(out.weight, torch.ones(40, dtype=torch.float64))
-    assert build_objective("grpo", epsilon_high=0.27)(**call).masked_tokens.any()
 
 
 def test_old_anchor_of_a_topk_method_needs_its_own_list():

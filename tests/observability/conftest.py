@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dppo_megatron.config import Config
 from tests.support.configs import make_config
 from tests.support.records import step_record
 
@@ -17,16 +16,7 @@ from tests.support.records import step_record
 def config(tmp_path):
     """Builds a config whose run directory is below tmp_path, with the given tracking settings."""
 
-    def build(**tracking) -> Config:
-        return make_config(
-            run={"dir": tmp_path / "run"},
-            model={"path": tmp_path / "model"},
-            train={"steps": 4},
-            data={"train": tmp_path / "train.jsonl"},
-            tracking=tracking,
-        )
-
-    return build
+    return lambda **tracking: make_config(run={"dir": tmp_path / "run"}, tracking=tracking)
 
 
 @pytest.fixture

@@ -31,16 +31,6 @@ def test_a_step_keeps_its_ten_most_masked_tokens(tmp_path):
     ]
 
 
-def test_a_resumed_run_repeats_no_step(tmp_path):
-    for resume, steps in ((None, {1: {1: 1}, 2: {1: 2}, 3: {1: 3}}), (2, {3: {2: 5}})):
-        log = MaskedTokenLog(tmp_path, decode, resume)
-        for step, counts in steps.items():
-            log.log(step, counts)
-        log.close()
-    records = read_records(RunDir(tmp_path).masked_tokens)
-    assert [(record["step"], record["masked"]) for record in records] == [(1, 1), (2, 2), (3, 5)]
-
-
 def test_the_run_adds_up_its_steps():
     records = [
         {"step": 1, "masked": 10, "tokens": [{"id": 1, "text": " Wait", "count": 4, "share": 0.4}]},

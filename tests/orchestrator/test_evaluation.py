@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 
 import pytest
 
-from dppo_megatron.checks import settings_problems
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator, describe, scores
@@ -197,26 +195,3 @@ def test_in_an_asynchronous_run_each_set_is_of_the_policy_that_answered_it(tmp_p
     versions = [version for line in lines for sample in json.loads(line)["samples"] for version in sample["versions"]]
     assert min(versions) == first["math"]["step"]
     assert max(versions) - min(versions) == first["math"]["eval/math/version_spread"]
-
-
-@pytest.mark.parametrize(
-    ("change", "engine", "message"),
-    [
-        ({"temperature": 0, "top_p": 1}, {}, "eval.sets.aime.n = 4: with eval.sets.aime.temperature = 0"),
-        ({"temperature": 0, "n": 1}, {}, "eval.sets.aime.top_p = 0.95: greedy answers"),
-        ({"temperature": 0.001}, {}, "eval.sets.aime.temperature = 0.001: vLLM raises it"),
-        ({}, {"kind": "sglang"}, "eval.sets.aime.top_p = 0.95: SGLang would then ignore"),
-        (
-            {"max_response_tokens": 4000},
-            {"max_model_len": 4096},
-            "engine.max_model_len = 4096: .* eval.sets.aime.max_resp.* = 4000",
-        ),
-        ({"reward": {"overlong_buffer": 5}}, {}, "eval.sets.aime.reward.overlong_buffer = 5"),
-    ],
-)
-def test_settings_that_would_mislead_are_refused(config, change, engine, message):
-    tree = config.model_dump(mode="json")
-    tree["eval"]["sets"]["aime"] |= change
-    tree["engine"] |= engine
-    (problem,) = settings_problems(type(config).model_validate(tree))
-    assert re.match(message, problem), problem

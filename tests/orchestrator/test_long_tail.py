@@ -192,7 +192,7 @@ def played(tmp_path):
     return partial(Played, tmp_path)
 
 
-@pytest.mark.parametrize("staleness", [0, 2, 4])
+@pytest.mark.parametrize("staleness", [0, 4])
 def test_what_is_trained_on_has_the_lengths_of_what_was_sampled(played, staleness):
     """Every prompt once and no other, each as long as the table has it: so the distributions are the same."""
     w = played(workers=12, max_staleness=staleness)
@@ -216,13 +216,6 @@ def test_groups_take_seats_in_the_order_in_which_they_begin(played):
     assert w.workers.begun.count(0) == w.workers.begun.count(5) == SAMPLES + 1
     assert w.workers.most_held == w.played.most_running == 2
     assert w.lengths() == of_table(range(STEPS * GROUPS))
-
-
-def test_nothing_is_sampled_further_ahead_than_the_bound(played):
-    w = played(workers=50, max_staleness=2, training_s=0.02)
-    w.play()
-    assert all(position < (version + 3) * GROUPS for version, position, _ in w.played.asked)
-    assert w.played.most_running <= 3 * GROUPS * SAMPLES
 
 
 def one_hangs(position: int, number: int) -> Length:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import random
 import resource
 
 import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankWriteError
-from dppo_megatron.checks import settings_problems
 from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import ConfigError
-from dppo_megatron.engines.protocol import EngineUnavailable, InvalidSample
+from dppo_megatron.engines.protocol import EngineUnavailable
 from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.orchestrator.dynamic_sampling import NoReward, NoSignal
 from dppo_megatron.orchestrator.main import allow_open_files
@@ -174,12 +172,6 @@ def test_invalid_samples_are_drawn_again_with_other_seeds(world):
     assert sum(record.get("rollout/invalid_samples", 0) for record in w.records()) == 2
 
 
-def test_an_engine_that_only_returns_invalid_samples_stops_the_run(world):
-    w = world(steps=1)
-    with pytest.raises(InvalidSample, match="prompt 2: the engine returned an invalid group 3 times; the last: "):
-        w.run_attempt(w.engine(corrupts=lambda request: trains(request) and position(request) == 2))
-
-
 def test_an_engine_that_dies_stops_the_run_and_ends_all_requests(world):
     w = world()
     engine = w.engine(
@@ -212,16 +204,6 @@ def test_asynchronous_sampling_goes_on_while_a_policy_is_evaluated(world):
     assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 2, 4, 6, 8]
 
 
-def test_an_evaluation_that_several_policies_answer_says_so(world):
-    w = world(steps=6, max_staleness=1, training_s=0.03, max_concurrent_groups=1)  # one prompt after the other
-    engine = w.engine(delay=lambda request: 0.2 if request.request_id.startswith("eval-0-0") else 0.0)
-    w.run_attempt(engine)
-    first = next(r for r in w.records() if "eval/accuracy" in r)
-    versions = evaluations_of(w, engine)[0]
-    assert max(versions) > 0
-    assert (first["step"], first["eval/version_spread"]) == (min(versions), max(versions) - min(versions))
-
-
 def test_synchronous_evaluations_are_of_one_policy_however_long_they_take(world):
     w = world(steps=3, max_concurrent_groups=1)
     engine = w.engine(delay=lambda request: 0.0 if trains(request) else 0.1)
@@ -229,12 +211,6 @@ def test_synchronous_evaluations_are_of_one_policy_however_long_they_take(world)
     assert evaluations_of(w, engine) == {0: {0}, 2: {2}, 3: {3}}
     spreads = [r["eval/version_spread"] for r in w.records() if "eval/accuracy" in r]
     assert spreads == [0, 0, 0]
-
-
-def test_a_invalid_answer_of_an_evaluation_is_drawn_again(world):
-    w = world(steps=1)
-    w.run_attempt(w.engine(corrupts=lambda request: request.request_id in ("eval-0-1-0", "eval-0-1-1")))
-    assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 1]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -280,31 +256,6 @@ def test_the_limit_of_open_files_is_raised_or_named(tmp_path, monkeypatch):
     assert limits[-1] == (4000, 4000)
     with pytest.raises(ConfigError, match=r"4000 .*\n.*max_concurrent_groups = 500 with rollout.group_size = 8"):
         allow_open_files(sampling_config(tmp_path, max_concurrent_groups=500, group_size=8))
-
-
-def test_dynamic_sampling_needs_a_run_that_samples(tmp_path):
-    changed = with_settings(sampling_config(tmp_path), rollout={"dynamic_sampling": True, "bank": tmp_path})
-    (violation,) = settings_problems(changed)
-    assert violation.startswith("rollout.dynamic_sampling = true: nothing is sampled (rollout.bank is given)")
-
-
-def test_a_baseline_of_the_batch_needs_the_groups_that_dynamic_sampling_drops(tmp_path):
-    config = with_settings(sampling_config(tmp_path), objective={"advantage": "batch_mean"})
-    (violation,) = settings_problems(with_settings(config, rollout={"dynamic_sampling": True}))
-    assert violation.startswith("rollout.dynamic_sampling = true: objective.advantage = batch_mean")
-    assert settings_problems(config) == []
-
-
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_bound_holds_whatever_takes_long(world, staleness, seed):
-    w = world(steps=5, max_staleness=staleness, dynamic_sampling=True, hopeless=lambda p: p % 5 == seed)
-    rng = random.Random(seed)
-    w.run_attempt(w.engine(delay=lambda request: rng.choice([0.0, 0.0, 0.05]) if trains(request) else 0.0))
-    lags = [index // GROUPS - version_of(group) for index, group in enumerate(w.groups())]
-    assert min(lags) >= 0
-    assert max(lags) <= staleness
-    assert all(group.prompt.position % 5 != seed for group in w.groups())
 
 
 def slow_prompt_1(request) -> float:

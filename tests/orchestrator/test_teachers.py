@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.common.retry import RetryBudget
@@ -69,15 +70,9 @@ class Server:
         app = web.Application()
         path = {"vllm": "/v1/completions", "sglang": "/generate"}[self.kind]
         app.add_routes([web.post(path, self._score), web.post("/tokenize", self._tokenize)])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        try:
+        async with TestServer(app) as server:
+            self.url = str(server.make_url("")).rstrip("/")
             yield self
-        finally:
-            await runner.cleanup()
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"tokens": self.encode((await request.json())["prompt"])})

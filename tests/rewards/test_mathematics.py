@@ -23,10 +23,6 @@ def by_math_verify(answer: str, given: str) -> bool:
     return verify(gold, parse(f"$\\boxed{{{given}}}$", BOTH, parsing_timeout=None), timeout_seconds=None)
 
 
-def test_there_are_enough_cases():
-    assert len(set(math_cases.AGREED)) >= 150
-
-
 @pytest.mark.parametrize(("answer", "given", "right"), math_cases.AGREED)
 def test_the_grader_agrees_with_math_verify(answer, given, right):
     assert equal(answer, given) == by_math_verify(answer, given) == bool(right)

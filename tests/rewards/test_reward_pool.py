@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.config.schema import RewardConfig
-from dppo_megatron.rewards import RewardError, RewardPool
+from dppo_megatron.rewards import RewardPool
 
 
 def score(pool, prompt, *texts):
@@ -32,15 +32,6 @@ def make_pool(name="tests.rewards.strange_rewards:strange", timeout_s=5.0, worke
 def logged_failures(caplog) -> dict[str, int]:
     """Failed samples by reason; the pool logs five of each."""
     return dict(Counter(re.findall(r"reward of prompt row \d+ failed \((\w+)\)", caplog.text)))
-
-
-def test_failures_cost_their_own_sample_alone(prompt, caplog):
-    texts = ["raise", "ok", "exit", "nan", "huge", "none", "unpicklable", "ok", "die", "kill", "ok"]
-    with make_pool() as pool:
-        rewards, failed = score(pool, prompt("1"), *texts)
-        assert rewards == [float(text == "ok") for text in texts]
-        assert failed == [text != "ok" for text in texts]
-        assert logged_failures(caplog) == {"raised": 4, "not_finite": 2, "died": 2}
 
 
 def test_hanging_verifiers_are_replaced(prompt, caplog):
@@ -66,20 +57,6 @@ def test_a_worker_killed_while_idle_is_replaced(prompt, size, caplog):
         assert logged_failures(caplog) == {}
 
 
-def test_groups_are_scored_at_the_same_time(prompt):
-    async def groups(pool):
-        return await asyncio.gather(*(pool.score(prompt("1"), [text] * 3) for text in ("ok", "raise", "ok")))
-
-    with make_pool(workers=2) as pool:
-        results = asyncio.run(groups(pool))
-    assert [failed.any() for _, failed in results] == [False, True, False]
-
-
-def test_the_source_row_reaches_the_reward(prompt):
-    with make_pool() as pool:
-        assert score(pool, prompt("1", bonus=0.25), "columns") == ([0.25], [False])
-
-
 def test_a_class_is_one_object_per_process(prompt):
     with make_pool("tests.rewards.strange_rewards:Counting") as pool:
         assert score(pool, prompt("1"), "a", "b", "c") == ([1.0, 2.0, 3.0], [False] * 3)
@@ -89,14 +66,6 @@ def test_a_class_is_one_object_per_process(prompt):
 def test_importing_does_not_count_against_the_timeout(prompt):
     with make_pool("tests.rewards.slow_to_import:one", timeout_s=0.75) as pool:
         assert score(pool, prompt("1"), "a", "b") == ([1.0, 1.0], [False, False])
-
-
-def test_trusted_rewards_run_inline_and_fail_alike(prompt, caplog):
-    with make_pool("tests.rewards.strange_rewards:trusted") as pool:
-        rewards, failed = score(pool, prompt("1"), "pid", "raise", "exit", "nan")
-        assert rewards[0] == np.float32(os.getpid())
-        assert failed == [False, True, True, True]
-        assert logged_failures(caplog) == {"raised": 2, "not_finite": 1}
 
 
 def test_a_thousand_arithmetic_samples_are_cheap(prompt):
@@ -110,14 +79,6 @@ def test_a_thousand_arithmetic_samples_are_cheap(prompt):
         assert min(asyncio.run(seconds(pool)) for _ in range(5)) < 0.01
 
 
-def test_a_hanging_expression_is_given_up(prompt, caplog):
-    """A power tower, as a policy may write by chance, keeps the algebra system busy for ever."""
-    with make_pool("gsm8k", timeout_s=2.0) as pool:
-        texts = [r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{\frac{144}{2}}"]
-        assert score(pool, prompt("so\n#### 72"), *texts) == ([0.0, 1.0], [True, False])
-        assert logged_failures(caplog) == {"timeout": 1}
-
-
 def test_a_coroutine_that_is_only_tested_for_truth_is_no_number(prompt, caplog):
     with make_pool() as pool:
         assert score(pool, prompt("1"), "coroutine", "fine", "coroutine") == ([0, 1, 0], [True, False, True])
@@ -128,11 +89,6 @@ def test_a_coroutine_that_is_only_tested_for_truth_is_no_number(prompt, caplog):
 def test_calls_begin_in_the_directory_of_the_run(prompt):
     with make_pool(workers=1) as pool:
         assert score(pool, prompt(os.getcwd()), "where", "enter", "where") == ([1, 1, 1], [False] * 3)
-
-
-def test_unknown_rewards_are_refused_before_work_starts():
-    with pytest.raises(RewardError, match="arithmetic"):
-        make_pool("aritmetic")
 
 
 def test_a_killed_parent_leaves_no_worker():

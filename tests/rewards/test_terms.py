@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
 import time
 import types
-from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import RewardError, RewardPool, build_rewards
@@ -152,13 +152,6 @@ def test_several_rewards_are_weighted_and_each_is_recorded(prompt):
     assert (rewards, failed, metrics["reward/failed_raised"]) == ([0], [True], 1)
 
 
-def test_the_text_of_the_last_failure_is_known(prompt):
-    with RewardPool(RewardConfig(workers=1, name=f"{FOREIGN}:format_reward")) as pool:
-        assert pool.last_failure == ""
-        asyncio.run(pool.score(prompt("42"), ["x"]))  # it expects messages
-        assert pool.last_failure.startswith("raised: TypeError")
-
-
 def test_the_data_source_chooses_the_verifier(prompt, caplog):
     terms = [{"name": "gsm8k", "sources": ["gsm8k"]}, {"name": "math", "sources": ["math", "aime"]}]
     rows = [replace(prompt(answer), source=source) for source, answer in [("gsm8k", "#### 34"), ("aime", r"\frac12")]]
@@ -191,59 +184,53 @@ def test_an_answer_that_hangs_or_kills_its_reader_is_a_problem_of_its_own():
     ]
 
 
+@dataclass
 class Judge:
     """A server on loopback that returns len(response) as reward, after the given number of refusals."""
 
-    def __init__(self, reply=None, refusals=0, status=503, delay_s=0.0):
-        self.requests, self.left = [], refusals
-        judge = self
+    reply: bytes | None = None
+    refusals: int = 0
+    status: int = 503
+    delay_s: float = 0.0
+    requests: list = field(default_factory=list)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                judge.requests.append((body, self.headers.get("Authorization")))
-                time.sleep(delay_s)
-                rewards = [None if r == "none" else len(r) for r in body["responses"]]
-                content = json.dumps({"rewards": rewards}).encode() if reply is None else reply
-                judge.left -= 1
-                self.send_response(status if judge.left >= 0 else 200)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append((body, request.headers.get("Authorization")))
+        await asyncio.sleep(self.delay_s)
+        rewards = [None if r == "none" else len(r) for r in body["responses"]]
+        content = json.dumps({"rewards": rewards}).encode() if self.reply is None else self.reply
+        self.refusals -= 1
+        return web.Response(status=self.status if self.refusals >= 0 else 200, body=content)
 
 
 def ask(judge, prompt, *texts, timeout_s=5.0, **settings):
-    return score({"name": "http", "settings": {"url": judge.url, **settings}}, prompt, *texts, timeout_s=timeout_s)
+    async def main():
+        app = web.Application()
+        app.router.add_post("/score", judge.answer)
+        async with TestServer(app) as server:
+            given = {"url": str(server.make_url("/score")), **settings}
+            with RewardPool(RewardConfig(name="http", timeout_s=timeout_s, settings=given)) as pool:
+                rewards, failed = await pool.score(prompt, texts)
+                return rewards.tolist(), failed.tolist(), pool.take_metrics()
+
+    return asyncio.run(main())
 
 
 def test_a_judge_gets_all_responses_to_a_prompt_at_once(prompt, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     row = replace(prompt("42", prompt=[{"role": "user", "content": "x"}], level=3), source="math")
-    with Judge() as judge:
-        assert ask(judge, row, "a", "bb", "", token_env="JUDGE_TOKEN", columns=["level"])[0] == [1, 2, 0]
-        ((body, authorization),) = judge.requests
-        assert authorization == "Bearer secret"
-        assert body == {
-            "prompt": "", "messages": [{"role": "user", "content": "x"}], "answer": "42", "data_source": "math",
-            "responses": ["a", "bb", ""], "level": 3,
-        }  # fmt: skip
-        assert ask(judge, row, *"abcde", batch=2)[0] == [1] * 5
-        assert sorted(len(body["responses"]) for body, _ in judge.requests[1:]) == [1, 2, 2]
-        assert ask(judge, row, "a", "none")[1:] == ([False, True], {"reward/failed_not_applicable": 1})
+    judge = Judge()
+    assert ask(judge, row, "a", "bb", "", token_env="JUDGE_TOKEN", columns=["level"])[0] == [1, 2, 0]
+    ((body, authorization),) = judge.requests
+    assert authorization == "Bearer secret"
+    assert body == {
+        "prompt": "", "messages": [{"role": "user", "content": "x"}], "answer": "42", "data_source": "math",
+        "responses": ["a", "bb", ""], "level": 3,
+    }  # fmt: skip
+    assert ask(judge, row, *"abcde", batch=2)[0] == [1] * 5
+    assert sorted(len(body["responses"]) for body, _ in judge.requests[1:]) == [1, 2, 2]
+    assert ask(judge, row, "a", "none")[1:] == ([False, True], {"reward/failed_not_applicable": 1})
 
 
 def test_a_token_that_no_request_can_bring_is_refused_and_not_shown(monkeypatch):
@@ -254,18 +241,18 @@ def test_a_token_that_no_request_can_bring_is_refused_and_not_shown(monkeypatch)
 
 
 def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
-    with Judge(refusals=2) as judge:
-        assert ask(judge, prompt("1"), "a")[:2] == ([1], [False])
-        assert len(judge.requests) == 3
-    with Judge(refusals=9) as judge:
-        assert ask(judge, prompt("1"), "a", "b", attempts=2)[1] == [True, True]
-        assert len(judge.requests) == 2
-    with Judge(refusals=1, status=404) as judge:
-        assert ask(judge, prompt("1"), "a")[1] == [True]
-        assert len(judge.requests) == 1
+    judge = Judge(refusals=2)
+    assert ask(judge, prompt("1"), "a")[:2] == ([1], [False])
+    assert len(judge.requests) == 3
+    judge = Judge(refusals=9)
+    assert ask(judge, prompt("1"), "a", "b", attempts=2)[1] == [True, True]
+    assert len(judge.requests) == 2
+    judge = Judge(refusals=1, status=404)
+    assert ask(judge, prompt("1"), "a")[1] == [True]
+    assert len(judge.requests) == 1
     assert "status 503" in caplog.text
     assert "status 404" in caplog.text
-    assert ask(judge, prompt("1"), "a", attempts=1)[1] == [True]  # the server is closed
+    assert ask(judge, prompt("1"), "a", attempts=1, url="http://127.0.0.1:9/score")[1] == [True]  # where none listens
     assert "ClientConnectorError" in caplog.text
 
 
@@ -278,15 +265,15 @@ def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
     ],
 )  # fmt: skip
 def test_a_judge_that_talks_nonsense_fails_its_samples_alone(prompt, reply):
-    with Judge(reply=reply) as judge:
-        assert ask(judge, prompt("1"), "a")[:2] == ([0], [True])
+    judge = Judge(reply=reply)
+    assert ask(judge, prompt("1"), "a")[:2] == ([0], [True])
 
 
 def test_a_judge_has_its_time(prompt):
-    with Judge(delay_s=3) as judge:
-        started = time.monotonic()
-        assert ask(judge, prompt("1"), "a", timeout_s=0.5)[1:] == ([True], {"reward/failed_timeout": 1})
-        assert time.monotonic() - started < 2
+    judge = Judge(delay_s=3)
+    started = time.monotonic()
+    assert ask(judge, prompt("1"), "a", timeout_s=0.5)[1:] == ([True], {"reward/failed_timeout": 1})
+    assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize(
