@@ -13,7 +13,7 @@ import numpy as np
 
 from dppo_megatron.types import ENVIRONMENT, POLICY, Rollout
 
-from .dialogue import Piece, beginning, ids_of, inherited, put, readable
+from .dialogue import Codec, Piece, beginning, ids_of, inherited, put, readable
 from .tools import ToolCall, parse_turn
 
 ChatMessage = dict[str, Any]  # a message of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
@@ -74,7 +74,7 @@ class Conversation:
     later turn that followed one of them decides. Without a later turn, the message is written as the agent sent it.
     """
 
-    def __init__(self, codec: Any, render: Render, sample: Sample):
+    def __init__(self, codec: Codec, render: Render, sample: Sample):
         self._codec = codec
         self._render = render
         self._sample = sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,14 @@ Render = Callable[[Sequence[dict[str, Any]]], str]
 """Returns a chat as the model reads it, up to the start of its answer."""
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+class Codec(Protocol):
+    """Declares the part of a tokenizer's interface that is used here."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, ids: Any, /, *, skip_special_tokens: bool) -> Any: ...  # str; a list for a batch
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Dialogue:
     then begins, which keeps the common pieces and tokenizes the rest again.
     """
 
-    codec: Any
+    codec: Codec
     render: Render | None
     messages: list[dict[str, Any]]
     branches: list[list[Piece]]  # at first one branch with the prompt
@@ -81,7 +89,7 @@ class Dialogue:
         return out
 
 
-def readable(codec: Any, ids: np.ndarray) -> str:
+def readable(codec: Codec, ids: np.ndarray) -> str:
     """Return the text of a turn without special tokens, except for `MARKS`, which are special in some tokenizers."""
     encoded = ((mark, codec.encode(mark, add_special_tokens=False)) for mark in MARKS)
     special = {own[0]: m for m, own in encoded if len(own) == 1 and not codec.decode(own, skip_special_tokens=True)}
@@ -89,7 +97,7 @@ def readable(codec: Any, ids: np.ndarray) -> str:
     return "".join(special.get(int(p[0]), "") + codec.decode(p, skip_special_tokens=True) for p in parts if len(p))
 
 
-def put(codec: Any, turn: int, text: str) -> list[Piece]:
+def put(codec: Codec, turn: int, text: str) -> list[Piece]:
     """Return the text that follows `turn` as one piece; an empty list if it has no token."""
     ids = codec.encode(text, add_special_tokens=False) if text else []
     return [Piece(ENVIRONMENT, turn, text, np.array(ids, np.int32))] if ids else []

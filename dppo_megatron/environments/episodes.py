@@ -27,7 +27,7 @@ from .conversation import Conversation, RequestRejected
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
 from .interface import EnvironmentFailed, EnvironmentNameError
 from .pool import EnvironmentPool, Session
-from .trajectory import Trajectory, TrajectoryRequest
+from .trajectory import AgentGateway, Attempt, Trajectory, TrajectoryRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class Episodes:
     stop_token_ids: Sequence[int]
     routing: tuple[int, int] | None  # layers with experts and experts of a token, if the config wants routes
     journals: Journals | None = None  # turns of training prompts, kept until the bank has their group
-    gateway: Any = None  # the `Gateway` (a later layer) of an agent
+    gateway: AgentGateway | None = None  # set for an agent
 
     def __post_init__(self) -> None:
         tokenizer, tools = self.tokenizer, self.tools
@@ -111,11 +111,15 @@ class Episodes:
         recorded: bool,
     ) -> list[Trajectory]:
         name = request.request_id
-        playing = []
-        for i, (seed, own) in enumerate(zip(request.seeds, turns, strict=True)):
-            first = replace(request, request_id=f"{name}.{i}", n=1, seeds=(seed,), affinity=(name, f"{name}.{i}"))
-            wanted = TrajectoryRequest(prompt, first, rewards, own, order, recorded)
-            playing.append(asyncio.create_task(self._trajectory(wanted)))
+        firsts = [
+            replace(request, request_id=f"{name}.{i}", n=1, seeds=(s,), affinity=(name, f"{name}.{i}"))
+            for i, s in enumerate(request.seeds)
+        ]
+        all_wanted = [
+            TrajectoryRequest(prompt, first, rewards, own, order, recorded)
+            for first, own in zip(firsts, turns, strict=True)
+        ]
+        playing = [asyncio.create_task(self._trajectory(wanted)) for wanted in all_wanted]
         try:
             return await asyncio.gather(*playing)
         finally:
@@ -147,7 +151,7 @@ class Episodes:
         return trajectory
 
     async def _attempt(self, wanted: TrajectoryRequest) -> tuple[Trajectory, EnvironmentFailed | None]:
-        attempt, failed = Trajectory(), None
+        attempt, failed = Attempt(), None
         longest = self.config.environment.trajectory_timeout_s
         async with self.environments.session(wanted.order) as session:
             try:
@@ -167,11 +171,12 @@ class Episodes:
             self._counts["max_turns"] += attempt.finish_reason == "max_turns"
         rewards = attempt.turn_rewards
         keeps = self.config.objective.credit == "turn" or any(value is not None for value in rewards)
-        attempt.turn_rewards = [value or 0.0 for value in rewards] if keeps else []
-        return attempt, failed
+        given = [value or 0.0 for value in rewards] if keeps else []
+        return Trajectory(attempt.branches, attempt.finish_reason, attempt.reward, given), failed
 
-    async def _converse(self, wanted: TrajectoryRequest, session: Session, attempt: Trajectory) -> None:
+    async def _converse(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
         """Answer the requests of an agent until it returns."""
+        assert self.gateway is not None
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asked = itertools.count()
 
@@ -221,7 +226,7 @@ class Episodes:
             )
         return min(left, limits.max_turn_tokens or left, most or left)
 
-    async def _alternate(self, wanted: TrajectoryRequest, session: Session, attempt: Trajectory) -> None:
+    async def _alternate(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
         """Take turns with an environment."""
         dialogue = attempt.played = await self._begin(wanted, session)
         attempt.finish_reason = await self._play(wanted, session, dialogue, attempt.turn_rewards)
@@ -232,12 +237,12 @@ class Episodes:
                 f"{wanted.prompt.position} a reward; let `step` return 0.0 for a turn that earned nothing, or set "
                 "credit to trajectory"
             )
-        attempt.reward = await session.ask(lambda worker: worker.finish())
+        attempt.reward = await session.finish()
 
     async def _begin(self, wanted: TrajectoryRequest, session: Session) -> Dialogue:
         prompt, data = wanted.prompt, self.config.data
         seed = int(np.random.SeedSequence([self.config.run.seed, prompt.position]).generate_state(1)[0])
-        opening = await session.begin(lambda worker: worker.reset(prompt, seed))
+        opening = await session.reset(prompt, seed)
         messages: list[dict[str, Any]] = []
         text, ids = prompt.text + (opening or ""), prompt.token_ids
         if self._render is not None:

@@ -9,7 +9,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
+class EnvironmentPool:
     """Runs `environment.workers` trajectories at a time. A failure is counted and fails only its trajectory.
 
     Close it, or use it as a context manager.
@@ -52,7 +52,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         """Return the tools in the form for chat templates. Raises `EnvironmentNameError` if none can be created."""
         async with self.session() as session:
             try:
-                return await session.begin(lambda worker: worker.described()[0])
+                return await session.tools()
             except EnvironmentFailed as failure:
                 raise EnvironmentNameError(f"environment.name: no environment can be created: {failure}") from None
 
@@ -76,6 +76,9 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     def close(self) -> None:
         """Terminate the workers at once. May be called again."""
         self._pool.close()
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -119,12 +122,21 @@ class Session:
         self._worker: EnvironmentWorker | None = None
         self._asked = False  # whether a request is pending
 
+    async def tools(self) -> list[dict[str, Any]]:
+        return await self._begin(lambda worker: worker.described()[0])
+
+    async def reset(self, prompt: Prompt, seed: int) -> str | None:
+        return await self._begin(lambda worker: worker.reset(prompt, seed))
+
     async def step(self, text: str) -> StepResult:
-        return await self.ask(lambda worker: worker.step(text))
+        return await self._ask(lambda worker: worker.step(text))
+
+    async def finish(self) -> float | None:
+        return await self._ask(lambda worker: worker.finish())
 
     async def run_agent(self, prompt: Prompt, url: str, key: str) -> float | None:
         self._worker = await self._taken(self._pool.lease)
-        return await self.ask(lambda worker: worker.agent(prompt, url, key))
+        return await self._ask(lambda worker: worker.agent(prompt, url, key))
 
     def close(self) -> None:
         """Return the worker to the pool, or terminate it if a request is pending."""
@@ -132,18 +144,18 @@ class Session:
         if worker is not None:
             self._pool.give_back(worker, usable=not self._asked)
 
-    async def begin(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
+    async def _begin(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
         """Send the first request. If a worker that other trajectories used dies, repeat the request in a new worker."""
         self._worker = await self._taken(self._pool.lease)
         if not self._worker.fresh:
             try:
-                return await self.ask(ask)
+                return await self._ask(ask)
             except EnvironmentFailed as failure:
                 if failure.reason != "died":
                     raise
                 self.close()
                 self._worker = await self._taken(self._pool.start)
-        return await self.ask(ask)
+        return await self._ask(ask)
 
     async def _taken(self, take: Callable[[], EnvironmentWorker]) -> EnvironmentWorker:
         taking = self._pool.in_thread(take)
@@ -157,8 +169,7 @@ class Session:
         if not taking.cancelled() and taking.exception() is None:
             self._pool.give_back(taking.result(), usable=True)
 
-    async def ask(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
-        """Send a later request to the worker of this trajectory."""
+    async def _ask(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
         worker = self._worker
         assert worker is not None
         self._asked = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dppo_megatron.bank.journal import FinishedTurns
 from dppo_megatron.engines.protocol import GenerateRequest
@@ -30,12 +32,25 @@ class TrajectoryRequest:
     recorded: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trajectory:
-    """Tracks a trajectory. After a failure it keeps the turns so far, and `reward` is None.
+    """Contains a finished trajectory. `reward` is None if it failed. `turn_rewards` is empty if no turn has one."""
 
-    `turn_rewards` has an element for each turn. In a finished trajectory it is empty if no turn has a reward.
-    """
+    branches: list[list[Piece]]
+    finish_reason: str
+    reward: float | None
+    turn_rewards: list[float]
+
+    @property
+    def sampled(self) -> list[Rollout]:
+        """Return the turns of the policy."""
+        pieces = (piece for branch in self.branches for piece in branch)
+        return [piece.sampled for piece in pieces if piece.sampled is not None]
+
+
+@dataclass
+class Attempt:
+    """Tracks a running trajectory. After a failure it keeps the turns so far."""
 
     played: Dialogue | Conversation | None = None
     finish_reason: str = "abort"
@@ -46,8 +61,13 @@ class Trajectory:
     def branches(self) -> list[list[Piece]]:
         return [] if self.played is None else self.played.finished()
 
+
+class AgentGateway(Protocol):
+    """Serves the policy to agents."""
+
     @property
-    def sampled(self) -> list[Rollout]:
-        """Return the turns of the policy."""
-        pieces = (piece for branch in self.branches for piece in branch)
-        return [piece.sampled for piece in pieces if piece.sampled is not None]
+    def url(self) -> str: ...
+
+    def session(self, conversation: Conversation) -> AbstractAsyncContextManager[str]:
+        """Yield the key by which requests reach the conversation."""
+        ...

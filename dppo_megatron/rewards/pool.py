@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +26,7 @@ _TEXTS = 32  # final answers in one reply of a worker
 _ANSWERS_S = 60.0  # limit for one request; after it, each answer is checked separately within reward.timeout_s
 
 
-class RewardPool(AbstractContextManager["RewardPool"]):
+class RewardPool:
     """Scores responses with the rewards that `config` names, `config.workers` at a time.
 
     A sample scores 0 and is marked failed if its verifier raises, returns a value that is not a finite number, exceeds
@@ -132,6 +131,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             self._closed = True
             self._workers.close()
             self._tally.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

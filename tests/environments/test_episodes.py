@@ -38,33 +38,6 @@ class Killed(Exception):
     pass
 
 
-def scripted(tokenizer, turns, samples: int = 1, killed_at: int | None = None):
-    """Return the list of all requests, and the policy of `play`, which appends to it."""
-    requests = []
-
-    async def sample(make, what):
-        request = make(0)
-        requests.append(request)
-        turn = int(request.request_id.split(".")[-1].split("-")[0])
-        if turn == killed_at:
-            if sum(f".{turn}-" in r.request_id for r in requests) < samples:  # until all have come so far
-                await asyncio.sleep(60)
-            raise Killed
-        said = turns(tokenizer.decode(request.token_ids)) if callable(turns) else turns[min(turn, len(turns) - 1)]
-        ids = [*tokenizer.encode(said, add_special_tokens=False), EOS]
-        cut = ids[: request.max_tokens]
-        lists = np.tile(np.array([2, 3], np.int32), (len(cut), 1))
-        of_sampled = -np.where(np.isin(cut, [2, 3]), cut, 1).astype(np.float32)
-        return (
-            Rollout(
-                np.array(cut, np.int32), of_sampled, np.zeros(len(cut), np.int32),
-                "stop" if cut[-1] == EOS else "length", lists, -lists.astype(np.float32),
-            ),
-        )  # fmt: skip
-
-    return requests, sample
-
-
 def play(
     tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi",
     journals: Path | None = None, killed_at: int | None = None, agent: bool = False, credit="trajectory",
@@ -85,7 +58,27 @@ def play(
         objective={"credit": credit},
     )
     tokenizer.chat_template = TOOLS if chat else None
-    requests, sample = scripted(tokenizer, turns, samples, killed_at)
+    requests = []
+
+    async def sample(make, what):
+        request = make(0)
+        requests.append(request)
+        turn = int(request.request_id.split(".")[2].split("-")[0])
+        if turn == killed_at:
+            if sum(f".{turn}-" in r.request_id for r in requests) < samples:  # until all have come so far
+                await asyncio.sleep(60)
+            raise Killed
+        said = turns(tokenizer.decode(request.token_ids)) if callable(turns) else turns[min(turn, len(turns) - 1)]
+        ids = [*tokenizer.encode(said, add_special_tokens=False), EOS]
+        cut = ids[: request.max_tokens]
+        lists = np.tile(np.array([2, 3], np.int32), (len(cut), 1))
+        of_sampled = -np.where(np.isin(cut, [2, 3]), cut, 1).astype(np.float32)
+        return (
+            Rollout(
+                np.array(cut, np.int32), of_sampled, np.zeros(len(cut), np.int32),
+                "stop" if cut[-1] == EOS else "length", lists, -lists.astype(np.float32),
+            ),
+        )  # fmt: skip
 
     async def run() -> tuple[list[RolloutGroup], dict]:
         async with AsyncExitStack() as pools:
@@ -223,6 +216,14 @@ def test_what_an_environment_does_costs_its_trajectory_alone(tokenizer):
     }  # fmt: skip
 
 
+def test_the_others_of_its_group_go_on(tokenizer, tmp_path):
+    settings = {"directory": str(tmp_path / "first")}
+    (group,), metrics, _ = play(tokenizer, "FirstFails", ["ab"], samples=3, settings=settings, workers=3)
+    assert sorted(group.reward_failed.tolist()) == [False, False, True]
+    assert sorted(len(r.versions) for r in group.rollouts) == [0, 3, 3]
+    assert metrics["environment/failed_raised"] == 1.0
+
+
 @pytest.mark.slow
 def test_what_cannot_be_put_to_the_policy_costs_the_trajectory_alone(tokenizer, monkeypatch):
     (group,), _, _ = play(tokenizer, "Unprintable", ["ab"], settings={"turns": 9})
@@ -253,7 +254,7 @@ def test_a_cancelled_trajectory_gives_its_place_back():
 
     async def hold(pool: EnvironmentPool, how: str) -> None:
         async with pool.session() as session:
-            await session.begin(lambda worker: worker.reset(Prompt(0, 0, np.zeros(1, np.int32), "", how), 0))
+            await session.reset(Prompt(0, 0, np.zeros(1, np.int32), "", how), 0)
             await session.step("a")
 
     async def run() -> None:
@@ -265,7 +266,7 @@ def test_a_cancelled_trajectory_gives_its_place_back():
             await asyncio.wait_for(waiting, 30)
             # A worker that dies between two trajectories fails neither.
             async with pool.session() as session:
-                await session.begin(lambda worker: worker.described())
+                await session.tools()
                 pid = session._worker._process.pid
             os.kill(pid, signal.SIGKILL)
             await asyncio.wait_for(hold(pool, "well"), 30)

@@ -13,20 +13,30 @@ from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.pool import EnvironmentPool
 from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator
 from dppo_megatron.rewards import RewardPool
-from dppo_megatron.types import Prompt
-from tests.environments.test_episodes import EOS, scripted
+from dppo_megatron.types import Prompt, Rollout
 from tests.support.configs import make_config
 from tests.support.tokenizers import save_character_model
+
+EOS = 1
 
 
 def test_every_sample_is_a_trajectory_of_its_own(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(save_character_model(tmp_path / "model"))
     config = make_config(
         run={"dir": str(tmp_path / "run")},
+        data={"train": "unused"},
         environment={"name": "tests.environments.worlds:Unscored", "settings": {"turns": 2}, "workers": 3},
         reward={"name": "tests.support.rewards:even_digits"},
     )
-    requests, sample = scripted(tokenizer, ["2468"])
+    requests = []
+
+    async def sample(make, what):
+        request = make(0)
+        requests.append(request)
+        ids = np.array([*tokenizer.encode("2468", add_special_tokens=False), EOS], np.int32)
+        ids = ids[: request.max_tokens]
+        reason = "stop" if ids[-1] == EOS else "length"
+        return (Rollout(ids, -np.ones(len(ids), np.float32), np.full(len(ids), 3, np.int32), reason),)
 
     async def run() -> dict:
         (tmp_path / "run").mkdir()
@@ -56,4 +66,4 @@ def test_every_sample_is_a_trajectory_of_its_own(tmp_path):
     (lines,) = (tmp_path / "run" / "answers" / "sums").glob("*.jsonl")
     samples = [s for line in lines.read_text().splitlines() for s in json.loads(line).get("samples", ())]
     assert [s["text"] for s in samples] == ["Hi2468<eos>[2468]24"] * 3
-    assert {tuple(s["versions"]) for s in samples} == {(0, 0)}
+    assert {tuple(s["versions"]) for s in samples} == {(3, 3)}
