@@ -216,14 +216,6 @@ def test_what_an_environment_does_costs_its_trajectory_alone(tokenizer):
     }  # fmt: skip
 
 
-def test_the_others_of_its_group_go_on(tokenizer, tmp_path):
-    settings = {"directory": str(tmp_path / "first")}
-    (group,), metrics, _ = play(tokenizer, "FirstFails", ["ab"], samples=3, settings=settings, workers=3)
-    assert sorted(group.reward_failed.tolist()) == [False, False, True]
-    assert sorted(len(r.versions) for r in group.rollouts) == [0, 3, 3]
-    assert metrics["environment/failed_raised"] == 1.0
-
-
 @pytest.mark.slow
 def test_what_cannot_be_put_to_the_policy_costs_the_trajectory_alone(tokenizer, monkeypatch):
     (group,), _, _ = play(tokenizer, "Unprintable", ["ab"], settings={"turns": 9})
