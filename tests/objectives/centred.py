@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,35 +30,34 @@ WEIGHTS = {
         {"mismatch": "mask", "mismatch_low": 0.5, "mismatch_high": 2.0, "centering": "policy"},
         lambda mu, pi, a: torch.where((pi / mu < 0.5) | (pi / mu > 2.0), 0.0, pi / mu),
     ),
-    "share": (
-        "pg_is",
-        {"batch_statistic": "effective_size", "centering": "policy"},
-        lambda mu, pi, a: (pi / mu).clamp(max=SHARE),
-    ),
 }
-SHARE = 0.5  # effective share of the batch's samples
-TOKENS, VOCAB, PADDED = 24, 40, 48
+TOKENS, VOCAB, PADDED, HIDDEN = 24, 40, 48, 16
 
 
 @dataclass(frozen=True)
 class Given:
-    logits: Tensor  # [T, PADDED]: columns from VOCAB on are padding
+    hidden: Tensor  # [T, H]
+    weight: Tensor  # [PADDED, H]: rows from VOCAB on are padding
     mu: Tensor  # [T, V] ln mu
     sampled: Tensor
     advantage: Tensor
     ids: Tensor  # [T, K]
 
+    @property
+    def logits(self) -> Tensor:
+        return self.hidden @ self.weight.T
 
-def given(k: int) -> Given:
-    generator = torch.Generator().manual_seed(0)
+
+def given(k: int, seed: int = 0, drift: float = 1.0) -> Given:
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    logits = 2 * normal(TOKENS, PADDED)
-    mu = (logits[:, :VOCAB] + normal(TOKENS, VOCAB)).log_softmax(-1)
+    hidden, weight = normal(TOKENS, HIDDEN), 0.5 * normal(PADDED, HIDDEN)
+    mu = ((hidden @ weight.T)[:, :VOCAB] + drift * normal(TOKENS, VOCAB)).log_softmax(-1)
     sampled = torch.multinomial(mu.exp(), 1, generator=generator).squeeze(1)
-    return Given(logits, mu, sampled, normal(TOKENS), mu.topk(k, dim=1).indices)
+    return Given(hidden, weight, mu, sampled, normal(TOKENS), mu.topk(k, dim=1).indices)
 
 
 def dense_gradient(g: Given, kind: str) -> Tensor:
@@ -80,29 +80,30 @@ def dense_gradient(g: Given, kind: str) -> Tensor:
 
 
 def gradient_through_kernels(
-    g: Given, kind: str, dtype: torch.dtype, *, rank: int = 0, world: int = 1
+    g: Given, kind: str, dtype: torch.dtype, *, rank: int = 0, world: int = 1, fused: bool = False, **options: Any
 ) -> tuple[Tensor, dict[str, int]]:
-    """(d loss / d this rank's logits; collectives of forward and backward)."""
-    from dppo_megatron.vocab_parallel import token_statistics
+    """(d loss / d this rank's logits, or hidden states where fused; collectives of forward and backward)."""
+    from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics
     from tests.support.shards import CountCollectives
 
     rows = slice(rank * PADDED // world, (rank + 1) * PADDED // world)
     group = dist.group.WORLD if world > 1 else None
+    head = {"target_ids": g.sampled, "topk_ids": g.ids, "vocab_size": VOCAB, "group": group, **options}
     forward, backward = CountCollectives(), CountCollectives()
-    leaf = g.logits[:, rows].to(dtype).requires_grad_()
-    with forward:
-        stats = token_statistics(leaf, g.sampled, g.ids, VOCAB, group=group)
+    if fused:
+        leaf = g.hidden.to(dtype).requires_grad_()
+        with forward:
+            stats = linear_token_statistics(leaf, g.weight[rows].to(dtype), **head)
+    else:
+        leaf = g.logits[:, rows].to(dtype).requires_grad_()
+        with forward:
+            stats = token_statistics(leaf, **head)
     name, overrides, _ = WEIGHTS[kind]
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    objective = build_objective(name, **overrides)
-    if objective.needs_statistic:
-        objective = replace(objective, statistic=torch.tensor(SHARE, dtype=torch.float64))
-    rollout = g.mu.gather(1, g.sampled[:, None])[:, 0].to(exact)
-    out = objective(
+    out = build_objective(name, **overrides)(
         logprob=stats.logprob,
         mask=torch.ones(TOKENS, dtype=torch.bool),
-        rollout_logprob=rollout,
-        old_logprob=rollout,
+        rollout_logprob=g.mu.gather(1, g.sampled[:, None])[:, 0].to(exact),
         advantage=g.advantage.to(exact),
         topk=TopKLogprobs(
             g.ids, g.mu.gather(1, g.ids).to(exact), stats.topk_logprob, stats.other_logprob, g.sampled, VOCAB
