@@ -186,6 +186,16 @@ def test_gradients_are_those_of_the_whole_vocabulary(world):
             assert not shards[V:].any(), name
 
 
+def test_a_list_of_everything_gives_the_divergence_itself():
+    g = given(V)
+    ln_pi = (g["hidden"] @ g["weight"].T).log_softmax(1)
+    p, t = ln_pi.exp(), g["teacher"].exp()
+    exact = {"forward_kl": (t * (g["teacher"] - ln_pi)).sum(1), "reverse_kl": (p * (ln_pi - g["teacher"])).sum(1)}
+    for label, value in exact.items():
+        loss = written(label, g, g["hidden"] @ g["weight"].T) / 0.7
+        torch.testing.assert_close(loss, torch.where(g["mask"], value, 0.0), rtol=1e-12, atol=0)
+
+
 def run(g: dict[str, Any], **axes: Any):
     logits = (g["hidden"] @ g["weight"].T).requires_grad_()
     batch, objective = rows(g), build_objective("pg_is", **axes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dppo_megatron.objectives import (
     ADVANTAGE_KINDS,
@@ -82,6 +84,24 @@ def test_batch_normalised_over_ranks_equals_the_whole():
     moments = reward_moments(parts[0]) + reward_moments(parts[1])
     split = [group_advantages(part, kind="batch_normalised", moments=moments) for part in parts]
     torch.testing.assert_close(torch.cat(split), group_advantages(rewards, kind="batch_normalised"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8),
+    shift=st.floats(-5, 5),
+    scale=st.floats(0.1, 10),
+)
+def test_shift_and_scale(rewards, shift, scale):
+    group = torch.tensor([rewards], dtype=torch.float64)
+    for kind in ("group_mean", "group_mean_std", "leave_one_out"):
+        out = group_advantages(group, kind=kind)
+        assert out.sum().abs() < 1e-8
+        if not (group.max() - group.min() > 1e-3):
+            continue
+        torch.testing.assert_close(group_advantages(group + shift, kind=kind), out, atol=1e-6, rtol=1e-6)
+        scaled = out if kind == "group_mean_std" else scale * out
+        torch.testing.assert_close(group_advantages(scale * group, kind=kind), scaled, atol=1e-6, rtol=1e-6)
 
 
 def test_refusals():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,19 @@ OTHER_TERMS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=3, deadline=None)
+@given(seed=SEEDS)
+def test_on_policy_every_method_is_the_policy_gradient(name, seed):
+    case = random_case(seed, on_policy=True)
+    out = run(name, case)
+    torch.testing.assert_close(out.weight, torch.ones_like(out.weight), rtol=0, atol=1e-9)
+    advantage = torch.ones_like(case.call["advantage"]) if name == "nll" else case.call["advantage"]
+    pi = case.logits.detach().softmax(-1)
+    toward = torch.nn.functional.one_hot(case.topk.target_ids, pi.shape[1]) - pi
+    torch.testing.assert_close(gradient(name, case), -advantage[:, None] * toward, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in OTHER_TERMS])
 @settings(max_examples=4, deadline=None)
 @given(seed=SEEDS, drift=st.floats(0.01, 4.0))
@@ -31,6 +46,14 @@ def test_weight_is_that_of_the_gradient(name, seed, drift):
     scale = torch.ones_like(scale) if name == "nll" else scale
     expected = -(scale * out.weight)[:, None] * toward
     torch.testing.assert_close(gradient(name, case), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_quadratic_on_the_ratio_scales_each_side_by_its_own_epsilon():
+    case = random_case(13, tokens=30)
+    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    scale = torch.where(ratio > 1, 0.4, 0.1)
+    out = run("spo", case, epsilon_low=0.1, epsilon_high=0.4)
+    torch.testing.assert_close(out.weight, 1 - case.call["advantage"].sign() * (ratio - 1) / scale, rtol=1e-6, atol=0)
 
 
 @settings(max_examples=15, deadline=None)
@@ -52,3 +75,26 @@ def test_topk_penalty_gradient_matches_the_written_objective(seed, k):
     torch.testing.assert_close(run(TOPK_PENALTY, case).loss.detach(), written.detach())
     expected = torch.autograd.grad(written.sum(), case.logits)[0]
     torch.testing.assert_close(gradient(TOPK_PENALTY, case), expected)
+
+
+def test_ratio_cap_by_gradient_path():
+    """sg(min(r, C)) ln pi keeps C / r of the gradient above the cap; min(r, C) itself keeps none."""
+    case = random_case(4, tokens=60, drift=2.0)
+    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    above = ratio > 2.0
+    assert above.any()
+    kept = run("pg_is", case, ratio_cap=2.0).weight
+    torch.testing.assert_close(kept, ratio.clamp(max=2.0) / ratio)
+    lost = run("pg_is", case, ratio_cap=2.0, gradient_path="ratio")
+    assert torch.equal(lost.weight, (~above).double())
+    torch.testing.assert_close(lost.loss.detach(), -case.call["advantage"] * ratio.clamp(max=2.0))
+    assert torch.equal(gradient("pg_is", case), gradient("pg_is", case, gradient_path="logprob")), (
+        "uncapped, both paths have one gradient"
+    )
+
+
+def test_dual_clip_is_the_one_mask_on_a_converging_side():
+    case = random_case(12, tokens=80, drift=3.0)
+    runaway = (case.call["advantage"] < 0) & (case.call["logprob"] - case.call["rollout_logprob"] > math.log(3))
+    assert runaway.any()
+    assert torch.equal(run("ppo_dual_clip", case).masked_tokens, run("ppo", case).masked_tokens | runaway)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -117,6 +119,16 @@ def test_what_is_outside_does_not_ask_where_a_token_moves(name, outside):
     assert found["mismatch/total_variation"] == pytest.approx((ratio[:5] - 1).abs().mean().item() / 2)
 
 
+def test_the_total_variation_of_samples_is_that_of_the_policies():
+    mu, pi = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.4, 0.1]).double()
+    tokens = mu.multinomial(200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(len(tokens), dtype=torch.float64)
+    out = build_objective("pg_is")(
+        logprob=pi.log()[tokens], rollout_logprob=mu.log()[tokens], advantage=ones, mask=ones.bool()
+    )
+    assert reduce_metrics(out.metrics)["mismatch/total_variation"] == pytest.approx(0.2, rel=0.01)
+
+
 def test_masked_share_by_sign_leaves_out_zero_advantages():
     case = random_case(6, tokens=60, drift=2.0)
     out = build_objective("dppo_binary_tv")(**case.call)
@@ -184,6 +196,21 @@ def test_mismatch_ratio_and_tail_by_their_formulas():
         assert reduced[name] == pytest.approx(float(value)), name
     assert reduced["topk/binary_disagreement"] > 0
     assert reduced["divergence/p50"] == pytest.approx(out.divergence.median().item(), rel=0.2)
+
+
+def test_padding_topk_log_probs_of_zero_do_not_pollute_the_metrics():
+    """Padding of 0.0 reads as probability 1; positions outside the mask must not reach a metric."""
+    case = random_case(8, tokens=10)
+    keep = torch.arange(10) < 6
+    padded = {
+        f.name: torch.where(keep[:, None], getattr(case.topk, f.name), 0)
+        for f in dataclasses.fields(case.topk)
+        if f.name in ("ids", "rollout_logprob", "logprob")
+    }
+    objective = build_objective("dppo_topk_kl")
+    clean = objective(**{**case.call, "mask": keep})
+    dirty = objective(**{**case.call, "mask": keep, "topk": dataclasses.replace(case.topk, **padded)})
+    assert reduce_metrics(clean.metrics) == reduce_metrics(dirty.metrics)
 
 
 def test_non_finite_losses_are_counted():

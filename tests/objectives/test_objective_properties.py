@@ -10,12 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.objectives import PRESETS, build_objective, merge_metrics, reduce_metrics, sequence_weights
-from dppo_megatron.objectives.divergence import binary_kl
+from dppo_megatron.objectives.divergence import binary_kl, log1mexp
 from dppo_megatron.objectives.inputs import check_and_clean
 from dppo_megatron.objectives.sequences import sum_before
-from tests.objectives.cases import Case, each_tensor, random_case, run
+from tests.objectives.cases import Case, each_tensor, make_case, random_case, run
 
 SEEDS = st.integers(0, 10_000)
+MASKS_BY_SAMPLE = [
+    name
+    for name, preset in PRESETS.items()
+    if preset.settings.control == "mask" and preset.settings.direction == "sampled"
+]
 TOPK_PENALTY = "experimental_topk_quadratic"
 
 
@@ -25,6 +30,54 @@ def pick(case: Case, rows: torch.Tensor, **replaced) -> dict:
     call = {name: value[rows] for name, value in case.call.items() if name != "topk"}
     call["sequence_ids"] = torch.unique(call["sequence_ids"], return_inverse=True)[1]
     return {**call, "topk": topk, **replaced}
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, k=st.integers(1, 11), drift=st.floats(1e-3, 6.0))
+def test_divergences_are_ordered_bounded_and_satisfy_pinsker(seed, k, drift):
+    case = random_case(seed, k=k, drift=drift)
+    d = {kind: run(f"dppo_{kind}", case).divergence for kind in ("binary_tv", "binary_kl", "topk_tv", "topk_kl")}
+    full = random_case(seed, k=12, drift=drift)
+    d |= {f"full_{kind}": run(f"dppo_topk_{kind}", full).divergence for kind in ("tv", "kl")}
+    for kind in ("tv", "kl"):
+        assert (d[f"binary_{kind}"] >= 0).all()
+        assert (d[f"binary_{kind}"] <= d[f"topk_{kind}"] + 1e-12).all()
+        assert (d[f"topk_{kind}"] <= d[f"full_{kind}"] + 1e-12).all()
+    for level in ("binary", "topk", "full"):
+        assert (d[f"{level}_tv"] <= (d[f"{level}_kl"] / 2).sqrt() + 1e-9).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS, moved=st.floats(1e-4, 2.0))
+def test_topk_divergence_is_zero_iff_equal_on_the_listed_set(seed, moved):
+    generator = torch.Generator().manual_seed(seed)
+    mu_logits = torch.randn(4, 10, generator=generator, dtype=torch.float64)
+    mu, sampled = mu_logits.log_softmax(-1), torch.randint(10, (4,), generator=generator)
+    ids = mu.topk(3, dim=1).indices
+    in_s = torch.zeros_like(mu, dtype=torch.bool).scatter(1, ids, True).scatter(1, sampled[:, None], True)
+    # Moving mass among the unlisted tokens is invisible ...
+    tail = torch.where(in_s, -torch.inf, mu + moved * torch.randn(4, 10, generator=generator))
+    tail = tail.log_softmax(-1) + mu.masked_fill(in_s, -torch.inf).logsumexp(1, keepdim=True)
+    hidden = make_case(mu, torch.where(in_s, mu, tail), sampled, torch.ones(4), 3)
+    # ... and moving any token of S is not.
+    seen = make_case(mu, mu + moved * (torch.arange(10) == sampled[:, None]), sampled, torch.ones(4), 3)
+    for kind in ("tv", "kl"):
+        assert (run(f"dppo_topk_{kind}", hidden).divergence < 1e-12).all()
+        assert (run(f"dppo_topk_{kind}", seen).divergence > 1e-14).all()
+        assert (run(f"dppo_binary_{kind}", seen).divergence > 1e-14).all()
+
+
+@pytest.mark.parametrize("name", MASKS_BY_SAMPLE)
+@settings(max_examples=8, deadline=None)
+@given(seed=SEEDS, drift=st.floats(0.01, 5.0))
+def test_converging_tokens_are_never_masked(name, seed, drift):
+    case = random_case(seed, drift=drift)
+    out = run(name, case, **({"dual_clip": None} if name == "ppo_dual_clip" else {}))
+    ratio = (case.call["logprob"] - case.call["rollout_logprob"]).exp().detach()
+    advantage = case.call["advantage"]
+    converging = ((advantage > 0) & (ratio < 1)) | ((advantage < 0) & (ratio > 1)) | (advantage == 0)
+    assert not out.masked_tokens[converging].any()
+    assert (out.weight[converging & (advantage != 0)] > 0).all()
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -98,6 +151,26 @@ def test_garbage_outside_the_mask_and_in_absent_ids_reaches_nothing(name):
         torch.testing.assert_close(own[keep], expected_own, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(listed[keep, 2:], expected_listed, rtol=1e-12, atol=1e-14)
         assert reduce_metrics(out.metrics) == pytest.approx(reduce_metrics(expected.metrics), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["dppo_topk_tv", "dppo_topk_kl", "dppo_predictive", TOPK_PENALTY])
+def test_the_sampled_token_counts_once_wherever_it_is_listed(name):
+    case = random_case(9, tokens=40, vocab=12, k=4)
+    expected = run(name, case)
+    topk = case.topk
+    target = topk.target_ids[:, None]
+    twice = dataclasses.replace(
+        topk,
+        ids=torch.cat([target, topk.ids], 1),
+        rollout_logprob=torch.cat([case.call["rollout_logprob"][:, None], topk.rollout_logprob], 1),
+        logprob=torch.cat([case.call["logprob"][:, None], topk.logprob], 1),
+    )
+    inside = (topk.ids == target).any(1)
+    assert inside.any()
+    assert not inside.all()
+    out = build_objective(name)(**{**case.call, "topk": twice})
+    torch.testing.assert_close(out.divergence, expected.divergence, rtol=0, atol=1e-15)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", ["binary_tv", "binary_kl", "topk_tv", "topk_kl"])
@@ -178,6 +251,15 @@ def test_runs_without_gradient_and_on_no_tokens(name):
     reduced = reduce_metrics(empty.metrics)
     assert reduced["train/tokens"] == 0
     assert "weight/max" not in reduced
+
+
+@settings(max_examples=60, deadline=None)
+@given(x=st.floats(-40, -1e-12))
+def test_complement_of_a_probability_near_one(x):
+    import math
+
+    exact = math.log(-math.expm1(x)) if x > -0.7 else math.log1p(-math.exp(x))
+    assert log1mexp(torch.tensor(x, dtype=torch.float64)).item() == pytest.approx(exact, rel=1e-13)
 
 
 def test_binary_kl_near_probability_one_in_fp32():

@@ -246,6 +246,16 @@ def test_the_old_policy_may_be_written_by_its_former_name():
     assert build_objective("pg_is", importance="recomputed") == build_objective("pg_is", importance="old")
 
 
+def test_old_anchor_moves_the_region_but_not_the_importance_ratio():
+    case = random_case(2, tokens=40)
+    drifted = case.call["logprob"].detach() + 0.05  # within 1.2 of the old policy everywhere
+    call = {**case.call, "old_logprob": drifted}
+    out = build_objective("minirl")(**call)
+    assert not out.masked_tokens.any()
+    assert torch.equal(out.weight, torch.ones(40, dtype=torch.float64))
+    assert build_objective("grpo", epsilon_high=0.27)(**call).masked_tokens.any()
+
+
 def test_old_anchor_of_a_topk_method_needs_its_own_list():
     case = random_case(2)
     objective = build_objective("dppo_topk_tv", anchor="old")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,29 +14,29 @@ from tests.objectives.worked_cases import CASES, RUNS, close
 from tests.support.ranks import TORCH, Ranks
 
 Result = dict[tuple[str, str, str], dict[str, Tensor]]  # (case, loss, value) -> what one rank found
-WORLD = 2
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
-def worked_cases_on_a_shard(rank: int, dtype: str) -> Result:
+def worked_cases_on_a_shard(rank: int, world: int, dtype: str) -> Result:
     """Every case by every method on this rank's columns, the vocabulary padded to a multiple of the ranks."""
-    return {(name, run[0], run[3]): _run(name, run, rank, DTYPES[dtype]) for name in CASES for run in RUNS}
+    return {(name, run[0], run[3]): _run(name, run, rank, world, DTYPES[dtype]) for name in CASES for run in RUNS}
 
 
-def _run(name: str, run: tuple, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _run(name: str, run: tuple, rank: int, world: int, dtype: torch.dtype) -> dict[str, Tensor]:
     from dppo_megatron.vocab_parallel import token_statistics
 
     _, preset, overrides, _ = run
     given = CASES[name]["inputs"]
     mu = torch.tensor([given["mu"]], dtype=torch.float64).log()
     vocab = mu.shape[1]
-    width = -(-vocab // WORLD)
+    width = -(-vocab // world)
     # Padding columns hold what would be the most likely token if anything read them.
-    whole = torch.full((1, width * WORLD), 50.0, dtype=torch.float64)
+    whole = torch.full((1, width * world), 50.0, dtype=torch.float64)
     whole[:, :vocab] = torch.tensor([given["logits_pi"]], dtype=torch.float64)
     shard = whole[:, rank * width : (rank + 1) * width].to(dtype).requires_grad_()
     sampled, ids = torch.tensor([given["sampled"]]), mu.topk(given["cfg"]["K"], dim=1).indices
-    stats = token_statistics(shard, sampled, ids, vocab, group=dist.group.WORLD)
+    group = dist.group.WORLD if world > 1 else None
+    stats = token_statistics(shard, sampled, ids, vocab, group=group)
     out = build_objective(preset, **overrides)(
         logprob=stats.logprob,
         mask=torch.ones(1, dtype=torch.bool),
@@ -52,11 +54,14 @@ def _run(name: str, run: tuple, rank: int, dtype: torch.dtype) -> dict[str, Tens
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[Result]]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def found(request: pytest.FixtureRequest) -> Iterator[dict[str, list[Result]]]:
     """dtype -> the results of each rank."""
-    with Ranks(WORLD, "gloo", TORCH) as ranks:
-        return {dtype: ranks.run(worked_cases_on_a_shard, dtype=dtype) for dtype in DTYPES}
+    if request.param == 1:
+        yield {dtype: [worked_cases_on_a_shard(0, 1, dtype)] for dtype in DTYPES}
+        return
+    with Ranks(request.param, "gloo", TORCH) as ranks:
+        yield {dtype: ranks.run(worked_cases_on_a_shard, world=request.param, dtype=dtype) for dtype in DTYPES}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -65,6 +65,12 @@ def test_divergences_are_exact_without_a_tail(noise: float):
         torch.testing.assert_close(out.divergence, exact, atol=1e-12 + 3 * noise, rtol=0)
 
 
+def test_nothing_outside_the_set_is_pushed():
+    _, gradient = run("dppo_topk_tv", given(), delta=0.1)
+    assert not gradient[~given()["kept"]].any()
+    assert gradient[given()["kept"]].any()
+
+
 @pytest.mark.parametrize("settings", [{"delta": 0.1}, {"delta": 0.3, "ratio_cap": 1.2}])
 def test_score_centering_is_exact(settings: dict):
     """The mean over mu of the centred gradient, every token of the set drawn in turn, is 0 when A is 1 for all."""

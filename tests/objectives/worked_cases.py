@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-_VECTORS = json.loads((Path(__file__).parent / "objective_vectors.json").read_text())
-CASES = {case["name"]: case for case in _VECTORS["cases"]}
+VECTORS = json.loads((Path(__file__).parent / "objective_vectors.json").read_text())
+CASES = {case["name"]: case for case in VECTORS["cases"]}
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 # worked-case loss -> (preset, overrides, name of the loss value to compare with)
@@ -36,7 +36,6 @@ LOGPROB_FORM = {
     "DPPO_binKL_delta0.05": ("dppo_binary_kl", {"ratio_cap": 1e4}, "verl_form_loss"),
 }
 NOT_THE_PAPER = {"DPPO_topkTV_replace_last_delta0.15", "DPPO_topkKL_replace_last_delta0.05"}
-assert all(set(case["expected"]["losses"]) == set(METHODS) | NOT_THE_PAPER for case in CASES.values())
 RUNS = [*((loss, *how) for loss, how in METHODS.items()), *((loss, *how) for loss, how in LOGPROB_FORM.items())]
 
 
