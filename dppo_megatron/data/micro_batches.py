@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,9 +122,17 @@ def _fewest_bins(ordered: list[int], multiple: int, budget: int) -> list[list[in
     low, high = math.ceil(needed / multiple), math.ceil(max(len(ordered), 1) / multiple)
     if (bins := _fill(ordered, low * multiple, budget)) is not None:
         return bins
+    low += 1
+    best: list[list[int]] | None = None
+    step = 1  # search from below, where the result nearly always is: doubling, then bisection
+    while low < high:
+        middle = min(low + step - 1, (low + high) // 2)
+        if (bins := _fill(ordered, middle * multiple, budget)) is not None:
+            best, high, step = bins, middle, high
+        else:
+            low, step = middle + 1, 2 * step
     # The filling cannot fail with a bin for every sequence.
-    found = bisect_left(range(high), True, low + 1, key=lambda n: _fill(ordered, n * multiple, budget) is not None)
-    return _fill(ordered, found * multiple, budget) or []
+    return best or _fill(ordered, high * multiple, budget) or []
 
 
 def _fill(ordered: list[int], count: int, budget: int) -> list[list[int]] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import aiohttp
 import certifi
@@ -14,6 +15,7 @@ from yarl import URL
 from .byte_budget import ReplySlot
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
+T = TypeVar("T")
 CONTROL_TIMEOUT_S = 30.0  # limit for requests that an engine answers at once, even under load
 REQUEST_TIMEOUT_REMEDY = (
     " (engine.request_timeout_s, waiting in the engine's queue included); raise it, add engines, or lower "
@@ -26,7 +28,18 @@ OTHER_SECRET = (
 NO_SECRET = "this process sends none: RUN/secret does not exist, or this user cannot read it; see engine.secret_file"
 RETRY_BUSY_S = (0.05, 1.0)  # first and longest wait after "503, try again"
 JSON = {"content-type": "application/json"}
+SMALL_REPLY_BYTES = 64 << 10  # a reply of this size is decoded faster than a thread starts
 IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5, so the server never closes a connection that is just reused
+
+
+async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments: Any) -> T:
+    """Return decode(reply, *arguments), computed in a thread if the reply is large.
+
+    Decoding the top-K log-probs of a group of long responses takes a third of a second.
+    """
+    if len(reply) <= SMALL_REPLY_BYTES:
+        return decode(reply, *arguments)
+    return await asyncio.to_thread(decode, reply, *arguments)
 
 
 class EngineCalls:

@@ -25,7 +25,7 @@ from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import renderer
 from dppo_megatron.data.rows import column
 from dppo_megatron.engines import protocol
-from dppo_megatron.engines.http import EngineCalls
+from dppo_megatron.engines.http import EngineCalls, decoded
 from dppo_megatron.engines.kinds import kind_of
 from dppo_megatron.engines.samples import GroupSamples
 from dppo_megatron.engines.secret import read_secret
@@ -142,8 +142,8 @@ class Teachers:
                 await self._verify(calls, prompt)
             self._verified.add(calls)
             reply = await calls.call(what, path, limit_s, body=body, timeout_remedy=TIMEOUT_REMEDY)
-            return await asyncio.to_thread(
-                lambda: _checked(tokens, k, *kind.decode_lists(json.loads(reply), tokens, k))
+            return await decoded(
+                lambda text: _checked(tokens, k, *kind.decode_lists(json.loads(text), tokens, k)), reply
             )
         except protocol.EngineError:
             self._verified.discard(calls)  # another server may answer there next

@@ -16,7 +16,7 @@ import numpy as np
 from dppo_megatron.config import Config
 from dppo_megatron.engines.byte_budget import ByteBudget, ReplySlot
 from dppo_megatron.engines.client import check_info
-from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY
+from dppo_megatron.engines.http import REQUEST_TIMEOUT_REMEDY, decoded
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -92,7 +92,7 @@ class SglangEngine(SglangWeights):
         finally:
             del self._running[request.request_id]
         try:
-            samples = await asyncio.to_thread(self._decode_samples, reply, request, sent, limits)
+            samples = await decoded(self._decode_samples, reply, request, sent, limits)
         except (ValueError, InvalidSample) as error:
             raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
         return samples.rollouts(len(request.token_ids))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from dppo_megatron.config import Config
 from dppo_megatron.engines.byte_budget import ByteBudget, ReplySlot
 from dppo_megatron.engines.client import HttpEngine
-from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY
+from dppo_megatron.engines.http import CONTROL_TIMEOUT_S, REQUEST_TIMEOUT_REMEDY, decoded
 from dppo_megatron.engines.protocol import (
     EngineError,
     EngineIncompatible,
@@ -59,7 +58,7 @@ class VllmEngine(HttpEngine):
                 timeout_remedy=REQUEST_TIMEOUT_REMEDY,
                 slot=slot,
             )
-            samples = await asyncio.to_thread(self._decode_samples, reply, what, request, sent.request_id, limits)
+            samples = await decoded(self._decode_samples, reply, what, request, sent.request_id, limits)
         self.counts.update(samples.counts)
         return samples.rollouts(len(request.token_ids))
 
