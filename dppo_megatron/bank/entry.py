@@ -9,7 +9,7 @@ import numpy as np
 from .shapes import Shapes
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # hashable
+@dataclass(frozen=True, slots=True)
 class BankEntry:
     """Contains the index line of one group, which has all its data except the tokens."""
 

@@ -6,9 +6,9 @@ import os
 import time
 import zlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -44,8 +44,7 @@ class BankReader:
         self._lines = array("l")
         self._offsets = array("q")
         self._sizes = array("l")
-        # A front is checked only once, although samples are read a few at a time.
-        self._front = lru_cache(FRONTS)(self._read_front)
+        self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # the fronts read last, by group
 
     @property
     def num_groups(self) -> int:
@@ -154,9 +153,8 @@ class BankReader:
         where = f"{path}: group {entry.number} (line {entry.line} of {index})"
         chosen = range(entry.num_samples) if samples is None else samples
         try:
-            front = self._front(entry)
             with path.open("rb", buffering=0) as file:
-                return read_samples(file.fileno(), entry, chosen, parts, front, buffer)
+                return read_samples(file.fileno(), entry, chosen, parts, self._front(file.fileno(), entry), buffer)
         except FileNotFoundError:
             raise BankCorruption(f"{where}: the file is gone; restore it, or train from a later step") from None
         except OSError as error:
@@ -164,9 +162,16 @@ class BankReader:
         except ValueError as error:
             raise BankCorruption(f"{where}: {error}; {RESTORE}") from error
 
-    def _read_front(self, entry: BankEntry) -> Front:
-        with segment_paths(self._directory, entry.segment)[0].open("rb", buffering=0) as file:
-            return read_front(file.fileno(), entry)
+    def _front(self, file: int, entry: BankEntry) -> Front:
+        """Return the front of an entry; check it only once, although samples are read a few at a time."""
+        known = self._fronts.get(entry.number)
+        if known is not None and known[0] is entry:
+            return known[1]
+        front = read_front(file, entry)
+        self._fronts[entry.number] = entry, front
+        if len(self._fronts) > FRONTS:
+            self._fronts.popitem(last=False)
+        return front
 
     def _not_there(self, problem: str) -> int:
         """Raise `BankCorruption`, or return and retry later where files of other hosts may appear late."""
