@@ -132,7 +132,7 @@ class Tables:
     def _checked(self, batch: Any) -> bytes:
         """Return a batch as a stream, after creating its rows within the limits: few bytes may expand to any size."""
         batch.validate(full=True)
-        batch.to_pylist()
+        batch.to_pylist(maps_as_pydicts="strict")
         sink = self._pa.BufferOutputStream()
         with self._pa.ipc.new_stream(sink, batch.schema) as out:
             out.write_batch(batch)
