@@ -25,7 +25,7 @@ def problems(
     `tools` are the tools of the environment, which the chat template writes into every prompt.
     """
     from dppo_megatron.bank.files import HEAD_NAME
-    from dppo_megatron.data.prompts import PromptFile, PromptFileError
+    from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_ids
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
     out: list[str] = []
@@ -61,6 +61,11 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
+                if hf is not None and tokenizer is not None and config.objective.supervised:
+                    lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer))) for r in file.rows)
+                    long = [(r.number, config.too_long(hf.max_position_embeddings, *of)) for r, *of in lengths]
+                    if violations := [(number, why) for number, why in long if why]:
+                        out.append(f"{setting} = {file.error(violations)}")
                 taught, sources = config.distillation, {row.source for row in file.rows}
                 if taught.teachers and setting in dict(named) and None in map(taught.of_source, sources):
                     out.append(f"distillation.teachers: {setting} has rows of sources without one; name one for each")

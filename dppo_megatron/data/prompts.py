@@ -171,6 +171,11 @@ def training_prompts(
     return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more), tools)
 
 
+def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str) -> np.ndarray:
+    """Return a given answer as a response: [A] int32, with the token that ends it."""
+    return np.array([*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id], np.int32)
+
+
 def parse_rows(
     path: Path, config: DataConfig, render: Render
 ) -> Iterator[tuple[int, dict[str, Any] | None, PromptRow | ValueError]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ def make_task(directory: Path) -> Path:
         for position in range(STEPS * GROUPS):
             bank.append(sample_group(model, position, generator))
     return directory
+
+
+def write_config_json(directory: Path, **fields: Any) -> Path:
+    """config.json of MODEL in model/ below `directory`, for code that reads no weights."""
+    (directory / "model").mkdir(parents=True, exist_ok=True)
+    (directory / "model" / "config.json").write_text(json.dumps(MODEL | fields))
+    return directory / "model"
 
 
 @torch.no_grad()

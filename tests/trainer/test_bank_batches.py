@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches, parts_of
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.bank import make_group
-from tests.support.tiny_task import TEMPERATURE, K, task_config
+from tests.support.tiny_task import TEMPERATURE, K, task_config, write_config_json
 
 LONGEST, SAMPLES = 6, 4
 # (length, truncated, reward) of each sample; the second group is all right, the last sample of the first failed
@@ -44,6 +43,8 @@ def batches(directory: Path, method: str | Objective = "dppo_binary_tv", rank: i
     base = {"prompts_per_step": 1, "group_size": SAMPLES, "max_response_tokens": LONGEST}
     sections["rollout"] = base | sections.get("rollout", {})
     config = task_config(directory, **{"train": {"updates_per_step": 1}, **sections})
+    if not config.model.path.exists():
+        write_config_json(directory)
     objective = build_objective(method, **config.objective.settings) if isinstance(method, str) else method
     return BankBatches(config, BankReader(config.rollout.bank), objective, rank, size)
 
@@ -212,6 +213,8 @@ def test_a_bank_filled_under_other_settings_is_refused(read):
         ("temperature", 0.5, r"rollout.temperature = 0.5: prompt 0 in the bank was sampled at 0.9"),
         ("group_size", 8, r"rollout.group_size = 8: prompt 0 in the bank has 4 samples"),
         ("topk_logprobs", 2, r"rollout.topk_logprobs = 2: prompt 0 in the bank has 4 top-K"),
+        ("max_response_tokens", 5, r"_tokens = 5: prompt 0 in the bank has a response of 6 tokens, but rollout"),
+        ("max_response_tokens", 7, r"_tokens = 7: prompt 0 in the bank has a response that was cut at 6 tokens"),
     ):
         with pytest.raises(ValueError, match=says):
             read(rollout={setting: value})
@@ -227,13 +230,11 @@ MIXTURE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "vocab_size": 32,
-    "max_position_embeddings": 64,
 }
 
 
 def test_routing_is_replayed_only_where_it_fits_the_model(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
+    write_config_json(tmp_path, **MIXTURE)
 
     def read(routing: np.ndarray | None, name: str, replay: bool = True):
         group = _group(0, GROUPS[0])
@@ -282,8 +283,7 @@ def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch,
     """At DP 8 a rank reads at most 1.3 times its own rows; a middle stage (only `core`) no lists or routes."""
     groups, samples, ranks = 32, 8, 8
     _long_bank(tmp_path / "bank", groups, experts=4)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
+    write_config_json(tmp_path, **MIXTURE, max_position_embeddings=2048)
     config = task_config(
         tmp_path,
         train={"updates_per_step": 1, "micro_batch_tokens": 2048},

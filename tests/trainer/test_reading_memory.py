@@ -12,7 +12,7 @@ from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer import batches
 from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import TokenBatch
-from tests.support.tiny_task import task_config
+from tests.support.tiny_task import task_config, write_config_json
 
 from .test_bank_batches import _long_bank
 
@@ -20,6 +20,7 @@ from .test_bank_batches import _long_bank
 def source_of(tmp_path) -> BankBatches:
     """Return the source of rank 0 of 2; its share of a step is several micro-batches."""
     _long_bank(tmp_path / "bank", 4)
+    write_config_json(tmp_path, max_position_embeddings=2048)
     config = task_config(
         tmp_path,
         train={"updates_per_step": 1, "micro_batch_tokens": 1100},
