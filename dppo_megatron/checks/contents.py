@@ -15,8 +15,8 @@ from pathlib import Path
 from dppo_megatron.bank.files import segment_paths
 from dppo_megatron.data.files import PromptFileError, data_files
 
-WHOLE = 256 << 20  # bytes; of a larger file, size, beginning, end and samples are read
-HEADER, BLOCK, BLOCKS = 1 << 20, 1 << 14, 256  # bytes of the beginning and of a sample, number of samples
+# Of a file of more than 256 MiB, its size, first piece (a header) and the beginnings of 255 other pieces are read.
+PIECE, PIECES, SAMPLE = 1 << 20, 256, 1 << 14
 _OF_MODELS = (".json", ".jinja", ".txt", ".model", ".safetensors", ".distcp", ".pt")  # others are not read
 
 
@@ -42,11 +42,9 @@ def contents(setting: str, path: Path) -> dict[str, str]:
 
 @cache
 def _digest(file: Path, size: int, _changed_ns: int) -> str:
+    digest, step = hashlib.blake2b(b"%d" % size), max(PIECE, size // PIECES)
     with file.open("rb") as opened:
-        if size <= WHOLE:
-            return hashlib.file_digest(opened, "blake2b").hexdigest()
-        digest = hashlib.blake2b(b"%d" % size + opened.read(HEADER))
-        for number in range(1, BLOCKS + 1):
-            opened.seek(number * (size - BLOCK) // BLOCKS)
-            digest.update(opened.read(BLOCK))
-        return digest.hexdigest()
+        for place in range(0, size, step):
+            opened.seek(place)
+            digest.update(opened.read(PIECE if step == PIECE or not place else SAMPLE))
+    return digest.hexdigest()

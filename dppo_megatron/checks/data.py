@@ -64,7 +64,7 @@ def problems(
                 if hf is not None and tokenizer is not None and config.objective.supervised:
                     lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer))) for r in file.rows)
                     long = [(r.number, config.too_long(hf.max_position_embeddings, *of)) for r, *of in lengths]
-                    if violations := [(number, why) for number, why in long if why]:
+                    if violations := [(n, f"{why}; raise the limit, or remove it") for n, why in long if why]:
                         out.append(f"{setting} = {file.error(violations)}")
                 taught, sources = config.distillation, {row.source for row in file.rows}
                 if taught.teachers and setting in dict(named) and None in map(taught.of_source, sources):

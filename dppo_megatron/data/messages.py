@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import date
 from decimal import Decimal
 from typing import Any
 
 from dppo_megatron.errors import shown
 
-from .rows import parse_json, shorten_list
+from .rows import parse_json
 
-_TEXTS = ("role", "name", "tool_call_id", "reasoning_content", "thinking")  # fields of a message that are text
+_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+_CALL = ("id", "type", "function", "name", "arguments")
 _TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of parts in the interfaces of OpenAI and Anthropic
 _CHAT = re.compile(r"\[?\s*\{.*[\"']role[\"']\s*:", re.DOTALL)
 _LARGEST = 2**53  # a float represents larger whole numbers only approximately
@@ -55,7 +56,7 @@ def messages_of(value: Any) -> list[dict[str, Any]] | None:
     turns = [value] if isinstance(value, dict) else value
     if not (isinstance(turns, list) and turns and all(isinstance(turn, dict) and "role" in turn for turn in turns)):
         return None
-    return [_message(turn) for turn in turns]
+    return [_message(**_known(turn, _MESSAGE, "message")) for turn in turns]
 
 
 def text_of(content: Any) -> str:
@@ -63,43 +64,38 @@ def text_of(content: Any) -> str:
 
     Raises `ValueError` for other values, and names parts that are not text.
     """
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise ValueError(f"a part of type {shown(kind)}: the policy reads only text")
-    if isinstance(content, list) and content:
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"the prompt is {type(content).__name__}, expected text")
-    return content
+    if not isinstance(content, list):
+        if not isinstance(content, str):
+            raise ValueError(f"the prompt is {type(content).__name__}, expected text")
+        return content
+    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
+    if others := [kind for kind in kinds if kind not in _TEXT_PARTS]:
+        raise ValueError(f"a part of type {shown(others[0])}: the policy reads only text")
+    return "".join(text_of(part.get("text")) for part in content)
 
 
-def _message(turn: dict[str, Any]) -> dict[str, Any]:
-    _check_fields(turn, (*_TEXTS, "content", "tool_calls"), "a message")
-    if wrong := [name for name in _TEXTS if not isinstance(turn.get(name, ""), str)]:
-        raise ValueError(f"a message whose {wrong[0]} is {type(turn[wrong[0]]).__name__}, expected text")
-    if not (calls := turn.get("tool_calls")):
-        return {**{name: turn[name] for name in _TEXTS if name in turn}, "content": text_of(turn.get("content"))}
-    if not isinstance(calls, list):
-        raise ValueError(f"tool_calls is {type(calls).__name__}, expected a list")
-    return {**turn, "content": text_of(turn.get("content", "")), "tool_calls": [_call(given) for given in calls]}
+def _message(content: Any = None, tool_calls: Any = (), **others: Any) -> dict[str, Any]:
+    if not tool_calls:
+        return {**others, "content": text_of(content)}
+    calls = tool_calls if isinstance(tool_calls, list) else [tool_calls]
+    return {**others, "content": text_of(content or ""), "tool_calls": [_call(given) for given in calls]}
 
 
 def _call(given: Any) -> dict[str, Any]:
-    _check_fields(given, ("id", "type", "function", "name", "arguments"), "a call of a tool")
-    function = given.get("function", given)
-    _check_fields(function, ("id", "type", "name", "arguments"), "a call of a tool")
+    """Return a call of a tool with its function in a field of its own; arguments may be JSON text."""
+    whole = _known(given, _CALL, "call of a tool")
+    function = _known(whole.get("function", whole), _CALL, "call of a tool")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments or "{}")
+    arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a call of a tool without a name, or with arguments that are no object")
-    identity = {"id": given["id"]} if "id" in given else {}
+    identity = {"id": whole["id"]} if "id" in whole else {}
     return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _check_fields(value: Any, known: Iterable[str], what: str) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is {type(value).__name__}, expected an object")
-    if unknown := sorted(value.keys() - set(known)):
-        raise ValueError(f"{what} has the field {shown(unknown[0])}; known are {shorten_list(known)}; remove it")
+def _known(value: Any, known: Sequence[str], what: str) -> dict[str, Any]:
+    """Return an object without its null fields. Raises `ValueError` if it has unknown ones."""
+    found = {n: v for n, v in value.items() if v is not None} if isinstance(value, dict) else {type(value).__name__: 0}
+    if unknown := sorted(found.keys() - set(known)):
+        raise ValueError(f"a {what} has {shown(unknown[0])}; known are the fields {', '.join(known)}; remove it")
+    return found

@@ -263,9 +263,10 @@ def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
 
 def _complete(text: str, chat: Sequence[dict[str, Any]]) -> str:
     """Raise `ValueError` if a chat template left out a message. It may change those of the policy and of tools."""
-    for turn in chat:
-        if turn["role"] not in ("assistant", "tool") and turn["content"].strip() not in text:
-            raise ValueError(f"the chat template does not write the message of role {shown(turn['role'])}; change it")
+    asked = [(turn["content"].strip(), turn["role"]) for turn in chat if turn["role"] not in ("assistant", "tool")]
+    for content, role in asked:
+        if text.count(content) < sum(content == other for other, _ in asked):
+            raise ValueError(f"the chat template leaves out a message of role {shown(role)}; change its role")
     return text
 
 
@@ -281,17 +282,15 @@ def render_chat(
 
 def _lone_text(value: Any, config: DataConfig, chat: bool) -> str:
     """Return the prompt's text without a chat template. chat: whether the tokenizer has one."""
-    messages = messages_of(value)
-    if messages is None:
-        return _fill(value, config)
-    if not chat:
+    if (given := messages_of(value)) and not chat:
         raise ValueError(
-            f"{len(messages)} messages, and the tokenizer has no chat template; use a model that has one, or name the "
+            f"{len(given)} messages, and the tokenizer has no chat template; use a model that has one, or name the "
             f"text of a lone message: data.prompt_column = {config.prompt_column}.0.content"
         )
-    if len(messages) != 1 or messages[0]["role"] != "user":
+    messages = prompt_messages(value, config)
+    if [turn["role"] for turn in messages] != ["user"]:
         raise ValueError(f"{len(messages)} messages; set data.chat_template = true, or leave only one of the user")
-    return _fill(messages[0]["content"], config)
+    return messages[0]["content"]
 
 
 def _fill(value: Any, config: DataConfig) -> str:

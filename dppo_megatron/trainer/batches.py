@@ -353,7 +353,9 @@ class SupervisedBatches:
         answers = [answer_ids(self._tokenizer, p.answer) for p in prompts]
         for prompt, answer in zip(prompts, answers, strict=True):
             if problem := self._config.too_long(self._positions, len(prompt.token_ids), len(answer)):
-                raise PromptFileError(self._config.data.train, problem=f"row {prompt.row + 1}: {problem}; remove it")
+                raise PromptFileError(
+                    self._config.data.train, problem=f"row {prompt.row + 1}: {problem}; raise the limit, or remove it"
+                )
         lengths = [len(p.token_ids) + len(a) for p, a in zip(prompts, answers, strict=True)]
         response = torch.tensor([len(a) for a in answers])
         weights = sequence_weights(self._config.objective.aggregation, response, horizon=self._config.horizon)

@@ -79,7 +79,8 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizers):
     assert source(tmp_path / "hub", tokenizers[1], chat_template=True, **BY_PATH).prompt(0).text == "<user>0+1=?<bot>"
 
 
-SHOWN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+SHOWN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + CALLS + "{% endfor %}"
 
 
 def _used(name, arguments):
@@ -92,15 +93,19 @@ def _used(name, arguments):
     ]
 
 
+def _parts(*parts):
+    return {"role": "user", "content": [*parts]}
+
+
 SAME = {  # rows as JSON lines, of which tables change one half each: nulls, order of fields, types of numbers
     "calls": [
-        {"prompt": _used("add", {"a": 1, "b": 2.5, "deep": {"x": [1, None], "y": {"z": None}}, "on": True}), "answer": 3},
-        {"prompt": _used("mul", {"b": 2, "a": None, "deep": {"z": 1.0}, "names": ["é"]}), "answer": None},
+        {"answer": 3, "prompt": _used("add", {"a": 1, "b": 2.5, "deep": {"x": [1, None], "y": {"z": None}}})},
+        {"prompt": _used("mul", {"b": 2, "a": None, "deep": {"z": 1.0}, "on": True, "names": ["é"]}), "answer": None},
         {"prompt": _used("now", {}), "answer": 4.0},
     ],
     "parts": [
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "answer": 0.5},
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "c", "image": None}], "name": "n"}], "answer": 2},
+        {"prompt": [_parts({"type": "text", "text": "a"}, {"type": "text", "text": "b"})], "answer": 0.5},
+        {"prompt": [_parts({"type": "text", "text": "c", "image": None}) | {"name": "n"}], "answer": 2},
     ],
     "text": [
         {"prompt": json.dumps(_used("add", {"b": None, "a": 1})), "answer": "72.0", "data_source": None},
@@ -127,12 +132,16 @@ def test_json_lines_and_tables_give_the_same_tokens_and_answers(tmp_path, name):
         read[file] = [str(r) if isinstance(r, ValueError) else (r.text, r.answer, r.source) for r in parsed]
     assert read["rows.jsonl"] == read["rows.parquet"] == read["saved"]
     expected = {
-        "calls": ('<assistant>{"id": "add", "type": "function", "function": {"name": "add", "arguments": {"a": 1, ', "3"),
+        "calls": ('"function": {"name": "add", "arguments": {"a": 1, "b": 2.5, "deep": {"x": [1, null], ', "3"),
         "parts": ("<user>ab", "0.5"),
         "text": ('"arguments": {"a": 1}}', "72.0"),
         "dates": ("<user>when", "2024-02-29"),
     }[name]
-    assert expected[0] in read["saved"][0][0] and expected[1] == read["saved"][0][1]
+    assert expected[0] in read["saved"][0][0]
+    assert expected[1] == read["saved"][0][1]
+    small = pa.table({"prompt": ["a", "b"], "answer": pa.array([0.1, 72], pa.float32())})
+    pyarrow.parquet.write_table(small, tmp_path / "small.parquet")
+    assert [row.answer for row in source(tmp_path / "small.parquet", tokenizer).files[0].rows] == ["0.1", "72"]
 
 
 def test_columns_by_path(tmp_path, tokenizers):

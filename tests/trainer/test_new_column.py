@@ -209,7 +209,7 @@ def rows_of_the_loss(batch, monkeypatch):
 
 
 def with_model(directory):
-    return with_settings(CONFIG, model={"path": write_config_json(directory)})
+    return with_settings(CONFIG, model={"path": write_config_json(directory)}, rollout={"max_response_tokens": 10})
 
 
 def test_a_rank_without_samples_has_the_columns(tmp_path, monkeypatch):
