@@ -75,7 +75,7 @@ def record(config: Config) -> None:
 def changed_settings(config: Config, saved: Config) -> list[str]:
     """Return settings that differ from the saved ones and would make the resumed run another run.
 
-    A path may differ if its files are those that `record` read.
+    A path may differ if `record` read the same files there.
     """
     before, now = (dict(_flat(with_absolute_paths(c).model_dump(mode="json"))) for c in (saved, config))
     recorded, out = read_json(RunDir(config.run.dir).files) or {}, []
