@@ -61,7 +61,7 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
-                if hf is not None and tokenizer is not None and config.objective.supervised:
+                if hf is not None and tokenizer is not None and config.objective.supervised and setting in dict(named):
                     lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer))) for r in file.rows)
                     long = [(r.number, config.too_long(hf.max_position_embeddings, *of)) for r, *of in lengths]
                     if violations := [(n, f"{why}; raise the limit, or remove it") for n, why in long if why]:

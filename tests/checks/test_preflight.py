@@ -389,6 +389,10 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, ta
     own = json.loads((task / "random_model" / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128}))
     assert f"distillation.teachers.other.path = {other}: has another tokenizer than model.path" in found(tree)
+    (other / "config.json").write_text(json.dumps(own | {"max_position_embeddings": 16}))
+    assert f"teachers.other.path = {other}: has 16 positions, data.max_prompt_tokens = 16 + rollout.max_r" in found(
+        tree
+    )
     tree["distillation"]["teachers"] = {"small": {"path": str(task / "random_model")}}
     tree["model"]["path"] = changed_model(task, tmp_path / "larger", vocab_size=own["vocab_size"] + 4)
     assert "or its 16 tokens are less than those, 20, or distillation.topk" in found(tree)
