@@ -52,9 +52,11 @@ def messages_of(value: Any) -> list[dict[str, Any]] | None:
         try:
             value = plain(parse_json(text))
         except ValueError as error:
-            raise ValueError(f"the prompt begins like messages, but is {error}") from None
+            raise ValueError(f"the prompt begins like messages, but cannot be read: {error}") from None
     turns = [value] if isinstance(value, dict) else value
-    if not (isinstance(turns, list) and turns and all(isinstance(turn, dict) and "role" in turn for turn in turns)):
+    if not (
+        isinstance(turns, list) and turns and all(isinstance(t, dict) and {"role", "from"} & t.keys() for t in turns)
+    ):
         return None
     return [_message(**_known(turn, _MESSAGE, "message")) for turn in turns]
 

@@ -185,6 +185,7 @@ def test_missing_and_empty_files(tmp_path, tokenizer):
         ([{"type": "image_url", "image_url": {"url": "a.png"}}], "a part of type 'image_url': the policy reads only"),
         ([{"type": "text", "text": "a"}, {"type": "input_audio"}], "a part of type 'input_audio'"),
         (["a"], "a part of type 'str'"),
+        ({"from": "human", "value": "a"}, "a message has 'from'; known are the fields role"),
         ({"weight": 1}, "a message has 'weight'; known are the fields role, content, name, tool_calls"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}, "not JSON"),
         ({"tool_calls": [{"function": {"name": "f", "strict": True}}]}, "a call of a tool has 'strict'"),
@@ -192,7 +193,7 @@ def test_missing_and_empty_files(tmp_path, tokenizer):
         ({"content": None}, "the prompt is NoneType, expected text"),
         ({"content": " "}, "the prompt is empty"),
         ({"role": "human"}, "the chat template leaves out a message of role '"),
-        ("[{'role': 'user', 'content': 'x'}]", "the prompt begins like messages, but is not JSON"),
+        ("[{'role': 'user', 'content': 'x'}]", "the prompt begins like messages, but cannot be read: not JSON"),
         ('[{"role": "user", "content": [{"type": "video"}]}]', "a part of type 'video'"),
     ],
 )
