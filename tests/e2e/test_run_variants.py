@@ -66,6 +66,7 @@ VARIANTS = {
         "objective": TOPK,
     },
 }
+SMOKE = "colocated_sglang"  # runs in every shard
 # Variants without special server settings share one; the others start theirs, as runs do.
 SHARED = {
     **dict.fromkeys(("asynchronous", "lora_truncated", "turns"), "engine"),
@@ -80,7 +81,9 @@ def engine_in_bf16(task, tmp_path_factory):
     server.end()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.smoke if name == SMOKE else ()) for name in VARIANTS]
+)
 def test_a_run_trains_to_its_end(task, tmp_path, request, name):
     urls = (request.getfixturevalue(SHARED[name]).url,) if name in SHARED else ()
     tree = config_tree(task, tmp_path / "run", urls=urls)

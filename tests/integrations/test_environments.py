@@ -29,6 +29,7 @@ REASONING_GYM = "dppo_megatron.environments.adapters.reasoning_gym:ReasoningGym"
 GYM = "dppo_megatron.environments.adapters.gym:Gym"
 
 
+@pytest.mark.smoke
 def test_reasoning_gym(tokenizer):
     def policy(before: str) -> str:
         total = eval(re.search(r"problem: (.*) =", before)[1])

@@ -33,6 +33,7 @@ def episodes(tokenizer, policy, env, *, idx=0, **settings):
     return group
 
 
+@pytest.mark.smoke
 def test_a_taskset_with_a_tool_and_two_rewards(tokenizer, monkeypatch, caplog):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     call = '<tool_call>{{"name": "{}", "arguments": {{"text": "stop"}}}}</tool_call>'

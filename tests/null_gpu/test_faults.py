@@ -9,6 +9,7 @@ from tests.null_gpu.test_vllm_config import examine
 from tests.support.ranks import RankError
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_a_fault_of_the_actor_shows(on_ranks, models, tmp_path, name):
     fault = faults.FAULTS[name]

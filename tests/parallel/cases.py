@@ -140,6 +140,7 @@ FAST = (
     "deepseek:cp2",
     "delta:tp2_sp",
 )
+SMOKE = "deepseek:ep2_tp2"  # runs in every shard
 NEXT = (  # run with the newest Megatron-core as well: every family, every kind of layout
     "qwen3:tp2_sp",
     "qwen3:pp2_uneven",

@@ -89,7 +89,7 @@ def started_together(config: Config, logs: Path) -> Iterator[list[str]]:
     [
         ("shared_storage", 1, {}),
         ("broadcast", 1, {}),
-        ("broadcast", 2, {"tensor": 2}),
+        pytest.param("broadcast", 2, {"tensor": 2}, marks=pytest.mark.smoke),
         ("broadcast", 2, {"pipeline": 2}),
     ],
 )
