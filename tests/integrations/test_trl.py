@@ -98,6 +98,7 @@ def loss_and_gradient(at: GRPOTrainer, given: dict[str, torch.Tensor]):
     return loss.detach(), torch.autograd.grad(loss, list(at.model.parameters()), allow_unused=True)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("preset", "axes", "settings"),
     [
@@ -162,7 +163,6 @@ def test_the_lists_are_those_of_the_weights_that_sampled(tmp_path):
         torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("objective", ["dppo_binary_tv", "dppo_topk_tv", "score_centering_tis"])
 def test_it_trains_and_logs_what_the_objective_reports(tmp_path, objective):
     at = trainer(tmp_path, own={"objective": objective, "topk": 4}, steps_per_generation=8)
