@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from dppo_megatron.hf import ModelError, open_weights, read_hf_config
 from dppo_megatron.objectives import build_objective
-from tests.actor.scenarios import checkpoint, lora
-from tests.actor.scenarios.parts import assert_resumed, of_each_sequence, train
+from tests.actor.scenarios import lora
+from tests.actor.scenarios.parts import assert_resumed, of_each_sequence, refused, train
 from tests.support.actor_cases import micro_batches, pack, sequences
 from tests.support.actor_ranks import Rank, on_ranks, run_scenario
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_continues_in_other_layouts_and_no_other_run(ranks, models,
 
     def why(settings: dict[str, Any], model: str = "qwen3_moe") -> str:
         given = directory, model, {"settings": settings}
-        return run_scenario(ranks(1), checkpoint.refused, models, tmp_path / "other", *given)
+        return run_scenario(ranks(1), refused, models, tmp_path / "other", *given)
 
     other = {"lora": {"r": lora.R, "alpha": 1.0}}
     assert "model.lora.alpha = 1.0: the checkpoint was saved with 6.0" in why(other)

@@ -63,16 +63,15 @@ class Rank:
 def on_ranks(*sizes: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of body(rank: Rank, **parameters), which runs and asserts on every rank of each size in `sizes`.
 
-    `@pytest.mark.parametrize` above it gives the parameters. The folder needs the fixture `models`.
+    `@pytest.mark.parametrize` above it gives the parameters, and `size` if `sizes` is empty. The folder needs the
+    fixture `models`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        def test(
-            ranks: Callable[[int], Ranks], models: Path, tmp_path: Path, size: int = sizes[0], **given: Any
-        ) -> None:
-            run_scenario(ranks(size), test, models, tmp_path, *given.values())
+        def test(ranks: Callable[[int], Ranks], models: Path, tmp_path: Path, size: int = 0, **given: Any) -> None:
+            run_scenario(ranks(size or sizes[0]), test, models, tmp_path, *given.values())
 
-        fixtures = ["ranks", "models", "tmp_path", *(["size"] if len(sizes) > 1 else [])]
+        fixtures = ["ranks", "models", "tmp_path", *(["size"] if len(sizes) != 1 else [])]
         names = [*fixtures, *list(inspect.signature(body).parameters)[1:]]
         functools.update_wrapper(test, body).__signature__ = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]

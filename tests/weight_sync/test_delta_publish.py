@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dppo_megatron.weight_sync.publisher import PublishResult
 
 from dppo_megatron import hf
 from dppo_megatron.engines.protocol import EngineTimeout
 from dppo_megatron.run_dir import RunDir
+from dppo_megatron.weight_sync.publisher import PublishResult
 from dppo_megatron.weights.delta import is_delta
 from tests.support.actor_ranks import Rank, on_ranks, slow
 from tests.support.fakes.engine import FakeEngine

@@ -1,10 +1,12 @@
-"""Updates on a rank's share of some sequences, and an actor's state to compare."""
+"""Updates on a rank's share of some sequences, an actor's state to compare, and checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dppo_megatron.objectives import build_objective
@@ -71,6 +73,15 @@ def everywhere(fact: bool) -> bool:
     value = torch.tensor(fact)
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN)
     return bool(value)
+
+
+def refused(rank: Rank, directory: Path, model: str = "qwen3", changes: dict[str, Any] | None = None) -> str:
+    """Return why a run of these settings does not load the checkpoint."""
+    from dppo_megatron.actor import CheckpointError
+
+    with pytest.raises(CheckpointError) as raised, rank.actor(model, **(changes or {})) as actor:
+        actor.load_checkpoint(directory)
+    return str(raised.value)
 
 
 def assert_resumed(

@@ -10,31 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.engines import exact
 from dppo_megatron.engines.serving import exact_environment
-from tests.support.actor_cases import pack, sequences
-from tests.support.actor_ranks import Rank
 
-MODELS, DTYPES_OF = ("qwen3", "llama"), ("fp32", "bf16")
-LAYOUTS = {1: {"alone": {}}, 2: {"tensor": {"tensor": 2}}}
 PROMPT = 5  # tokens that are read at once; the rest one by one
-
-
-def served(rank: Rank) -> Any:
-    """By model, precision and layout: log-probs of the trainer's packed pass, and of the server."""
-    parts, results = sequences(6), {}
-    for model in MODELS:
-        for dtype in DTYPES_OF:
-            for name, layout in LAYOUTS[rank.world_size].items():
-                sections = {"engine": {"exact": True, "dtype": dtype}}
-                with rank.actor(model, sections=sections, settings={"dtype": dtype}, **layout) as actor:
-                    trained = torch.cat([s.logprob for s in actor.scores([pack(parts)])])
-                    server = Server(rank.models / model, actor.config, DTYPES[dtype].torch)
-                if rank.rank == 0:  # a server would decode the same on each
-                    scored = torch.cat([server.scores(part["token_ids"], part["temperature"]) for part in parts])
-                    results[model, dtype, name] = trained, torch.where(pack(parts).mask, scored, 0)
-    return results
 
 
 class Server:
