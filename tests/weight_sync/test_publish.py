@@ -46,8 +46,7 @@ def test_engines_hold_exactly_the_policy(rank: Rank, name: str):
     senders, layout = LAYOUTS[name]
     with trainer(rank, **{"family": "qwen3", **layout}) as t:
         for version, policy in enumerate("aba"):
-            t.load(policy)
-            published = t.publisher.publish(version)
+            published = t.publish(policy, version)
             t.assert_held(policy)
             assert published.version == version
             assert published.nbytes > 50_000
@@ -63,8 +62,7 @@ def test_engines_hold_exactly_the_policy(rank: Rank, name: str):
 def publish_both(t: Trainer) -> list[str]:
     """Publish two policies; on rank 0 check and name the tensors that the engine has."""
     for version, policy in enumerate("ab"):
-        t.load(policy)
-        t.publisher.publish(version)
+        t.publish(policy, version)
         if t.engines:
             assert t.unlike_fp8(policy) == []
     return [name for engine in t.engines for name in engine.weights]
@@ -119,8 +117,7 @@ def assert_reads_as(directory: Path, source: Path) -> None:
 def test_a_weight_beyond_fp16_is_named_on_every_rank_and_not_published(rank: Rank, transport: str):
     """Publish a policy that fits, then one with a value beyond fp16, which only the last rank has."""
     with trainer(rank, "qwen3", tp=2, engine={"dtype": "fp16"}, transport=transport) as t:
-        t.load("a")
-        t.publisher.publish(0)
+        t.publish("a", 0)
         before = [dict(engine.weights) for engine in t.engines]
         t.load("b")
         if rank.rank == 1:
@@ -160,11 +157,9 @@ def test_colocated_engines_and_the_actor_take_turns(rank: Rank):
         t.actor.score = lambda tokens: events.append("score") or SCORES
         for engine in t.engines:
             engine.events = events
-        t.load("a")
-        t.publisher.publish(0)
+        t.publish("a", 0)
         t.publisher.onload_actor()
-        t.load("b")
-        t.publisher.publish(1)
+        t.publish("b", 1)
         for engine in t.engines:
             engine.sleep = stay_awake
         assert "did not free their memory" in error_of(t.publisher.onload_actor)

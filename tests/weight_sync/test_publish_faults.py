@@ -37,13 +37,11 @@ CHECKS = {"health_interval_s": 0.1, "health_timeout_s": 0.2, "health_failures": 
 def test_an_engine_that_dies_is_left_out_and_taken_in_again(rank: Rank, place: str | int):
     """The second engine dies at `place` of the second publish and is back for the third."""
     with trainer(rank, "qwen3", tp=2, engines=2) as t:
-        t.load("a")
-        t.publisher.publish(0)
+        t.publish("a", 0)
         for engine in t.engines[1:]:
             engine.dies_at = place
-        t.load("b")
         started = time.monotonic()
-        assert t.publisher.publish(1).unconfirmed == (0 if place == "join" else 1)
+        assert t.publish("b", 1).unconfirmed == (0 if place == "join" else 1)
         assert time.monotonic() - started < 2 * TIMEOUT_S
         t.assert_held("b", first=1)
         for engine in t.engines[1:]:
@@ -61,8 +59,7 @@ def test_a_sender_whose_engine_died_tells_the_others(rank: Rank):
     """The engine loses its connections within a bucket, and the trainer's client does not notice until the other
     engine has ended its part of the step, which gloo ends only after its time-out."""
     with trainer(rank, "qwen3", tp=2, engines=2, timeout_s=LONG_TIMEOUT_S) as t:
-        t.load("a")
-        t.publisher.publish(0)
+        t.publish("a", 0)
         survivor_s = []
         if t.engines:
             survivor, dying = t.engines
@@ -79,8 +76,7 @@ def test_a_sender_whose_engine_died_tells_the_others(rank: Rank):
                     dying.death_shows.set()
 
             survivor.receive_weights = receive_weights
-        t.load("b")
-        assert t.publisher.publish(1).unconfirmed == 1
+        assert t.publish("b", 1).unconfirmed == 1
         t.assert_held("b", first=1)
         assert not t.engines or survivor_s[0] < LONG_TIMEOUT_S / 5
 
@@ -98,8 +94,7 @@ def test_the_time_of_an_attempt_is_not_time_without_an_engine(rank: Rank):
                 raise EngineError(f"engine {engine.url}: Operation timed out!")
 
             engine.receive_weights = fail
-        t.load("b")
-        assert t.publisher.publish(0).version == 0
+        assert t.publish("b", 0).version == 0
         t.assert_held("b")
 
 
@@ -147,8 +142,7 @@ def test_one_that_disagrees_while_another_agrees_is_left_out(rank: Rank):
 def test_one_that_keeps_a_part_of_the_version_before_is_left_out(rank: Rank, transport: str):
     """Its version and its log-probs are as they should be: only its fingerprint, of one expert, is not."""
     with trainer(rank, "qwen3_moe", ep=2, engines=2, transport=transport) as t:
-        t.load("a")
-        t.publisher.publish(0)
+        t.publish("a", 0)
         for engine in t.engines[1:]:
             before = dict(engine.weights)
 
@@ -156,8 +150,7 @@ def test_one_that_keeps_a_part_of_the_version_before_is_left_out(rank: Rank, tra
                 return before[name] if "layers.1.mlp.experts.3." in name else tensor
 
             engine.corrupt = keep
-        t.load("b")
-        assert t.publisher.publish(1).unconfirmed == 1
+        assert t.publish("b", 1).unconfirmed == 1
         assert not t.engines or t.confirmed() == {FIRST}
         for engine in t.engines:
             engine.corrupt = lambda name, tensor: -tensor
@@ -181,13 +174,11 @@ def test_a_single_token_that_differs_much_is_not_other_weights(rank: Rank):
 def test_one_that_freezes_within_a_bucket_is_not_waited_for(rank: Rank):
     """The second engine freezes within a bucket of the second publish, whose steps may take very long."""
     with trainer(rank, "qwen3", tp=2, engines=2, engine=CHECKS, timeout_s=LONG_TIMEOUT_S) as t:
-        t.load("a")
-        t.publisher.publish(0)
+        t.publish("a", 0)
         for engine in t.engines[1:]:
             engine.freezes_at = 3
-        t.load("b")
         started = time.monotonic()
-        assert t.publisher.publish(1).unconfirmed == 1
+        assert t.publish("b", 1).unconfirmed == 1
         assert time.monotonic() - started < LONG_TIMEOUT_S / 5
         t.assert_held("b", first=1)
 
@@ -223,8 +214,7 @@ def test_one_that_freezes_is_left_out_and_training_goes_on(rank: Rank, transport
             t.publisher.publish(0)
         for engine in t.engines[1:]:
             engine.freezes_at, engine.front_lives = place, True
-        t.load("b")
-        assert t.publisher.publish(1).unconfirmed == 1
+        assert t.publish("b", 1).unconfirmed == 1
         score(SCORES)
         t.assert_held("b", first=1)
 

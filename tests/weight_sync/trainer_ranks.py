@@ -18,6 +18,7 @@ from dppo_megatron.fleet.registry import Service
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
+from dppo_megatron.weight_sync.publisher import PublishResult
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.actor_ranks import Rank
 from tests.support.configs import make_config
@@ -40,6 +41,10 @@ class Trainer:
 
     def load(self, policy: str) -> None:
         hf.load_into(self.actor.model_chunks, self.rank.models / f"{self.actor.family}-{policy}")
+
+    def publish(self, policy: str, version: int) -> PublishResult:
+        self.load(policy)
+        return self.publisher.publish(version)
 
     def move(self, share: float, seed: int) -> None:
         """Change about `share` of the weights, in bf16 too; all ranks that have a weight change it equally."""
