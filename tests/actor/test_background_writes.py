@@ -18,6 +18,7 @@ import pytest
 from dppo_megatron.actor.checkpoint.directory import CheckpointError
 from dppo_megatron.actor.checkpoint.writer import BackgroundWrite, HostFiles
 from dppo_megatron.common import files
+from dppo_megatron.common.retry import wait_until
 from tests.actor.scenarios.parts import fingerprint, same, train
 from tests.support.actor_cases import actor_config, sequences
 from tests.support.actor_ranks import Rank, on_ranks
@@ -181,11 +182,9 @@ def test_training_that_fails_leaves_the_checkpoint_in_flight_whole(tmp_path):
 def test_kill_9_while_writing_leaves_the_last_good_checkpoint(models, tmp_path):
     process = fork_server().Process(target=_stuck_while_writing, args=(models, tmp_path))
     process.start()
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "half").exists():
-        assert process.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: (tmp_path / "half").exists() or not process.is_alive(), timeout_s=120, poll_s=0.02)
+    assert process.is_alive()
+    assert (tmp_path / "half").exists()
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert (tmp_path / "checkpoints" / "step-000002.tmp").exists()

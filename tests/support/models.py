@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
 from tests.support.actor_cases import TINY
+from tests.support.published import read_models
 
-CONFIGS = TINY["families"]
+FAMILIES = read_models("tiny_families", known={name: TINY[name] for name in TINY if name.startswith(".")})
+CONFIGS = {name: config for name, config in FAMILIES.items() if not name.startswith(".")}
 EXPERT_FAMILIES = tuple(name for name, config in CONFIGS.items() if {"num_experts", "n_routed_experts"} & config.keys())
 
 
