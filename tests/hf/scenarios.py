@@ -29,6 +29,10 @@ class Case:
         return f"{self.family}-tp{self.tp}-pp{self.pp}-vpp{self.vpp}-ep{self.ep}-etp{self.etp}"
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
+
+    @property
     def etp(self) -> int:
         return self.expert_tensor or (1 if self.ep > 1 else self.tp)
 

@@ -107,9 +107,12 @@ class ScriptedEngine:
                 raise error
             if self.corrupts(request):
                 raise InvalidSample(f"group {request.request_id}: a log-prob is not finite")
-            return tuple(self._sample(seed, version) for seed in request.seeds)
+            return self.answer(request, version)
         finally:
             self.running -= 1
+
+    def answer(self, request: GenerateRequest, version: int) -> tuple[Rollout, ...]:
+        return tuple(self._sample(seed, version) for seed in request.seeds)
 
     def _sample(self, seed: int, version: int) -> Rollout:
         rng = np.random.default_rng([seed, version])
