@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.null_gpu.device import here
-from tests.support.actor_cases import DEEPSEEK, GLM, OSS, QWEN3, QWEN3_5, QWEN3_MOE, make_models
+from tests.support.actor_cases import make_models
 from tests.support.ranks import TORCH, Ranks
 
 HERE = Path(__file__).parent
@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    configs = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK, "glm": GLM, "delta": QWEN3_5, "oss": OSS}
-    return make_models(tmp_path_factory.mktemp("null_gpu_models"), **configs)
+    root, others = tmp_path_factory.mktemp("null_gpu_models"), {"glm": "glm4_moe", "delta": "qwen3_5", "oss": "gpt_oss"}
+    return make_models(root, "qwen3", "qwen3_moe", "deepseek", **others)
 
 
 @pytest.fixture(scope="session")

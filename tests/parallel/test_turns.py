@@ -15,7 +15,7 @@ from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.objectives import TopKLogprobs, build_objective, group_advantages
 from dppo_megatron.types import POLICY, Rollout, RolloutGroup
 from tests.parallel.cases import PROMPTS, SAMPLES, TEMPERATURE, sample_groups, sections
-from tests.support.actor_cases import QWEN3, QWEN3_MOE, make_models
+from tests.support.actor_cases import make_models
 from tests.support.actor_ranks import Rank, run_scenario
 from tests.support.turns import with_turns
 
@@ -80,7 +80,7 @@ def turns_update(rank: Rank, methods: tuple[str, ...], replay: bool, layouts: di
 def turn_models(tmp_path_factory) -> Path:
     from transformers import AutoModelForCausalLM
 
-    root = make_models(tmp_path_factory.mktemp("turns") / "models", qwen3=QWEN3, qwen3_moe=QWEN3_MOE)
+    root = make_models(tmp_path_factory.mktemp("turns") / "models", "qwen3", "qwen3_moe")
     for name in ("qwen3", "qwen3_moe"):
         policy = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).eval()
         with BankWriter(root.parent / "turns" / name, PROMPTS, fsync=False) as bank:

@@ -16,12 +16,11 @@ from tests.support.published import read_models
 
 TINY = read_models("tiny_models")
 QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE = (TINY[name] for name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"))
-GLM, OSS, MISTRAL = (TINY[name] for name in ("glm4_moe", "gpt_oss", "mistral"))
+GLM, OSS, DEEPSEEK = (TINY[name] for name in ("glm4_moe", "gpt_oss", "deepseek"))
+YARN = TINY["moonlight"]["rope_parameters"]
 # What a family adds to a Qwen3.
 MOE, MLA_MOE, GLM4_MOE, DELTA_MOE = (TINY[name] for name in (".moe", ".mla_moe", ".glm4_moe", ".delta_moe"))
-GPT_OSS, GPT_OSS_SERVED, YARN = (TINY[name] for name in (".gpt_oss", ".gpt_oss_served", ".yarn"))
-DEEPSEEK = {**{name: value for name, value in QWEN3.items() if name != "head_dim"}, **MLA_MOE}
-GLM_FLASH = {**DEEPSEEK, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+GPT_OSS, GPT_OSS_SERVED = TINY[".gpt_oss"], TINY[".gpt_oss_served"]
 VOCAB = QWEN3["vocab_size"]
 K = 4
 
@@ -33,13 +32,13 @@ def write_config(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def make_models(root: Path, **configs: dict[str, Any]) -> Path:
-    """Write a random model in fp32 for each name."""
+def make_models(root: Path, *names: str, **others: str) -> Path:
+    """Write a random fp32 model of each name in tiny_models.yaml; `others` are directories with another name."""
     from dppo_megatron.hf import make_random_hf_model
 
-    for name, config in configs.items():
-        make_random_hf_model(root / name, config, seed=1)
-        set_expert_bias(root / name)
+    for directory, name in {**dict(zip(names, names, strict=True)), **others}.items():
+        make_random_hf_model(root / directory, TINY[name], seed=1)
+        set_expert_bias(root / directory)
     return root
 
 
