@@ -5,8 +5,6 @@ A line `OLD -> NEW` of successors.txt names the case that replaces another. Each
 takes the place of the * of NEW in the same order.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Models, and scenarios that run once on one or two ranks and are read by many tests."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints: exact, atomic, and refused where they do not fit."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Loading in another layout, memory on the host, precision."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Updates and log-probs: the same numbers in every packing and implementation; `tests/parallel` compares layouts."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -1,7 +1,5 @@
 """Checkpoints that are written behind training."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

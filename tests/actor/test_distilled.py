@@ -1,7 +1,5 @@
 """The gradient of every weight by a teacher is that of a float64 reference over the whole vocabulary."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

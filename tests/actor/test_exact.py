@@ -1,7 +1,5 @@
 """With `engine.exact` the trainer computes the same bits in every packing, and trains as without it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The formula of model FLOPs agrees with torch's count on real models."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """fp16 is near fp32; an overflow changes only the loss scale, on every rank, and checkpoints keep it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

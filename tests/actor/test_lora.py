@@ -1,7 +1,5 @@
 """LoRA: gradients are those of plain PyTorch in every layout, and grouped experts compute as single ones."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

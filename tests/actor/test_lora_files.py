@@ -1,7 +1,5 @@
 """LoRA: checkpoints, merged weights and PEFT's files, in every layout."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

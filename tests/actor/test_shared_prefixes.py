@@ -1,7 +1,5 @@
 """A prompt that is computed once for all of its samples: the same numbers as when each sequence is computed whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

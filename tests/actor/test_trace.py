@@ -1,7 +1,5 @@
 """Recorded and replaced values of a pass do not depend on how the model is sharded."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

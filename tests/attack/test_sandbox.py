@@ -3,8 +3,6 @@
 The share is `processes` times `memory_mb` and twice `files_mb`, kernel memory included.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

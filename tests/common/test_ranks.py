@@ -1,7 +1,5 @@
 """One rank acts for all, or all act; an error is raised on every rank, and a rank that does not come is reported."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """Ranks with Megatron's own models and loader, and with the trainer's actor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A killed or interrupted conversion continues where it stopped, and only if its input did not change."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

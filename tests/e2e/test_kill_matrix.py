@@ -1,7 +1,5 @@
 """kill -9 of every process that takes part in a turn, at every turn: no finished turn is sampled again or differs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

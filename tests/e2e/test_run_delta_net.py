@@ -1,7 +1,5 @@
 """A whole run of a Qwen3.5 model with experts: gated delta net on two tensor-parallel ranks, and a real vLLM server."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.e2e.test_run_experts import make_sparse_model

@@ -1,7 +1,5 @@
 """Whole runs of models with experts: expert-parallel ranks, a real vLLM server, its routing replayed, top-K DPPO."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Whole runs with other ways to move weights, to sample and to compute. A run has several of them where they do not
 depend on each other."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The byte budget of engines' replies keeps their order, always admits one, and makes clients wait before reading."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A tiny model that ranks load, export and save in one layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run on this machine with stubs for its processes: exit codes, messages, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Runs cases of the Actor on the null device, each once however many tests read it."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

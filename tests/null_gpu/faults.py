@@ -1,7 +1,5 @@
 """Faults planted into a rank: each imitates a possible change of the package and breaks one step of a case."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The real Actor on the null device: one case is a layout, a model and settings, taken through every step of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

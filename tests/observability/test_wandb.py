@@ -1,7 +1,5 @@
 """wandb itself, run in offline mode and online without login or network."""
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import closing

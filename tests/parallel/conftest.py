@@ -1,7 +1,5 @@
 """Models, their banks, and every case once on ranks of its world size."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples of several turns and branches train as a dense computation in float64 does, in every layout."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

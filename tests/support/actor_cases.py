@@ -1,7 +1,5 @@
 """Tiny models, configs and micro-batches that the tests and the ranks they spawn share."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Actors on ranks, for tests that run there, and for scenarios: functions called as f(Rank, ...) on every rank."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

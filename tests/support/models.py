@@ -1,7 +1,5 @@
 """Tiny models of every family: their config.json, and Megatron's own GPTModel (local layer spec) for it."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

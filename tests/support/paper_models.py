@@ -1,7 +1,5 @@
 """Tiny models that answer any prompt with a digit in a box."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

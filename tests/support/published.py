@@ -1,7 +1,5 @@
 """Sizes of models, as config.json files have them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Start runs from the command line, as a user does, and read their files."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The samples of a step that carry loss, with their advantages and weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory of a rank while it reads a step from the bank."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that the trainer ranks publish."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

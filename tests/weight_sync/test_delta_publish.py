@@ -1,7 +1,5 @@
 """Deltas from real trainer ranks give fake engines the bits of a whole publish, despite faults."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

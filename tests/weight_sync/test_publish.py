@@ -1,7 +1,5 @@
 """Publishing from real trainer ranks to fake engines, in every layout and over both transports."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace

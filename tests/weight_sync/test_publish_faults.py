@@ -1,7 +1,5 @@
 """Publishing from real trainer ranks to fake engines that die, freeze, disagree or fail."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

@@ -5,8 +5,6 @@ is the last one after an update, and also written to OUT.<version>.weights. `wai
 every engine is idle.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

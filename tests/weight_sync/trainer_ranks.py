@@ -1,7 +1,5 @@
 """Trainer ranks over gloo with a tiny model, and fake engines in the thread of rank 0."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field

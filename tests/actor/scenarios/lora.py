@@ -1,7 +1,5 @@
 """Adapters in every layout. Every function runs on all ranks and returns plain values from rank 0."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Updates on a rank's share of some sequences, an actor's state to compare, and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

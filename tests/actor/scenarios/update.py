@@ -1,7 +1,5 @@
 """Updates and log-probs. Every function runs on all ranks and returns plain values from rank 0."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

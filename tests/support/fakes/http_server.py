@@ -1,7 +1,5 @@
 """A server that plays one: canned replies, silence, and a hung-up connection."""
 
-from __future__ import annotations
-
 import asyncio
 
 from dppo_megatron.engines.kinds import build_engine

@@ -1,7 +1,5 @@
 """An orchestrator with everything around it in this process: a scripted engine, prompts, rewards, a trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
