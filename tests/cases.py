@@ -1,8 +1,7 @@
 """List every test case with its markers, and compare the list with that of an earlier commit.
 
-With --before REF it fails if a case of REF has neither a namesake nor a successor.
-A line `OLD -> NEW` of successors.txt names the case that replaces another. Each * of OLD stands for any text, which
-takes the place of the * of NEW in the same order.
+With --before REF it fails if a case of REF has neither a namesake nor a successor. `OLD -> NEW` of successors.txt names
+the case that replaces another. Each * of OLD stands for any text, which takes the place of the * of NEW in that order.
 """
 
 import argparse
