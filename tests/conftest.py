@@ -1,7 +1,5 @@
 """Every process that a test starts finds this repository, `tests` included, before anything else."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -7,8 +7,6 @@ take equally long. After a run with `RESULTS=DIRECTORY CI_SHARD=all .ci/run`, re
     python -m tests.schedule DIRECTORY
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import defaultdict

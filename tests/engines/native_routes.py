@@ -1,7 +1,5 @@
 """vLLM's scheduler and worker connector without a model. Imported by its test, because vLLM's modules take seconds."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from pathlib import Path

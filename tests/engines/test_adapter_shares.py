@@ -1,7 +1,5 @@
 """A worker's fingerprint of an adapter covers the tensors that its kernels multiply with, shard by shard."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The stock routes that teachers are asked by, against the model in float64."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

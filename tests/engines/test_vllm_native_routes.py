@@ -4,8 +4,6 @@ The scheduler and both ends of its connector are vLLM's own; the model, which ne
 `[weights, position]`. `rollout.routing_replay` with `rollout.on_update: keep` relies on this.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Groups of trajectories with real environment processes and a scripted policy."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -4,8 +4,6 @@ At staleness 0 a request that is sent again samples the same tokens, so every di
 weights of the undisturbed one.
 """
 
-from __future__ import annotations
-
 import json
 import time
 

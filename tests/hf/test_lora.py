@@ -1,7 +1,5 @@
 """Layers with adapters, their names, and the contents of an adapter's directory."""
 
-from __future__ import annotations
-
 import json
 import math
 

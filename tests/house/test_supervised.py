@@ -1,7 +1,5 @@
 """A run of the tests leaves no process and no temporary file, however it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Every extra and every lock, resolved against the package index by uv, as pip would on a GPU machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Environments and an agent of other packages, as published: whole trajectories in worker processes."""
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """GRPOTrainer computes our losses and trains with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

@@ -1,7 +1,5 @@
 """Published environments of verifiers, which only the worker processes have installed (`make test-verifiers`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The Actor on device cuda in each kind of layout: no mixed devices or dtypes, no wait in the loss, the same values."""
 
-from __future__ import annotations
-
 import operator
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The purpose of the null device: each planted fault fails its case with an error that names it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.null_gpu import faults

@@ -1,7 +1,5 @@
 """The layouts of the parity suite, and the bank that all of them train on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Gated delta net: to 1e-5 in the first update, to 1e-4 in later ones.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parallel.cases import CASES, FAST, NEXT, SMOKE

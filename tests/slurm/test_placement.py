@@ -1,7 +1,5 @@
 """The nodes and command lines of steps, and rejected settings."""
 
-from __future__ import annotations
-
 import tempfile
 
 import pytest

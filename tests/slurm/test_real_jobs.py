@@ -1,7 +1,5 @@
 """Runs by sbatch on a real Slurm: real vLLM, real trainer ranks, ended in every way a job can end."""
 
-from __future__ import annotations
-
 import json
 import time
 

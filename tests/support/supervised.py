@@ -6,8 +6,6 @@ Its processes get a temporary directory of their own. All of them, also daemons 
 when the command ends, after SIGTERM or SIGINT, and when the parent of this process dies: `make` after a SIGKILL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """The page in a real browser without a network: `make test-browser` installs the browser and what drives it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Broadcasts and directories into real vLLM servers: A -> B -> A by log-probs, and an engine killed on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
