@@ -189,16 +189,27 @@ LORA = LoraConfig(r=2, alpha=4, targets=("q_proj",))
             }.items()
             for value in values
         ),
-        *((changes, None) for changes in (
-            *({"init_lora_weights": init} for init in (True, False, "gaussian", "orthogonal", "eva", "mica")),
-            {"target_modules": "all-linear"}, {"target_modules": r".*\.[qk]_proj", "exclude_modules": ["k_proj"]},
-            {"layers_to_transform": [0, 1, 2, 3], "layers_pattern": "layers"},
-            {"lora_dropout": 0.1, "eva_config": {"rho": 2.0}, "loftq_config": {}, "of_a_later_peft": None},
-        )),
-        *((changes, "leaves out base_model.model.model.layers.") for changes in (
-            {"target_modules": None}, {"target_modules": "("}, {"target_modules": r".*\.1\..*q_proj"},
-            {"exclude_modules": ["q_proj"]}, {"layers_to_transform": [1]}, {"layers_to_transform": 0},
-        )),
+        *(
+            (changes, None)
+            for changes in (
+                *({"init_lora_weights": init} for init in (True, False, "gaussian", "orthogonal", "eva", "mica")),
+                {"target_modules": "all-linear"},
+                {"target_modules": r".*\.[qk]_proj", "exclude_modules": ["k_proj"]},
+                {"layers_to_transform": [0, 1, 2, 3], "layers_pattern": "layers"},
+                {"lora_dropout": 0.1, "eva_config": {"rho": 2.0}, "loftq_config": {}, "of_a_later_peft": None},
+            )
+        ),
+        *(
+            (changes, "leaves out base_model.model.model.layers.")
+            for changes in (
+                {"target_modules": None},
+                {"target_modules": "("},
+                {"target_modules": r".*\.1\..*q_proj"},
+                {"exclude_modules": ["q_proj"]},
+                {"layers_to_transform": [1]},
+                {"layers_to_transform": 0},
+            )
+        ),
     ],
 )
 def test_an_adapter_that_means_something_else_is_refused(tmp_path, changes, told):
