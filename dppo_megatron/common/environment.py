@@ -18,12 +18,11 @@ _OF_OTHERS = (
 )
 # Servers get these from `server_environment` and `engine.env` only. VLLM_PORT is also a variable of Kubernetes.
 _OF_SERVERS = r"(VLLM|SGLANG|SGL|DPPO)_(?!\w*(CACHE|LOGGING|NCCL))\w*|PYTORCH(_CUDA)?_ALLOC_CONF"
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 _LONGEST_TMPDIR = 64  # bytes; a socket's path has at most 107, and vLLM and multiprocessing append up to 37
 
 
 def child_environment(
-    added: Mapping[str, str] | None = None, *, server: bool = False, peer: str | None = None
+    added: Mapping[str, str] | None = None, *, server: bool = False, peer: str = ""
 ) -> dict[str, str]:
     """Return the environment of a child process: this process's own without variables meant for others, and `added`.
 
@@ -39,8 +38,8 @@ def child_environment(
     direct = kept.get("no_proxy") or kept.get("NO_PROXY") or ""
     if direct.strip() != "*":
         direct = ",".join(filter(None, (direct, *LOOPBACK, peer)))
-    short = (path for path in (tempfile.gettempdir(), *_SHORT) if len(os.fsencode(path)) <= _LONGEST_TMPDIR)
-    kept["TMPDIR"] = next((path for path in short if os.access(path, os.W_OK | os.X_OK)), tempfile.gettempdir())
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
+        kept["TMPDIR"] = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", ".") if os.access(path, os.W_OK))
     return kept | {"no_proxy": direct, "NO_PROXY": direct, **(added or {})}
 
 

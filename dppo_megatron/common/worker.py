@@ -53,9 +53,7 @@ class Worker:
     Call `load` first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
 
-    def __init__(
-        self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY, peer: str | None = None
-    ):
+    def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY, peer: str = ""):
         """Start the process.
 
         module: its function `load` is the argument of `serve`. hello: argument of that function. what: names the

@@ -38,17 +38,17 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
 # PEFT 0.21 computes W x + (alpha / r) B A x if every key of adapter_config.json is one of these, or has one of these
-# values, or is null, false or []. Other values of init_lora_weights change W. An empty kasa_config does, too.
-_OF_NO_EFFECT = (
+# values, or is null, false or []. Other values of init_lora_weights change W. An empty kasa_config does, too. The last
+# five are compared with model.lora and the tensors.
+_OTHERS = (
     "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode", "lora_dropout",
     "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core",
-    "ensure_weight_tying",
+    "ensure_weight_tying", "r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform",
 )  # fmt: skip
 _VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",), "layers_pattern": ("layers", ["layers"]),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"), "rank_pattern": ({},), "alpha_pattern": ({},),
 }  # fmt: skip
-_COMPARED = ("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform")  # with config and file
 
 
 def adapter_shapes(config: HFModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -139,13 +139,13 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
     for key, value in {"peft_type": None, **saved}.items():
         values = _VALUES.get(key, ())
         neutral = key != "peft_type" and (value is None or value is False or value == [])
-        if key not in (*_OF_NO_EFFECT, *_COMPARED) and not neutral and value not in values:
+        if key not in _OTHERS and not neutral and value not in values:
             only = f", only {', '.join(map(repr, values))}" if values else ""
             why = "the model may not be W x + (alpha / r) B A x; merge the adapter into its model (merge_and_unload)"
             out.append(f"{ADAPTER_CONFIG}: {key} = {value!r} is not supported{only}: {why}")
     shapes = adapter_shapes(config, lora)
     if left_out := [name for name in shapes if not _is_chosen(name, saved, config.num_layers)]:
-        chosen = ", ".join(f"{key} = {saved.get(key)!r}" for key in _COMPARED[2:])
+        chosen = ", ".join(f"{key} = {saved.get(key)!r}" for key in _OTHERS[-3:])
         out.append(f"{ADAPTER_CONFIG}: {chosen}: leaves out {left_out[0]}; name every layer of model.lora.targets")
     unlike = shape_problems(shapes, found)
     if unlike:

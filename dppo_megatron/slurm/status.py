@@ -8,14 +8,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dppo_megatron.checks import load_config
-from dppo_megatron.common.environment import LOOPBACK
 from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import EngineError
@@ -139,7 +137,7 @@ def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
 
 async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
     async def check(service: Service) -> EngineStatus:
-        if urlsplit(service.url).hostname in LOOPBACK and service.host not in ("", socket.gethostname()):
+        if "//127.0.0.1:" in service.url and service.host not in ("", socket.gethostname()):
             return EngineStatus(service.name, service.host, service.url, "reachable only from its own node")
         engine = build_engine(config, service.url)
         try:
