@@ -134,7 +134,9 @@ def _read_call(text: str, start: int, tools: Sequence[Tool]) -> tuple[list[ToolC
             return [ToolCall(name, {}, f"not JSON: {error}", id)], 0
         value = {"name": name, "arguments": value, "id": id} if name else value
         calls = [_checked(call) for call in (value if isinstance(value, list) else [value])]
-        return calls, 0 if any(call.problem for call in calls) else ended.end()
+        if any(call.problem for call in calls):  # without a mark, an answer may be JSON
+            return calls if text.startswith(_CALL, start) else [], 0
+        return calls, ended.end()
     if head := _FIRST.match(text, start):
         schema: Any = next((t["function"]["parameters"] for t in tools if t["function"]["name"] == head[1]), {})
         end, arguments = head.end(), {}

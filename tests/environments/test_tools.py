@@ -115,7 +115,8 @@ def test_a_malformed_call_states_why(turn, problem):
 
 
 def test_what_is_no_call_is_the_answer():
-    for text in ("", "{", '{"answer": 1}', "[1, 2]", '{"name": "Bob"}', "use </tool_call>", "a <function=x> b"):
+    answer = '{"name": "Bob", "age": {"parameters": 1}}'
+    for text in ("", "{", '{"answer": 1}', "[1, 2]", answer, "use </tool_call>", "a <function=x> b"):
         assert tool_calls(text) == []
 
 
