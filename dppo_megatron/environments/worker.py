@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from dppo_megatron.rewards.registry import load_attribute
 from dppo_megatron.types import Prompt
 
 from .interface import EnvironmentFailed, EnvironmentNameError, Message, StepResult
-from .tools import Tools, tool_calls
+from .tools import ToolCall, Tools, tool_calls
 
 LARGEST_ANSWER = 4 * 1024 * 1024  # bytes of an environment's answer to a turn
 
@@ -37,8 +38,9 @@ class EnvironmentWorker(Worker):
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         return self._call(str | None, "for reset", "reset", prompt, seed)
 
-    def step(self, text: str) -> StepResult:
-        answer = self._call(list[Any], "for the answer to a turn", "step", text)
+    def step(self, text: str, opened: str = "") -> StepResult:
+        """Answer a turn. `opened` is the mark by which the prompt opened its reasoning."""
+        answer = self._call(list[Any], "for the answer to a turn", "step", text, opened)
         return StepResult(*checked(tuple[list[Message], float | None, bool], tuple(answer)))
 
     def finish(self) -> float | None:
@@ -132,13 +134,14 @@ class _Host:
         self._environment = self._make()
         self._stepped = Tools(getattr(self._environment, "tools", ()))
         self._rewards: list[float] = []
+        self._called = itertools.count()
         opening = self._wait(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
         return None if opening is None else _text(opening)
 
-    def _step(self, text: str) -> list[Any] | Failure:
+    def _step(self, text: str, opened: str = "") -> list[Any] | Failure:
         if not hasattr(self._environment, "step"):
-            calls = tool_calls(text)
-            return [[{"role": "tool", "content": self._called(call)} for call in calls], None, not calls]
+            calls = tool_calls(opened + text, self._stepped.schemas)
+            return [[self._result(call) for call in calls], None, not calls]
         said, reward, done = self._wait(self._environment.step(text))
         if reward is not None:
             reward = as_outcome(reward)
@@ -147,13 +150,15 @@ class _Host:
             self._rewards.append(reward)
         return [[{"role": "user", "content": _text(said)}] if said else [], reward, bool(done)]
 
-    def _called(self, call: Any) -> str:
+    def _result(self, call: ToolCall) -> Message:
         try:
-            return _text(self._wait(self._stepped.call(call)))
+            content = _text(self._wait(self._stepped.call(call)))
         except EnvironmentFailed:
             raise
         except Exception as error:
-            return f"error: {describe(error)}"
+            content = f"error: {describe(error)}"
+        id = call.named("", next(self._called))
+        return {"role": "tool", "content": content, "tool_call_id": id, "name": call.name}
 
     def _finish(self) -> float | Failure | None:
         environment, self._environment = self._environment, None

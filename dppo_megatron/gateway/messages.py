@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
+from dppo_megatron.environments.tools import tool
 
-from .interface import MODEL, Body, call, system, text_of, tool
+from .interface import MODEL, Body, call, system, text_of
 
 PATH = "/v1/messages"
 SERVED: dict[str, Any] = {"stop_sequences": (None, []), "tool_choice": (None, {"type": "auto"})}

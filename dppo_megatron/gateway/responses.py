@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
+from dppo_megatron.environments.tools import tool
 
 from .chat import error
-from .interface import MODEL, Body, arguments_of, call, system, text_of, tool
+from .interface import MODEL, Body, arguments_of, call, system, text_of
 
 __all__ = ["PATH", "SERVED", "error", "events", "read", "reply"]
 

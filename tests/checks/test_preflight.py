@@ -97,12 +97,23 @@ def test_what_a_run_would_lack_is_refused_before_the_start(tree, monkeypatch, se
 
 def test_the_tools_of_an_environment_count_in_the_longest_prompt(tree, task, tmp_path):
     model = shutil.copytree(task / "random_model", tmp_path / "chat")
-    (model / "chat_template.jinja").write_text("{{ '1' * 20 if tools else '' }}{{ messages[0].content }}")
-    tree |= {"model": {"path": str(model), "dtype": "fp32"}, "environment": {"name": "tests.environments.worlds:Table"}}
+    calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    template = "{{ '1' * 20 if tools else '' }}{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    table = "tests.environments.worlds:Table"
+    tree |= {"model": {"path": str(model), "dtype": "fp32"}, "environment": {"name": table}}
     tree["data"] |= {"chat_template": True}
     assert "data.max_prompt_tokens" in found(tree)
     tree["data"]["max_prompt_tokens"] = 40
     preflight(Config.model_validate(tree), "config.yaml")
+    for wrong, why in (
+        (template.replace(calls, ""), "writes a call in an unknown form"),
+        (template.partition("}}")[2], "not show tools"),
+    ):
+        (model / "chat_template.jinja").write_text(wrong)
+        assert re.search(f"^environment.name = {table}: has tools, but .*{why}.*; use another model or", found(tree))
+        agent = Config.model_validate(tree | {"environment": {"agent": "tests.gateway.agents:talks"}})
+        assert why in "".join(note for note in preflight(agent, "c") if note.startswith("warning: environment.agent"))
 
 
 def test_everything_wrong_is_reported_at_once(tree):

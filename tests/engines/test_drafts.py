@@ -283,4 +283,9 @@ def test_drafts_reach_the_server_and_the_names_of_conversations_do_not():
     assert [tokens.tolist() for tokens in sent.drafts] == [[5, 7], [9]]
     assert {tokens.dtype for tokens in sent.drafts} == {np.dtype(np.int32)}
     assert b"affinity" not in body
+    with_foreign = replace(request, drafts=(np.array([5, 100, 7]), np.array([-1, 5]), np.array([99, 0])))
+    known = parse(GenerateBody, encode_request(with_foreign)).request().within(100)
+    assert [tokens.tolist() for tokens in known.drafts] == [[5], [], [99, 0]]
+    with pytest.raises(ValueError, match="token id 5 is outside the vocabulary of 5"):
+        replace(request, token_ids=np.array([4, 5])).within(5)
     assert b"drafts" not in encode_request(group("d"))  # servers of earlier versions do not know them

@@ -39,12 +39,12 @@ class Killed(Exception):
 def play(
     tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi",
     journals: Path | None = None, killed_at: int | None = None, agent: bool = False, credit="trajectory",
-    columns=None, **environment
+    columns=None, delay_s=0.0, **environment
 ):  # fmt: skip
     """Return the groups of prompts with `answers`; turn t of every trajectory is turns[t], cut to the request's limit.
 
     world: of `worlds`, or with its module. turns: or a function of the text before the turn. columns: of every row.
-    The last request for turn `killed_at` raises Killed. journals: their directory.
+    The last request for turn `killed_at` raises Killed. journals: their directory. delay_s: of every turn.
     """
     rollout = {"group_size": samples, "max_response_tokens": environment.pop("longest", 200), "topk_logprobs": 2}
     world = world if ":" in world else f"{WORLDS}:{world}"
@@ -61,6 +61,7 @@ def play(
     async def sample(make, what):
         request = make(0)
         requests.append(request)
+        await asyncio.sleep(delay_s)
         turn = int(request.request_id.split(".")[2].split("-")[0])
         if turn == killed_at:
             if sum(f".{turn}-" in r.request_id for r in requests) < samples:  # until all have come so far
@@ -196,6 +197,17 @@ def test_tools_are_described_called_and_answered(tokenizer):
     assert "<tool>error: ValueError: expected an object with name and arguments<assistant>done 42<eos>" in text
     assert group.rewards.tolist() == [0.5, 0.5]  # by `reward:`, of "done 42"
     assert not group.reward_failed.any()
+
+
+@pytest.mark.slow
+def test_a_call_in_reasoning_that_the_prompt_opened_is_not_executed(tokenizer, monkeypatch):
+    opening = TOOLS.replace("<assistant>", "<assistant><think>")
+    monkeypatch.setattr("tests.environments.test_episodes.TOOLS", opening)
+    call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
+    turns = [f"hm {call} no</think>{call}", f"I may {call} but"]
+    (group,), _, requests = play(tokenizer, "Table", turns, samples=1, chat=True, longest=900)
+    assert len(requests) == 2
+    assert text_of(tokenizer, group, -1).endswith(f"{turns[0]}<eos><tool>8<assistant><think>{turns[1]}<eos>")
 
 
 HOW = ["raise reset", "die reset", "raise step", "die step", "raise reward", "die reward", "nan"]

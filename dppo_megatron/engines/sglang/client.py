@@ -25,6 +25,7 @@ from dppo_megatron.engines.protocol import (
     EngineTimeout,
     GenerateRequest,
     InvalidSample,
+    check_ids,
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
 from dppo_megatron.engines.trace import Trace
@@ -254,11 +255,10 @@ class SglangEngine(SglangWeights):
         self._check_ids(what, request.token_ids, limits.vocab_size)
 
     def _check_ids(self, what: str, token_ids: np.ndarray, vocab_size: int) -> None:
-        foreign = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-        if len(foreign):
-            raise EngineRefused(
-                f"engine {self.url}: {what}: token id {foreign[0]} is outside the vocabulary of {vocab_size}"
-            )
+        try:
+            check_ids(token_ids, vocab_size)
+        except ValueError as error:
+            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
 
     @cached_property
     def _model(self) -> tuple[HFModelConfig, frozenset[int]]:
