@@ -96,7 +96,7 @@ HEADER = """\
 # the versions of {like} wherever setup.py allows them. Installed by containers/install.sh, with --no-deps.
 """
 WHAT = {
-    "gpu": "Trainer and vLLM on GPUs: `dppo_megatron[gpu,vllm,wandb]`, with the vLLM, torch and transformers of cpu.lock.",
+    "gpu": "Trainer and vLLM on GPUs: `dppo_megatron[gpu,vllm,wandb]`, with vLLM, torch, transformers of cpu.lock.",
     "te": "TransformerEngine, added to gpu.lock: `dppo_megatron[te]`. transformer-engine-torch is compiled there.",
     "sglang-gpu": "SGLang's own environment on GPUs: `dppo_megatron[sglang]`. engine.python names its interpreter.",
 }
