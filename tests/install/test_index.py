@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gpu_locks
 import pytest
 from gpu_locks import GLIBC, NO_WHEEL, Resolution, extras, read_lock, requirements, resolve, uv
 
@@ -40,8 +41,12 @@ def resolutions() -> dict[object, Resolution]:
         names: {"wanted": requirements(*names), "glibc": GLIBC.get("sglang" if "sglang" in names else "", "2_31")}
         for names in COMBINATIONS
     }
-    jobs["te, compiled"] = {"wanted": requirements("gpu", "vllm", "te"), "constraints": pinned(GPU | TE), "build": True}
-    jobs["gpu.lock"] = {"wanted": requirements("gpu", "vllm"), "constraints": pinned(GPU)}
+    jobs["te, compiled"] = {
+        "wanted": requirements(*gpu_locks.GPU, "te"),
+        "constraints": pinned(GPU | TE),
+        "build": True,
+    }
+    jobs["gpu.lock"] = {"wanted": requirements(*gpu_locks.GPU), "constraints": pinned(GPU)}
     jobs["sglang-gpu.lock"] = {"wanted": extras()["sglang"], "constraints": pinned(SGLANG), "glibc": GLIBC["sglang"]}
     with ThreadPoolExecutor(len(jobs)) as pool:
         running = {key: pool.submit(resolve, **arguments) for key, arguments in jobs.items()}
