@@ -35,6 +35,7 @@ class GenerateBody(Body):
     sampling_mask: bool = False
     flags: tuple[Text, ...] = ()
     drafts: list[list[Int32]] = []
+    scored: bool = False
 
     def request(self) -> GenerateRequest:
         """Return the request. Raises ValueError for values that `GenerateRequest` rejects."""

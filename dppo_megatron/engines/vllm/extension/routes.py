@@ -190,9 +190,9 @@ class DppoRoutes:
             raise ValueError("token_ids: scoring needs a vector of at least two tokens")
         self._check_ids(token_ids)
         scored = f"score-{uuid4().hex}"
-        work = score(self._engine, token_ids.tolist(), scored, self._masks, self._updater.adapter)
-        reply = encode_reply({}, {"logprobs": await _unless_gone(request, work)})
-        return Response(reply, media_type=MEDIA_TYPE)
+        work = score(self._engine, token_ids, scored, self._masks, self._updater.adapter)
+        samples = await _unless_gone(request, work)
+        return Response(encode_reply({}, {"logprobs": samples.columns["rollout_logprob"]}), media_type=MEDIA_TYPE)
 
     async def _trace(self, request: Request) -> Response:
         token_ids = parse(ScoreBody, await request.body()).token_ids
@@ -202,11 +202,11 @@ class DppoRoutes:
         async with self._tracing:
             await self._engine.collective_rpc("dppo_start_trace", args=(token_ids,))
             try:
-                work = score(self._engine, token_ids, traced, self._masks, self._updater.adapter)
-                logprobs = await _unless_gone(request, work)
+                work = score(self._engine, np.asarray(token_ids), traced, self._masks, self._updater.adapter)
+                samples = await _unless_gone(request, work)
             finally:
                 workers = await self._engine.collective_rpc("dppo_take_trace")
-        return Response(encode_trace(logprobs, workers), media_type=MEDIA_TYPE)
+        return Response(encode_trace(samples.columns["rollout_logprob"], workers), media_type=MEDIA_TYPE)
 
     async def _abort(self, request: Request) -> Response:
         group = self._running.get(parse(AbortBody, await request.body()).request_id)
