@@ -64,12 +64,6 @@ class EngineHealth:
         """Return whether it can be expected to serve soon without a restart."""
         return self.state not in (State.STARTING, State.DEAD)
 
-    @property
-    def verified_version(self) -> int:
-        """Return the latest version whose weights this instance was verified to have; -1 = none."""
-        known = filter(None, (self.verified, self.confirmed))
-        return max((version for instance, version in known if instance == self.instance), default=-1)
-
     def may_verify(self, now: float) -> bool:
         """Return whether to load the published weights into it now.
 

@@ -151,7 +151,7 @@ class MonitoredEngine:
         deadline = time.monotonic() + self.health.rules.publish_s
         while True:
             self._follow_policy()
-            verified = self.health.verified_version
+            _, verified = (not gone.done() and self.health.verified) or ("", -1)
             if verified >= newest or gone.done() or time.monotonic() > deadline:
                 return verified
             await asyncio.wait((gone,), timeout=RECHECK_S)

@@ -73,9 +73,8 @@ class SglangEngine(SglangWeights):
         longest = limits.max_model_len - len(request.token_ids)
         # Every attempt has a new id, because the server may still be ending a request with a closed connection.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
-        body = encode_group(sent, min(request.max_tokens, longest))
-        if request.scored:
-            body = encode_score(request.token_ids.tolist(), request.topk)
+        scored = encode_score(request.token_ids.tolist(), request.topk)
+        body = scored if request.scored else encode_group(sent, min(request.max_tokens, longest))
         with ReplySlot(self._budget) as slot:
             return await self._sampled(what, request, sent, body, limits, slot)
 

@@ -74,7 +74,7 @@ def child_ids(request: GenerateRequest) -> list[str]:
 async def score(
     engine: EngineClient,
     token_ids: np.ndarray,
-    request_id: str,
+    name: str,
     masks: MaskReader,
     adapter: LoRARequest | None,
     topk: int = 0,
@@ -90,15 +90,13 @@ async def score(
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=True,  # cached keys and values skip positions, and may be from other weights
     )
-    output = await _final(engine, token_ids.tolist(), params, request_id, adapter)
+    output = await _final(engine, token_ids.tolist(), params, name, adapter)
     flat = output.prompt_logprobs
     assert isinstance(flat, FlatLogprobs)  # because of flat_logprobs=True
     # Position 0 has no entry; those of every other position are the prompt's token and the K most likely ones.
     shape = (len(token_ids) - 1, topk + 1)
-    ids, logprobs = (
-        np.array(flat.token_ids, np.int32).reshape(shape),
-        np.array(flat.logprobs, np.float32).reshape(shape),
-    )
+    ids = np.array(flat.token_ids, np.int32).reshape(shape)
+    logprobs = np.array(flat.logprobs, np.float32).reshape(shape)
     version = _versions([output.outputs[0].weight_versions or ()], np.ones(1, np.int32))
     columns = {"rollout_logprob": logprobs[:, 0], "versions": np.repeat(version, len(ids))}
     if topk:

@@ -169,7 +169,7 @@ class DppoRoutes:
                 "sampling_mask = true: this server does not record which tokens top_p, top_k and min_p left; it needs "
                 "--logprobs-mode processed_logprobs and, on GPUs, --return-sampling-mask"
             )
-        if self._masks.native and group.temperature and not group.top_k:
+        if self._masks.native and group.temperature and not group.top_k and not group.scored:
             raise ValueError(
                 "top_k = 0: a server with --return-sampling-mask lists the tokens left at every position of every "
                 "request; bound them by top_k"
