@@ -26,7 +26,7 @@ class EnvironmentWorker(Worker):
 
     def __init__(self, config: EnvironmentConfig):
         hello = {"setting": config.setting, "name": config.source, "settings": config.settings}
-        super().__init__(__name__, hello, "environment", LARGEST_ANSWER)
+        super().__init__(__name__, hello, "environment", LARGEST_ANSWER, config.host if config.agent else "")
         self._timeout_s = config.timeout_s
 
     def described(self) -> tuple[list[dict[str, Any]], bool]:

@@ -1,7 +1,5 @@
 """No written group is lost: killed writers, begun segments, cut tails, full disks, damaged files, second writers."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The preflight reports every mistake at once, with setting, value and remedy."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Contradictory settings are rejected, each with one sentence that names the setting to change."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -1,7 +1,5 @@
 """Runs of six steps with a fault planted in step 4: the doctor names it and finds nothing before."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

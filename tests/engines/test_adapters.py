@@ -1,7 +1,5 @@
 """Real engines with an adapter sample, score and store the same as with the merged model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drafts from earlier samples change no token and no log-prob, and planted faults of their verification are found."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The stock routes that teachers are asked by, and the scores of a policy that teaches itself, against the model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

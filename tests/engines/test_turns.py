@@ -1,7 +1,5 @@
 """Trajectories sampled from real servers: every token once, and the trainer's log-probs are the engine's."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

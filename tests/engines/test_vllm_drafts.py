@@ -1,7 +1,5 @@
 """A vLLM server with `engine.draft_tokens` and `engine.exact` returns the bits of samples without drafts."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

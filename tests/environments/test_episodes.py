@@ -1,7 +1,5 @@
 """Groups of trajectories with real environment processes and a scripted policy."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -181,6 +179,7 @@ def test_reset_adds_to_the_prompt_and_the_reward_comes_last(tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_tools_are_described_called_and_answered(tokenizer):
     call = '<tool_call>{"name": "look_up", "arguments": {"key": "b", "times": 2}}</tool_call>'
     (group,), _, _ = play(

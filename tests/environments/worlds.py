@@ -1,7 +1,5 @@
 """Environments of the tests: the prompt's answer and the policy's turns decide what happens."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

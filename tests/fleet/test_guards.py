@@ -1,7 +1,5 @@
 """Every request that reads weights passes each guard of the pool: no answer is of weights that are not verified."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """The state machine of one engine: its transitions, and invariants after any sequence of events."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

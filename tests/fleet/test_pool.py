@@ -1,7 +1,5 @@
 """The pool on fake servers: it routes requests, sends those of dead engines again, and admits verified engines only."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Agents of the tests: plain functions that ask for turns over HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

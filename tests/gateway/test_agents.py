@@ -1,7 +1,5 @@
 """Agents as a source of rollouts: each in a process of its own, its turns in the group that the bank gets."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Agents' requests as tokens: with every client each turn is stored once, as it was sampled, after its context."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

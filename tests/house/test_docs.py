@@ -1,7 +1,5 @@
 """tools/check_docs.py finds each kind of mistake in the documentation."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every extra and every lock, resolved against the package index by uv, as pip would on a GPU machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -70,6 +68,7 @@ def test_transformer_engine_lacks_one_wheel_only(resolutions):
     assert found.pins == GPU | TE
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "lock"), [("gpu.lock", GPU), ("sglang-gpu.lock", SGLANG)])
 def test_a_lock_is_complete_and_consistent(resolutions, name, lock):
     """Resolved with the lock as constraint, the result is the lock: nothing contradicts, lacks or is too much."""

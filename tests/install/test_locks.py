@@ -1,7 +1,5 @@
 """The lock files agree with setup.py, with each other and with the documentation. No network."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Other trainers can use some objectives, and padding changes nothing. Needs only torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

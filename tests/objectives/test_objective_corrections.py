@@ -1,7 +1,5 @@
 """Mismatch weights, rejection, KL to a reference, entropy, overlong responses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Teachers over HTTP, scripted: what they list reaches the tokens, and every fault costs retries or a named error."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Reward functions as users of verl and TRL write them, and one that mixes terms; unmodified by dotted path."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

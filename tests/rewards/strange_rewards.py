@@ -1,7 +1,5 @@
 """Rewards that misbehave as the response text says, by dotted path in the tests. Worse ones are in tests/attack."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

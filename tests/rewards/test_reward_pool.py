@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -14,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import RewardPool
 
@@ -113,20 +112,14 @@ def test_a_killed_parent_leaves_no_worker():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
     worker = int(done.stdout)
-    deadline = time.monotonic() + 10
-    while _runs(worker):
-        assert time.monotonic() < deadline, "the worker outlived its parent"
-        time.sleep(0.05)
+    assert wait_until(lambda: not _runs(worker), 10, 0.05), "the worker outlived its parent"
 
 
 def test_a_worker_that_ends_leaves_nothing_that_it_started(prompt, tmp_path):
     with make_pool() as pool:
         assert score(pool, prompt(str(tmp_path / "pid")), "leave a process") == ([0], [True])
     left = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 10
-    while _runs(left):
-        assert time.monotonic() < deadline, "it runs on, and nobody knows of it"
-        time.sleep(0.05)
+    assert wait_until(lambda: not _runs(left), 10, 0.05), "it runs on, and nobody knows of it"
 
 
 def test_a_reward_of_groups_with_another_number_of_values_costs_its_own_group_alone(prompt, caplog):

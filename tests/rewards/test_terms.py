@@ -1,7 +1,5 @@
 """Several rewards, functions of other trainers, answers checked before a run, and a judge over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """The number of a whole batch does not depend on how the batch was split, and reaches every micro-batch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

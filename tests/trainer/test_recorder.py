@@ -1,7 +1,5 @@
 """A run that is killed between a checkpoint and the record of its step has that record after it was resumed."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """An engine with a wrong loader never serves, whichever process restarts: the real publisher and pool, fake engines."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

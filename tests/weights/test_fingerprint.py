@@ -1,7 +1,5 @@
 """A fingerprint depends only on the weights, not on their layout in memory, and other weights have another one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """For every family, any two tensors of a layer that are exchanged show, in HF's layout and in those of the engines."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Fake inference servers in this process: they die, freeze, lie about their weights and come back."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

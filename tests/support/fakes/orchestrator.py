@@ -1,7 +1,5 @@
 """An orchestrator with everything around it in this process: a scripted engine, prompts, rewards, a trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -107,9 +105,12 @@ class ScriptedEngine:
                 raise error
             if self.corrupts(request):
                 raise InvalidSample(f"group {request.request_id}: a log-prob is not finite")
-            return tuple(self._sample(seed, version) for seed in request.seeds)
+            return self.answer(request, version)
         finally:
             self.running -= 1
+
+    def answer(self, request: GenerateRequest, version: int) -> tuple[Rollout, ...]:
+        return tuple(self._sample(seed, version) for seed in request.seeds)
 
     def _sample(self, seed: int, version: int) -> Rollout:
         rng = np.random.default_rng([seed, version])
