@@ -87,6 +87,9 @@ class GenerateRequest:
     # Earlier samples of the prompt, int32, each after the last tokens of the prompt. An engine with engine.draft_tokens
     # may draft from them; the samples do not depend on them.
     drafts: tuple[np.ndarray, ...] = ()
+    # Sample nothing: return the tokens of the prompt after the first as one sample, with log-probs at temperature 1, as
+    # those of `Engine.score`, the top K and the policy version that computed them.
+    scored: bool = False
     # Names that requests with a common prefix share, the widest first, e.g. group and conversation. The pool sends such
     # requests to one engine. The names are not sent.
     affinity: tuple[str, ...] = ()
@@ -115,6 +118,7 @@ class GenerateRequest:
             ),
             (self.max_tokens < 1, f"max_tokens = {self.max_tokens} must be at least 1"),
             (self.topk < 0, f"topk = {self.topk} must not be negative"),
+            (self.scored and (self.n > 1 or len(self.token_ids) < 2), "scored needs n = 1 and two tokens"),
         ]
         wrong = [message for is_wrong, message in problems if is_wrong]
         if wrong:

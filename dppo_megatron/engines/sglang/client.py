@@ -74,7 +74,8 @@ class SglangEngine(SglangWeights):
         longest = limits.max_model_len - len(request.token_ids)
         # Every attempt has a new id, because the server may still be ending a request with a closed connection.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
-        body = encode_group(sent, min(request.max_tokens, longest))
+        scored = encode_score(request.token_ids.tolist(), request.topk)
+        body = scored if request.scored else encode_group(sent, min(request.max_tokens, longest))
         with ReplySlot(self._budget) as slot:
             return await self._sampled(what, request, sent, body, limits, slot)
 
@@ -101,7 +102,10 @@ class SglangEngine(SglangWeights):
     def _decode_samples(
         self, reply: bytes | bytearray, request: GenerateRequest, sent: GenerateRequest, limits: EngineInfo
     ) -> GroupSamples:
-        samples = decode_group(reply, sent, self._model[0])
+        if sent.scored:
+            samples = decode_score(reply, sent.token_ids.tolist(), limits.vocab_size, sent.topk)
+        else:
+            samples = decode_group(reply, sent, self._model[0])
         samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
         return samples
 
@@ -116,12 +120,12 @@ class SglangEngine(SglangWeights):
         tokens = token_ids.tolist()
         reply = await self._calls.call(what, "/generate", self._generate_timeout_s, body=encode_score(tokens))
         try:
-            logprobs, version = decode_score(reply, tokens, limits.vocab_size)
+            columns = decode_score(reply, tokens, limits.vocab_size).columns
         except ValueError as error:
             raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
-        if version < 0:
+        if columns["versions"][0] < 0:
             raise EngineError(f"engine {self.url}: {what}: its weights are incomplete, load them again")
-        return check_scores(f"engine {self.url}: {what}", logprobs, len(tokens) - 1)
+        return check_scores(f"engine {self.url}: {what}", columns["rollout_logprob"], len(tokens) - 1)
 
     async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
         what = f"recording the pass of {len(token_ids)} tokens"

@@ -36,6 +36,7 @@ class GenerateBody(Body):
     sampling_mask: bool = False
     flags: tuple[Text, ...] = ()
     drafts: list[list[TokenId]] = []
+    scored: bool = False
 
     def request(self) -> GenerateRequest:
         """Return the request. Raises ValueError for values that `GenerateRequest` rejects."""

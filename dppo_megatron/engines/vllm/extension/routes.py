@@ -169,7 +169,7 @@ class DppoRoutes:
                 "sampling_mask = true: this server does not record which tokens top_p, top_k and min_p left; it needs "
                 "--logprobs-mode processed_logprobs and, on GPUs, --return-sampling-mask"
             )
-        if self._masks.native and group.temperature and not group.top_k:
+        if self._masks.native and group.temperature and not group.top_k and not group.scored:
             raise ValueError(
                 "top_k = 0: a server with --return-sampling-mask lists the tokens left at every position of every "
                 "request; bound them by top_k"
@@ -184,9 +184,9 @@ class DppoRoutes:
             raise ValueError("token_ids: scoring needs a vector of at least two tokens")
         check_ids(token_ids, self._engine.model_config.get_vocab_size())
         scored = f"score-{uuid4().hex}"
-        work = score(self._engine, token_ids.tolist(), scored, self._masks, self._updater.adapter)
-        reply = encode_reply({}, {"logprobs": await _unless_gone(request, work)})
-        return Response(reply, media_type=MEDIA_TYPE)
+        work = score(self._engine, token_ids, scored, self._masks, self._updater.adapter)
+        samples = await _unless_gone(request, work)
+        return Response(encode_reply({}, {"logprobs": samples.columns["rollout_logprob"]}), media_type=MEDIA_TYPE)
 
     async def _trace(self, request: Request) -> Response:
         token_ids = parse(ScoreBody, await request.body()).token_ids
@@ -196,11 +196,11 @@ class DppoRoutes:
         async with self._tracing:
             await self._engine.collective_rpc("dppo_start_trace", args=(token_ids,))
             try:
-                work = score(self._engine, token_ids, traced, self._masks, self._updater.adapter)
-                logprobs = await _unless_gone(request, work)
+                work = score(self._engine, np.asarray(token_ids), traced, self._masks, self._updater.adapter)
+                samples = await _unless_gone(request, work)
             finally:
                 workers = await self._engine.collective_rpc("dppo_take_trace")
-        return Response(encode_trace(logprobs, workers), media_type=MEDIA_TYPE)
+        return Response(encode_trace(samples.columns["rollout_logprob"], workers), media_type=MEDIA_TYPE)
 
     async def _abort(self, request: Request) -> Response:
         group = self._running.get(parse(AbortBody, await request.body()).request_id)
