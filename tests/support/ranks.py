@@ -164,7 +164,14 @@ def _locals(error: Exception) -> str:
     if not isinstance(error, AssertionError):
         return ""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return "".join(f"{name} = {str(value)[:300]}\n" for name, value in frame.f_locals.items())
+    return "".join(f"{name} = {_shown(value)}\n" for name, value in frame.f_locals.items())
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)[:300]
+    except Exception:  # for example of a tensor on a simulated device
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _send(pipe: Any, answer: tuple[str, Any]) -> None:
