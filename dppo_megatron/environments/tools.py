@@ -173,9 +173,21 @@ def tool(name: str, description: str | None, parameters: dict[str, Any] | None) 
 
 
 class Tools:
-    """Stores functions by name, with JSON schemas of their arguments. Raises `TypeError` for one without a schema."""
+    """Stores functions by name, with JSON schemas of their arguments.
+
+    Raises `TypeError` for a function that a call in JSON cannot reach: without a name of its own, or with an argument
+    without a name or a type. Raises pydantic's error for a type without a JSON schema.
+    """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
+        names = [getattr(function, "__name__", "") for function in functions]
+        for name, function in zip(names, functions, strict=True):
+            if not re.fullmatch(r"[\w.-]{1,64}", name) or names.count(name) > 1:
+                raise TypeError(f"tools: {name or function} is not the name of one function; write a def for each")
+            for argument in inspect.signature(function).parameters.values():
+                unnamed = argument.kind in (argument.POSITIONAL_ONLY, argument.VAR_POSITIONAL)
+                if unnamed or (argument.annotation is argument.empty and argument.kind is not argument.VAR_KEYWORD):
+                    raise TypeError(f"tools: {name}({argument}): a call needs name and type; write it as (city: str)")
         # pydantic's annotation lacks functions, which it documents.
         self._functions = {f.__name__: TypeAdapter(f) for f in functions}  # type: ignore[arg-type]
         schemas = (function.json_schema() for function in self._functions.values())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import itertools
 import pickle
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from typing import Any
 
 from dppo_megatron.common.worker import Answer, Worker, WorkerError, checked
 from dppo_megatron.config.task import EnvironmentConfig
-from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, describe
+from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, awaited, describe
 from dppo_megatron.rewards.registry import load_attribute
 from dppo_megatron.types import Prompt
 
@@ -110,12 +108,11 @@ def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 class _Host:
-    """Runs the environment in its process, with one event loop. `make` is the environment's class, or the agent."""
+    """Runs the environment in its process. `make` is the environment's class, or the agent."""
 
     def __init__(self, make: Callable[..., Any]):
         self._make = make
         self._environment: Any = None
-        self._runner = asyncio.Runner()
 
     def answer(self, request: bytes) -> list[Any]:
         """Answer one request. User code may raise any error, which fails only this trajectory."""
@@ -135,14 +132,14 @@ class _Host:
         self._stepped = Tools(getattr(self._environment, "tools", ()))
         self._rewards: list[float] = []
         self._called = itertools.count()
-        opening = self._wait(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
+        opening = awaited(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
         return None if opening is None else _text(opening)
 
     def _step(self, text: str, opened: str = "") -> list[Any] | Failure:
         if not hasattr(self._environment, "step"):
             calls = tool_calls(opened + text, self._stepped.schemas)
             return [[self._result(call) for call in calls], None, not calls]
-        said, reward, done = self._wait(self._environment.step(text))
+        said, reward, done = awaited(self._environment.step(text))
         if reward is not None:
             reward = as_outcome(reward)
             if isinstance(reward, Failure):
@@ -152,7 +149,7 @@ class _Host:
 
     def _result(self, call: ToolCall) -> Message:
         try:
-            content = _text(self._wait(self._stepped.call(call)))
+            content = _text(awaited(self._stepped.call(call)))
         except EnvironmentFailed:
             raise
         except Exception as error:
@@ -163,21 +160,12 @@ class _Host:
     def _finish(self) -> float | Failure | None:
         environment, self._environment = self._environment, None
         if hasattr(environment, "reward"):
-            return as_outcome(self._wait(environment.reward()))
+            return as_outcome(awaited(environment.reward()))
         return as_outcome(sum(self._rewards)) if self._rewards else None
 
     def _agent(self, prompt: Prompt, url: str, key: str) -> float | Failure | None:
-        reward = self._wait(self._make(url, key, prompt.columns))
+        reward = awaited(self._make(url, key, prompt.columns))
         return None if reward is None else as_outcome(reward)
-
-    def _wait(self, value: Any) -> Any:
-        if not inspect.isawaitable(value):
-            return value
-
-        async def finish() -> Any:
-            return await value
-
-        return self._runner.run(finish())
 
 
 def _text(value: Any) -> str:

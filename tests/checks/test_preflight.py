@@ -218,6 +218,19 @@ def test_answers_that_the_reward_cannot_compare_with_are_named_by_line(tree, tmp
     assert "no term of reward.terms is for the data source ''" in found(tree)
 
 
+def test_a_held_out_set_of_training_rows_is_refused(tree, task, tmp_path):
+    rows = [json.loads(line) | {"id": 1} for line in (task / "train.jsonl").read_text().splitlines()[:4]]
+    copied, linked = tmp_path / "copied.jsonl", tmp_path / "linked.jsonl"
+    copied.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    linked.symlink_to(task / "train.jsonl")
+    sets = {"again": {"path": str(copied), "prompt_template": "Q: {prompt}"}, "linked": {"path": str(linked)}}
+    problems = found(tree | {"eval": {"sets": sets}}).splitlines()
+    assert f"eval.sets.again.path = {copied}: the run trains on all of its rows; name rows that it does not" in problems
+    assert f"eval.sets.linked.path = {linked}: the run trains on this file, so nothing is held out" in problems[0]
+    copied.write_text(copied.read_text() + json.dumps({"prompt": "1+1=", "answer": "3"}) + "\n")
+    preflight(Config.model_validate(tree | {"eval": {"sets": {"again": sets["again"]}}}), "config.yaml")
+
+
 def test_a_model_without_a_tokenizer_is_one_violation(tree, task, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):

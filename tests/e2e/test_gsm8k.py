@@ -67,6 +67,7 @@ def test_two_steps_of_the_example_on_real_questions_and_its_own_verifier(model, 
     tree["rollout"] |= {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 16, "topk_logprobs": 8}
     tree["objective"] = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}
     tree["train"] |= {"steps": 2, "updates_per_step": 2}
+    tree["optimizer"]["warmup_updates"] = 2
     tree["engine"] |= {"count": 1, "dtype": "fp32", "max_model_len": 1024, "kv_cache_bytes": 1 << 28}
     tree["weight_sync"] = {"probe_tolerance": 1e-4}
     tree["checkpoint"] = {"every": 0}

@@ -1,6 +1,7 @@
 """Groups of trajectories with real environment processes and a scripted policy."""
 
 import asyncio
+import functools
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import PydanticUserError
 
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.bank.journal import Journals
@@ -18,10 +20,12 @@ from dppo_megatron.environments import EnvironmentFailed
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.interface import EnvironmentNameError
 from dppo_megatron.environments.pool import EnvironmentPool
+from dppo_megatron.environments.tools import Tools
 from dppo_megatron.environments.worker import environment_problem
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.environments import worlds
 from tests.support.configs import make_config
 
 WORLDS = "tests.environments.worlds"
@@ -177,6 +181,50 @@ def test_reset_adds_to_the_prompt_and_the_reward_comes_last(tokenizer):
         assert text_of(tokenizer, group) == "ab<eos><user>[ab]<assistant>ab<eos>"
         assert group.turn_rewards is None
         assert group.rewards.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.slow
+def test_async_methods_of_all_trajectories_of_a_process_share_one_loop(tokenizer):
+    groups, _, _ = play(tokenizer, "Connected", ["ab"], answers=("7", "8"))
+    assert [group.rewards.tolist() for group in groups] == [[1.0, 1.0]] * 2
+
+
+def no_type(x):
+    return x
+
+
+def positional(x: int, /):
+    return x
+
+
+def several(*x: int):
+    return x
+
+
+def unwritable(x: type):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("functions", "problem"),
+    [
+        ([lambda x: x], "tools: <lambda> is not the name of one function"),
+        ([functools.partial(worlds.double, 1)], r"tools: functools.partial\(.*\) is not the name of one function"),
+        ([worlds.double, worlds.double], "tools: double is not the name of one function"),
+        ([worlds.Table()], "is not the name of one function"),
+        ([no_type], r"tools: no_type\(x\): a call needs name and type; write it as \(city: str\)"),
+        ([positional], r"tools: positional\(x: 'int'\): a call needs name and type"),
+        ([several], r"tools: several\(\*x: 'int'\): a call needs name and type"),
+        ([unwritable], "Cannot generate a JsonSchema for .*'type'"),
+        ([worlds.double, worlds.Table().look_up], None),
+    ],
+)
+def test_tools_that_a_call_cannot_reach_are_refused(functions, problem):
+    if problem is None:
+        assert len(Tools(functions).schemas) == len(functions)
+    else:
+        with pytest.raises((TypeError, PydanticUserError), match=problem):
+            Tools(functions)
 
 
 @pytest.mark.slow

@@ -63,6 +63,20 @@ async def double(x: int) -> int:
     return 2 * x
 
 
+LOOPS = set()
+
+
+class Connected(Opened):
+    """Shares a client between methods and trajectories, which belongs to the event loop of its first use."""
+
+    async def reset(self, prompt, seed):
+        LOOPS.add(asyncio.get_running_loop())
+
+    async def reward(self):
+        LOOPS.add(asyncio.get_running_loop())
+        return float(len(LOOPS) == 1)
+
+
 class Hostile:
     """Harms itself as the prompt's answer demands."""
 

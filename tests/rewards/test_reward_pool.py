@@ -61,6 +61,18 @@ def test_a_class_is_one_object_per_process(prompt):
         assert score(pool, prompt("1"), "a", "b", "c") == ([1.0, 2.0, 3.0], [False] * 3)
 
 
+def test_samples_of_an_async_reward_share_its_client(prompt):
+    with make_pool("tests.rewards.strange_rewards:SharedClient") as pool:
+        assert pool.check_answers([("", "1")]) == [None]
+        assert score(pool, prompt("1"), "a", "b", "c") == ([1.0, 1.0, 1.0], [False] * 3)
+
+
+def test_the_check_at_the_start_calls_a_reward_twice(prompt):
+    with make_pool("tests.rewards.strange_rewards:second_call_fails", workers=2) as pool:
+        ((_, failure),) = pool.try_once([prompt("1")])
+        assert "ZeroDivisionError" in failure.detail
+
+
 @pytest.mark.slow
 def test_importing_does_not_count_against_the_timeout(prompt):
     with make_pool("tests.rewards.slow_to_import:one", timeout_s=0.75) as pool:

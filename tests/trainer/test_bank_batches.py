@@ -307,10 +307,11 @@ def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch,
 
 
 def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
-    def parts(last: bool, held: tuple[int, ...] | None, **acceptance) -> tuple[str, ...]:
+    def parts(last: bool, held: tuple[int, ...] | None, objective=None, **acceptance) -> tuple[str, ...]:
         routing = None if held is None else SimpleNamespace(held_layers=held)
         config = task_config(tmp_path, acceptance=acceptance)
-        return parts_of(SimpleNamespace(config=config, layout=SimpleNamespace(is_last_stage=last), routing=routing))
+        actor = SimpleNamespace(config=config, layout=SimpleNamespace(is_last_stage=last), routing=routing)
+        return parts_of(actor, objective or build_objective("m2po"))
 
     assert parts(False, None) == ("core",)
     assert parts(True, None) == ("core", "topk", "sampling_mask")
@@ -319,6 +320,8 @@ def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
     assert parts(True, (2,)) == ("core", "topk", "sampling_mask", "routes")
     assert parts(False, None, bound=0.1, divergence="objective") == ("core", "topk", "sampling_mask")
     assert parts(False, None, bound=0.1, divergence="binary_kl") == ("core",)
+    taught = build_objective("m2po", distillation="sampled", distillation_coefficient=1.0)
+    assert parts(False, None, taught) == ("core", "topk", "sampling_mask")
 
 
 def test_a_bank_sampled_with_truncation_needs_its_settings(tmp_path):

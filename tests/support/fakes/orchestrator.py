@@ -34,7 +34,7 @@ STOP = 99
 def sampling_config(run_dir: Path, *, steps: int = 3, sets: Any = (), **rollout: Any) -> Config:
     config = make_config(
         run={"dir": str(run_dir), "seed": 5, "stall_timeout_s": 5},
-        data={"eval": "unused.jsonl"},
+        data={"eval": "held_out.jsonl"},
         train={"steps": steps},
         eval={"every": 2, "sets": dict(sets)},
         rollout={"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 8, **rollout},
