@@ -25,7 +25,7 @@ def problems(
     `tools` are the tools of the environment, which the chat template writes into every prompt.
     """
     from dppo_megatron.bank.files import HEAD_NAME
-    from dppo_megatron.data.prompts import PromptFile, PromptFileError
+    from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_ids
     from dppo_megatron.data.rows import column
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
@@ -63,6 +63,11 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
+                if hf is not None and tokenizer is not None and config.objective.supervised and setting in dict(named):
+                    lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer))) for r in file.rows)
+                    long = [(r.number, config.too_long(hf.max_position_embeddings, *of)) for r, *of in lengths]
+                    if violations := [(n, f"{why}; raise the limit, or remove it") for n, why in long if why]:
+                        out.append(f"{setting} = {file.error(violations)}")
                 prompts = {(repr(column(r.columns, data.prompt_column, "")), r.answer) for r in file.rows}
                 if setting in dict(named):
                     trained |= prompts

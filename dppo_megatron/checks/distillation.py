@@ -55,11 +55,14 @@ def model_problems(config: Config) -> Iterator[str]:
     given = {name: t.path for name, t in config.distillation.teachers.items() if t.path is not None}
     for name, path in given.items():
         try:
-            sizes = [read_hf_config(model).vocab_size for model in (path, config.model.path)]
+            models = [read_hf_config(model) for model in (path, config.model.path)]
+            sizes, positions = [model.vocab_size for model in models], models[0].max_position_embeddings
             same = load_tokenizer(path).get_vocab() == load_tokenizer(config.model.path).get_vocab()
         except ExpectedError as error:
             yield f"distillation.teachers.{name}: {error}"
             continue
+        if config.samples and (longest := config.too_long(positions)):
+            yield f"distillation.teachers.{name}.path = {path}: has {positions} positions, {longest}; lower one of them"
         if not same or sizes[0] < max(sizes[1], config.distillation.topk):
             yield (
                 f"distillation.teachers.{name}.path = {path}: has another tokenizer than model.path, or its {sizes[0]} "

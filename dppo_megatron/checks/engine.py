@@ -156,13 +156,11 @@ def model_problems(config: Config, hf: HFModelConfig | None) -> Iterator[str]:
     if not config.samples or hf is None:
         return
     yield from kind_of(config).model_problems(config, hf)
-    engine = config.engine
-    setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
-    prompt, positions = config.data.max_prompt_tokens, hf.max_position_embeddings
-    if max(prompt + response, engine.max_model_len) > positions:
-        wrong, remedy = f"engine.max_model_len = {engine.max_model_len}", "remove it, or lower it to that"
-        if prompt + response > positions:
-            wrong, remedy = f"data.max_prompt_tokens = {prompt} + {setting} = {response}", "lower one of them"
+    engine, positions = config.engine, hf.max_position_embeddings
+    longest = config.too_long(positions)
+    if longest or engine.max_model_len > positions:
+        wrong = longest or f"engine.max_model_len = {engine.max_model_len}"
+        remedy = "lower one of them" if longest else "remove it, or lower it to that"
         yield f"{wrong}: the model supports {positions} positions (max_position_embeddings); {remedy}"
     if unknown := [token for token in config.rollout.stop_token_ids if token >= hf.vocab_size]:
         yield (

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
-from dppo_megatron.config import Config, ConfigError, read_config, with_absolute_paths
+from dppo_megatron.common.files import read_json, write_json
+from dppo_megatron.config import Config, ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import problem
+
+from .contents import contents
 
 # These settings may change between attempts of a run. A change of another setting would make it a different run.
 RESUMABLE_CHANGES = (
@@ -55,14 +61,36 @@ def problems(config: Config, *, resume: bool) -> list[str]:
     return changed_settings(config, read_config(saved))  # rules between settings may be newer
 
 
+def record(config: Config) -> None:
+    """Write the resolved config of a run, and digests of the files that it names, for `changed_settings`."""
+    config, run = with_absolute_paths(config), RunDir(config.run.dir)
+    save_resolved(config, run.config)
+    digests = read_json(run.files) or {}  # files that this machine does not have keep those of an earlier attempt
+    for key, path in _flat(config.model_dump()):
+        if isinstance(path, Path) and not _resumable(key) and (files := contents(key, path)):
+            digests[key] = files
+    write_json(run.files, digests, indent=1)
+
+
 def changed_settings(config: Config, saved: Config) -> list[str]:
-    """Return settings that differ from the saved ones and would make the resumed run another run."""
-    before, now = (_flat(with_absolute_paths(c).model_dump(mode="json")) for c in (saved, config))
-    return [
-        f"{key} = {now.get(key)!r}: the run was started with {before.get(key)!r}; use that or another run.dir"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and not _resumable(key)
-    ]
+    """Return settings that differ from the saved ones and would make the resumed run another run.
+
+    A path may differ if `record` read the same files there.
+    """
+    before, now = (dict(_flat(with_absolute_paths(c).model_dump(mode="json"))) for c in (saved, config))
+    recorded, out = read_json(RunDir(config.run.dir).files) or {}, []
+    for key in sorted(key for key in {*before, *now} if not _resumable(key)):
+        value, files = now.get(key), recorded.get(key)
+        if value and files and (found := contents(key, Path(value))):
+            if changed := sorted({name for name, _ in files.items() ^ found.items()}):
+                name = "the file" if changed[0] == "." else changed[0]
+                out.append(
+                    f"{key} = {value}: {name} is not as at the start of the run; restore it, or start a new run in "
+                    "another run.dir"
+                )
+        elif before.get(key) != value:
+            out.append(f"{key} = {value!r}: the run was started with {before.get(key)!r}; use that or another run.dir")
+    return out
 
 
 def earlier_run(config: Config) -> list[str]:
@@ -77,11 +105,12 @@ def _resumable(key: str) -> bool:
     return any(fnmatchcase(key, allowed) or key.startswith(allowed + ".") for allowed in RESUMABLE_CHANGES)
 
 
-def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def _flat(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a tree with their names; a list of sections has numbers: data.more.0.path."""
+    if isinstance(tree, (list, tuple)) and any(isinstance(part, dict) for part in tree):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict):
+        yield key, tree
+        return
+    for name, below in tree.items():
+        yield from _flat(below, f"{key}.{name}" if key else name)

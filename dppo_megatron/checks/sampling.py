@@ -69,12 +69,11 @@ def _staleness(config: Config) -> Iterator[str]:
 
 def lengths(config: Config) -> Iterator[str]:
     """Return a problem for a response length that does not fit the engine."""
-    prompt, room = config.data.max_prompt_tokens, config.engine.max_model_len
-    name, response = max(config.response_tokens.items(), key=lambda item: item[1])
-    if config.samples and prompt + response > room:
+    room = config.engine.max_model_len
+    if config.samples and (longest := config.too_long(room)):
         yield (
-            f"engine.max_model_len = {room}: less than data.max_prompt_tokens = {prompt} + {name} = {response}, so "
-            f"responses to long prompts would be truncated; remove it for {prompt + response}, or lower one of those"
+            f"engine.max_model_len = {room}: less than {longest}, so responses to long prompts would be truncated; "
+            "remove it, or lower one of those"
         )
 
 

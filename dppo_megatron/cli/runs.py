@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dppo_megatron.checks import load_config
-from dppo_megatron.config import read_config, save_resolved, with_absolute_paths
+from dppo_megatron.config import read_config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
@@ -24,6 +24,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     Ctrl-C or SIGTERM ends all processes; --resume then continues the run.
     """
     from dppo_megatron.checks import check_run_dir, preflight
+    from dppo_megatron.checks.resume import record
     from dppo_megatron.launch.local_processes import local_plan
     from dppo_megatron.launch.local_run import LocalRun, finished
     from dppo_megatron.observability.report import write_report
@@ -42,7 +43,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     with run.take() as lock:
         check_run_dir(config, str(config_file), resume=resume)  # again, since another process may have started the run
         typer.echo("\n".join(notes))
-        save_resolved(with_absolute_paths(config), run.config)
+        record(config)
         code = LocalRun(config, local_plan(config, resume=resume), lock).run()
     if code == 0:
         typer.echo(f"report: {write_report(run.root)}")

@@ -79,8 +79,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _derive(self) -> Self:
-        e, longest = self.engine, self.data.max_prompt_tokens + max(self.response_tokens.values())
-        own = {"dtype": e.dtype or self.model.dtype, "max_model_len": e.max_model_len or longest}
+        e = self.engine
+        own = {"dtype": e.dtype or self.model.dtype, "max_model_len": e.max_model_len or self._longest[0]}
         object.__setattr__(self, "engine", e.model_copy(update=own))  # the attribute is frozen for callers
         return self
 
@@ -162,6 +162,26 @@ class Config(Section):
             setting = f"eval.sets.{name}" if own else "eval" if self.eval.max_response_tokens else "rollout"
             lengths[f"{setting}.max_response_tokens"] = one.max_response_tokens or 0
         return lengths
+
+    @property
+    def _longest(self) -> tuple[int, str]:
+        setting, response = max(self.response_tokens.items(), key=lambda item: item[1])
+        prompt = self.data.max_prompt_tokens
+        return prompt + response, f"data.max_prompt_tokens = {prompt} + {setting} = {response}"
+
+    def too_long(self, positions: int, prompt: int | None = None, response: int = 0) -> str | None:
+        """Return the sequence that exceeds `positions` or a limit of the run, in words; None if there is none.
+
+        positions: tokens that a model or server can read. prompt, response: tokens of a sequence that exists; default:
+        the longest that may be sampled. A response that exists may have `rollout.max_response_tokens`.
+        """
+        if prompt is None:
+            tokens, settings = self._longest
+            return settings if tokens > positions else None
+        if response > (limit := self.rollout.max_response_tokens):
+            return f"a response of {response} tokens, but rollout.max_response_tokens = {limit}"
+        whole = f"a prompt and response of {prompt} + {response} tokens, but the model has {positions} positions"
+        return whole if prompt + response > positions else None
 
     @property
     def request_timeout_s(self) -> float:

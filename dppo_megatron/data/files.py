@@ -91,7 +91,7 @@ def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str,
                 if isinstance(parts, list):
                     raise ValueError(parts[0])
                 asked = thread.submit(worker.ask, (None, seconds, None), WAIT_S, "for rows", list[Any] | bytes)
-                rows = pyarrow.ipc.open_stream(parts).read_next_batch().to_pylist()
+                rows = pyarrow.ipc.open_stream(parts).read_next_batch().to_pylist(maps_as_pydicts="strict")
                 yield from enumerate(rows, number)
                 number += len(rows)
     except ImportError:

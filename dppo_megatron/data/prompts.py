@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from dppo_megatron.errors import shown
 from dppo_megatron.types import Prompt
 
 from .files import read_rows, unit
+from .messages import messages_of, plain, text_of
 from .order import EpochOrder, Mixture
 from .rows import PromptFileError, check_text, column
 from .worker import render_chats
@@ -169,6 +171,11 @@ def training_prompts(
     return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more), tools)
 
 
+def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str) -> np.ndarray:
+    """Return a given answer as a response: [A] int32, with the token that ends it."""
+    return np.array([*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id], np.int32)
+
+
 def parse_rows(
     path: Path, config: DataConfig, render: Render
 ) -> Iterator[tuple[int, dict[str, Any] | None, PromptRow | ValueError]]:
@@ -202,11 +209,12 @@ def _row(text: str, number: int, columns: dict[str, Any], config: DataConfig) ->
 
 
 def _source(columns: dict[str, Any], name: str) -> str:
-    value = attempt(column, columns, name, "data.source_column")
+    value = attempt(plain, attempt(column, columns, name, "data.source_column"))
     return "" if value is None or isinstance(value, ValueError) else str(value)
 
 
 def _answer(value: Any) -> str:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"the answer is {type(value).__name__}, expected text or a number")
     if isinstance(value, float) and not math.isfinite(value):
@@ -226,17 +234,40 @@ def renderer(
         raise ValueError(f"data.prompt_template = {template!r}: must contain {{prompt}}")
     chat = getattr(tokenizer, "chat_template", None)
     if not config.chat_template:  # without a tokenizer, it is unknown whether it has one
-        return lambda values: [attempt(_fill, value, config, tokenizer is None or bool(chat)) for value in values]
+        return lambda values: [attempt(_lone_text, value, config, tokenizer is None or bool(chat)) for value in values]
     if tokenizer is None or not chat:
         raise ValueError(
             "data.chat_template = true: the tokenizer has no chat template; set it to false or use an instruct model"
         )
-    return lambda values: render_chats(tokenizer, [attempt(prompt_messages, value, config) for value in values], tools)
+
+    def render(values: Sequence[Any]) -> list[str | ValueError]:
+        chats = [attempt(prompt_messages, value, config) for value in values]
+        return [attempt(_complete, *pair) for pair in zip(render_chats(tokenizer, chats, tools), chats, strict=True)]
+
+    return render
 
 
 def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
-    """Return the prompt column's value as the first messages of a chat. Raises `ValueError`."""
-    return list(value) if _is_messages(value) else [{"role": "user", "content": _fill(value, config)}]
+    """Return the prompt column's value as the first messages of a chat. Raises `ValueError`.
+
+    `data.prompt_template` is the text around the user's last message.
+    """
+    messages = messages_of(value) or [{"role": "user", "content": value}]
+    last = next((turn for turn in reversed(messages) if turn["role"] == "user"), None)
+    if last is not None:
+        last["content"] = _fill(last["content"], config)
+    elif config.prompt_template != "{prompt}":
+        raise ValueError("no message of the user for data.prompt_template; remove the setting, or add a message")
+    return messages
+
+
+def _complete(text: str, chat: Sequence[dict[str, Any]]) -> str:
+    """Raise `ValueError` if a chat template left out a message. It may change those of the policy and of tools."""
+    asked = [(turn["content"].strip(), turn["role"]) for turn in chat if turn["role"] not in ("assistant", "tool")]
+    for content, role in asked:
+        if text.count(content) < sum(content == other for other, _ in asked):
+            raise ValueError(f"the chat template leaves out a message of role {shown(role)}; change its role")
+    return text
 
 
 def render_chat(
@@ -249,28 +280,21 @@ def render_chat(
     return text
 
 
-def _fill(value: Any, config: DataConfig, chat: bool = True) -> str:
-    """Fill the prompt template. chat: whether the tokenizer has a chat template."""
-    if _is_messages(value):
-        if not chat:
-            raise ValueError(
-                f"{len(value)} messages, and the tokenizer has no chat template; use a model that has one, or name the "
-                f"text of a lone message: data.prompt_column = {config.prompt_column}.0.content"
-            )
-        if len(value) != 1 or value[0]["role"] != "user":
-            raise ValueError(f"{len(value)} messages; set data.chat_template = true, or leave only one of the user")
-        value = value[0]["content"]
-    if not isinstance(value, str):
-        raise ValueError(f"the prompt is {type(value).__name__}, expected text")
-    if not value.strip():
+def _lone_text(value: Any, config: DataConfig, chat: bool) -> str:
+    """Return the prompt's text without a chat template. chat: whether the tokenizer has one."""
+    if (given := messages_of(value)) and not chat:
+        raise ValueError(
+            f"{len(given)} messages, and the tokenizer has no chat template; use a model that has one, or name the "
+            f"text of a lone message: data.prompt_column = {config.prompt_column}.0.content"
+        )
+    messages = prompt_messages(value, config)
+    if [turn["role"] for turn in messages] != ["user"]:
+        raise ValueError(f"{len(messages)} messages; set data.chat_template = true, or leave only one of the user")
+    return messages[0]["content"]
+
+
+def _fill(value: Any, config: DataConfig) -> str:
+    if not (text := text_of(value)).strip():
         raise ValueError("the prompt is empty")
     # str.format would interpret other braces, which are common in mathematics.
-    return config.prompt_template.replace("{prompt}", value)
-
-
-def _is_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value)
-    )
+    return config.prompt_template.replace("{prompt}", text)

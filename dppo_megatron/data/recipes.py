@@ -17,6 +17,7 @@ from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.errors import ExpectedError, shown
 
 from .files import read_rows
+from .messages import messages_of, plain
 from .prompts import attempt
 from .rows import check_text, column
 
@@ -58,7 +59,7 @@ def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (
         if isinstance(columns, ValueError):
             raise RecipeError(f"{source}: line {number}: {columns}")
         try:
-            row = RECIPES[recipe](columns)
+            row = RECIPES[recipe](plain(columns))
             if "level" in row and not levels[0] <= row["level"] <= levels[1]:
                 raise _LeftOut(f"level outside {levels[0]} to {levels[1]}")
             if attempt(check_text, row["prompt"] + row["answer"], "it") is not None:
@@ -164,9 +165,8 @@ def _text(value: Any) -> str:
 
 def _user_text(value: Any) -> str:
     """Return a text, or the text of a single user message."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and value[0].get("role") == "user":
-        value = value[0].get("content")
-    return _text(value)
+    messages = messages_of(value) or []
+    return _text(messages[0]["content"] if [turn["role"] for turn in messages] == ["user"] else value)
 
 
 def _last_box(solution: str) -> str | None:

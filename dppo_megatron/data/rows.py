@@ -19,7 +19,7 @@ _LONGEST_PROBLEM = 200
 _LONGEST_RANGES = 300
 _LONGEST_PATH = 300
 _DEEPEST = 100  # levels of lists and objects; pickling and chat templates recurse over a row
-_OPENING = re.compile(rb"[\[{]")
+_OPENING = re.compile(r"[\[{]")
 # Control characters, which a model's text never has. A form feed is often the rest of an unescaped \frac.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
@@ -80,20 +80,26 @@ def parse_line(line: bytes) -> dict[str, Any]:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    columns = parse_json(text)
+    if not isinstance(columns, dict):
+        raise ValueError(f"expected a JSON object, found {type(columns).__name__}")
+    return columns
+
+
+def parse_json(text: str) -> Any:
+    """Return a JSON value. Raises `ValueError` if it is ambiguous, nested too deeply, or has half a surrogate pair."""
     try:
-        columns = json.loads(text, object_pairs_hook=each_once)
+        value = json.loads(text, object_pairs_hook=each_once)
     except json.JSONDecodeError as error:
         problem = error.msg.removesuffix(" enclosed in double quotes").removesuffix(" at")
         raise ValueError(f"not JSON: {problem} at character {error.pos + 1}") from None
     except RecursionError:
         raise ValueError(f"nested more than {_DEEPEST} levels deep") from None
-    if not isinstance(columns, dict):
-        raise ValueError(f"expected a JSON object, found {type(columns).__name__}")
-    if sum(1 for _ in _OPENING.finditer(line)) > _DEEPEST and _is_deep(columns):
+    if sum(1 for _ in _OPENING.finditer(text)) > _DEEPEST and _is_deep(value):
         raise ValueError(f"nested more than {_DEEPEST} levels deep")
     if "\\u" in text:
-        check_text(json.dumps(columns, ensure_ascii=False), "it", control=False)
-    return columns
+        check_text(json.dumps(value, ensure_ascii=False), "it", control=False)
+    return value
 
 
 def check_text(text: str, what: str, *, control: bool = True) -> None:

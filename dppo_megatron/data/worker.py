@@ -132,7 +132,11 @@ class Tables:
     def _checked(self, batch: Any) -> bytes:
         """Return a batch as a stream, after creating its rows within the limits: few bytes may expand to any size."""
         batch.validate(full=True)
-        batch.to_pylist()
+        for number, field in enumerate(batch.schema):
+            if str(field.type) == "float":  # of 32 bits; as text first, or 0.1 would become 0.10000000149
+                short = batch.column(number).cast("string").cast("float64")
+                batch = batch.set_column(number, field.name, short)
+        batch.to_pylist(maps_as_pydicts="strict")
         sink = self._pa.BufferOutputStream()
         with self._pa.ipc.new_stream(sink, batch.schema) as out:
             out.write_batch(batch)

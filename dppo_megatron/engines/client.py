@@ -85,8 +85,7 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
     rollout, engine = config.rollout, config.engine
     cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size
     dtype = DTYPES[engine.dtype].long
-    setting, response = max(config.response_tokens.items(), key=lambda item: item[1])
-    longest = config.data.max_prompt_tokens + response
+    longest = config.too_long(info.max_model_len)
     problems = [
         (
             info.logprobs_mode != "processed_logprobs",
@@ -103,10 +102,9 @@ def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | Non
             f"vocabulary of {info.vocab_size}, rollout.topk_logprobs = {rollout.topk_logprobs}; lower K",
         ),
         (
-            info.max_model_len < longest,
-            f"sequences of at most {info.max_model_len} tokens, data.max_prompt_tokens = "
-            f"{config.data.max_prompt_tokens} + {setting} = {response}: responses "
-            "would be truncated; raise --max-model-len or --context-length (engine.max_model_len)",
+            longest is not None,
+            f"sequences of at most {info.max_model_len} tokens, {longest}: responses would be truncated; raise "
+            "--max-model-len or --context-length (engine.max_model_len)",
         ),
         (
             info.dtype != dtype,

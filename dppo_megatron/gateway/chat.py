@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from dppo_megatron.data.messages import text_of
 from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
 from dppo_megatron.environments.tool_messages import described_call
 from dppo_megatron.environments.tools import tool
 
-from .interface import MODEL, Body, arguments_of, call, text_of
+from .interface import MODEL, Body, arguments_of, call
 
 PATH = "/v1/chat/completions"
 SERVED: dict[str, Any] = {
@@ -59,7 +60,7 @@ def error(message: str, status: int) -> Body:
 
 def _message(message: Body) -> ChatMessage:
     role = "system" if message["role"] == "developer" else message["role"]
-    out: ChatMessage = {"role": role, "content": text_of(message.get("content"))}
+    out: ChatMessage = {"role": role, "content": text_of(message.get("content") or "")}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls]
     return out | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
+from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
 from dppo_megatron.environments.tool_messages import described_call
 from dppo_megatron.environments.tools import ToolCall
 
@@ -32,16 +32,6 @@ class Interface(Protocol):
         """Yield the reply as server-sent events. An event with a `type` is named after it."""
 
     def error(self, message: str, status: int) -> Body: ...
-
-
-def text_of(content: str | list[Body] | None) -> str:
-    """Return the text of a message. Rejects a message with parts that are not text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if "text" not in part:
-            raise RequestRejected(f"a part of type {part.get('type')!r}: the policy reads only text")
-    return "".join(part["text"] for part in content)
 
 
 def call(id: str, name: str, arguments: str | Body) -> Body:

@@ -6,17 +6,18 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from dppo_megatron.data.messages import text_of
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
 from dppo_megatron.environments.tools import tool
 
-from .interface import MODEL, Body, call, system, text_of
+from .interface import MODEL, Body, call, system
 
 PATH = "/v1/messages"
 SERVED: dict[str, Any] = {"stop_sequences": (None, []), "tool_choice": (None, {"type": "auto"})}
 
 
 def read(body: Body) -> TurnRequest:
-    messages = system(text_of(body.get("system")))
+    messages = system(text_of(body.get("system") or ""))
     for message in body["messages"]:
         _put(messages, message)
     tools = [tool(t["name"], t.get("description"), t["input_schema"]) for t in body.get("tools") or ()]
@@ -68,7 +69,7 @@ def _put(messages: list[ChatMessage], message: Body) -> None:
         match block["type"]:
             case "tool_result":
                 result = {"role": "tool", "tool_call_id": block["tool_use_id"]}
-                messages.append({**result, "content": text_of(block.get("content"))})
+                messages.append({**result, "content": text_of(block.get("content") or "")})
             case "tool_use":
                 calls.append(call(block["id"], block["name"], block["input"]))
             case "thinking" | "redacted_thinking":

@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from dppo_megatron.data.messages import text_of
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
 from dppo_megatron.environments.tools import tool
 
 from .chat import error
-from .interface import MODEL, Body, arguments_of, call, system, text_of
+from .interface import MODEL, Body, arguments_of, call, system
 
 __all__ = ["PATH", "SERVED", "error", "events", "read", "reply"]
 
@@ -81,14 +82,14 @@ def _put(messages: list[ChatMessage], item: Body) -> None:
     match item.get("type", "message"):
         case "message":
             role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": text_of(item["content"])})
+            messages.append({"role": role, "content": text_of(item["content"] or "")})
         case "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             called = call(item["call_id"], item["name"], item["arguments"])
             messages[-1].setdefault("tool_calls", []).append(called)
         case "function_call_output":
-            content = text_of(item["output"])
+            content = text_of(item["output"] or "")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         case "reasoning":
             pass  # the policy's own turns are stored as they were sampled

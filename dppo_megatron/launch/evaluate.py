@@ -13,7 +13,7 @@ from typing import Any
 
 from dppo_megatron.checks import sampling
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
-from dppo_megatron.checks.resume import changed_settings, unusable_directory
+from dppo_megatron.checks.resume import changed_settings, record, unusable_directory
 from dppo_megatron.common.files import output, read_json, write_json
 from dppo_megatron.config import Config, ConfigError, read_config, with_settings
 from dppo_megatron.config.schema import ObjectiveConfig
@@ -74,6 +74,7 @@ def evaluate_model(
             raise ConfigError(source, problems)
         forget_all(run)
     write_json(directory / MODEL, identity)
+    record(config)
     try:
         with running_engines(config, trains=False) as answering:
             return asyncio.run(_evaluate(config, answering, model if urls else None, identity))

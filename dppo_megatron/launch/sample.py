@@ -8,9 +8,9 @@ from typing import Any
 
 from dppo_megatron.checks import check_run_dir, data, settings_problems
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
-from dppo_megatron.checks.resume import unusable_directory
+from dppo_megatron.checks.resume import record, unusable_directory
 from dppo_megatron.checks.user_code import environment_problems, reward_problems
-from dppo_megatron.config import Config, ConfigError, save_resolved, with_absolute_paths, with_settings
+from dppo_megatron.config import Config, ConfigError, with_settings
 from dppo_megatron.config.distillation import DistillationConfig
 from dppo_megatron.config.schema import ObjectiveConfig, ParallelConfig
 from dppo_megatron.config.task import EvalConfig
@@ -59,7 +59,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
         trainers=[],
     )
     with run.take() as lock:
-        save_resolved(with_absolute_paths(config), run.config)
+        record(config)
         return LocalRun(config, plan, lock, resume_command="the same command and --resume").run()
 
 

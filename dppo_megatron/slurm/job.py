@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from dppo_megatron.checks import check_job
+from dppo_megatron.checks.resume import record
 from dppo_megatron.common.files import write_atomic
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.common.retry import wait_until
-from dppo_megatron.config import Config, read_config, save_resolved, with_absolute_paths
+from dppo_megatron.config import Config, read_config, with_absolute_paths
 from dppo_megatron.errors import ExpectedError, bounded
 from dppo_megatron.launch.driver import Completed, Failed, RunDriver, TrainerStopped
 from dppo_megatron.launch.local_processes import prepare_teachers
@@ -57,7 +58,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     check_job(config, str(source), resume=resume, nodes=allocation.sizes, gpus=allocation.gpus)
     queue.retry_until_answered(lambda: refuse_second_job(run, allocation.job_id), config.slurm.signal_lead_s)
     with run.take(LOCK_S):
-        save_resolved(config, run.config)
+        record(config)
         if config_file.absolute() == run.config:
             note.unlink(missing_ok=True)  # a job of another cluster may have left it
         else:

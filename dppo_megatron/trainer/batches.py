@@ -17,7 +17,7 @@ from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import Config
 from dppo_megatron.data.micro_batches import Prefixes, computed_pairs, computed_rows, plan_micro_batches
 from dppo_megatron.data.packing import TokenSequence, pack
-from dppo_megatron.data.prompts import PromptSource
+from dppo_megatron.data.prompts import PromptFileError, PromptSource, answer_ids
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import ObjectiveProtocol, sequence_weights
@@ -106,6 +106,7 @@ class BankBatches:
         self._rank, self._size = rank, size
         self._buffer = ReadBuffer()  # has one micro-batch, which is copied entirely when it is packed
         self._rollout_metrics = RunDir(config.run.dir).rollout_metrics
+        self._positions = _positions(config)
         self._experts = read_hf_config(config.model.path).moe if config.rollout.routing_replay else None
 
     def ready(self, step: int) -> bool:
@@ -161,6 +162,14 @@ class BankBatches:
     def _differences(self, entry: BankEntry) -> Iterator[tuple[str, str, str]]:
         """Yield (setting with value, difference in the bank, remedy) for each difference of one group."""
         rollout, refill = self._config.rollout, "use the setting the bank was filled with"
+        limit = f"rollout.max_response_tokens = {rollout.max_response_tokens}"
+        read = entry.prompt_tokens + entry.response_lengths - entry.sampled
+        for prompt, response in zip(read.tolist(), entry.sampled.tolist(), strict=True):
+            if problem := self._config.too_long(self._positions, prompt, response):
+                yield limit, f"has {problem}", "use the setting and the model that filled the bank"
+        cut = entry.response_lengths[entry.truncated & (entry.response_lengths != rollout.max_response_tokens)]
+        if len(cut) and entry.spans is None:  # an environment has other limits too
+            yield limit, f"has a response that was cut at {cut[0]} tokens", refill
         if entry.temperature != rollout.temperature:
             found = f"was sampled at {entry.temperature}, and training log-probs must be those of that distribution"
             yield f"rollout.temperature = {rollout.temperature}", found, refill
@@ -282,6 +291,12 @@ class BankBatches:
         )
 
 
+def _positions(config: Config) -> int:
+    """Return the longest sequence that policy and teacher of the trainer can read, in tokens."""
+    models = filter(None, (config.model.path, config.trainer_teacher))
+    return min(read_hf_config(path).max_position_embeddings for path in models)
+
+
 def _by_group(samples: np.ndarray) -> dict[int, list[int]]:
     """Return the samples of each group: [C, 2] group and sample [[0, 1], [2, 0], [0, 3]] give {0: [1, 3], 2: [0]}."""
     return {g: samples[samples[:, 0] == g, 1].tolist() for g in np.unique(samples[:, 0]).tolist()}
@@ -321,6 +336,7 @@ class SupervisedBatches:
         self._config = config
         self._prompts = prompts
         self._tokenizer = tokenizer
+        self._positions = _positions(config)
         self._rank, self._size = rank, size
 
     def ready(self, step: int) -> bool:
@@ -336,10 +352,12 @@ class SupervisedBatches:
         return StepBatch([self._update([prompts[i] for i in part]) for part in parts], {})
 
     def _update(self, prompts: Sequence[Prompt]) -> UpdateBatch:
-        eos = self._tokenizer.eos_token_id
-        answers = [
-            np.array([*self._tokenizer.encode(p.answer, add_special_tokens=False), eos], np.int32) for p in prompts
-        ]
+        answers = [answer_ids(self._tokenizer, p.answer) for p in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if problem := self._config.too_long(self._positions, len(prompt.token_ids), len(answer)):
+                raise PromptFileError(
+                    self._config.data.train, problem=f"row {prompt.row + 1}: {problem}; raise the limit, or remove it"
+                )
         lengths = [len(p.token_ids) + len(a) for p, a in zip(prompts, answers, strict=True)]
         response = torch.tensor([len(a) for a in answers])
         weights = sequence_weights(self._config.objective.aggregation, response, horizon=self._config.horizon)

@@ -1,5 +1,6 @@
 """The preflight reports every mistake at once, with setting, value and remedy."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -14,7 +15,10 @@ from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_megatron import ToMegatron
+from dppo_megatron.data.prompts import PromptFileError, training_prompts
+from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.hf import make_random_hf_model
+from dppo_megatron.trainer.batches import SupervisedBatches
 from tests.support.tokenizers import save_character_model
 
 
@@ -126,6 +130,30 @@ def test_everything_wrong_is_reported_at_once(tree):
     assert "arithmetic" in problems
     assert "parallel.tensor = 8" in problems
     assert "absent.jsonl" in problems
+
+
+@pytest.mark.parametrize(
+    ("answer", "limit", "problem"),
+    [
+        (60, 64, "a prompt and response of 4 + 61 tokens, but the model has 64 positions"),
+        (40, 40, "a response of 41 tokens, but rollout.max_response_tokens = 40; raise the limit, or remove it"),
+        (40, 41, None),
+    ],
+)
+def test_given_answers_fit_the_model_and_the_limit(tree, tmp_path, answer, limit, problem):
+    tree["data"] = {"train": str(tmp_path / "train.jsonl")}
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2" * answer}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree |= {"objective": {"name": "nll"}, "engine": {}, "rollout": {"max_response_tokens": limit, "group_size": 1}}
+    if problem is None:
+        preflight(Config.model_validate(tree), "config.yaml")
+    else:
+        assert f"line 2: {problem}" in found(tree)
+    config = Config.model_validate(tree)
+    tokenizer = load_tokenizer(config.model.path)
+    batches = SupervisedBatches(config, training_prompts(config, tokenizer), tokenizer, 0, 1)
+    with pytest.raises(PromptFileError, match="row 2: a ") if problem else contextlib.nullcontext():
+        batches.read(0)
 
 
 def test_pairs_of_mistakes_are_one_line_each_and_do_not_hide_one_another(tree, tmp_path):
@@ -383,6 +411,10 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, ta
     own = json.loads((task / "random_model" / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128}))
     assert f"distillation.teachers.other.path = {other}: has another tokenizer than model.path" in found(tree)
+    (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128, "max_position_embeddings": 16}))
+    assert f"teachers.other.path = {other}: has 16 positions, data.max_prompt_tokens = 16 + rollout.max_r" in found(
+        tree
+    )
     tree["distillation"]["teachers"] = {"small": {"path": str(task / "random_model")}}
     tree["model"]["path"] = changed_model(task, tmp_path / "larger", vocab_size=own["vocab_size"] + 4)
     assert "or its 16 tokens are less than those, 20, or distillation.topk" in found(tree)

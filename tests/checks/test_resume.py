@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.checks import check_job, check_run_dir, preflight
-from dppo_megatron.checks.resume import unusable_weights_directory
+from dppo_megatron.checks.contents import contents
+from dppo_megatron.checks.resume import record, unusable_weights_directory
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
@@ -51,6 +52,81 @@ def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, start
     tree["run"]["seed"] = 2
     with pytest.raises(ConfigError, match=r"run\.seed = 2: the run was started with 1"):
         check(tree, resume=True)
+
+
+def damaged(path: Path) -> None:
+    """Change one byte in the middle of a file, and keep its size."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def named(tree, tmp_path) -> dict:
+    """`tree` with files for every kind of setting that names some, recorded as at the start of a run."""
+    for name in ("model/config.json", "model/chat_template.jinja", "data/train-0.jsonl", "data/train-1.jsonl",
+                 "more.jsonl", "bank/segment-000000.jsonl", "adapter/adapter_config.json"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"a line of {name}\n")
+    tree["model"] = {"path": str(tmp_path / "model"), "lora": {"r": 4, "adapter": str(tmp_path / "adapter")}}
+    tree["data"] = {"train": str(tmp_path / "data/train-*.jsonl"), "more": [{"path": str(tmp_path / "more.jsonl")}]}
+    tree |= {"rollout": {"bank": str(tmp_path / "bank")}, "eval": {"sets": {"a": {"path": str(tmp_path / "data")}}}}
+    (tmp_path / "run").mkdir()
+    record(Config.model_validate(tree))
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda d: damaged(d / "data/train-1.jsonl"), "data.train = .*train-1.jsonl is not as at the start.*restore"),
+        (lambda d: damaged(d / "data/train-0.jsonl"), "eval.sets.a.path = .*train-0.jsonl is not as"),
+        (lambda d: damaged(d / "more.jsonl"), "data.more.0.path = .*: the file is not as"),
+        (lambda d: damaged(d / "model/config.json"), "model.path = .*: config.json is not as"),
+        (lambda d: (d / "model/tokenizer.json").touch(), "model.path = .*: tokenizer.json is not as"),
+        (lambda d: (d / "model/chat_template.jinja").unlink(), "model.path = .*: chat_template.jinja is not as"),
+        (lambda d: damaged(d / "adapter/adapter_config.json"), "model.lora.adapter = .*: adapter_config.json is not"),
+        (lambda d: damaged(d / "bank/segment-000000.jsonl"), "rollout.bank = .*: segment-000000.jsonl is not as"),
+    ],
+)
+def test_a_resume_compares_the_files_that_settings_name(named, tmp_path, change, problem):
+    check(named, resume=True)
+    change(tmp_path)
+    with pytest.raises(ConfigError, match=problem):
+        check(named, resume=True)
+
+
+def test_files_may_move_and_a_bank_may_grow(named, tmp_path):
+    with (tmp_path / "bank/segment-000000.jsonl").open("a") as index:
+        index.write("another group\n")
+    (tmp_path / "model/README.md").touch()
+    for name in ("model", "data", "more.jsonl"):
+        (tmp_path / name).rename(tmp_path / f"moved-{name}")
+    named["model"]["path"] = str(tmp_path / "moved-model")
+    named["data"] = {
+        "train": str(tmp_path / "moved-data/train-*.jsonl"),
+        "more": [{"path": str(tmp_path / "moved-more.jsonl")}],
+    }
+    named["eval"]["sets"]["a"]["path"] = str(tmp_path / "moved-data")
+    check(named, resume=True)
+    (tmp_path / "run/files.json").unlink()  # as in a run that recorded no digests
+    with pytest.raises(ConfigError, match=r"data.train = .*moved-data.*: the run was started with"):
+        check(named, resume=True)
+
+
+def test_a_large_file_is_sampled(tmp_path, monkeypatch):
+    monkeypatch.setattr("dppo_megatron.checks.contents.PIECE", 1 << 12)
+    monkeypatch.setattr("dppo_megatron.checks.contents.SAMPLE", 1 << 6)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(1 << 22))
+    before = contents("model.path", tmp_path)
+    for place in (0, 4095, 1 << 21, (1 << 22) - (1 << 14)):
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        assert contents("model.path", tmp_path) != before, place
+        path.write_bytes(bytes(1 << 22))
+    assert contents("model.path", tmp_path) == before
 
 
 def test_resume_without_a_run_is_an_error_and_a_run_may_move(tree, started, tmp_path):

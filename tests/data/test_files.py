@@ -1,5 +1,7 @@
 """Parquet, Hugging Face directories, columns by path, messages, over-long prompts, and several files by weight."""
 
+import datetime
+import decimal
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import pytest
 from dppo_megatron.config.schema import DataConfig
 from dppo_megatron.data.files import read_rows
 from dppo_megatron.data.order import Mixture
-from dppo_megatron.data.prompts import PromptFileError, PromptSource, training_prompts
+from dppo_megatron.data.prompts import PromptFileError, PromptSource, parse_rows, renderer, training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from tests.support.tokenizers import CHAT, save_character_model
 
@@ -73,6 +75,71 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizers):
     assert (prompt.row, prompt.text, prompt.answer, prompt.source) == (2999, "2999+1=?", "3000", "math_dapo")
     assert prompt.columns == DAPO[2999]
     assert source(tmp_path / "hub", tokenizers[1], chat_template=True, **BY_PATH).prompt(0).text == "<user>0+1=?<bot>"
+
+
+CALLS = "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+SHOWN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + CALLS + "{% endfor %}"
+
+
+def _used(name, arguments):
+    call = {"id": name, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [
+        {"role": "user", "content": "żółw 東京 😀"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": name},
+        {"role": "user", "content": "and?"},
+    ]
+
+
+def _parts(*parts):
+    return {"role": "user", "content": [*parts]}
+
+
+SAME = {  # rows as JSON lines, of which tables change one half each: nulls, order of fields, types of numbers
+    "calls": [
+        {"answer": 3, "prompt": _used("add", {"a": 1, "b": 2.5, "deep": {"x": [1, None], "y": {"z": None}}})},
+        {"prompt": _used("mul", {"b": 2, "a": None, "deep": {"z": 1.0}, "on": True, "names": ["é"]}), "answer": None},
+        {"prompt": _used("now", {}), "answer": 4.0},
+    ],
+    "parts": [
+        {"prompt": [_parts({"type": "text", "text": "a"}, {"type": "text", "text": "b"})], "answer": 0.5},
+        {"prompt": [_parts({"type": "text", "text": "c", "image": None}) | {"name": "n"}], "answer": 2},
+    ],
+    "text": [
+        {"prompt": json.dumps(_used("add", {"b": None, "a": 1})), "answer": "72.0", "data_source": None},
+        {"prompt": '["role": no chat]', "answer": "007", "data_source": "x"},
+    ],
+    "dates": [
+        {"prompt": "when", "answer": datetime.date(2024, 2, 29), "data_source": decimal.Decimal("2.00")},
+        {"prompt": "how", "answer": datetime.date(2024, 3, 1), "data_source": decimal.Decimal("2.50")},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_json_lines_and_tables_give_the_same_tokens_and_answers(tmp_path, name):
+    tokenizer = load_tokenizer(save_character_model(tmp_path / "model", chat_template=SHOWN))
+    tokenizer.chat_template, rows = SHOWN, SAME[name]
+    lines = [json.dumps(row, default=lambda v: float(v) if isinstance(v, decimal.Decimal) else str(v)) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    save_dataset(tmp_path / "saved", rows)
+    data, read = DataConfig(train=tmp_path, chat_template=True), {}
+    for file in ("rows.jsonl", "rows.parquet", "saved"):
+        parsed = [row for *_, row in parse_rows(tmp_path / file, data, renderer(tokenizer, data))]
+        read[file] = [str(r) if isinstance(r, ValueError) else (r.text, r.answer, r.source) for r in parsed]
+    assert read["rows.jsonl"] == read["rows.parquet"] == read["saved"]
+    expected = {
+        "calls": ('"function": {"name": "add", "arguments": {"a": 1, "b": 2.5, "deep": {"x": [1, null], ', "3"),
+        "parts": ("<user>ab", "0.5"),
+        "text": ('"arguments": {"a": 1}}', "72.0"),
+        "dates": ("<user>when", "2024-02-29"),
+    }[name]
+    assert expected[0] in read["saved"][0][0]
+    assert expected[1] == read["saved"][0][1]
+    small = pa.table({"prompt": ["a", "b"], "answer": pa.array([0.1, 72], pa.float32())})
+    pyarrow.parquet.write_table(small, tmp_path / "small.parquet")
+    assert [row.answer for row in source(tmp_path / "small.parquet", tokenizer).files[0].rows] == ["0.1", "72"]
 
 
 def test_columns_by_path(tmp_path, tokenizers):

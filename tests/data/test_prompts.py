@@ -177,6 +177,45 @@ def test_missing_and_empty_files(tmp_path, tokenizer):
         source(tmp_path / "empty.jsonl", tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "a.png"}}], "a part of type 'image_url': the policy reads only"),
+        ([{"type": "text", "text": "a"}, {"type": "input_audio"}], "a part of type 'input_audio'"),
+        (["a"], "a part of type 'str'"),
+        ({"from": "human", "value": "a"}, "a message has 'from'; known are the fields role"),
+        ({"weight": 1}, "a message has 'weight'; known are the fields role, content, name, tool_calls"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}, "not JSON"),
+        ({"tool_calls": [{"function": {"name": "f", "strict": True}}]}, "a call of a tool has 'strict'"),
+        ({"tool_calls": 3}, "a call of a tool has 'int'"),
+        ({"content": None}, "the prompt is NoneType, expected text"),
+        ({"content": " "}, "the prompt is empty"),
+        ({"role": "human"}, "the chat template leaves out a message of role '"),
+        ("[{'role': 'user', 'content': 'x'}]", "the prompt begins like messages, but cannot be read: not JSON"),
+        ('[{"role": "user", "content": [{"type": "video"}]}]', "a part of type 'video'"),
+    ],
+)
+def test_messages_of_unknown_form_are_named(tmp_path, prompt, problem):
+    users = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }}{% endif %}{% endfor %}"
+    chat = load_tokenizer(save_character_model(tmp_path / "chat", chat_template=users))
+    message = {"role": "user", "content": "a?"}
+    turns = [message, message | (prompt if isinstance(prompt, dict) else {"content": prompt})]
+    row = {"prompt": prompt if isinstance(prompt, str) else turns, "answer": 2}
+    (tmp_path / "turns.jsonl").write_text(json.dumps(row))
+    with pytest.raises(PromptFileError, match=problem):
+        source(tmp_path / "turns.jsonl", chat, chat_template=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [(1e16, "may be a rounded integer"), (True, "bool"), ([1], "list"), (float("nan"), "nan"), (None, "NoneType")],
+)
+def test_answers_that_are_no_text_or_exact_number_are_named(tmp_path, tokenizer, answer, problem):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": answer}))
+    with pytest.raises(PromptFileError, match=problem):
+        source(tmp_path / "rows.jsonl", tokenizer)
+
+
 def test_templates(sums, tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"must contain \{prompt\}"):
         source(sums, tokenizer, prompt_template="prompt:")

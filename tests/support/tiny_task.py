@@ -1,5 +1,6 @@
 """A tiny policy, a bank that it sampled itself, and configs that train on it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ def make_task(directory: Path) -> Path:
         for position in range(STEPS * GROUPS):
             bank.append(sample_group(model, position, generator))
     return directory
+
+
+def write_config_json(directory: Path, **fields: Any) -> Path:
+    """config.json of MODEL in model/ below `directory`, for code that reads no weights."""
+    (directory / "model").mkdir(parents=True, exist_ok=True)
+    (directory / "model" / "config.json").write_text(json.dumps(MODEL | fields))
+    return directory / "model"
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from dppo_megatron.trainer.batches import BankBatches, parts_of
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.actor_cases import QWEN3_MOE, write_config
 from tests.support.bank import make_group
-from tests.support.tiny_task import TEMPERATURE, K, task_config
+from tests.support.tiny_task import TEMPERATURE, K, task_config, write_config_json
 
 LONGEST, SAMPLES = 6, 4
 # (length, truncated, reward) of each sample; the second group is all right, the last sample of the first failed
@@ -43,6 +43,8 @@ def batches(directory: Path, method: str | Objective = "dppo_binary_tv", rank: i
     base = {"prompts_per_step": 1, "group_size": SAMPLES, "max_response_tokens": LONGEST}
     sections["rollout"] = base | sections.get("rollout", {})
     config = task_config(directory, **{"train": {"updates_per_step": 1}, **sections})
+    if not config.model.path.exists():
+        write_config_json(directory)
     objective = build_objective(method, **config.objective.settings) if isinstance(method, str) else method
     return BankBatches(config, BankReader(config.rollout.bank), objective, rank, size)
 
@@ -211,6 +213,8 @@ def test_a_bank_filled_under_other_settings_is_refused(read):
         ("temperature", 0.5, r"rollout.temperature = 0.5: prompt 0 in the bank was sampled at 0.9"),
         ("group_size", 8, r"rollout.group_size = 8: prompt 0 in the bank has 4 samples"),
         ("topk_logprobs", 2, r"rollout.topk_logprobs = 2: prompt 0 in the bank has 4 top-K"),
+        ("max_response_tokens", 5, r"_tokens = 5: prompt 0 in the bank has a response of 6 tokens, but rollout"),
+        ("max_response_tokens", 7, r"_tokens = 7: prompt 0 in the bank has a response that was cut at 6 tokens"),
     ):
         with pytest.raises(ValueError, match=says):
             read(rollout={setting: value})
@@ -260,6 +264,7 @@ def test_a_buffer_longer_than_the_response_is_refused(tmp_path):
 
 def long_batches(directory: Path, groups: int, experts: int = 0, tokens: int = 2048, **rollout: Any):
     """Write a bank of long responses, and return f(rank, size, ...) -> the source of a rank that reads it."""
+    write_config(directory / "model", **{**(MIXTURE if experts else {}), "max_position_embeddings": 2048})
     with BankWriter(directory / "bank", groups, fsync=False) as bank:
         for position in range(groups):
             bank.append(make_group(position, samples=8, shortest=50, longest=999, topk=20, experts=experts))
@@ -276,7 +281,6 @@ def long_batches(directory: Path, groups: int, experts: int = 0, tokens: int = 2
 def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch, parts):
     """At DP 8 a rank reads at most 1.3 times its own rows; a middle stage (only `core`) no lists or routes."""
     groups, ranks = 32, 8
-    write_config(tmp_path / "model", **MIXTURE)
     source_of = long_batches(tmp_path, groups, experts=4, routing_replay="routes" in parts)
     real, read = os.preadv, 0
 

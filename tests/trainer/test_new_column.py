@@ -13,6 +13,7 @@ from dppo_megatron.actor.batch.packing import Packer
 from dppo_megatron.bank import BankCorruption, BankReader, BankWriter
 from dppo_megatron.bank.audit import audit_bank
 from dppo_megatron.bank.checks import check_group
+from dppo_megatron.config import with_settings
 from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
 from dppo_megatron.engines.samples import GroupSamples
@@ -28,6 +29,7 @@ from dppo_megatron.trainer.batches import BankBatches, BankMismatch
 from dppo_megatron.types import COLUMNS, ENVIRONMENT, POLICY, Column, Prompt, Rollout, RolloutGroup
 from tests.support.audit import audit
 from tests.support.configs import make_config
+from tests.support.tiny_task import write_config_json
 
 ADDED = [
     Column("made_score", ("float64",), "sampled", packed="float32", fill=-7),
@@ -204,13 +206,17 @@ def rows_of_the_loss(batch, monkeypatch):
     return seen[0], loss.item()
 
 
+def with_model(directory):
+    return with_settings(CONFIG, model={"path": write_config_json(directory)}, rollout={"max_response_tokens": 10})
+
+
 def test_a_rank_without_samples_has_the_columns(tmp_path, monkeypatch):
     with BankWriter(tmp_path, 1) as writer:
         writer.append(sampled_group()[0])
     parts = ("core", "topk", "sampling_mask")
     batches = []
     for rank in range(3):
-        source = BankBatches(CONFIG, BankReader(tmp_path), OBJECTIVE, rank, 3, parts)
+        source = BankBatches(with_model(tmp_path), BankReader(tmp_path), OBJECTIVE, rank, 3, parts)
         source.ready(0)
         (update,) = source.read(0).updates
         batches += update.micro_batches
@@ -232,7 +238,7 @@ def test_a_bank_without_a_needed_column_is_one_clear_error(tmp_path):
     class Needy(Made):
         needs_columns = ("made_score", "made_other")
 
-    source = BankBatches(CONFIG, BankReader(tmp_path), Needy("needy", OBJECTIVE.settings), 0, 1)
+    source = BankBatches(with_model(tmp_path), BankReader(tmp_path), Needy("needy", OBJECTIVE.settings), 0, 1)
     source.ready(0)
     with pytest.raises(BankMismatch, match=r"objective.name = .*prompt 4 in the bank has no made_other; use one that"):
         source.read(0)

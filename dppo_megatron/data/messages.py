@@ -1,0 +1,103 @@
+"""Bring prompts and answers into one form, so that JSON lines and tables give the same text.
+
+Arrow, the format of tables, gives every object of a column the same fields: absent ones become null, and the order is
+that of the first row. A column in which a number is missing or has a fraction stores 72 as 72.0.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from datetime import date
+from decimal import Decimal
+from typing import Any
+
+from dppo_megatron.errors import shown
+
+from .rows import parse_json
+
+_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+_CALL = ("id", "type", "function", "name", "arguments")
+_TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of parts in the interfaces of OpenAI and Anthropic
+_CHAT = re.compile(r"\[?\s*\{.*[\"']role[\"']\s*:", re.DOTALL)
+_LARGEST = 2**53  # a float represents larger whole numbers only approximately
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a row as all formats give it: {"b": 1.0, "a": None} gives {"b": 1}.
+
+    Objects lose null fields and have their fields in alphabetical order. Whole numbers are integers, and dates text.
+    Raises `ValueError` for a float that may be a rounded integer.
+    """
+    if isinstance(value, dict):
+        return {str(name): plain(value[name]) for name in sorted(value) if value[name] is not None}
+    if isinstance(value, list):
+        return [plain(part) for part in value]
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        if isinstance(value, float) and abs(value) > _LARGEST:
+            raise ValueError(f"{value} may be a rounded integer; store such numbers as integers or text")
+        return int(value) if value == int(value) else float(value)
+    return value.isoformat() if isinstance(value, date) else value
+
+
+def messages_of(value: Any) -> list[dict[str, Any]] | None:
+    """Return messages in the form that chat templates take, or None for a value that is no list of messages.
+
+    A list may be JSON text. Every message gets a text as content, and calls of tools with arguments as an object.
+    Raises `ValueError` that names an unknown field or kind of content.
+    """
+    value = plain(value)
+    if isinstance(value, str) and _CHAT.match(text := value.strip()) and text[-1] in "]}":
+        try:
+            value = plain(parse_json(text))
+        except ValueError as error:
+            raise ValueError(f"the prompt begins like messages, but cannot be read: {error}") from None
+    turns = [value] if isinstance(value, dict) else value
+    if not (
+        isinstance(turns, list) and turns and all(isinstance(t, dict) and {"role", "from"} & t.keys() for t in turns)
+    ):
+        return None
+    return [_message(**_known(turn, _MESSAGE, "message")) for turn in turns]
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content: text, or parts like {"type": "text", "text": "1+1="}.
+
+    Raises `ValueError` for other values, and names parts that are not text.
+    """
+    if not isinstance(content, list):
+        if not isinstance(content, str):
+            raise ValueError(f"the prompt is {type(content).__name__}, expected text")
+        return content
+    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
+    if others := [kind for kind in kinds if kind not in _TEXT_PARTS]:
+        raise ValueError(f"a part of type {shown(others[0])}: the policy reads only text")
+    return "".join(text_of(part.get("text")) for part in content)
+
+
+def _message(content: Any = None, tool_calls: Any = (), **others: Any) -> dict[str, Any]:
+    if not tool_calls:
+        return {**others, "content": text_of(content)}
+    calls = tool_calls if isinstance(tool_calls, list) else [tool_calls]
+    return {**others, "content": text_of(content or ""), "tool_calls": [_call(given) for given in calls]}
+
+
+def _call(given: Any) -> dict[str, Any]:
+    """Return a call of a tool with its function in a field of its own; arguments may be JSON text."""
+    whole = _known(given, _CALL, "call of a tool")
+    function = _known(whole.get("function", whole), _CALL, "call of a tool")
+    arguments = function.get("arguments", {})
+    arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a call of a tool without a name, or with arguments that are no object")
+    identity = {"id": whole["id"]} if "id" in whole else {}
+    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _known(value: Any, known: Sequence[str], what: str) -> dict[str, Any]:
+    """Return an object without its null fields. Raises `ValueError` if it has unknown ones."""
+    found = {n: v for n, v in value.items() if v is not None} if isinstance(value, dict) else {type(value).__name__: 0}
+    if unknown := sorted(found.keys() - set(known)):
+        raise ValueError(f"a {what} has {shown(unknown[0])}; known are the fields {', '.join(known)}; remove it")
+    return found
