@@ -47,7 +47,11 @@ export PYTHONDONTWRITEBYTECODE :=
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
-PYTEST := $(BIN)/python -m pytest --durations=25 --durations-min=1
+# Of the slow tests, SHARD=0, 1 or 2 runs a third and one case of each kind (tests/schedule.py). RESULTS=DIRECTORY keeps JUnit files.
+SHARD ?= all
+SUPERVISED := tests/support/supervised.py -m pytest --durations=25 --durations-min=1
+PYTEST_ARGS = $(SUPERVISED) --shard $(SHARD) $(if $(RESULTS),--junitxml $(RESULTS)/$@.xml)
+PYTEST = $(BIN)/python $(PYTEST_ARGS)
 # Tests often wait for a server or a time-out, so two processes share the cores. WORKERS=0 uses one process.
 WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
@@ -63,7 +67,7 @@ test-all: test-here test-elsewhere
 
 # test-here needs only .venv, test-elsewhere also `environments`. Two jobs run at a time: the largest, and the others in turn.
 test-here:
-	$(MAKE) --jobs 2 test-cpu study-smoke test-megatron-next
+	$(MAKE) --jobs 2 test-cpu $(if $(filter all 1,$(SHARD)),study-smoke) test-megatron-next
 test-elsewhere:
 	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu
 
@@ -83,7 +87,7 @@ $(NEXT)/.$(NEXT_MEGATRON): $(STAMP)
 
 test-megatron-next: install $(NEXT)/.$(NEXT_MEGATRON)
 	$(WITH_NEXT) $(BIN)/python -W ignore -c 'import megatron.core as m; assert m.__version__.startswith("$(NEXT_MEGATRON)"), (m.__version__, m.__file__)'
-	$(WITH_NEXT) $(PYTEST) tests/parallel tests/actor -m megatron_next
+	$(WITH_NEXT) $(PYTEST) tests/parallel tests/actor -m "megatron_next $(if $(filter all 2,$(SHARD)),,and smoke)"
 
 # The slurmd of the tests needs root to start jobs. Without root and sudo, the tests are skipped with that reason. The lock
 # timeout is for other targets that install at the same time.
@@ -117,7 +121,7 @@ study-smoke: install
 	$(BIN)/dppo-megatron study studies/chains/smoke.yaml --out runs/chains-smoke/study
 
 test-integrations: $(INTEGRATIONS_STAMP)
-	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_VENV)/bin/python -m pytest --durations=10 --durations-min=1 tests/integrations -m ""
+	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_VENV)/bin/python $(PYTEST_ARGS) tests/integrations -m ""
 
 test-verifiers: install $(VENV)/verifiers/.installed
 	$(PYTEST) tests/integrations/test_verifiers.py -m integrations
@@ -125,7 +129,7 @@ test-verifiers: install $(VENV)/verifiers/.installed
 # Without Python 3.12 or a compiler, the tests are skipped with a message.
 test-null-gpu: $(NULL_GPU_STAMP)
 	@[ ! -e $(NULL_GPU_STAMP) ] || $(NULL_GPU_VENV)/bin/python -m tests.null_gpu.device $(NULL_GPU_VENV)/device \
-	  $(NULL_GPU_VENV)/bin/python -m pytest --durations=15 --durations-min=1 tests/null_gpu $(SIDE_BY_SIDE) -m null_gpu
+	  $(NULL_GPU_VENV)/bin/python $(PYTEST_ARGS) tests/null_gpu $(SIDE_BY_SIDE) -m null_gpu
 
 attack: install
 	$(PYTEST) tests/attack -m ""

@@ -1,7 +1,5 @@
 """Every process that a test starts finds this repository, `tests` included, before anything else."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import schedule
 from tests.support.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -19,8 +18,28 @@ PATHS = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.path
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(PATHS))
 
 
-# Folders whose files start what others of the folder do not use.
-BY_FILE = ("e2e", "parallel", "attack", "engines", "weight_sync", "null_gpu")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    shards = [*map(str, range(schedule.SHARDS)), "all"]
+    parser.addoption("--shard", choices=shards, default="all", help="the slow tests to run (tests/schedule.py)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests of other shards. Every kind of slow test needs a case that runs in each shard."""
+    if (chosen := config.getoption("--shard")) == "all":
+        return
+    slow_marks = set(re.findall(r"not (\w+)", " ".join(config.getini("addopts"))))
+    kept, left_out, kinds, covered = [], [], set(), {"slow"}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()} & slow_marks
+        smoke = item.get_closest_marker("smoke") is not None
+        (kept if not marks or smoke or schedule.shard(item.nodeid) == int(chosen) else left_out).append(item)
+        kinds |= marks
+        covered |= marks if smoke else set()
+    if kinds - covered:
+        raise pytest.UsageError(f"no test is marked both `smoke` and: {', '.join(sorted(kinds - covered))}")
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -30,7 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group(nodeid)
+            return schedule.group(nodeid)
 
     return ByFolder(config, log)
 
@@ -39,20 +58,6 @@ def pytest_collection_finish() -> None:
     """Leave thousands of collected tests and their modules out of later garbage collections."""
     gc.collect()
     gc.freeze()
-
-
-def group(nodeid: str) -> str:
-    """Tests of one group run in one process: those of a folder or file, of the engines' contract those of a server.
-
-    The faults of SGLang's server use no server of the other faults.
-    """
-    file, _, test = nodeid.partition("::")
-    _, folder, *_ = file.split("/")
-    if folder == "engines" and (server := re.search(r"(vllm|sglang)-(dense|moe)", test)):
-        return server[0]
-    if folder == "faults" and "sglang" in nodeid:
-        return "faults sglang"
-    return file if folder in BY_FILE else folder
 
 
 @pytest.fixture(scope="session")

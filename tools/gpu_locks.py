@@ -89,13 +89,14 @@ def resolve(
         return Resolution(read_lock(lock), "")
 
 
+GPU = ("gpu", "vllm", "wandb")  # extras of gpu.lock; the configs for GPUs log to wandb
 HEADER = """\
 # {what}
 # Python 3.12, CUDA 13 (driver 580 or newer), Linux with glibc {glibc}. Resolved by `python tools/gpu_locks.py`, with
 # the versions of {like} wherever setup.py allows them. Installed by containers/install.sh, with --no-deps.
 """
 WHAT = {
-    "gpu": "Trainer and vLLM on GPUs: `dppo_megatron[gpu,vllm]`, with the vLLM, torch and transformers of cpu.lock.",
+    "gpu": "Trainer and vLLM on GPUs: `dppo_megatron[gpu,vllm,wandb]`, with vLLM, torch, transformers of cpu.lock.",
     "te": "TransformerEngine, added to gpu.lock: `dppo_megatron[te]`. transformer-engine-torch is compiled there.",
     "sglang-gpu": "SGLang's own environment on GPUs: `dppo_megatron[sglang]`. engine.python names its interpreter.",
 }
@@ -121,7 +122,7 @@ def main() -> None:
     def like(name: str) -> list[str]:
         return _pinned(read_lock(ROOT / "requirements" / name))
 
-    wanted = requirements("gpu", "vllm")
+    wanted = requirements(*GPU)
     gpu = _write("gpu", resolve(wanted, constraints=[MEGATRON], preferred=like("cpu.lock")), like="cpu.lock")
     te = resolve(requirements("te"), constraints=_pinned(gpu), build=True)
     _write("te", te, like="gpu.lock", without=gpu)

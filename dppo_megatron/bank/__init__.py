@@ -10,7 +10,7 @@ from .entry import BankEntry
 from .errors import BankCorruption, BankError, BankLocked, BankTimeout, BankWriteError
 from .files import ReadBuffer
 from .reader import BankReader
-from .retention import allow_deletion, is_retired
+from .retention import allow_deletion, retired_segments
 from .writer import BankWriter
 
 __all__ = [
@@ -25,5 +25,5 @@ __all__ = [
     "EarlierSamples",
     "ReadBuffer",
     "allow_deletion",
-    "is_retired",
+    "retired_segments",
 ]

@@ -12,7 +12,7 @@ from dppo_megatron.types import Prompt, RolloutGroup
 
 from .errors import BankError
 from .reader import BankReader
-from .retention import is_retired
+from .retention import retired_segments
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class EarlierSamples:
         self._reader = BankReader(directory)
         self._known = 0  # groups whose rows are known
         self._numbers: dict[int, list[int]] = {}  # row -> numbers of its newest groups
+        self._retired: set[int] = set()  # segments
         self._lock = Lock()
 
     def of(self, prompt: Prompt) -> tuple[np.ndarray, ...]:
@@ -54,7 +55,9 @@ class EarlierSamples:
 
     def _read(self, number: int, prompt: Prompt) -> list[np.ndarray]:
         (entry,) = self._reader.entries(number, number + 1)
-        if is_retired(self._directory, entry.segment):
+        if entry.segment not in self._retired:
+            self._retired |= retired_segments(self._directory, [entry.segment])
+        if entry.segment in self._retired:
             return []
         return sequences(self._reader.read(entry, parts=("core",)), prompt)
 

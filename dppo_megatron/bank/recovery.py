@@ -32,6 +32,8 @@ def recover(directory: Path) -> Ledger:
     head = Head.read(directory)
     numbers = segment_numbers(directory) or [0]
     lines, tail = split_lines(segment_paths(directory, numbers[-1])[1])
+    if lines and b"\0" in lines[-1]:  # a power failure lost a page of it that was not flushed yet
+        tail = lines.pop() + tail
     ledger = _read(directory, lines)
     if problem := ledger.contradiction(head):
         raise BankCorruption(problem)

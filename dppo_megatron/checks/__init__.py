@@ -69,7 +69,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(engine.environment_problems, config, elsewhere=elsewhere),
         partial(engine.model_problems, config, hf),
         partial(distillation.model_problems, config),
-        partial(user_code.environment_problems, config, tools),  # its tools are needed to render the prompts
+        partial(user_code.environment_problems, config, tools, notes),  # its tools are needed to render the prompts
         partial(data.problems, config, hf, notes, absent, tools),
         partial(user_code.reward_problems, config),
     ]

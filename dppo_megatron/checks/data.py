@@ -26,6 +26,7 @@ def problems(
     """
     from dppo_megatron.bank.files import HEAD_NAME
     from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_ids
+    from dppo_megatron.data.rows import column
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
     out: list[str] = []
@@ -48,6 +49,7 @@ def problems(
         setting = f"eval.sets.{name}.path" if name in config.eval.sets else "data.eval"
         graded.append((setting, chosen.path, config.data_of(chosen), chosen.reward or config.reward))
     files: list[tuple[PromptFile, RewardConfig]] = []
+    trained: set[tuple[str, str]] = set()  # prompts with answers
     for setting, path, data, reward in graded:
         if not path.exists() and "*" not in str(path):
             hub = "" if path.suffix else "; one of the Hub: `hf download NAME --repo-type dataset --local-dir DIR`"
@@ -66,6 +68,11 @@ def problems(
                     long = [(r.number, config.too_long(hf.max_position_embeddings, *of)) for r, *of in lengths]
                     if violations := [(n, f"{why}; raise the limit, or remove it") for n, why in long if why]:
                         out.append(f"{setting} = {file.error(violations)}")
+                prompts = {(repr(column(r.columns, data.prompt_column, "")), r.answer) for r in file.rows}
+                if setting in dict(named):
+                    trained |= prompts
+                elif prompts <= trained and config.environment.source is None:
+                    out.append(f"{setting} = {path}: the run trains on all of its rows; name rows that it does not")
                 taught, sources = config.distillation, {row.source for row in file.rows}
                 if taught.teachers and setting in dict(named) and None in map(taught.of_source, sources):
                     out.append(f"distillation.teachers: {setting} has rows of sources without one; name one for each")

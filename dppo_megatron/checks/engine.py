@@ -19,6 +19,7 @@ SPECULATIVE = ("--speculative", "--spec-", "-sc")  # vLLM's and SGLang's flags
 OF_ONE_MACHINE = ("/dev/shm", "/run", "/tmp")
 MOST_LORA_RANK = 512
 MOST_SENDERS = 32  # each needs a communicator with its own buffers in every engine worker
+LARGEST_TOLERANCE = 1.0  # nats; FP8 needs it, and other models differ by more
 ANSWER_S = 25.0  # an interpreter on a slow file system needs seconds to find a package
 
 
@@ -33,6 +34,9 @@ def problems(config: Config) -> Iterator[str]:
             f"engine.port = {e.port}: with engine.count = {e.count} the last port would be "
             f"{e.port + config.started_engines - 1}, above {LAST_PORT}; set it to a lower one, or to 0 for free ones"
         )
+    if not config.weight_sync.fingerprint and config.probe_tolerance > LARGEST_TOLERANCE:
+        what = f"weight_sync.probe_tolerance = {config.probe_tolerance:g}"
+        yield f"{what}: no check would notice wrong weights; lower it, or set weight_sync.fingerprint to true"
     if given := [argument for argument in e.extra_args if argument.startswith(SPECULATIVE)]:
         yield (
             f"engine.extra_args = {given[0]}: a server's own speculative decoding changes the tokens of a seed, and "

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dppo_megatron.config import Config
 from dppo_megatron.config.task import HELDOUT
 from dppo_megatron.engines.kinds import kind_of
+from dppo_megatron.rewards import reward_range
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -28,6 +29,9 @@ def _distribution(config: Config) -> Iterator[str]:
     r, e = config.rollout, config.engine
     if r.top_p == 0:
         yield "rollout.top_p = 0.0: no token is left to draw from; set it above 0, to 1 for all tokens"
+    if r.min_p == 1 or 0 < r.top_p * r.top_k <= 1:  # the most likely of k tokens has at least 1 / k
+        mask = f"rollout.top_k = {r.top_k}, top_p = {r.top_p:g}, min_p = {r.min_p:g}"
+        yield f"{mask}: keep only the most likely token, so all samples of a group are equal; allow more tokens"
     if r.has_sampling_mask and r.top_k <= 0:
         name, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
         yield (
@@ -40,10 +44,7 @@ def _distribution(config: Config) -> Iterator[str]:
             "of the distribution that was sampled; set engine.logprobs_mode to processed_logprobs"
         )
     if r.topk_logprobs > e.max_logprobs:
-        yield (
-            f"rollout.topk_logprobs = {r.topk_logprobs}: above the engine's cap engine.max_logprobs = "
-            f"{e.max_logprobs}; lower K or raise the cap"
-        )
+        yield f"rollout.topk_logprobs = {r.topk_logprobs}: above engine.max_logprobs = {e.max_logprobs}; change either"
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -82,25 +83,19 @@ def eval_problems(config: Config) -> Iterator[str]:
         yield f"eval.every = {config.eval.every}: there is nothing to evaluate; set data.eval, or set it to 0"
     if HELDOUT in config.eval.sets:
         yield f"eval.sets.{HELDOUT}: this name is reserved for data.eval; choose another"
+    for name, chosen in config.eval_sets.items():
+        low, high = reward_range(chosen.reward or config.reward)
+        if config.environment.source is None and not low < chosen.pass_reward <= high + 1e-6:
+            setting = f"eval.{'' if name == HELDOUT else f'sets.{name}.'}pass_reward = {chosen.pass_reward:g}"
+            yield f"{setting}: rewards are {low:g} to {high:g}, so either no answer or all are right; set it between"
     for name, chosen in config.eval.sets.items():
         setting = f"eval.sets.{name}"
         if 0 < chosen.temperature < 0.01:
-            yield (
-                f"{setting}.temperature = {chosen.temperature:g}: vLLM raises it to 0.01; set it to 0 (greedy) or to "
-                "at least 0.01"
-            )
+            yield f"{setting}.temperature = {chosen.temperature:g}: vLLM raises it to 0.01; set it to that or to 0"
         if chosen.temperature == 0 and chosen.n > 1:
-            yield (
-                f"{setting}.n = {chosen.n}: with {setting}.temperature = 0 all answers to a prompt are the same; set "
-                "n to 1 or a temperature"
-            )
+            yield f"{setting}.n = {chosen.n}: with {setting}.temperature = 0 all answers are equal; change one of them"
         if chosen.temperature == 0 and chosen.top_p < 1:
-            yield (
-                f"{setting}.top_p = {chosen.top_p:g}: greedy answers do not depend on it; remove it or set a "
-                "temperature"
-            )
+            yield f"{setting}.top_p = {chosen.top_p:g}: greedy answers do not depend on it; remove it"
         if chosen.reward is not None and chosen.reward.overlong_buffer:
-            yield (
-                f"{setting}.reward.overlong_buffer = {chosen.reward.overlong_buffer}: it shapes only rewards of "
-                "training; remove it"
-            )
+            buffer = f"{setting}.reward.overlong_buffer = {chosen.reward.overlong_buffer}"
+            yield f"{buffer}: it shapes only rewards of training; remove it"

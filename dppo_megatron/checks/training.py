@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from dppo_megatron.config import Config
 from dppo_megatron.config.model import AcceptanceConfig
+from dppo_megatron.config.task import HELDOUT
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -13,10 +15,8 @@ def problems(config: Config) -> Iterator[str]:
     yield from _layout(config)
     yield from _precision(config)
     if r.prompts_per_step % t.updates_per_step:
-        yield (
-            f"train.updates_per_step = {t.updates_per_step}: does not divide rollout.prompts_per_step = "
-            f"{r.prompts_per_step}; an update trains on whole groups"
-        )
+        updates = f"train.updates_per_step = {t.updates_per_step}: does not divide rollout.prompts_per_step"
+        yield f"{updates} = {r.prompts_per_step}; an update trains on whole groups"
     per_update = r.prompts_per_step * r.group_size // t.updates_per_step
     if 0 < per_update < config.data_parallel:  # 0: updates_per_step is too large
         yield (
@@ -26,28 +26,38 @@ def problems(config: Config) -> Iterator[str]:
     if not config.objective.supervised and r.group_size == 1 and not config.distillation.teachers:
         yield "rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2"
     if config.reward.overlong_buffer > r.max_response_tokens:
-        yield (
-            f"reward.overlong_buffer = {config.reward.overlong_buffer}: longer than rollout.max_response_tokens = "
-            f"{r.max_response_tokens}; lower it"
-        )
+        buffer = f"reward.overlong_buffer = {config.reward.overlong_buffer}"
+        yield f"{buffer}: longer than rollout.max_response_tokens = {r.max_response_tokens}; lower it"
     if config.acceptance.bound is not None and config.objective.supervised:
-        yield (
-            f"acceptance.bound = {config.acceptance.bound:g}: it bounds the divergence from the rollout policy, and "
-            "supervised training has none; remove it"
-        )
+        bound = f"acceptance.bound = {config.acceptance.bound:g}"
+        yield f"{bound}: bounds the divergence from the rollout policy, and supervised training has none; remove it"
     if config.acceptance.bound is None and config.acceptance != AcceptanceConfig():
         yield "acceptance.bound = null: without it the section has no effect; set it, or remove the other settings"
     if absent := [rank for rank in config.profile.ranks if rank >= config.parallel.world_size]:
         size = config.parallel.world_size
         yield f"profile.ranks = {absent}: parallel.world_size = {size} has no such ranks; remove them"
+    if late := [step for step in config.profile.steps if step > t.steps]:
+        yield f"profile.steps = {late}: the run has only train.steps = {t.steps}; remove them"
     yield from _credit(config)
     if config.checkpoint.keep_rollouts is not None and not config.samples:
-        yield (
-            f"checkpoint.keep_rollouts = {config.checkpoint.keep_rollouts}: the run samples no rollouts of its own "
-            "that it could delete; remove it"
-        )
-    if config.optimizer.min_lr > config.optimizer.lr:
-        yield f"optimizer.min_lr = {config.optimizer.min_lr}: above optimizer.lr = {config.optimizer.lr}; lower it"
+        kept = f"checkpoint.keep_rollouts = {config.checkpoint.keep_rollouts}"
+        yield f"{kept}: the run samples no rollouts of its own that it could delete; remove it"
+    yield from _learning_rate(config)
+    trained = {os.path.realpath(path) for path, _ in config.data.train_files}
+    for name, one in config.eval_sets.items():
+        if os.path.realpath(one.path) in trained and config.environment.source is None:  # it may draw other tasks
+            setting = "data.eval" if name == HELDOUT else f"eval.sets.{name}.path"
+            yield f"{setting} = {one.path}: the run trains on this file, so nothing is held out; name another"
+
+
+def _learning_rate(config: Config) -> Iterator[str]:
+    o, updates = config.optimizer, config.train.steps * config.train.updates_per_step
+    if o.min_lr > o.lr:
+        yield f"optimizer.min_lr = {o.min_lr}: above optimizer.lr = {o.lr}; lower it"
+    elif o.min_lr and o.decay == "constant":
+        yield f"optimizer.min_lr = {o.min_lr}: optimizer.decay = constant never reaches it; remove it or set a decay"
+    if o.warmup_updates > updates:
+        yield f"optimizer.warmup_updates = {o.warmup_updates}: longer than the run of {updates} updates; lower it"
 
 
 def _credit(config: Config) -> Iterator[str]:
@@ -78,16 +88,12 @@ def _layout(config: Config) -> Iterator[str]:
     p = config.parallel
     model_ranks = p.tensor * p.pipeline * p.context
     if p.world_size % model_ranks:
-        yield (
-            f"parallel.world_size = {p.world_size}: not a multiple of tensor x pipeline x context = {model_ranks}; "
-            "change one of them"
-        )
+        size = f"parallel.world_size = {p.world_size}"
+        yield f"{size}: not a multiple of tensor x pipeline x context = {model_ranks}; change one of them"
     expert_ranks = (p.expert_tensor or p.tensor) * p.expert * p.pipeline
     if p.world_size % expert_ranks and (p.expert > 1 or p.expert_tensor):  # otherwise the rule above implies it
-        yield (
-            f"parallel.world_size = {p.world_size}: not a multiple of expert_tensor x expert x pipeline = "
-            f"{expert_ranks}; change one of them"
-        )
+        size = f"parallel.world_size = {p.world_size}"
+        yield f"{size}: not a multiple of expert_tensor x expert x pipeline = {expert_ranks}; change one of them"
     if p.sequence and p.tensor == 1:
         yield "parallel.sequence = true: needs parallel.tensor > 1; set it to false"
     for name in ("virtual_pipeline", "first_stage_layers", "last_stage_layers"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from dppo_megatron.config import Config
@@ -102,8 +104,14 @@ def reward_problems(config: Config) -> list[str]:
     return out
 
 
-def environment_problems(config: Config, tools: list[dict[str, Any]]) -> list[str]:
-    """Return why a separate process cannot create the environment. Adds its tools to `tools`."""
+def environment_problems(config: Config, tools: list[dict[str, Any]], notes: list[str]) -> list[str]:
+    """Return why a separate process cannot create the environment, or the model cannot call its tools.
+
+    Adds its tools to `tools`, and to `notes` that an agent cannot use any.
+    """
+    from dppo_megatron.data.prompts import render_chat
+    from dppo_megatron.data.tokenizer import TokenizerError, load_tokenizer
+    from dppo_megatron.environments.tool_messages import tools_problem
     from dppo_megatron.environments.worker import environment_problem
 
     environment, data = config.environment, config.data
@@ -134,4 +142,12 @@ def environment_problems(config: Config, tools: list[dict[str, Any]]) -> list[st
         )
     by_turn = config.objective.credit == "turn"
     problem = environment_problem(environment, tools, chat=data.chat_template, by_turn=by_turn)
+    if problem is None and data.chat_template and (tools or environment.agent):
+        unusable = None
+        with suppress(TokenizerError):  # `data.problems` reports it
+            unusable = tools_problem(partial(render_chat, load_tokenizer(config.model.path)))
+        if unusable and tools:
+            problem = f"{environment.described}: has tools, but {unusable}, or give the environment `step` instead"
+        elif unusable:
+            notes.append(f"warning: {environment.described}: its requests with tools will be rejected: {unusable}")
     return [*out, problem] if problem else out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import re
 import sys
@@ -13,6 +12,7 @@ import typer
 import dppo_megatron
 from dppo_megatron.common import working_directory
 from dppo_megatron.common.process import follow_parent
+from dppo_megatron.common.stdio import outlive_readers
 from dppo_megatron.config import ConfigError
 from dppo_megatron.config.load import setting_of
 from dppo_megatron.convert.commands import app as convert_app
@@ -77,9 +77,7 @@ def main() -> None:
     """Run the command line. Expected errors are printed without a traceback, with exit code 2 for a config, else 1."""
     follow_parent()
     working_directory.put_on_path()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files may have characters that UTF-8 lacks
-            stream.reconfigure(errors="backslashreplace")
+    outlive_readers()
     try:
         app()
     except ConfigError as error:

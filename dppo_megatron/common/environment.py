@@ -1,10 +1,46 @@
-"""Sets variables of this process's environment temporarily."""
+"""Decides the environment of child processes, and sets variables of this process's environment temporarily."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Variables that a child would obey and does not inherit: ranks of an outer program, and options of Python except those
+# of paths, files and debugging. All other variables pass: NCCL, UCX, CUDA, library paths, caches.
+_OF_OTHERS = (
+    r"(\w+_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|TORCHELASTIC_\w+|PYTHON(?!(PATH|HOME|NOUSERSITE|USERBASE"
+    r"|PYCACHEPREFIX|DONTWRITEBYTECODE|UNBUFFERED|HASHSEED|FAULTHANDLER|UTF8|MALLOC|TRACEMALLOC|ASYNCIODEBUG)$)\w*"
+)
+# Servers get these from `server_environment` and `engine.env` only. VLLM_PORT is also a variable of Kubernetes.
+_OF_SERVERS = r"(VLLM|SGLANG|SGL|DPPO)_(?!\w*(CACHE|LOGGING|NCCL))\w*|PYTORCH(_CUDA)?_ALLOC_CONF"
+_LONGEST_TMPDIR = 64  # bytes; a socket's path has at most 107, and vLLM and multiprocessing append up to 37
+
+
+def child_environment(
+    added: Mapping[str, str] | None = None, *, server: bool = False, peer: str = ""
+) -> dict[str, str]:
+    """Return the environment of a child process: this process's own without variables meant for others, and `added`.
+
+    server: the child is an inference server, or starts with its interpreter. peer: the host of a server of ours that
+    the child's foreign code calls. Requests to it and to loopback pass no proxy.
+    """
+    dropped = f"{_OF_OTHERS}|{_OF_SERVERS}" if server else _OF_OTHERS
+    kept = {name: value for name, value in os.environ.items() if not re.fullmatch(dropped, name)}
+    # With a SOCKS proxy httpx opens no client without socksio. Clients differ in the form of IPv6 in no_proxy.
+    if peer and (":" in peer or find_spec("socksio") is None):
+        unusable = re.compile("(http|all)_proxy=" if ":" in peer else "(https?|all)_proxy=socks")
+        kept = {name: value for name, value in kept.items() if not unusable.match(f"{name.lower()}={value}")}
+    direct = kept.get("no_proxy") or kept.get("NO_PROXY") or ""
+    if direct.strip() != "*":
+        direct = ",".join(filter(None, (direct, *LOOPBACK, peer)))
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
+        kept["TMPDIR"] = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", ".") if os.access(path, os.W_OK))
+    return kept | {"no_proxy": direct, "NO_PROXY": direct, **(added or {})}
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from .environment import child_environment
 from .file_lock import FileLock
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2
@@ -46,7 +47,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
+                env=child_environment(env),
                 start_new_session=True,
                 pass_fds=() if lock is None else (lock.descriptor,),
                 preexec_fn=partial(end_with_parent, os.getpid()),

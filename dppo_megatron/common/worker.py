@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from .channel import LARGEST_REPLY, TOKEN_BYTES, InvalidReply, WorkerChannel
+from .environment import child_environment
 from .files import adapter
 from .process import end_with_parent, exit_reason
 
@@ -52,11 +53,11 @@ class Worker:
     Call `load` first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
 
-    def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY):
+    def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY, peer: str = ""):
         """Start the process.
 
         module: its function `load` is the argument of `serve`. hello: argument of that function. what: names the
-        foreign code in errors. largest: most bytes of a reply.
+        foreign code in errors. largest: most bytes of a reply. peer: as in `child_environment`.
         """
         self._hello = hello
         self._what = what
@@ -71,6 +72,7 @@ class Worker:
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path), module],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                env=child_environment(peer=peer),
                 start_new_session=True,  # Ctrl-C does not reach it, and `end` reaches its children
             )
         except OSError as error:

@@ -17,6 +17,7 @@ from .section import (
     EnvironmentName,
     FilePath,
     Float,
+    Host,
     Int,
     Positive,
     Processes,
@@ -51,7 +52,7 @@ class EngineConfig(Section):
         None,
         "interpreter of the engine's environment; default: .venv-sglang next to this one for sglang, else this one",
     )
-    host: str = setting("127.0.0.1", "address at which started engines listen")
+    host: Host = setting("127.0.0.1", "address at which started engines listen")
     port: CountFromZero = setting(0, "first port; 0 = a free one", le=65535)
     dtype: Annotated[FloatName, Derived] = setting(None, "precision of the engines; default: model.dtype")
     quantization: Literal["none", "fp8_block", "fp8_block_emulated"] = setting(

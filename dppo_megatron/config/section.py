@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -58,6 +60,22 @@ def _a_url(value: str) -> str:
     return value.rstrip("/")
 
 
+def _a_host(value: str) -> str:
+    """Accept a name, an IPv4 or an IPv6 address; URLs have no form for an IPv6 address with a zone, fe80::1%eth0."""
+    try:
+        valid = re.fullmatch(r"[A-Za-z0-9._-]+", value) or not ipaddress.IPv6Address(value).scope_id
+    except ValueError:
+        valid = False
+    if not valid:
+        raise refusal("must be a host name or an IP address, without brackets, port and zone")
+    return value
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Return HOST:PORT for URLs, with an IPv6 address in brackets, e.g. [::1]:8000."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 Int = Annotated[int, BeforeValidator(_a_number)]
 Float = Annotated[float, BeforeValidator(_a_number)]
 Count = Annotated[Int, Field(ge=1, le=10**9)]
@@ -70,6 +88,7 @@ Seconds = Annotated[Float, Field(gt=0, le=10**7)]  # 10**7 s = 115 days
 Positive = Annotated[Float, Field(gt=0, le=10**6)]
 FilePath = Annotated[Path, BeforeValidator(_a_path)]
 Url = Annotated[str, AfterValidator(_a_url)]
+Host = Annotated[str, AfterValidator(_a_host)]
 EnvironmentName = Annotated[str, Field(pattern=r"^[^=]+$")]
 # Accepts null as well, for which `Config` derives a value. Only a section outside a `Config` contains the null.
 Derived = WrapValidator(lambda value, validate: None if value is None else validate(value))

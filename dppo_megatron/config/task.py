@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from .section import Count, CountFromZero, FilePath, Float, Processes, Seconds, Section, setting
+from .section import Count, CountFromZero, FilePath, Float, Host, Processes, Seconds, Section, setting
 
 Weight = Annotated[Float, Field(gt=0, le=1e6)]
 
@@ -82,7 +82,7 @@ class EnvironmentConfig(Section):
         "package.module:function(url, api_key, task) -> reward, instead of an environment: it requests turns over "
         "HTTP, like a client of OpenAI or Anthropic",
     )
-    host: str = setting("127.0.0.1", "address of this machine at which agents reach the policy")
+    host: Host = setting("127.0.0.1", "address of this machine at which agents reach the policy")
     settings: dict[str, JsonValue] = Field(
         default_factory=dict, description="arguments of the class, or further ones of the agent"
     )

@@ -269,7 +269,7 @@ def differs_from_the_start(step: ExaminedStep, past: Past) -> Evidence:
 
     Engine and trainer have the same weights there, so only their computation can differ.
     """
-    if past.metrics or step.value("rollout/staleness_max"):
+    if past.steps or step.value("rollout/staleness_max"):
         return None
     kl = step.value("mismatch/kl")
     return None if kl is None or kl < 0.02 else f"mismatch/kl {kl:.2g} nats a token before the first update"
@@ -287,11 +287,11 @@ def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
     follows = not step.setting("rollout.bank", str) and version is not None
     if follows and len(still) == lag + 2 and min(still) == version:
         return f"the engines have sampled with version {version} for {lag + 2} steps"
-    now, before = step.value("mismatch/kl"), past.values("mismatch/kl")[-1:]
-    if now is None or not before or now < 0.01 or now < 20 * before[0]:
+    now, before = step.value("mismatch/kl"), past.last("mismatch/kl")
+    if now is None or before is None or now < 0.01 or now < 20 * before:
         return None
     more = f"; {unconfirmed:.0f} engines not verified" if unconfirmed else ""
-    return f"mismatch/kl {now:.2g} nats a token, {before[0]:.2g} one step before{more}"
+    return f"mismatch/kl {now:.2g} nats a token, {before:.2g} one step before{more}"
 
 
 @check(
@@ -300,7 +300,7 @@ def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
 def mismatch_grows(step: ExaminedStep, past: Past) -> Evidence:
     name = "mismatch/kl"
     now, first = step.value(name), past.at_start(name)
-    if now is None or first is None or len(past.metrics) < 3 or now < 1e-3 or now < 10 * first:
+    if now is None or first is None or past.steps < 3 or now < 1e-3 or now < 10 * first:
         return None
     return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps"
 

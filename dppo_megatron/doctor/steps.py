@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from dppo_megatron.types import RolloutGroup
 
 from .tokenizer_file import TokenizerFile
 
-RECENT = 10  # steps that count as recent
+FIRST, RECENT = 3, 10  # steps that count as the start, and as recent
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,23 @@ class ExaminedStep:
 
 @dataclass
 class Past:
-    """Stores the metrics of the earlier steps, and a few numbers of their groups."""
+    """Stores a few numbers of the earlier steps and their groups; adding a step takes constant time."""
 
-    metrics: list[Mapping[str, float | None]] = field(default_factory=list)
+    _first: dict[str, list[float]] = field(default_factory=dict)  # metric -> values of the first steps that have it
+    _recent: dict[str, deque[float]] = field(default_factory=dict)
+    steps: int = 0
     reward_means: list[float] = field(default_factory=list)  # one for each step with rewards
     lowest_reward: float = np.inf
     highest_reward: float = -np.inf
     newest_versions: list[int] = field(default_factory=list)
 
     def add(self, step: ExaminedStep) -> None:
-        self.metrics.append(step.metrics)
+        self.steps += 1
+        for name in step.metrics:
+            if (value := step.value(name)) is not None:
+                if len(first := self._first.setdefault(name, [])) < FIRST:
+                    first.append(value)
+                self._recent.setdefault(name, deque(maxlen=RECENT)).append(value)
         rewards, mean = step.rewards, step.value("rollout/reward_mean")
         if not len(rewards) and mean is not None:
             rewards = np.array([mean])
@@ -76,17 +85,17 @@ class Past:
         if step.newest_version is not None:
             self.newest_versions.append(step.newest_version)
 
-    def values(self, name: str) -> list[float]:
-        """Return the values of all steps with a value, in order."""
-        return [float(value) for row in self.metrics if isinstance(value := row.get(name), int | float)]
+    def last(self, name: str) -> float | None:
+        """Return the value of the last step that has one."""
+        return self._recent[name][-1] if name in self._recent else None
 
     def recent(self, name: str) -> float | None:
         """Return the median of the last steps' values."""
-        return _median(self.values(name)[-RECENT:])
+        return _median(self._recent.get(name, ()))
 
     def at_start(self, name: str) -> float | None:
-        """Return the median of the first three steps."""
-        return _median(self.values(name)[:3])
+        """Return the median of the first steps' values."""
+        return _median(self._first.get(name, ()))
 
     def improved(self, step: ExaminedStep) -> bool:
         """Return whether the mean reward exceeds that of the first steps by a tenth of the range of rewards."""
@@ -94,8 +103,8 @@ class Past:
         if now is None or not self.reward_means:
             return False
         span = self.highest_reward - self.lowest_reward
-        return now > float(np.mean(self.reward_means[:3])) + 0.1 * span
+        return now > float(np.mean(self.reward_means[:FIRST])) + 0.1 * span
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return float(np.median(values)) if values else None
+def _median(values: Collection[float]) -> float | None:
+    return median(values) if values else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SUFFIXES = (16, 8, 4, 2)  # lengths of the suffixes that are looked up, the longest first
-MOST_TOKENS = 1 << 15  # of one prompt; the index takes about 800 bytes for each
+MOST_TOKENS = 1 << 15  # of one prompt; the index takes about 800 bytes for each, and as much for dropped ones
 MOST_PLACES = 16  # occurrences of one suffix that a draft follows, the newest ones
 PRIOR = 10.0  # weight of the rate of all prompts in the rate of a new prompt, in tested tokens
 LOWEST = 0.35  # at least this rate is assumed for a new prompt, so that it gets a few drafts
@@ -57,6 +57,7 @@ class SuffixIndex:
         self._sequences: list[np.ndarray] = []
         self._indexed = 0  # number of sequences that are indexed
         self._tokens: list[int] = []  # indexed sequences end to end, each followed by _END
+        self._begin = 0  # places before it belong to dropped sequences
         self._places: dict[bytes, list[int]] = {}  # suffix -> indices in `_tokens` of the tokens after the suffix
         self._overall = overall or DraftRate()
         self._own: DraftRate | None = None  # since the first draft
@@ -65,12 +66,16 @@ class SuffixIndex:
         """Add a response, preceded by the last tokens of its prompt. Drop the oldest sequences above `MOST_TOKENS`."""
         self._sequences.append(np.asarray(tokens, np.int32)[:MOST_TOKENS])
         while sum(map(len, self._sequences)) > MOST_TOKENS:
-            del self._sequences[0]
+            dropped = self._sequences.pop(0)
+            if self._indexed:
+                self._indexed -= 1
+                self._begin += len(dropped) + 1
+        if self._begin > MOST_TOKENS:  # at most half of the index is of dropped sequences
             self.shrink()
 
     def shrink(self) -> None:
         """Free the memory of the index. The next draft builds it again."""
-        self._indexed, self._tokens, self._places = 0, [], {}
+        self._indexed, self._begin, self._tokens, self._places = 0, 0, [], {}
 
     def draft(self, suffix: np.ndarray, most: int) -> tuple[list[int], list[float]]:
         """Return at most `most` likely next tokens of a sample, and the share of occurrences with each token.
@@ -79,13 +84,13 @@ class SuffixIndex:
         """
         self._index()
         key = np.ascontiguousarray(suffix, np.int32).tobytes()
-        found = next((f for n in SUFFIXES if (f := self._places.get(key[-4 * n :])) and len(key) >= 4 * n), None)
+        found = next((f for n in SUFFIXES if (f := self._found(key[-4 * n :])) and len(key) >= 4 * n), None)
         tokens: list[int] = []
         shares: list[float] = []
         if not found:
             return tokens, shares
         self._own = self._own or DraftRate(PRIOR, PRIOR * max(LOWEST, self._overall.rate))
-        places, rate, probability = found[-MOST_PLACES:], self._own.rate, 1.0
+        places, rate, probability = found, self._own.rate, 1.0
         while len(tokens) < most:
             following: dict[int, list[int]] = {}
             for place in places:
@@ -104,6 +109,11 @@ class SuffixIndex:
         """Record that the first `accepted` tokens of a draft were sampled and that the next token, if any, was not."""
         for counts in filter(None, (self._own, self._overall)):
             counts.add(sum(shares[: accepted + 1]), accepted)
+
+    def _found(self, suffix: bytes) -> list[int]:
+        """Return the newest places after the suffix, oldest first."""
+        newest = self._places.get(suffix, ())[-MOST_PLACES:]
+        return [place for place in newest if place >= self._begin]
 
     def _index(self) -> None:
         for tokens in self._sequences[self._indexed :]:

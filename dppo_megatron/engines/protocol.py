@@ -7,7 +7,7 @@ but it does not compute rewards or train. Every call has a timeout and raises `E
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -50,6 +50,16 @@ class InvalidSample(EngineError):
     """The engine answered, but the samples cannot belong to the request. They must never be used for training."""
 
 
+def check_ids(token_ids: np.ndarray, vocab_size: int) -> None:
+    """Raise ValueError if an id is outside the vocabulary: it has no embedding, and ends the engine."""
+    for place in _foreign(token_ids, vocab_size):
+        raise ValueError(f"token id {token_ids[place]} is outside the vocabulary of {vocab_size}")
+
+
+def _foreign(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    return np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Requests one group: `n` samples of one prompt.
@@ -77,6 +87,9 @@ class GenerateRequest:
     # Earlier samples of the prompt, int32, each after the last tokens of the prompt. An engine with engine.draft_tokens
     # may draft from them; the samples do not depend on them.
     drafts: tuple[np.ndarray, ...] = ()
+    # Sample nothing: return the tokens of the prompt after the first as one sample, with log-probs at temperature 1, as
+    # those of `Engine.score`, the top K and the policy version that computed them.
+    scored: bool = False
     # Names that requests with a common prefix share, the widest first, e.g. group and conversation. The pool sends such
     # requests to one engine. The names are not sent.
     affinity: tuple[str, ...] = ()
@@ -105,10 +118,20 @@ class GenerateRequest:
             ),
             (self.max_tokens < 1, f"max_tokens = {self.max_tokens} must be at least 1"),
             (self.topk < 0, f"topk = {self.topk} must not be negative"),
+            (self.scored and (self.n > 1 or len(self.token_ids) < 2), "scored needs n = 1 and two tokens"),
         ]
         wrong = [message for is_wrong, message in problems if is_wrong]
         if wrong:
             raise ValueError(f"generate request {self.request_id!r}: {'; '.join(wrong)}")
+
+    def within(self, vocab_size: int) -> GenerateRequest:
+        """Return the request with its drafts up to their first id outside the vocabulary.
+
+        Raises ValueError for such an id in the prompt.
+        """
+        check_ids(self.token_ids, vocab_size)
+        ends = (min([len(draft), *_foreign(draft, vocab_size)]) for draft in self.drafts)
+        return replace(self, drafts=tuple(draft[:end] for draft, end in zip(self.drafts, ends, strict=True)))
 
     def asks_for(self, column: Column) -> bool:
         """Return whether the samples of this request must have `column`."""

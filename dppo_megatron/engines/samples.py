@@ -54,10 +54,13 @@ class GroupSamples:
         """Raise `InvalidSample`, naming the sample and the fault, unless these samples can answer `request`."""
         self._check_columns(request)
         check = _Check(request.request_id, self.lengths)
+        if request.scored and not np.array_equal(self.token_ids, request.token_ids[1:]):
+            raise InvalidSample(f"group {request.request_id}: the scored tokens differ from the ones that were sent")
         check.tokens((self.token_ids < 0) | (self.token_ids >= vocab_size), f"token id outside [0, {vocab_size})")
         self._check_logprobs(check)
         check.tokens(self.columns["versions"] < 0, "token carries no policy version")
-        self._check_ends(request, check, max_model_len)
+        if not request.scored:
+            self._check_ends(request, check, max_model_len)
         if request.sampling_mask:
             self._check_mask(check, vocab_size)
         if request.topk:

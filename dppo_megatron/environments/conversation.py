@@ -7,17 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
 from dppo_megatron.types import ENVIRONMENT, POLICY, Rollout
 
 from .dialogue import Codec, Piece, beginning, ids_of, inherited, put, readable
-from .tools import ToolCall, parse_turn
-
-ChatMessage = dict[str, Any]  # a message of an OpenAI chat: role, content (text), tool_calls (arguments as an object)
-Tool = dict[str, Any]  # a tool of an OpenAI chat: {"type": "function", "function": {name, description, parameters}}
+from .tool_messages import ChatMessage, Render, assistant_message, render_turns
+from .tools import Tool, ToolCall, opened_reasoning, parse_turn
 
 
 class RequestRejected(Exception):
@@ -46,20 +43,13 @@ class Turn:
     tokens: int
 
     def call_id(self, number: int) -> str:
-        return f"call_{self.name}_{number}"
+        return self.calls[number].named(self.name, number)
 
     @property
     def message(self) -> ChatMessage:
         """Return the message that an agent sends back for this turn."""
-        calls = [
-            {"id": self.call_id(i), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for i, c in enumerate(self.calls)
-        ]
-        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+        return assistant_message(self.content, ((self.call_id(i), call) for i, call in enumerate(self.calls)))
 
-
-Render = Callable[[Sequence[ChatMessage], Sequence[Tool]], str]
-"""(messages, tools) -> the chat as the model reads it, up to the start of its answer. Raises `ValueError`."""
 
 Sample = Callable[[np.ndarray, int | None], Awaitable[Rollout]]
 """(tokens before the turn [P] int32, its token limit) -> the turn, already on disk. Raises `RequestRejected`."""
@@ -74,12 +64,16 @@ class Conversation:
     later turn that followed one of them decides. Without a later turn, the message is written as the agent sent it.
     """
 
-    def __init__(self, codec: Codec, render: Render, sample: Sample):
+    def __init__(self, codec: Codec, render: Render, sample: Sample, no_tools: str | None = None):
+        """Begin without a turn. With `no_tools`, requests with tools are rejected for that reason."""
         self._codec = codec
         self._render = render
         self._sample = sample
+        self._no_tools = no_tools
         self.branches: list[list[Piece]] = []  # each branch ends with a turn
         self.turns = 0
+        self.admitted = 0  # turns that are finished or being sampled
+        self.opening: int | None = None  # tokens before the turn that was admitted first
         # "length": the last turn was truncated or rejected at the limit; "max_turns": a turn was rejected at the limit
         self.finish_reason = "stop"
         self._said: dict[str, list[list[ChatMessage]]] = {}  # key of a history or turn -> its messages as sampled
@@ -93,9 +87,11 @@ class Conversation:
         """Return the next turn. Raises `RequestRejected`, and the errors of sampling."""
         if ask.max_tokens is not None and not (type(ask.max_tokens) is int and ask.max_tokens > 0):
             raise RequestRejected(f"at most {ask.max_tokens!r} tokens: expected a positive integer")
+        if ask.tools and self._no_tools:
+            raise RequestRejected(f"tools: {self._no_tools}")
         written, path = self._as_sampled(ask.messages)
         try:
-            text = self._render(written, ask.tools)
+            text = render_turns(lambda messages: self._render(messages, ask.tools), written, ask.messages)
         except ValueError as error:
             raise RequestRejected(str(error)) from None
         text = text.encode(errors="backslashreplace").decode()  # tokenizers reject half of a surrogate pair
@@ -116,7 +112,7 @@ class Conversation:
         whole = self._codec.decode(sampled.token_ids, skip_special_tokens=False)
         branch += [*rest, Piece(POLICY, self.turns, whole, sampled.token_ids, sampled)]
         self.turns += 1
-        turn, raw = self._parsed(name, len(behind), sampled, offered=bool(ask.tools))
+        turn, raw = self._parsed(name, len(behind), sampled, opened_reasoning(text), ask)
         for key, sent in ((_key(path, turn.message), [*written, raw]), (_key("", turn.message), [raw])):
             if sent not in (variants := self._said.setdefault(key, [])):
                 variants.append(sent)
@@ -126,11 +122,14 @@ class Conversation:
         """Keep a turn that the agent did not receive: the same request returns it later."""
         self._undelivered[turn.name] = turn
 
-    def _parsed(self, name: str, before: int, sampled: Rollout, offered: bool) -> tuple[Turn, ChatMessage]:
-        self.finish_reason = sampled.finish_reason
+    def _parsed(
+        self, name: str, before: int, sampled: Rollout, opened: str, ask: TurnRequest
+    ) -> tuple[Turn, ChatMessage]:
+        if self.finish_reason != "max_turns":  # set while this turn was sampled
+            self.finish_reason = sampled.finish_reason
         truncated = sampled.finish_reason == "length"
         ids = sampled.token_ids if truncated else sampled.token_ids[:-1]
-        shown = parse_turn(readable(self._codec, ids), offered)
+        shown = parse_turn(opened + readable(self._codec, ids), bool(ask.tools), ask.tools)
         turn = Turn(name, *shown, truncated, before, len(sampled.token_ids))
         return turn, {"role": "assistant", "content": self._codec.decode(ids, skip_special_tokens=False)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,11 +11,11 @@ import numpy as np
 from dppo_megatron.types import ENVIRONMENT, INHERITED, POLICY, Rollout, join_columns
 
 from .interface import Message
+from .tool_messages import ChatMessage, assistant_message, render_turns
+from .tools import MARKS, parse_turn, tool_calls
 
-Render = Callable[[Sequence[dict[str, Any]]], str]
+Render = Callable[[Sequence[ChatMessage]], str]
 """Returns a chat as the model reads it, up to the start of its answer."""
-
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class Codec(Protocol):
@@ -48,9 +48,10 @@ class Dialogue:
 
     codec: Codec
     render: Render | None
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
     branches: list[list[Piece]]  # at first one branch with the prompt
     turns: int = 0
+    _sent: dict[int, ChatMessage] = field(default_factory=dict)  # index in messages -> the turn with `tool_calls`
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -71,8 +72,13 @@ class Dialogue:
             return False
         # A template expects a turn without the token that ended it.
         last = self.codec.decode(branch[-1].token_ids[:-1], skip_special_tokens=False)
-        self.messages += [{"role": "assistant", "content": last}, *({**message} for message in said)]
-        kept, rest = beginning(branch, self.render(self.messages))
+        reasoning, content, _ = parse_turn(last, True)
+        ids = (message["tool_call_id"] for message in said if "tool_call_id" in message)
+        sent = assistant_message(content, zip(ids, tool_calls(last), strict=False))
+        self._sent[len(self.messages)] = sent if content else sent | {"thinking": reasoning}  # gpt-oss takes only one
+        self.messages += [assistant_message(last), *({**message} for message in said)]
+        messages = [self._sent.get(place, message) for place, message in enumerate(self.messages)]
+        kept, rest = beginning(branch, render_turns(self.render, self.messages, messages))
         if len(kept) == len(branch):
             branch += put(self.codec, turn, rest)
             return False

@@ -27,6 +27,8 @@ from .conversation import Conversation, RequestRejected
 from .dialogue import Dialogue, Piece, Render, as_rollout, common_beginning, opening_tokens, readable
 from .interface import EnvironmentFailed, EnvironmentNameError
 from .pool import EnvironmentPool, Session
+from .tool_messages import tools_problem
+from .tools import opened_reasoning
 from .trajectory import AgentGateway, Attempt, Trajectory, TrajectoryRequest
 
 if TYPE_CHECKING:
@@ -76,9 +78,7 @@ class Episodes:
         self._render: Render | None = None
         if self.config.data.chat_template:
             self._render = lambda messages: render_chat(tokenizer, messages, tools)
-            asked = [{"role": "user", "content": "?"}]
-            if tools and self._render(asked) == render_chat(tokenizer, asked):
-                log.warning("the chat template shows no tools, so the policy does not see those of the environment")
+        self._no_tools = None if self.gateway is None else tools_problem(partial(render_chat, tokenizer))
         self._training_request = training_requests(self.config, self.stop_token_ids)
         self._begun = itertools.count()  # number of groups
         self._counts: Counter[str] = Counter()
@@ -178,11 +178,11 @@ class Episodes:
         """Answer the requests of an agent until it returns."""
         assert self.gateway is not None
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asked = itertools.count()
 
         async def sample(behind: np.ndarray, most: int | None) -> Rollout:
             try:
-                return await self._turn(wanted, next(asked), behind, self._left(wanted, conversation, behind, most))
+                turn, left = self._admit(wanted, conversation, behind)
+                return await self._turn(wanted, turn, behind, min(left, most or left))
             except RequestRejected:
                 raise
             except Exception as error:  # an error of engines or the disk ends the run, not only this request
@@ -190,7 +190,8 @@ class Episodes:
                     broken.set_exception(error)
                 raise RequestRejected("the run cannot continue; its log has the reason") from None
 
-        conversation = attempt.played = Conversation(self.tokenizer, partial(render_chat, self.tokenizer), sample)
+        render = partial(render_chat, self.tokenizer)
+        conversation = attempt.played = Conversation(self.tokenizer, render, sample, self._no_tools)
         async with self.gateway.session(conversation) as key:
             agent = asyncio.ensure_future(session.run_agent(wanted.prompt, self.gateway.url, key))
             try:
@@ -208,23 +209,32 @@ class Episodes:
         if not conversation.branches:
             raise EnvironmentFailed("raised", "the agent returned without a turn of the policy")
 
-    def _left(self, wanted: TrajectoryRequest, conversation: Conversation, behind: np.ndarray, most: int | None) -> int:
-        """Return the token limit of the next turn. Raises `RequestRejected`."""
-        limits, longest = self.config.environment, self.config.data.max_prompt_tokens
-        if conversation.turns >= limits.max_turns:
+    def _admit(self, wanted: TrajectoryRequest, conversation: Conversation, behind: np.ndarray) -> tuple[int, int]:
+        """Return the number and the token limit of the next turn, which then counts. Raises `RequestRejected`.
+
+        It does not wait, so requests in parallel cannot exceed the limits together.
+        """
+        longest, turn = self.config.data.max_prompt_tokens, conversation.admitted
+        if turn >= self.config.environment.max_turns:
             conversation.finish_reason = "max_turns"
-            raise RequestRejected(f"environment.max_turns = {limits.max_turns}: this trajectory has used them")
-        opening = len(opening_tokens(conversation.branches[0])) if conversation.branches else len(behind)
+            raise RequestRejected(f"environment.max_turns = {turn}: this trajectory has used them")
+        opening = len(behind) if conversation.opening is None else conversation.opening
         if opening > longest:
             raise RequestRejected(f"context_length_exceeded: prompt of {opening}, data.max_prompt_tokens = {longest}")
-        left = wanted.first.max_tokens - (len(behind) - opening)
+        left = self._left(wanted, opening, behind)
         if left < 1:
             conversation.finish_reason = "length"
             raise RequestRejected(
                 f"context_length_exceeded: {len(behind) - opening} tokens after the prompt, "
                 f"rollout.max_response_tokens = {wanted.first.max_tokens}"
             )
-        return min(left, limits.max_turn_tokens or left, most or left)
+        conversation.admitted, conversation.opening = turn + 1, opening
+        return turn, left
+
+    def _left(self, wanted: TrajectoryRequest, opening: int, behind: np.ndarray) -> int:
+        """Return the token limit of a turn, below 1 for none. `opening` counts the tokens before the first turn."""
+        left = wanted.first.max_tokens - max(len(behind) - opening, 0)  # a later prompt may be shorter
+        return min(left, self.config.environment.max_turn_tokens or left)
 
     async def _alternate(self, wanted: TrajectoryRequest, session: Session, attempt: Attempt) -> None:
         """Take turns with an environment."""
@@ -266,19 +276,18 @@ class Episodes:
         self, wanted: TrajectoryRequest, session: Session, dialogue: Dialogue, turn_rewards: list[float | None]
     ) -> str:
         """Take turns until the trajectory is over; return the finish reason."""
-        limits = self.config.environment
-        for turn in range(limits.max_turns):
+        for turn in range(self.config.environment.max_turns):
             behind = dialogue.token_ids
-            prompt_tokens = len(opening_tokens(dialogue.branches[0]))
-            left = wanted.first.max_tokens - (len(behind) - prompt_tokens)
+            opened = opened_reasoning(dialogue.branches[-1][-1].text)
+            left = self._left(wanted, len(opening_tokens(dialogue.branches[0])), behind)
             if left < 1:
                 return "length"
-            sampled = await self._turn(wanted, turn, behind, min(left, limits.max_turn_tokens or left))
+            sampled = await self._turn(wanted, turn, behind, left)
             dialogue.add_turn(sampled)
             turn_rewards.append(None)
             if sampled.finish_reason == "length":
                 return "length"
-            step = await session.step(readable(self.tokenizer, sampled.token_ids))
+            step = await session.step(readable(self.tokenizer, sampled.token_ids), opened)
             turn_rewards[-1] = step.reward
             if step.done:
                 return "stop"

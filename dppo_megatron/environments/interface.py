@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NotRequired, Protocol
 
 from typing_extensions import TypedDict
 
@@ -16,6 +16,8 @@ class Message(TypedDict):
 
     role: str
     content: str
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]  # of the tool
 
 
 class Environment(Protocol):

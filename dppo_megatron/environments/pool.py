@@ -128,8 +128,8 @@ class Session:
     async def reset(self, prompt: Prompt, seed: int) -> str | None:
         return await self._begin(lambda worker: worker.reset(prompt, seed))
 
-    async def step(self, text: str) -> StepResult:
-        return await self._ask(lambda worker: worker.step(text))
+    async def step(self, text: str, opened: str = "") -> StepResult:
+        return await self._ask(lambda worker: worker.step(text, opened))
 
     async def finish(self) -> float | None:
         return await self._ask(lambda worker: worker.finish())

@@ -5,81 +5,193 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THINK, _THOUGHT = ("<think>", "[THINK]"), ("</think>", "[/THINK]")
+_CALL = ("<tool_call>", "[TOOL_CALLS]", "<｜tool▁call▁begin｜>", "<|tool_call_begin|>")
+_END = ("</tool_call>", "<｜tool▁call▁end｜>", "<|tool_call_end|>")
+_INSIDE = ("[CALL_ID]", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "<|start|>", "<|channel|>", "<|message|>")
+MARKS = (*_THINK, *_THOUGHT, *_CALL, *_END, *_INSIDE)
+"""Texts by which a turn is parsed. They are special tokens in some tokenizers."""
+_LLAMA_CALL = (  # the beginning of the shown text, because its calls have no mark
+    r'(?:\A|(?<=</think>|\[/THINK\]))\s*(?:<\|python_tag\|>\s*)?\{(?=\s*"(?:type|name|parameters)")'
+    r'(?=.*"name"\s*:)(?=.*"(?:parameters|arguments)"\s*:)'
+)
+_SECTION = r"<｜tool▁calls▁(?:begin|end)｜>|<\|tool_calls_section_(?:begin|end)\|>"
+_CALLS, _ENDS = ("|".join(map(re.escape, marks)) for marks in (_CALL, _END))
+_MARK = re.compile(
+    rf"(?P<think><think>|\[THINK\])|(?P<thought></think>|\[/THINK\])|(?P<call>{_CALLS}|{_LLAMA_CALL})|{_SECTION}",
+    re.DOTALL,
+)
+# The formats in which chat templates write calls. We parse them ourselves: the parsers of vLLM and SGLang take half a
+# minute to import and drop a malformed call without a reason, and that of transformers needs a `response_template`,
+# which models of these formats lack.
+_JSON = re.compile(  # Hermes, Qwen2.5, Qwen3, Mistral, Llama 3; then with a name before: DeepSeek, Kimi, Mistral
+    r"(?:<tool_call>|\[TOOL_CALLS\])\s*(?=[\[{])|\s*(?:<\|python_tag\|>\s*)?(?=\{)"
+    r"|(?:\[TOOL_CALLS\]|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?|<\|tool_call_begin\|>)\s*"
+    r"(?=(?P<id>[\w.-]+:\d+)?)(?:functions\.)?(?P<name>[\w.-]+)(?::\d+)?(?:\[CALL_ID\](?P<call_id>\w+))?\s*"
+    r"(?:(?:\[ARGS\]|<｜tool▁sep｜>|<\|tool_call_argument_begin\|>)\s*)?(?:```json\s*)?(?=\{)"
+)
+_AFTER_JSON = re.compile(rf"\s*(?:```\s*)?(?:{_ENDS}|(?=<tool_call>|\[TOOL_CALLS\]|<｜|<\|)|\Z)")
+# Qwen3.5 and GLM write each argument between tags: text up to the arguments, an argument, text after them.
+_FIRST = re.compile(r"<tool_call>\s*(?:<function=)?([\w.-]+)>?\s*(?=<)")
+_ARGUMENT = re.compile(
+    r"<(?:parameter=|arg_key>)([^<>]+)(?:>\n?|</arg_key>\s*<arg_value>)((?:(?!<tool_call>).)*?)"
+    r"(?:\n?</parameter>|</arg_value>)\s*(?=<parameter=|<arg_key>|</function>|</tool_call>)",
+    re.DOTALL,
+)
+_LAST = re.compile(r"</function>\s*(?:</tool_call>|\Z)|</tool_call>")
+_MESSAGE = re.compile(  # gpt-oss: addressed to a tool, in a channel
+    r"(?:\A|<\|start\|>assistant)(\s*(?:to=[\w.-]+\s*)?<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>"
+    r"(.*?)(?:<\|(?:end|call|return)\|>)?(?=<\|start\|>|\Z)",
+    re.DOTALL,
+)
+Tool = dict[str, Any]  # a tool of an OpenAI chat: {"type": "function", "function": {name, description, parameters}}
 
 
 class ToolCall(NamedTuple):
-    """Describes a tool call in a policy's turn. `problem` states why the call is invalid, "" if it is valid."""
+    """Describes a tool call in a policy's turn. `problem` states why the call is invalid, "" if it is valid.
+
+    `id` is "" if the policy wrote none.
+    """
 
     name: str
     arguments: dict[str, Any]
     problem: str = ""
+    id: str = ""
+
+    def named(self, turn: str, number: int) -> str:
+        """Return its id, else nine letters and digits (Mistral's form) from its turn's name and its number there."""
+        return self.id or blake2b(f"{turn} {number}".encode(), digest_size=5).hexdigest()[:9]
 
 
-def tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls in a turn.
+def tool_calls(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
+    """Return the calls in a turn, also malformed ones, but none of its reasoning.
 
-    A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), or the whole turn is `{"name":
-    ..., "parameters": {...}}` (Llama).
+    docs/environments.md lists the formats. `tools` have the types of arguments that a format writes without quotes.
     """
-    if found := _HERMES.findall(text):
-        return [_parse(part) for part in found]
-    whole = text.strip().removeprefix("<|python_tag|>")
-    call = _parse(whole) if whole.startswith("{") else None
-    return [] if call is None or call.problem else [call]
+    return _parse(text, True, tools)[2]
 
 
-def parse_turn(text: str, offered: bool) -> tuple[str, str, tuple[ToolCall, ...]]:
-    """Return (reasoning, content, calls) of a turn. Text that is not a call stays content.
+def parse_turn(text: str, offered: bool, tools: Sequence[Tool] = ()) -> tuple[str, str, tuple[ToolCall, ...]]:
+    """Return (reasoning, content, calls) of a turn. Text that is not a valid call stays content.
 
     `offered` states whether the policy has tools.
     """
-    reasoning, thought, rest = text.partition("</think>")
-    if not thought:
-        reasoning, rest = "", text
-    calls = tool_calls(rest) if offered else []
-    if any(call.problem for call in calls):
-        calls = []
-    content = rest
-    if calls:
-        content = _HERMES.sub("", rest) if _HERMES.search(rest) else ""
-    return reasoning.strip().removeprefix("<think>").strip(), content.strip(), tuple(calls)
+    reasoning, content, calls = _parse(text, offered, tools)
+    return reasoning, content, tuple(call for call in calls if not call.problem)
 
 
-def _parse(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"not JSON: {error}")
+def opened_reasoning(prompt: str) -> str:
+    """Return the mark with which a prompt opens the reasoning of the next turn, else ""."""
+    return next((mark for mark in _THINK if prompt.rstrip().endswith(mark)), "")
+
+
+def _parse(text: str, offered: bool, tools: Sequence[Tool]) -> tuple[str, str, list[ToolCall]]:
+    text = _MESSAGE.sub(_without_channels, text)
+    parts: tuple[list[str], list[str]] = [], []  # content, reasoning
+    calls: list[ToolCall] = []
+    at, thinking = 0, False
+    while mark := _MARK.search(text, at):
+        parts[thinking].append(text[at : mark.start()])
+        at = mark.end()
+        if mark["thought"] and not thinking:  # the prompt opened the reasoning, or a quoted mark seemed to end it
+            parts, calls = ([], [text[: mark.start()]]), []
+        elif mark["think"] or mark["thought"]:
+            thinking = bool(mark["think"])
+        elif mark["call"]:
+            called, end = _read_call(text, mark.start(), tools) if offered and not thinking else ([], 0)
+            calls += called
+            at = end or at
+            parts[thinking].append("" if end else mark[0])
+    parts[thinking].append(text[at:])
+    content, reasoning = ("".join(part).strip() for part in parts)
+    return reasoning, content, calls
+
+
+def _without_channels(message: re.Match[str]) -> str:
+    """Return a message of gpt-oss with the marks of other models."""
+    head, body = message.groups()
+    if to := re.search(r"to=([\w.-]+)", head):
+        return f"<|tool_call_begin|>{to[1]}<|tool_call_argument_begin|>{body}<|tool_call_end|>"
+    return f"<think>{body}</think>" if "analysis" in head else body
+
+
+def _read_call(text: str, start: int, tools: Sequence[Tool]) -> tuple[list[ToolCall], int]:
+    """Return the calls that the mark at `start` opens, and where they end, 0 if one is malformed."""
+    if head := _JSON.match(text, start):
+        name, id = head["name"] or "", head["id"] or head["call_id"] or ""
+        try:
+            value, size = json.JSONDecoder().raw_decode(text[head.end() :])
+            if (ended := _AFTER_JSON.match(text, head.end() + size)) is None:
+                raise ValueError(f"text after its end: char {size}")
+        except (ValueError, RecursionError) as error:
+            return [ToolCall(name, {}, f"not JSON: {error}", id)], 0
+        value = {"name": name, "arguments": value, "id": id} if name else value
+        calls = [_checked(call) for call in (value if isinstance(value, list) else [value])]
+        if any(call.problem for call in calls):  # without a mark, an answer may be JSON
+            return calls if text.startswith(_CALL, start) else [], 0
+        return calls, ended.end()
+    if head := _FIRST.match(text, start):
+        schema: Any = next((t["function"]["parameters"] for t in tools if t["function"]["name"] == head[1]), {})
+        end, arguments = head.end(), {}
+        while part := _ARGUMENT.match(text, end):
+            end, arguments[part[1].strip()] = part.end(), _typed(part[2], schema, part[1].strip())
+        if ended := _LAST.match(text, end):
+            return [ToolCall(head[1], arguments)], ended.end()
+    return [_checked(None)], 0
+
+
+def _checked(call: Any) -> ToolCall:
     match call:
         case {"name": str(name), "arguments": dict(arguments)} | {"name": str(name), "parameters": dict(arguments)}:
-            return ToolCall(name, arguments)
+            return ToolCall(name, arguments, id=str(call.get("id") or ""))
     return ToolCall("", {}, "expected an object with name and arguments")
 
 
+def _typed(raw: str, schema: Mapping[str, Any], name: str) -> Any:
+    """Return an argument that was written without quotes: text if the tool takes text, else JSON."""
+    try:
+        wanted = schema.get("properties", {}).get(name, {})
+        types = json.dumps([choice.get("type") for choice in (wanted, *wanted.get("anyOf", ()))])
+        if '"string"' in types and (raw != "null" or '"null"' not in types):
+            return raw
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(raw, raw))
+    except (ValueError, TypeError, AttributeError, RecursionError):  # an agent's schema may be anything
+        return raw
+
+
+def tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
+    """Return a function in the form for chat templates."""
+    function = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": function}
+
+
 class Tools:
-    """Stores functions by name, with JSON schemas of their arguments. Raises `TypeError` for one without a schema."""
+    """Stores functions by name, with JSON schemas of their arguments.
+
+    Raises `TypeError` for a function that a call in JSON cannot reach: without a name of its own, or with an argument
+    without a name or a type. Raises pydantic's error for a type without a JSON schema.
+    """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]):
+        names = [getattr(function, "__name__", "") for function in functions]
+        for name, function in zip(names, functions, strict=True):
+            if not re.fullmatch(r"[\w.-]{1,64}", name) or names.count(name) > 1:
+                raise TypeError(f"tools: {name or function} is not the name of one function; write a def for each")
+            for argument in inspect.signature(function).parameters.values():
+                unnamed = argument.kind in (argument.POSITIONAL_ONLY, argument.VAR_POSITIONAL)
+                if unnamed or (argument.annotation is argument.empty and argument.kind is not argument.VAR_KEYWORD):
+                    raise TypeError(f"tools: {name}({argument}): a call needs name and type; write it as (city: str)")
         # pydantic's annotation lacks functions, which it documents.
         self._functions = {f.__name__: TypeAdapter(f) for f in functions}  # type: ignore[arg-type]
-        self.schemas = [
-            {
-                "type": "function",
-                "function": {
-                    "name": function.__name__,
-                    "description": inspect.getdoc(function) or "",
-                    "parameters": self._functions[function.__name__].json_schema(),
-                },
-            }
-            for function in functions
-        ]
+        schemas = (function.json_schema() for function in self._functions.values())
+        self.schemas = [tool(f.__name__, inspect.getdoc(f), s) for f, s in zip(functions, schemas, strict=True)]
 
     def call(self, call: ToolCall) -> Any:
         """Return the function's result. Raises its errors, and `ValueError` with the problem of the call."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +10,12 @@ from typing import Any
 
 from dppo_megatron.common.worker import Answer, Worker, WorkerError, checked
 from dppo_megatron.config.task import EnvironmentConfig
-from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, describe
+from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, awaited, describe
 from dppo_megatron.rewards.registry import load_attribute
 from dppo_megatron.types import Prompt
 
 from .interface import EnvironmentFailed, EnvironmentNameError, Message, StepResult
-from .tools import Tools, tool_calls
+from .tools import ToolCall, Tools, tool_calls
 
 LARGEST_ANSWER = 4 * 1024 * 1024  # bytes of an environment's answer to a turn
 
@@ -26,7 +25,7 @@ class EnvironmentWorker(Worker):
 
     def __init__(self, config: EnvironmentConfig):
         hello = {"setting": config.setting, "name": config.source, "settings": config.settings}
-        super().__init__(__name__, hello, "environment", LARGEST_ANSWER)
+        super().__init__(__name__, hello, "environment", LARGEST_ANSWER, config.host if config.agent else "")
         self._timeout_s = config.timeout_s
 
     def described(self) -> tuple[list[dict[str, Any]], bool]:
@@ -37,8 +36,9 @@ class EnvironmentWorker(Worker):
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         return self._call(str | None, "for reset", "reset", prompt, seed)
 
-    def step(self, text: str) -> StepResult:
-        answer = self._call(list[Any], "for the answer to a turn", "step", text)
+    def step(self, text: str, opened: str = "") -> StepResult:
+        """Answer a turn. `opened` is the mark by which the prompt opened its reasoning."""
+        answer = self._call(list[Any], "for the answer to a turn", "step", text, opened)
         return StepResult(*checked(tuple[list[Message], float | None, bool], tuple(answer)))
 
     def finish(self) -> float | None:
@@ -108,12 +108,11 @@ def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
 
 
 class _Host:
-    """Runs the environment in its process, with one event loop. `make` is the environment's class, or the agent."""
+    """Runs the environment in its process. `make` is the environment's class, or the agent."""
 
     def __init__(self, make: Callable[..., Any]):
         self._make = make
         self._environment: Any = None
-        self._runner = asyncio.Runner()
 
     def answer(self, request: bytes) -> list[Any]:
         """Answer one request. User code may raise any error, which fails only this trajectory."""
@@ -132,14 +131,15 @@ class _Host:
         self._environment = self._make()
         self._stepped = Tools(getattr(self._environment, "tools", ()))
         self._rewards: list[float] = []
-        opening = self._wait(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
+        self._called = itertools.count()
+        opening = awaited(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
         return None if opening is None else _text(opening)
 
-    def _step(self, text: str) -> list[Any] | Failure:
+    def _step(self, text: str, opened: str = "") -> list[Any] | Failure:
         if not hasattr(self._environment, "step"):
-            calls = tool_calls(text)
-            return [[{"role": "tool", "content": self._called(call)} for call in calls], None, not calls]
-        said, reward, done = self._wait(self._environment.step(text))
+            calls = tool_calls(opened + text, self._stepped.schemas)
+            return [[self._result(call) for call in calls], None, not calls]
+        said, reward, done = awaited(self._environment.step(text))
         if reward is not None:
             reward = as_outcome(reward)
             if isinstance(reward, Failure):
@@ -147,32 +147,25 @@ class _Host:
             self._rewards.append(reward)
         return [[{"role": "user", "content": _text(said)}] if said else [], reward, bool(done)]
 
-    def _called(self, call: Any) -> str:
+    def _result(self, call: ToolCall) -> Message:
         try:
-            return _text(self._wait(self._stepped.call(call)))
+            content = _text(awaited(self._stepped.call(call)))
         except EnvironmentFailed:
             raise
         except Exception as error:
-            return f"error: {describe(error)}"
+            content = f"error: {describe(error)}"
+        id = call.named("", next(self._called))
+        return {"role": "tool", "content": content, "tool_call_id": id, "name": call.name}
 
     def _finish(self) -> float | Failure | None:
         environment, self._environment = self._environment, None
         if hasattr(environment, "reward"):
-            return as_outcome(self._wait(environment.reward()))
+            return as_outcome(awaited(environment.reward()))
         return as_outcome(sum(self._rewards)) if self._rewards else None
 
     def _agent(self, prompt: Prompt, url: str, key: str) -> float | Failure | None:
-        reward = self._wait(self._make(url, key, prompt.columns))
+        reward = awaited(self._make(url, key, prompt.columns))
         return None if reward is None else as_outcome(reward)
-
-    def _wait(self, value: Any) -> Any:
-        if not inspect.isawaitable(value):
-            return value
-
-        async def finish() -> Any:
-            return await value
-
-        return self._runner.run(finish())
 
 
 def _text(value: Any) -> str:

@@ -1,18 +1,27 @@
-"""Check one engine: whether it is healthy, and whether its log-probs match the trainer's."""
+"""Check one engine: whether it is healthy, and whether it has the published weights."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from dppo_megatron.config import Config
-from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineTimeout
+from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineTimeout, EngineUnavailable
+from dppo_megatron.weights.fingerprint import Fingerprint, differing
+from dppo_megatron.weights.published import PublishedPolicy
+
+SHOWN = 8  # groups of weights named in an error
 
 Result = TypeVar("Result")
+
+
+class OtherWeights(EngineError):
+    """The engine does not have the weights of the published policy."""
 
 
 async def check_health(engine: Engine, config: Config, timeout_s: float | None = None) -> EngineInfo:
@@ -96,3 +105,69 @@ class ScoreDifference:
 
     def __str__(self) -> str:
         return f"{self.mean:.3g} in the mean (at most {self.largest:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """Contains the measurements of one instance of one engine after it loaded weights, for `check_weights`."""
+
+    url: str
+    instance: str
+    version: int  # that it reports after the measurements
+    scores: np.ndarray  # [P - 1] fp32; empty if nothing was scored
+    load_s: float
+    pause_s: float  # part of load_s in which it did not sample
+    held: Fingerprint | None  # fingerprint of its weights; None if not requested
+
+
+async def load_and_measure(
+    engine: Engine, instance: str, load: Callable[[Engine], Awaitable[float]], tokens: np.ndarray, *, fingerprint: bool
+) -> Confirmation:
+    """Let `instance` of the engine `load` weights, score `tokens` if there are any, and compute its fingerprint.
+
+    `load` returns the seconds for which the engine paused. Raises `EngineUnavailable` if the engine restarted.
+    """
+    started = time.perf_counter()
+    pause_s = await load(engine)
+    load_s = time.perf_counter() - started
+    scores = await engine.score(tokens) if len(tokens) else np.empty(0, np.float32)
+    held = await engine.weights_fingerprint() if fingerprint else None
+    info = await engine.info()
+    if info.instance != instance:
+        raise EngineUnavailable(f"engine {engine.url}: the server restarted during the weight check")
+    return Confirmation(engine.url, instance, info.version, scores, load_s, pause_s, held)
+
+
+def check_weights(config: Config, found: Confirmation, policy: PublishedPolicy) -> ScoreDifference:
+    """Return the difference of the scores of an engine that has the weights of `policy`. Raises `OtherWeights`.
+
+    The publisher and the pool decide only by this function, so the pool does not admit an engine that a publish
+    excluded. It compares fingerprints and scores, each if both sides have them.
+    """
+    compared = found.held is not None and policy.fingerprint is not None
+    if compared and (wrong := differing(policy.fingerprint or {}, found.held or {})):
+        raise OtherWeights(
+            f"has other weights than the trainer sent: {some_groups(wrong)}. Its version does not show this; do not "
+            "train on its rollouts (weight_sync.fingerprint; docs/failures.md lists the coverage)"
+        )
+    if not policy.probe_tokens:
+        return ScoreDifference(0.0, 0.0)
+    difference = ScoreDifference.between(found.scores, np.array(policy.probe_logprobs, np.float32))
+    if difference.within(config.probe_tolerance):
+        return difference
+    engine, quantised = config.engine, ""
+    if engine.quantization != "none":
+        quantised = (
+            f". engine.quantization = {engine.quantization} causes a difference of at least bf16's size: if this "
+            "is its size, raise the tolerance, and limit the mismatch by rollout.max_mismatch_kl"
+        )
+    raise OtherWeights(
+        f"log-probs of the weight check differ from the trainer's by {difference}, more than "
+        f"weight_sync.probe_tolerance = {config.probe_tolerance:g}. The engine does not serve the trainer's "
+        f"weights or computes in another precision (engine.dtype = {engine.dtype}, model.dtype = "
+        f"{config.model.dtype}); do not train on its rollouts{quantised}"
+    )
+
+
+def some_groups(groups: Sequence[str]) -> str:
+    return ", ".join(groups[:SHOWN]) + (f" and {len(groups) - SHOWN} more" if len(groups) > SHOWN else "")

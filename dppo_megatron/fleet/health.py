@@ -5,10 +5,10 @@
                          ▲ ◄───────────────another policy was published──────────┘ │ fails │
                          └──────────────answers again, after its quarantine─────── dead ◄──┘
 ```
-An engine serves only while its weights are verified as those of the published policy. Either the publisher
-confirmed this instance for that version, or the pool loaded the weights and compared log-probs. Broadcast weights
-cannot be loaded again; the pool then compares log-probs of the instance that the publisher confirmed. The version
-that an engine reports verifies nothing, and every death ends the verification.
+An engine serves only while its weights are verified as those of the published policy: `engine_checks.check_weights`
+passed them. Either the publisher confirmed this instance for that version, or the pool loaded and checked the weights.
+Broadcast weights cannot be loaded again; the pool then checks those of the instance that the publisher confirmed. The
+version that an engine reports verifies nothing, and every death ends the verification.
 
 `weight_sync.publisher.Publisher` explains why an update may be lost when an engine dies.
 """
@@ -52,6 +52,7 @@ class EngineHealth:
     published: int | None = None  # version to serve
     confirmed: tuple[str, int] | None = None  # instance and version that the publisher verified
     verified: tuple[str, int] | None = None  # instance and version with which it was admitted
+    outdated: bool = False  # whether a policy was published since the verification that runs began
     failed_checks: int = 0  # consecutive failures
     failed_requests: int = 0  # consecutive failures
     quarantines: int = 0  # consecutive quarantines, without an answered request in between
@@ -92,7 +93,9 @@ class EngineHealth:
         # Only the publisher loads a serving engine, so no other load can have followed the confirmed one.
         if self.state is State.SERVING and confirmed == self.instance:
             return replace(after, verified=verified)
-        # A suspect must answer first. A verification continues, and its result is compared with the new version.
+        if self.state is State.VERIFYING:  # it continues, and may load the same version after the publisher did
+            return replace(after, outdated=True, confirmed=None if version == self.published else verified)
+        # A suspect must answer first.
         state = State.STALE if self.state is State.SERVING else self.state
         return after._to(now, state, verified=None)
 
@@ -113,7 +116,7 @@ class EngineHealth:
         seen = replace(self, instance=instance, version=version, failed_checks=0, updating=False)
         if instance != self.instance:
             seen = replace(seen, verified=None)
-        if not instance and self.state is State.SUSPECT:  # without instance names, a restart cannot be excluded
+        if not instance and self.state in (State.STARTING, State.SUSPECT):  # a restart cannot be excluded without names
             seen = replace(seen, verified=None, confirmed=None)
         if self.state is State.DEAD:
             return seen._to(now, State.STALE) if now >= self.quarantined_until else seen
@@ -154,13 +157,13 @@ class EngineHealth:
 
     def verification_started(self, now: float) -> EngineHealth:
         """Return the state after the pool began to load the published weights."""
-        return self._to(now, State.VERIFYING) if self.may_verify(now) else self
+        return self._to(now, State.VERIFYING, outdated=False) if self.may_verify(now) else self
 
     def verification_passed(self, now: float, instance: str, version: int) -> EngineHealth:
-        """Return the state after this instance, under `version`, scored the weight check as the trainer does."""
+        """Return the state after this instance, under `version`, passed the weight check."""
         if self.state is not State.VERIFYING:
             return self
-        if instance != self.instance or version != self.published:
+        if self.outdated or instance != self.instance or version != self.published:
             return self._to(now, State.STALE)
         return self._to(now, State.SERVING, verified=(instance, version), failed_checks=0, failed_requests=0)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,26 +13,13 @@ from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import build_engine
 from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineUnavailable
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weights.fingerprint import Fingerprint
 
-from .engine_checks import check_health, while_healthy
+from .engine_checks import Confirmation, check_health, load_and_measure, while_healthy
 from .registry import Service, engine_services
 
 SILENT_TIMEOUT_S = 1.0  # limit for an engine that did not answer before; a skipped engine is loaded by the orchestrator
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmation:
-    """Contains the reply of one instance of one engine after it loaded the new weights."""
-
-    url: str
-    instance: str
-    scores: np.ndarray  # [P - 1] fp32
-    load_s: float
-    pause_s: float  # part of load_s in which it did not sample
-    held: Fingerprint  # fingerprint of its weights; empty if not requested
 
 
 class LiveEngines:
@@ -102,25 +87,19 @@ class LiveEngines:
         load: Callable[[Engine], Awaitable[float]],
         tokens: np.ndarray,
     ) -> dict[str, Confirmation | EngineError]:
-        """Let each of `engines` load `version` and score `tokens`. Return its confirmation or its error, by URL.
+        """Call `load_and_measure` for each of `engines`. Return its confirmation or its error, by URL.
 
-        `load` returns the seconds for which the engine paused. An engine that restarted, or loaded another version
-        meanwhile, gives an error.
+        An engine that restarted, or loaded another version than `version` meanwhile, gives an error.
         """
 
-        async def load_and_score(client: Engine) -> Confirmation:
-            started = time.perf_counter()
-            pause_s = await load(client)
-            load_s = time.perf_counter() - started
-            scores = await client.score(tokens)
-            held = await client.weights_fingerprint() if self._config.weight_sync.fingerprint else {}
-            confirmation = Confirmation(client.url, engines[client.url].instance, scores, load_s, pause_s, held)
-            info = await client.info()
-            if (info.instance, info.version) != (confirmation.instance, version):
-                raise EngineUnavailable(f"engine {client.url}: it restarted or loaded other weights during the update")
+        async def confirm(client: Engine) -> Confirmation:
+            instance, fingerprint = engines[client.url].instance, self._config.weight_sync.fingerprint
+            confirmation = await load_and_measure(client, instance, load, tokens, fingerprint=fingerprint)
+            if confirmation.version != version:
+                raise EngineUnavailable(f"engine {client.url}: it loaded other weights during the update")
             return confirmation
 
-        return await self.on(engines, load_and_score)
+        return await self.on(engines, confirm)
 
     async def close(self) -> None:
         for client in self._clients.values():

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, Literal, ParamSpec
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from dppo_megatron.engines.protocol import (
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedPolicy
 
-from .engine_checks import ScoreDifference, check_health
+from .engine_checks import check_health, check_weights, load_and_measure
 from .health import EngineHealth, HealthRules, State
 from .registry import Service
 
@@ -34,6 +34,7 @@ Values = ParamSpec("Values")
 
 log = logging.getLogger(__name__)
 
+RECHECK_S = 0.2  # interval in which a waiting request checks for a newly published policy
 _ROUTINE = {State.STALE, State.SERVING}  # changes between them happen at every publish
 _BAD = {State.SUSPECT, State.DEAD}
 
@@ -51,6 +52,7 @@ class MonitoredEngine:
         check: Callable[[Engine], Awaitable[object]],
         counts: Counter[str],
         on_change: Callable[[], None],
+        follow_policy: Callable[[], None],
     ):
         self.name = service.name
         self.health = EngineHealth(rules, since=time.monotonic())
@@ -61,7 +63,8 @@ class MonitoredEngine:
         self._check = check
         self._counts = counts
         self._on_change = on_change
-        self._epoch = 0  # counts deaths and restarts: an earlier request does not count for its health
+        self._follow_policy = follow_policy  # calls `serve` if a policy was published
+        self._epoch = 0  # counts deaths, restarts and exclusions: an earlier request does not count for its health
         self._service = service
         self._client = build(config, service.url)
         self._lost = asyncio.Event()  # set when the running requests are abandoned
@@ -97,8 +100,8 @@ class MonitoredEngine:
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Call `Engine.generate`; success and failure count for the engine's health.
 
-        Raises `EngineUnavailable` as soon as the engine dies, and `EngineError` for tokens of an older policy than the
-        one with which it was admitted.
+        Raises `EngineUnavailable` as soon as the engine dies or a publish excludes it, and `EngineError` for tokens of
+        a policy that its weights were not verified for.
         """
         epoch = self._epoch
         try:
@@ -126,17 +129,32 @@ class MonitoredEngine:
             if not call.done():
                 raise EngineUnavailable(f"{self.name} was lost during {request.request_id}: {self.health.reason}")
             rollouts = call.result()
+            versions = np.concatenate([rollout.versions for rollout in rollouts])
+            oldest, newest = versions.min(initial=admitted), versions.max(initial=admitted)
+            verified = admitted if newest <= admitted else await self._verified_up_to(newest, gone)
         finally:
             self.running -= request.n
             call.cancel()
             gone.cancel()
-        oldest = min((int(r.versions.min()) for r in rollouts if len(r.versions)), default=admitted)
-        if oldest < admitted:
+        if oldest < admitted or newest > verified:
             raise EngineError(
-                f"{self.name}: {request.request_id} has tokens of policy {oldest}; the engine was admitted with "
-                f"policy {admitted}"
+                f"{self.name}: {request.request_id} has tokens of policies {oldest} to {newest}; the engine is "
+                f"verified for {admitted} to {verified}"
             )
         return rollouts
+
+    async def _verified_up_to(self, newest: int, gone: asyncio.Future[Literal[True]]) -> int:
+        """Return the latest policy that the engine is verified for. Wait while the trainer may be publishing `newest`.
+
+        The engines load a policy before it is published, and a publish may exclude the engine.
+        """
+        deadline = time.monotonic() + self.health.rules.publish_s
+        while True:
+            self._follow_policy()
+            _, verified = (not gone.done() and self.health.verified) or ("", -1)
+            if verified >= newest or gone.done() or time.monotonic() > deadline:
+                return verified
+            await asyncio.wait((gone,), timeout=RECHECK_S)
 
     def take_counts(self) -> Counter[str]:
         """Return the work of the client's calls since the last call."""
@@ -146,7 +164,10 @@ class MonitoredEngine:
     def serve(self, policy: PublishedPolicy) -> None:
         """Set the published policy that the engine is to serve."""
         self.policy = policy
-        self.apply(EngineHealth.policy_published, policy.version, policy.confirmed.get(self.url))
+        confirmed = policy.confirmed.get(self.url)
+        self.apply(EngineHealth.policy_published, policy.version, confirmed)
+        if confirmed != self.health.instance:  # its running requests may have tokens of weights that are not verified
+            self._abandon_requests()
         if self.health.state is not State.SERVING:
             self._wake.set()
 
@@ -164,6 +185,9 @@ class MonitoredEngine:
             self._counts["engine/deaths"] += 1
         if died or before.instance not in (None, after.instance):
             self._abandon_requests()
+            if self._verification is not None:
+                self._verification.cancel()
+                self._verification = None
         if after.state is before.state:
             return
         routine = {before.state, after.state} == _ROUTINE
@@ -192,9 +216,6 @@ class MonitoredEngine:
         self._epoch += 1
         self._lost.set()
         self._lost = asyncio.Event()
-        if self._verification is not None:
-            self._verification.cancel()
-            self._verification = None
 
     async def _monitor(self) -> None:
         while True:
@@ -239,29 +260,23 @@ class MonitoredEngine:
         return True
 
     async def _verify(self, client: Engine, policy: PublishedPolicy) -> None:
-        """Load the published weights, regardless of the version that the engine reports, and compare log-probs.
+        """Load the published weights, regardless of the version that the engine reports, and call `check_weights`.
 
         Broadcast weights are not loaded: see `_policy_to_verify`.
         """
+
+        async def load(engine: Engine) -> float:
+            return 0.0 if policy.path is None else await engine.load_weights(Path(policy.path), policy.version)
+
+        tokens = np.array(policy.probe_tokens, np.int32)
+        fingerprint = self._config.weight_sync.fingerprint and policy.fingerprint is not None
         try:
             await self._check(client)
             instance = (await client.info()).instance
-            if policy.path is not None:
-                await client.load_weights(Path(policy.path), policy.version)
-            difference = ScoreDifference(0.0, 0.0)
-            if policy.probe_tokens:
-                scores = await client.score(np.array(policy.probe_tokens, np.int32))
-                difference = ScoreDifference.between(scores, np.array(policy.probe_logprobs, np.float32))
-            info = await client.info()
-            if info.instance != instance:
-                raise EngineUnavailable("the server restarted during the weight check")
-            tolerance = self._config.probe_tolerance
-            # The trainer may have published the next policy to it; the scores are then of that policy.
-            if info.version == policy.version and not difference.within(tolerance):
-                raise EngineError(
-                    f"log-probs of the weight check differ by {difference} from the trainer's under policy "
-                    f"{policy.version}, more than weight_sync.probe_tolerance = {tolerance:g}"
-                )
+            found = await load_and_measure(client, instance, load, tokens, fingerprint=fingerprint)
+            # The trainer may be publishing the next policy to it; the measurements are then of that policy.
+            if found.version == policy.version:
+                check_weights(self._config, found, policy)
         except EngineError as error:
             self._verification = None
             self.apply(EngineHealth.verification_failed, f"not admitted: {error}")
@@ -270,7 +285,7 @@ class MonitoredEngine:
             self._counts["engine/caught_up"] += 1
             done = "still has" if policy.path is None else "loaded"
             log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
-            self.apply(EngineHealth.verification_passed, info.instance, info.version)
+            self.apply(EngineHealth.verification_passed, found.instance, found.version)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

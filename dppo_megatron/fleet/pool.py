@@ -16,13 +16,11 @@ from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
 
 from .affinity import PrefixRouter
 from .health import HealthRules, State
-from .monitored_engine import MonitoredEngine
+from .monitored_engine import RECHECK_S, MonitoredEngine
 from .registry import Service
 from .sampling import Failures
 
 log = logging.getLogger(__name__)
-
-RECHECK_S = 0.2  # interval in which a waiting request checks for a newly published policy
 
 
 class NoEngineServes(EngineUnavailable):
@@ -144,6 +142,7 @@ class EnginePool:
                     check=self._check,
                     counts=self._counts,
                     on_change=self._on_change,
+                    follow_policy=self._follow_policy,
                 )
             elif not engine.move_to(service):
                 continue

@@ -111,16 +111,15 @@ def free_port(host: str = "127.0.0.1") -> int:
     for port in SystemRandom().sample(_SERVER_PORTS, 64):
         if not port_in_use(host, port):
             return port
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return sock.getsockname()[1]
+    raise ExpectedError(f"no port of {host} is free; give an address of this machine (engine.host)")
 
 
 def port_in_use(host: str, port: int) -> bool:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except OSError:
-            return True
+    try:
+        family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(place)
+    except OSError:
+        return True
     return False

@@ -8,8 +8,10 @@ from typing import Any
 
 from dppo_megatron.data.messages import text_of
 from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
+from dppo_megatron.environments.tool_messages import described_call
+from dppo_megatron.environments.tools import tool
 
-from .interface import MODEL, Body, arguments_of, call, tool
+from .interface import MODEL, Body, arguments_of, call
 
 PATH = "/v1/chat/completions"
 SERVED: dict[str, Any] = {
@@ -28,7 +30,7 @@ def read(body: Body) -> TurnRequest:
     return TurnRequest(
         [_message(message) for message in body["messages"]],
         tools,
-        body.get("max_completion_tokens") or body.get("max_tokens"),
+        next((body[k] for k in ("max_completion_tokens", "max_tokens") if body.get(k) is not None), None),
     )
 
 
@@ -65,10 +67,7 @@ def _message(message: Body) -> ChatMessage:
 
 
 def _calls(turn: Turn) -> list[Body]:
-    return [
-        {"id": turn.call_id(i), "type": "function", "function": {"name": c.name, "arguments": arguments_of(c)}}
-        for i, c in enumerate(turn.calls)
-    ]
+    return [described_call(turn.call_id(i), c.name, arguments_of(c)) for i, c in enumerate(turn.calls)]
 
 
 def _message_of(turn: Turn) -> Body:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from dppo_megatron.environments.conversation import ChatMessage, Tool, Turn, TurnRequest
+from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
+from dppo_megatron.environments.tool_messages import described_call
 from dppo_megatron.environments.tools import ToolCall
 
 Body = dict[str, Any]
@@ -36,12 +37,7 @@ class Interface(Protocol):
 def call(id: str, name: str, arguments: str | Body) -> Body:
     """Return a tool call in the form that chat templates take."""
     given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": given}}
-
-
-def tool(name: str, description: str | None, parameters: Body | None) -> Tool:
-    function = {"name": name, "description": description or "", "parameters": parameters or {}}
-    return {"type": "function", "function": function}
+    return described_call(id, name, given)
 
 
 def arguments_of(called: ToolCall) -> str:

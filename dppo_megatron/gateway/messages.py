@@ -8,8 +8,9 @@ from typing import Any
 
 from dppo_megatron.data.messages import text_of
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
+from dppo_megatron.environments.tools import tool
 
-from .interface import MODEL, Body, call, system, tool
+from .interface import MODEL, Body, call, system
 
 PATH = "/v1/messages"
 SERVED: dict[str, Any] = {"stop_sequences": (None, []), "tool_choice": (None, {"type": "auto"})}

@@ -8,9 +8,10 @@ from typing import Any
 
 from dppo_megatron.data.messages import text_of
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
+from dppo_megatron.environments.tools import tool
 
 from .chat import error
-from .interface import MODEL, Body, arguments_of, call, system, tool
+from .interface import MODEL, Body, arguments_of, call, system
 
 __all__ = ["PATH", "SERVED", "error", "events", "read", "reply"]
 

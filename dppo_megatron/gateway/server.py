@@ -12,6 +12,7 @@ from functools import partial
 
 from aiohttp import web
 
+from dppo_megatron.config.section import host_and_port
 from dppo_megatron.environments.conversation import Conversation, RequestRejected, Turn, TurnRequest
 from dppo_megatron.errors import ExpectedError
 
@@ -66,7 +67,7 @@ class Gateway:
             raise ExpectedError(
                 f"environment.host = {self._host}: {error.strerror}; give an address of this machine"
             ) from None
-        self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
+        self.url = f"http://{host_and_port(self._host, self._runner.addresses[0][1])}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

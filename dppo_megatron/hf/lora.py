@@ -80,7 +80,7 @@ def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry 
     """Return the adapter of a weight, or None if its layer is not linear or not in `targets`."""
     if not is_linear(entry):
         return None
-    chosen = [index for index, tensor in enumerate(entry.hf) if _is_target(tensor.name, targets)]
+    chosen = [index for index, tensor in enumerate(entry.hf) if is_target(tensor.name, targets)]
     if not chosen:
         return None
     op: Operation = entry.op
@@ -128,18 +128,18 @@ def target_problems(weight_map: WeightMap, targets: Sequence[str]) -> list[str]:
     }
     names = {name for of_layer in layers.values() for name in of_layer}
     known = ", ".join(sorted({name.removesuffix(_WEIGHT).rpartition(".")[2] for name in names}))
-    unknown = [target for target in targets if not any(_is_target(name, [target]) for name in names)]
-    bare = [str(layer) for layer, of_layer in layers.items() if not any(_is_target(n, targets) for n in of_layer)]
+    unknown = [target for target in targets if not any(is_target(name, [target]) for name in names)]
+    bare = [str(layer) for layer, of_layer in layers.items() if not any(is_target(n, targets) for n in of_layer)]
     out = [f"{target} names no linear layer of {weight_map.config.architecture}; it has {known}" for target in unknown]
     if bare and not unknown:
         out.append(f"no adapter in layers {', '.join(bare)}; every layer needs one, so name e.g. q_proj of all")
     return out
 
 
-def _is_target(name: str, targets: Sequence[str]) -> bool:
+def is_target(name: str, targets: Sequence[str]) -> bool:
     """Match as PEFT does for a list: the name of the layer, or its end after a dot."""
     layer = "." + name.removesuffix(_WEIGHT)
-    return any(layer.endswith("." + target) for target in targets)
+    return any(layer.endswith(f".{target}") for target in targets)
 
 
 class Adapter(nn.Module):

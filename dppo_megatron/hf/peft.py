@@ -7,6 +7,7 @@ the model's own files.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from dppo_megatron.config.model import LoraConfig
 from .errors import ModelError
 from .export import export_adapters, write_parts
 from .hf_config import HFModelConfig
-from .lora import adapter_entry, adapters_of
+from .lora import PEFT_PREFIX, adapter_entry, adapters_of, is_target
 from .megatron_model import ParallelRanks, named_weights
 from .safetensors_file import TensorInfo
 from .safetensors_reader import read_header
@@ -36,11 +37,18 @@ from .weight_source import all_finite, shape_problems
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-# Settings with which PEFT does not compute (alpha / r) B A x.
-_OTHER_ADAPTERS = (
-    "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias",
-    "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
+# PEFT 0.21 computes W x + (alpha / r) B A x if every key of adapter_config.json is one of these, or has one of these
+# values, or is null, false or []. Other values of init_lora_weights change W. An empty kasa_config does, too. The last
+# five are compared with model.lora and the tensors.
+_OTHERS = (
+    "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode", "lora_dropout",
+    "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core",
+    "ensure_weight_tying", "r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform",
 )  # fmt: skip
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",), "layers_pattern": ("layers", ["layers"]),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"), "rank_pattern": ({},), "alpha_pattern": ({},),
+}  # fmt: skip
 
 
 def adapter_shapes(config: HFModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -124,19 +132,41 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
     except ModelError as error:
         return list(error.problems)
     out = []
-    if saved.get("peft_type") != "LORA":
-        out.append(f"{ADAPTER_CONFIG}: peft_type = {saved.get('peft_type')!r}; only LORA is supported")
     for key, wanted in (("r", lora.r), ("lora_alpha", lora.alpha)):
         if saved.get(key) != wanted:
             setting = f"model.lora.{key.removeprefix('lora_')}"
             out.append(f"{ADAPTER_CONFIG}: {key} = {saved.get(key)!r}, {setting} = {wanted:g}; use the same")
-    out += [f"{ADAPTER_CONFIG}: {key} = {saved[key]!r} is not supported" for key in _OTHER_ADAPTERS if saved.get(key)]
-    if saved.get("bias", "none") != "none":
-        out.append(f"{ADAPTER_CONFIG}: bias = {saved['bias']!r} is not supported; only none is")
-    unlike = shape_problems(adapter_shapes(config, lora), found)
+    for key, value in {"peft_type": None, **saved}.items():
+        values = _VALUES.get(key, ())
+        neutral = key != "peft_type" and (value is None or value is False or value == [])
+        if key not in _OTHERS and not neutral and value not in values:
+            only = f", only {', '.join(map(repr, values))}" if values else ""
+            why = "the model may not be W x + (alpha / r) B A x; merge the adapter into its model (merge_and_unload)"
+            out.append(f"{ADAPTER_CONFIG}: {key} = {value!r} is not supported{only}: {why}")
+    shapes = adapter_shapes(config, lora)
+    if left_out := [name for name in shapes if not _is_chosen(name, saved, config.num_layers)]:
+        chosen = ", ".join(f"{key} = {saved.get(key)!r}" for key in _OTHERS[-3:])
+        out.append(f"{ADAPTER_CONFIG}: {chosen}: leaves out {left_out[0]}; name every layer of model.lora.targets")
+    unlike = shape_problems(shapes, found)
     if unlike:
         unlike[0] += "; use the model.lora.r and model.lora.targets that it was made with"
     return out + unlike
+
+
+def _is_chosen(tensor: str, saved: Mapping[str, Any], layers: int) -> bool:
+    """Return whether PEFT adapts the layer of this tensor of an adapter, with the saved settings."""
+    layer = tensor.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
+
+    def named(by: Any) -> bool:
+        if not isinstance(by, str):
+            return is_target(layer, by or ())
+        try:
+            return by == "all-linear" or re.fullmatch(by, layer) is not None
+        except re.error:
+            return False
+
+    everywhere = saved.get("layers_to_transform") in (None, [], list(range(layers)))
+    return everywhere and named(saved.get("target_modules")) and not named(saved.get("exclude_modules"))
 
 
 def _join(staging: Path, parts: Sequence[Part]) -> None:

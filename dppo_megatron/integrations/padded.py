@@ -39,6 +39,7 @@ def unfit(objective: ObjectiveProtocol, *, topk: bool = False, old: bool = False
         "compares old and rollout policy, and only one is supplied": objective.needs_old and not old,
         "reads columns of the engine's reply": bool(objective.needs_columns),
         "takes a number of the whole batch, which comes in micro-batches": objective.needs_statistic,
+        "learns from a teacher, which is not supplied": objective.needs_teacher,
         "has a KL to a reference policy of its own": objective.needs_reference and not terms,
         "has an entropy bonus of its own": objective.needs_entropy and not terms,
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from dppo_megatron.objectives import (
@@ -28,8 +29,18 @@ _OF_THE_LOSS = (
     "use_adaptive_entropy", "off_policy_mask_threshold", "sapo_temperature_neg", "sapo_temperature_pos",
     "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
-# With other values TRL would sample from another distribution than the one that it scores.
-_HARMLESS = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+# Settings of generation without effect on the distribution of a sampled token, and the values of others that have none.
+_FREE = (
+    "max_length", "max_new_tokens", "max_tokens", "max_time", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "disable_compile", "compile_config",
+    "output_attentions", "output_hidden_states", "transformers_version", "_from_model_config",
+)  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "do_sample": (True,), "num_beams": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0, None), "typical_p": (1,),
+    "repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "guidance_scale": (1, None),
+    "min_tokens": (0,), "min_new_tokens": (0, None), "renormalize_logits": (True, False, None), "logprobs": (0,),
+    "cache_implementation": (None, "dynamic", "dynamic_full", "static", "offloaded", "offloaded_static", "hybrid"),
+}  # fmt: skip
 # Model inputs in addition to text: lists are requested only for text.
 _NOT_TEXT = ("pixel_values", "token_type_ids", "mm_token_type_ids")
 
@@ -60,7 +71,30 @@ class ObjectiveTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         own_sampler = not self.use_vllm and self.rollout_func is None
         refuse_unfit(self.objective, "TRL", unfit(self.objective, topk=own_sampler, old=True, terms=True))
-        _refuse_settings(self.objective, self.args, aux_loss=self.aux_loss_enabled)
+        problems = _setting_problems(self.objective, self.args, aux_loss=self.aux_loss_enabled)
+        if problems := problems + self._sampling_problems():
+            raise ObjectiveError("; ".join(problems))
+
+    def _sampling_problems(self) -> list[str]:
+        """Name the settings with which tokens are sampled from another distribution than the one that is scored."""
+        args, kwargs = self.args, self.args.generation_kwargs or {}
+        own = ("top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation", "vllm_structured_outputs_regex")
+        settings = {name: getattr(args, name) for name in own} | kwargs
+        neutral = _NEUTRAL | {"temperature": (self.temperature,)}
+        if not self.use_vllm:  # `generate` adds the settings of the model's generation_config.json
+            used, known = self.model._prepare_generation_config(self.generation_config)[0], GenerationConfig()
+            settings |= {name: value for name, value in used.to_dict().items() if hasattr(known, name)}
+            defaults = {name: (value, None) for name, value in known._get_default_generation_params().items()}
+            neutral = defaults | neutral | {"eos_token_id": (self.eos_token_ids,)}
+            neutral["suppress_tokens"] = (None, [getattr(self.model.config, "image_token_id", None)])  # TRL's own
+        wrong, remedies = [], []
+        for name, value in settings.items():
+            if name not in _FREE and value not in (values := neutral.get(name, (None, False))):
+                place = "generation_kwargs: " if name in kwargs else "generation_config of the model: "
+                wrong.append(f"{'' if name not in kwargs and hasattr(args, name) else place}{name} = {value}")
+                remedies.append(f"{name} to {values[0]}")
+        why = "tokens would be sampled from another distribution than the scored one, and every ratio would be off"
+        return [f"{', '.join(wrong)}: {why}; set {', '.join(remedies)}"] if wrong else []
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -188,7 +222,7 @@ def _whole(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _refuse_settings(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss: bool) -> None:
+def _setting_problems(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss: bool) -> list[str]:
     default = {field.name: field.default for field in fields(GRPOConfig)}
     problems = [
         f"{name} = {getattr(args, name)}: the loss is objective {objective.name}, on which it has no effect; remove it "
@@ -196,18 +230,6 @@ def _refuse_settings(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss
         for name in _OF_THE_LOSS
         if getattr(args, name) != default[name] and not (name == "epsilon_high" and args.epsilon_high == args.epsilon)
     ]
-    kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}
-    sampled = {name: kwargs.get(name, getattr(args, name)) for name in _HARMLESS}
-    problems += [
-        f"{name} = {value}: tokens would be sampled from another distribution than the one that is scored, and every "
-        "ratio would be off; remove it"
-        for name, value in sampled.items()
-        if value not in _HARMLESS[name]
-    ]
-    if kwargs.get("temperature", args.temperature) != args.temperature:
-        problems.append(
-            f"generation_kwargs.temperature = {kwargs['temperature']}: scored at temperature {args.temperature}"
-        )
     wanted = objective.settings.reference_kl_coefficient if objective.needs_reference else 0.0
     if args.beta != wanted:
         problems.append(
@@ -216,5 +238,4 @@ def _refuse_settings(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss
         )
     if aux_loss:
         problems.append("router_aux_loss_coef: the loss of the router is not part of the objective; set it to 0")
-    if problems:
-        raise ObjectiveError("; ".join(problems))
+    return problems

@@ -124,7 +124,6 @@ class RunDriver(Generic[PlanT, ProcessT]):
 
     def start(self, plan: RunPlan[PlanT]) -> None:
         """Start all processes. Engines come first, because they take the longest to start."""
-        self._examine(rollouts=False)  # an earlier attempt reported its own findings
         lead(self._run, self._config.weight_sync.directory if self._config.samples else None)
         forget_all(self._run)
         if plan.engines:
@@ -135,6 +134,8 @@ class RunDriver(Generic[PlanT, ProcessT]):
             self._orchestrator.append(self._launcher.start(plan.orchestrator))
         for trainer in plan.trainers:
             self.trainers.append(self._launcher.start(trainer))
+        # An earlier attempt reported its own findings. Its steps are read while the processes load.
+        self._examine(rollouts=False)
 
     def check(self) -> Completed | Failed[ProcessT] | TrainerStopped | None:
         """Return how the run ended, or None while it runs. Restarts engines. Call it often; it does not block."""

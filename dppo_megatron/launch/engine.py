@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from dppo_megatron.common.environment import child_environment
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import end_with_parent, exit_reason
 from dppo_megatron.common.retry import RetryBudget, retry_async, wait_until
 from dppo_megatron.config import Config
+from dppo_megatron.config.section import host_and_port
 from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.to_hf import ToHF
 from dppo_megatron.engines.guard.asgi import RefusedPath, inside_roots
@@ -79,7 +81,9 @@ class Servers:
     @classmethod
     def start(cls, config: Config, start: EngineStart, nodes: Sequence[int]) -> Servers:
         """Start the servers of `nodes` in this process's session, with its output."""
-        environment, processes = {**os.environ, **server_environment(config, start.version)}, []
+        environment, processes = child_environment(server_environment(config, start.version), server=True), []
+        if dropped := sorted(os.environ.keys() - environment.keys()):
+            log.info("variables that the servers do not get (engine.env sets some): %s", ", ".join(dropped))
         for node in nodes:
             line = command(config, start, node)
             log.info("%s %d: %s", SERVER_START, node, " ".join(line))
@@ -158,7 +162,7 @@ def _start(config: Config, run: RunDir, index: int) -> EngineStart:
 
 def _serve(config: Config, run: RunDir, index: int, start: EngineStart, server: Servers) -> int:
     """Register the server from its first answer until it ends; return its exit code."""
-    url, started = f"http://{config.engine.host}:{start.port}", time.monotonic()
+    url, started = f"http://{host_and_port(config.engine.host, start.port)}", time.monotonic()
     _wait_healthy(config, url, server, run.log(engine_log(index, 0)))
     log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
     register(run, f"engine-{index}", url, server.pid)

@@ -36,7 +36,7 @@ def fill_bank(config: Config, source: str, *, n: int, prompts: int | None, out: 
     tools: list[dict[str, Any]] = []
     problems = settings_problems(config) + unusable_directory(config)
     problems += gpu_problems(config, visible_devices(), trains=False)
-    problems += reward_problems(config) + environment_problems(config, tools)
+    problems += reward_problems(config) + environment_problems(config, tools, notes)
     problems += data.problems(config, None, notes, problems, tools)
     if config.model.weights is not None:
         problems.append(

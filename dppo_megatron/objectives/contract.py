@@ -156,9 +156,12 @@ class ObjectiveProtocol(Protocol):
         return self
 
     def statistic_sums(
-        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
+        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor, **taught: Tensor
     ) -> Float[Tensor, " n"]:
-        """Return fp64 sums of tokens [T], to add over the batch; called only if `needs_statistic`."""
+        """Return fp64 sums of tokens [T], to add over the batch; called only if `needs_statistic`.
+
+        advantage: as in the call. taught: `teacher_logprob`, passed only if `needs_teacher`.
+        """
         raise NotImplementedError(f"objective {self.name} sets needs_statistic; implement statistic_sums")
 
     def with_statistic(self, sums: Float[Tensor, " n"]) -> ObjectiveProtocol:

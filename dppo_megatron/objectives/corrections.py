@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 _LEAST_REST = 1e-8  # least mass of the tokens outside the top K, below which it carries no gradient
-_FARTHEST = 10.0  # largest nats between pi and mu for which the KL to mu grows with 1 / r
+_FARTHEST = 10.0  # largest nats between pi and the other policy for which k3 grows with 1 / r
 
 
 def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) -> Int[Tensor, " T"]:
@@ -72,7 +72,7 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
     elif s.reference_kl == "k2":
         value = 0.5 * gap.square()
     else:
-        value = torch.expm1(-gap) + gap
+        value = _k3(gap)
     if s.reference_kl_gradient == "estimator":
         return value
     coefficient = ratio * gap.detach()
@@ -83,7 +83,7 @@ def rollout_kl(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) ->
     """Return the KL to the rollout policy on every loss-carrying token, with its gradient; r = pi / mu of the token.
 
     squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of that). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380),
-    1 / r within e^-10 and e^10 as in its authors' code; otherwise one token that pi has left outweighs the batch.
+    bounded as in its authors' code.
     topk_squared: sum over S and the rest of mu (ln r)^2 (prime-rl's distributional IPO), S as in `Buckets`.
     """
     if s.rollout_kl == "topk_squared":
@@ -91,6 +91,11 @@ def rollout_kl(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) ->
     log_ratio = tokens.logprob - tokens.rollout_logprob
     if s.rollout_kl == "squared":
         return log_ratio.square()
+    return _k3(log_ratio)
+
+
+def _k3(log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Return ln r + 1 / r - 1, 1 / r within e^-10 and e^10. One token that pi has left would outweigh the batch."""
     return torch.expm1((-log_ratio).clamp(-_FARTHEST, _FARTHEST)) + log_ratio
 
 

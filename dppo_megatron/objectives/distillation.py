@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,27 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+def effective_advantage(
+    s: ObjectiveSettings, advantage: Tensor, policy: Tensor, teacher: Any, step: int
+) -> Float[Tensor, " T"]:
+    """Return the A [T] that loss, masks, metrics and the statistic of the batch read:
+
+        A = advantage_weight A of rewards + weight ln(teacher / policy), the last term only for `sampled`
+
+    policy: ln of the old policy at the sampled tokens if the method needs it, so that A is the same in all updates of a
+    step; else of the policy in training. teacher: None unless `sampled`.
+    """
+    taught = s.advantage_weight * advantage
+    if s.distillation == "sampled":
+        clip = s.distillation_clip or math.inf
+        taught = taught - _weight(s, step) * (policy - teacher).clamp(-clip, clip)
+    return taught
+
+
 def distill(
     s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, step: int
-) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], dict[str, Tensor]]:
-    """Return the weighted divergence [T] with gradient, the addition [T] to A, and values [T] to measure, by name.
+) -> tuple[Float[Tensor, " T"], dict[str, Tensor]]:
+    """Return the weighted divergence [T] with gradient, 0 for `sampled`, and values [T] to measure, by name.
 
     p = pi and t = teacher are taken over disjoint events v: the tokens of the teacher's list, the sampled token, and
     all others as one. Merging tokens never raises a divergence. So each divergence is a lower bound of the divergence
@@ -34,8 +51,6 @@ def distill(
     above `distillation_clip` has its loss and gradient scaled by clip / D. A rest of the teacher below the rounding of
     1 - sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
     """
-    done = 0.0 if s.distillation_steps is None else min(1.0, step / s.distillation_steps)
-    weight = (1 - done) * s.distillation_coefficient + done * (s.distillation_end or 0.0)
     kind, clip, b = s.distillation, s.distillation_clip or math.inf, s.jensen_shannon_weight
     gap = torch.where(tokens.mask, tokens.detached_logprob - buckets.anchor_logprob[:, -1], 0.0)
     rest = buckets.policy_other_logprob[:, None]
@@ -58,7 +73,9 @@ def distill(
         else:
             slope = terms = p * (ln_p - ln_t)
         divergence = terms.sum(dim=1).clamp(min=0.0)
-        scale = weight * (clip / divergence.clamp(min=clip) if clip < math.inf else torch.ones_like(divergence))
+        scale = _weight(s, step) * (
+            clip / divergence.clamp(min=clip) if clip < math.inf else torch.ones_like(divergence)
+        )
     measured = {
         "divergence": divergence,
         "sampled_kl": gap,
@@ -66,5 +83,10 @@ def distill(
         "tail_mass_policy": p[:, -1],
     }
     if kind == "sampled":
-        return tokens.zeros, -weight * gap.clamp(-clip, clip), measured
-    return scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1)), tokens.zeros, measured
+        return tokens.zeros, measured
+    return scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1)), measured
+
+
+def _weight(s: ObjectiveSettings, step: int) -> float:
+    done = 0.0 if s.distillation_steps is None else min(1.0, step / s.distillation_steps)
+    return (1 - done) * s.distillation_coefficient + done * (s.distillation_end or 0.0)

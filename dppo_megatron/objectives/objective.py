@@ -16,7 +16,7 @@ from .centering import expected_score
 from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, missing_attributes
 from .corrections import mismatch_weight, reference_kl, rejected, rollout_kl
 from .describe import describe
-from .distillation import distill
+from .distillation import distill, effective_advantage
 from .inputs import Buckets, Tokens, check_and_clean, make_buckets
 from .metrics import mean_metric
 from .policy_term import join, policy_term, product, term_slope, term_value, weight_over_plain_ratio
@@ -42,8 +42,10 @@ class Objective(ObjectiveProtocol):
         return replace(self, step=step)
 
     def statistic_sums(
-        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor
+        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor, **taught: Tensor
     ) -> Float[Tensor, " n"]:
+        teacher = taught.get("teacher_logprob")
+        advantage = effective_advantage(self.settings, advantage, old_logprob, teacher, self.step)
         return statistic_sums(self.settings.batch_statistic, old_logprob - rollout_logprob, advantage, mask != 0)
 
     def with_statistic(self, sums: Float[Tensor, " n"]) -> Objective:
@@ -70,10 +72,12 @@ class Objective(ObjectiveProtocol):
         s = self.settings
         tokens = check_and_clean(self, **given)
         if self.needs_teacher:
-            taught, advantage, measured = self._distill(tokens, teacher)
-            tokens = replace(tokens, advantage=s.advantage_weight * tokens.advantage + advantage)
-        buckets = self._buckets(tokens, topk)
+            taught, measured = self._distill(tokens, teacher)
+        policy = tokens.old_logprob if self.needs_old else tokens.detached_logprob
         statistic = self._statistic(tokens)
+        advantage = effective_advantage(s, tokens.advantage, policy, tokens.teacher_logprob, self.step)
+        tokens = replace(tokens, advantage=advantage)
+        buckets = self._buckets(tokens, topk)
         effective_size = statistic if s.batch_statistic == "effective_size" else None
         term = policy_term(s, tokens, buckets, effective_size)
         # Centering weighs listed tokens like sampled ones, so their mismatch is that of pi and mu.
@@ -135,9 +139,7 @@ class Objective(ObjectiveProtocol):
             metrics=token_metrics(s, tokens, buckets, results) | metrics,
         )
 
-    def _distill(
-        self, tokens: Tokens, teacher: TopKLogprobs | None
-    ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], dict[str, Tensor]]:
+    def _distill(self, tokens: Tokens, teacher: TopKLogprobs | None) -> tuple[Float[Tensor, " T"], dict[str, Tensor]]:
         if teacher is None:
             raise ObjectiveError(f"{self.name} needs `teacher`, the top-K list of a teacher")
         if tokens.logprob.requires_grad and not teacher.logprob.requires_grad:
@@ -148,7 +150,8 @@ class Objective(ObjectiveProtocol):
         """Return the batch's statistic; if none was given, compute it from this call's tokens."""
         if not self.needs_statistic or self.statistic is not None:
             return self.statistic
-        sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask)
+        taught = {} if tokens.teacher_logprob is None else {"teacher_logprob": tokens.teacher_logprob}
+        sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask, **taught)
         return self.with_statistic(sums).statistic
 
     def _outside_region(self, tokens: Tokens, buckets: Buckets | None, statistic: Tensor | None) -> Tensor:

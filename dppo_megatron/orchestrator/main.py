@@ -141,7 +141,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
         played = dict if episodes is None else episodes.take_metrics
         teachers = None
         if config.servers_teach:
-            teachers = Teachers(config, setting.tokenizer, setting.vocab_size)
+            teachers = Teachers(config, setting.tokenizer, setting.vocab_size, sampler)
             pools.push_async_callback(teachers.close)
         async with pool:
             await Orchestrator(

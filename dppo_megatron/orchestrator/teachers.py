@@ -1,5 +1,6 @@
 """Ask teachers for the most likely tokens at every sampled token of a group, before the group is stored.
 
+If the policy teaches itself, `Sampler` chooses an engine as for samples. All other teachers are stock servers.
 After a failure a request goes to the teacher's next server, for at most `distillation.unavailable_timeout_s`. A reply
 that is not a distribution over its tokens is requested again, as often as `INVALID` allows. A rejected request or a
 different tokenizer ends the run.
@@ -17,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from dppo_megatron.engines.samples import GroupSamples
 from dppo_megatron.engines.secret import read_secret
 from dppo_megatron.engines.teachers import teacher_config
 from dppo_megatron.fleet.registry import engine_services
+from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout
 
@@ -45,9 +48,13 @@ Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the 
 
 
 class Teachers:
-    """Adds the teacher's columns to groups of samples; `close` ends the connections."""
+    """Adds the teacher's columns to groups of samples; `close` ends the connections.
 
-    def __init__(self, config: Config, tokenizer: Any, vocab_size: int):
+    `sampler` scores where the policy teaches itself.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, vocab_size: int, sampler: Sampler):
+        self._sampler = sampler
         self._config, self._chosen = config, config.distillation
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._own = {name: teacher_config(config, name) for name in self._chosen.teachers}
@@ -128,6 +135,11 @@ class Teachers:
 
     async def _score(self, name: str, prompt: Prompt, tokens: list[int], turn: int) -> Scores:
         given, own, k = self._chosen.teachers[name], self._own[name], self._chosen.topk
+        if not (given.urls or given.path):
+            ids, unique = np.array(tokens, np.int32), f"teacher-{prompt.position}-{uuid4().hex}"
+            request = protocol.GenerateRequest(unique, ids, 1, (0,), 1.0, 1, topk=k, scored=True)
+            (scored,) = await self._sampler.generate(request)
+            return scored.columns
         if not (services := list(engine_services(own, RunDir(own.run.dir)).values())):
             raise protocol.EngineUnavailable(f"no server is registered in {own.run.dir}; see its log")
         url, kind = services[turn % len(services)].url, kind_of(own)

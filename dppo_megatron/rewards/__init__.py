@@ -2,7 +2,7 @@
 
 from .interface import NOT_APPLICABLE, GroupReward, Reward, Ungradable
 from .pool import RewardPool
-from .registry import RewardError, build_rewards
+from .registry import RewardError, build_rewards, reward_range
 from .workers import import_problem
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "Ungradable",
     "build_rewards",
     "import_problem",
+    "reward_range",
 ]

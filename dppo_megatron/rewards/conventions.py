@@ -13,10 +13,13 @@ from .interface import NOT_APPLICABLE, Reward
 
 _VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _TRL = {"completions"}
+# verl and TRL also pass these; here they do not exist.
+_ABSENT = {"completion_ids", "completions_ids", "trainer_state", "environments", "reward_model_tokenizer"}
 # First parameters with these names would not mean the prompt; second ones would not mean the response.
 _ANSWERS = {"answer", "expected", "gold", "ground_truth", "label", "reference", "solution", "target"}
 _RESPONSES = {"completion", "generation", "output", "pred", "prediction", "response", "response_text", "solution_str"}
-_MISPLACED = (_ANSWERS | _RESPONSES | {"text"}, _ANSWERS | {"prompt", "question", "row"})
+_LISTS = {"data_sources", "ground_truths", "prompts", "responses", "solution_strs"}  # of several samples
+_MISPLACED = (_ANSWERS | _RESPONSES | _LISTS | {"text"}, _ANSWERS | _LISTS | {"prompt", "question", "row"})
 
 
 class RewardError(ExpectedError, ValueError):
@@ -30,7 +33,7 @@ def adapt(function: Callable[..., Any], name: str) -> Reward:
     returns a number, a dict with `score`, or a sequence that begins with the number. TRL:
     `f(prompts, completions, **columns)` returns a list of numbers, None for a sample to which it does not apply; it is
     called with one sample. Either may be async. Other functions are called with prompt and response. Raises
-    `RewardError` if parameter names have another meaning.
+    `RewardError` if parameter names have another meaning, or name values that are not passed.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -38,6 +41,8 @@ def adapt(function: Callable[..., Any], name: str) -> Reward:
         return function
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if absent := [n for n, p in parameters.items() if n in _ABSENT and p.default is p.empty]:
+        raise RewardError(f"reward.name = {name}: {', '.join(absent)}: not passed here; give it a default or remove it")
     known = parameters.keys() & _VERL
     if (known and known == set(named)) or (len(known) > 1 and not {"prompt", "response_text"} & set(named)):
         return _Foreign(function, None if takes_all else set(parameters), _verl_arguments, _verl_value)
@@ -79,7 +84,7 @@ def _verl_arguments(prompt: Prompt, text: str) -> dict[str, Any]:
         "data_source": prompt.source,
         "solution_str": text,
         "ground_truth": prompt.answer,
-        "extra_info": prompt.columns.get("extra_info"),
+        "extra_info": prompt.columns.get("extra_info") or {},
     }
 
 
@@ -93,7 +98,8 @@ def _trl_arguments(prompt: Prompt, text: str) -> dict[str, Any]:
     asked = prompt.columns.get("prompt", prompt.text)
     completion = text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
     columns = {name: [value] for name, value in prompt.columns.items() if name not in ("prompt", "completion")}
-    return {**columns, "prompts": [asked], "completions": [completion]}
+    logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
+    return {**columns, **logs, "prompts": [asked], "completions": [completion]}
 
 
 def _trl_value(returned: Any) -> Any:

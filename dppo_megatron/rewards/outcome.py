@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ UNFIT = "; a reward takes (prompt, response_text) and returns a number"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _NOT_THE_USERS = ("<", _PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _unawaited: list[str] = []  # Python's warnings of dropped coroutines, during the last attempt
+_runner = asyncio.Runner()
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -55,8 +55,7 @@ def attempt(reward: Reward, prompt: Prompt, text: str) -> Outcome:
         returned = reward(prompt, text)
         if _unawaited and not inspect.isawaitable(returned):
             raise TypeError(f"{_unawaited[0]}; call it in an async function, with await")
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_finish(returned))
+        returned = awaited(returned)
         return None if isinstance(returned, NotApplicable) else as_outcome(returned)
     except Ungradable as error:
         return Failure("ungradable", describe(error))
@@ -92,7 +91,7 @@ def as_outcome(returned: Any) -> float | Failure:
 def problem_of(reward: Any, answer: str) -> str | None:
     """Return why a grader rejects a reference answer, or None."""
     try:
-        reward.check_answer(answer)
+        awaited(reward.check_answer(answer))
     except ValueError as error:
         return str(error)[:LONGEST_DETAIL].encode(errors="backslashreplace").decode()
     except BaseException as error:
@@ -103,14 +102,22 @@ def problem_of(reward: Any, answer: str) -> str | None:
 def final_answer(reward: Any, text: str) -> str | None:
     """Return the answer that a grader finds in a response, or None if it finds no answer or raises."""
     try:
-        found = reward.final_answer(text)
+        found = awaited(reward.final_answer(text))
         return None if found is None else str(found)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
     except BaseException:
         return None
 
 
-async def _finish(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+def awaited(value: Any) -> Any:
+    """Return the value or, for an awaitable, its result, computed in the one event loop of this process.
+
+    So samples may share a client, a lock or a connection, which belong to the loop in which they were first used.
+    """
+
+    async def finish() -> Any:
+        return await value
+
+    return _runner.run(finish()) if inspect.isawaitable(value) else value
 
 
 def describe(error: BaseException) -> str:

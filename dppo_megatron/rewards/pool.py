@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -111,19 +111,19 @@ class RewardPool:
         return out
 
     def try_once(self, prompts: Sequence[Prompt]) -> list[tuple[str, Failure]]:
-        """Call each term of users' code once. Return the names of failing terms with their failures.
+        """Call each term of users' code twice. Return the names of failing terms with their first failures.
 
-        A term runs in a worker, with the first prompt to which it applies and that prompt's answer as the response.
+        A term runs in one worker, with the first prompt to which it applies and that prompt's answer as the response.
+        The second call meets what the first one left there, for example a client.
         """
         firsts = {term: p for p in reversed(prompts) for term in self._applying(p.source)}
         asked = {
-            term: self._workers.submit(RewardWorker.score, p, p.answer, [term], self._config.timeout_s)
+            term: self._workers.submit(_failure_of_two, p, term, self._config.timeout_s)
             for term, p in firsts.items()
             if self._terms[term].name not in BUILTIN and not isinstance(self._rewards[term], GroupReward)
         }
         replies = ((self._terms[term].name, future.result()) for term, future in asked.items())
-        outcomes = [(name, reply if isinstance(reply, Failure) else reply[0]) for name, reply in replies]
-        return [(name, outcome) for name, outcome in outcomes if isinstance(outcome, Failure)]
+        return [(name, failure) for name, failure in replies if isinstance(failure, Failure)]
 
     def close(self) -> None:
         """Stop the workers at once, including running verifiers. May be called again."""
@@ -219,3 +219,9 @@ class RewardPool:
     def _checked(self, term: int, batches: list[list[str]], timeout_s: float) -> list[list[str | None] | Failure]:
         asked = [self._workers.submit(RewardWorker.check, term, batch, timeout_s) for batch in batches]
         return [future.result() for future in asked]
+
+
+def _failure_of_two(worker: RewardWorker, prompt: Prompt, term: int, timeout_s: float) -> Any:
+    """Return the first failure of two calls, or None."""
+    outcomes = (worker.score(prompt, prompt.answer, [term], timeout_s)[0] for _ in range(2))
+    return next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)

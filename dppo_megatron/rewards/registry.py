@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ BUILTIN = {
     "multiple_choice": "dppo_megatron.rewards.texts:MultipleChoice",
     "regex": "dppo_megatron.rewards.texts:Regex",
 }
+# The smallest and the largest reward; those of users' code are not known.
+_RANGES = dict.fromkeys(BUILTIN, (0.0, 1.0)) | {"http": (-math.inf, math.inf), "dapo": (-math.inf, 1.0)}
 _ABSENT = object()
 _LINE = "Correct that line; its imports must be installed or on PYTHONPATH"
 
@@ -35,6 +38,14 @@ _LINE = "Correct that line; its imports must be installed or on PYTHONPATH"
 def build_rewards(config: RewardConfig) -> list[Reward | GroupReward]:
     """Return the rewards of the terms of `config`, in order. Raises `RewardError`."""
     return [load_reward(term.name, term.settings) for term in config.all_terms]
+
+
+def reward_range(config: RewardConfig) -> tuple[float, float]:
+    """Return the smallest and the largest reward of a response to any row, infinite where they are not known."""
+    sources = {None, *(source for term in config.all_terms for source in term.sources)}
+    applying = [[t for t in config.all_terms if t.weight and source in (t.sources or sources)] for source in sources]
+    ends = [[[t.weight * end for end in _RANGES.get(t.name, _RANGES["http"])] for t in terms] for terms in applying]
+    return min(sum(map(min, each)) for each in ends), max(sum(map(max, each)) for each in ends)
 
 
 def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward | GroupReward:

@@ -104,7 +104,7 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
             arguments += ["--node", str(task.rank), "--meeting", f"engine-{index}-{task.step}"]
         if binds:
             bind_to_gpus(name, first_gpu, config.engine.devices_per_node, 1)
-        environment |= engine_environment(config, index, first_gpu, host)
+        environment |= engine_environment(config, index, first_gpu)
     else:
         name, arguments = role, [role]
     child = Child(name, dppo_command(*arguments, str(config_file)), run.log(name), environment)
@@ -170,9 +170,9 @@ def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound:
     }
 
 
-def engine_environment(config: Config, index: int, first_gpu: int, address: str) -> dict[str, str]:
-    """Return the variables that select the engine's GPUs among its step's, and its processes' address."""
-    environment = {"VLLM_HOST_IP": address}
+def engine_environment(config: Config, index: int, first_gpu: int) -> dict[str, str]:
+    """Return the variable that selects the engine's GPUs among its step's."""
+    environment: dict[str, str] = {}
     named = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible := named or visible_devices():
         each = config.engine.devices_per_node

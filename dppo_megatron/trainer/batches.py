@@ -316,11 +316,13 @@ def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollou
     return np.repeat(advantages[turns if given else np.zeros_like(turns)], tokens)
 
 
-def parts_of(actor: Actor) -> tuple[str, ...]:
+def parts_of(actor: Actor, objective: ObjectiveProtocol) -> tuple[str, ...]:
     """Return the parts of a sample that this rank reads: lists and masks for the loss, routes for expert replay."""
     parts = ["core"]
-    acceptance = actor.config.acceptance  # compares lists on every rank
-    if actor.layout.is_last_stage or (acceptance.bound is not None and acceptance.divergence == "objective"):
+    acceptance = actor.config.acceptance  # compares lists on every rank, as a statistic with a teacher's log-probs does
+    everywhere = objective.needs_statistic and objective.needs_teacher
+    everywhere = everywhere or (acceptance.bound is not None and acceptance.divergence == "objective")
+    if actor.layout.is_last_stage or everywhere:
         parts += ["topk", "sampling_mask"]
     if actor.routing is not None and actor.routing.held_layers:
         parts.append("routes")

@@ -87,7 +87,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
             objective,
             rank,
             size,
-            parts_of(actor),
+            parts_of(actor, objective),
             share_prefixes=actor.shares_prefixes,
         )
     publisher = None

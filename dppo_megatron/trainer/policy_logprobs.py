@@ -55,7 +55,7 @@ class PolicyLogprobs:
 def with_batch_statistic(objective: ObjectiveProtocol, batch: StepBatch, layout: Layout) -> ObjectiveProtocol:
     """Return the objective for this step; an objective without a statistic is returned unchanged.
 
-    The statistic covers the tokens of all updates and data-parallel ranks, from their old and rollout log-probs.
+    The statistic covers the tokens of all updates and data-parallel ranks, from the same values as their loss.
     Collectives, if the objective needs a statistic: an all-reduce over the data-parallel group, and a broadcast,
     because ranks with the same tokens must drop the same tokens in spite of rounding. Context-parallel ranks have the
     same tokens, which does not change a mean.
@@ -75,7 +75,8 @@ def _statistic_sums(objective: ObjectiveProtocol, tokens: TokenBatch) -> Tensor:
     old, rollout, advantage = tokens.old_logprob, tokens.rollout_logprob, tokens.advantage
     if old is None or rollout is None or advantage is None:
         raise ValueError("the objective's statistic needs old log-probs, rollout log-probs and advantages")
-    return objective.statistic_sums(old, rollout, advantage, tokens.mask)
+    taught = {"teacher_logprob": tokens.tensors["teacher_logprob"]} if objective.needs_teacher else {}
+    return objective.statistic_sums(old, rollout, advantage, tokens.mask, **taught)
 
 
 def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[dict[str, Any]]]) -> StepBatch:

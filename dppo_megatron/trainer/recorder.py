@@ -35,8 +35,9 @@ class RankZeroRecorder:
         self._masked = MaskedTokenLog(config.run.dir, decode, resume_step) if rank == 0 else None
         self._follower = JsonlFollower(RunDir(config.run.dir).rollout_metrics)
         self._first_step = resume_step or 0
-        self._kept = read_metrics(RunDir(config.run.dir).metrics)
-        self._evaluated = {(record["step"], name) for record in self._kept for name in evaluated_sets(record)}
+        kept = read_metrics(RunDir(config.run.dir).metrics) if rank == 0 else []
+        self._recorded = {record["step"] for record in kept if is_step_record(record)}  # steps
+        self._evaluated = {(record["step"], name) for record in kept for name in evaluated_sets(record)}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._trackers is None:
@@ -46,9 +47,7 @@ class RankZeroRecorder:
 
     def log_missing(self, step: int | None, metrics: Mapping[str, Any]) -> None:
         """Log `metrics` of a checkpoint if its step has no record: the run was killed between the two."""
-        if self._trackers is None or step is None:
-            return
-        if any(r["step"] == step and is_step_record(r) for r in self._kept):
+        if self._trackers is None or step is None or step in self._recorded:
             return
         for record in metrics_of([{**metrics, "step": step}]):
             if is_step_record(record):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dppo_megatron.bank import BankEntry, BankError, is_retired
+from dppo_megatron.bank import BankEntry, BankError, retired_segments
 from dppo_megatron.common.tensors import packed
 from dppo_megatron.doctor.tokenizer_file import TokenizerFile
 from dppo_megatron.run_dir import RunDir
@@ -112,7 +112,7 @@ class ShownTokens:
 def chosen_groups(source: Source, entries: Sequence[BankEntry], trained: TrainedTokens) -> list[int]:
     """Choose the groups shown with their tokens; groups with tokens stored by the trainer take precedence."""
     sizes = np.array([(_bytes(entry), entry.num_samples) for entry in entries], np.int64).reshape(-1, 2)
-    retired = {s for s in {entry.segment for entry in entries} if is_retired(source.bank, s)}
+    retired = retired_segments(source.bank, {entry.segment for entry in entries})
     source.missing |= {number: RETIRED for number, entry in enumerate(entries) if entry.segment in retired}
     if source.missing:
         source.notes.append(f"{len(source.missing):,} groups are {RETIRED}.")

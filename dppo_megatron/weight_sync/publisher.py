@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,10 +16,10 @@ from dppo_megatron.actor import Actor
 from dppo_megatron.common.ranks import Ranks
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineError, EngineIncompatible, EngineInfo, EngineRefused
-from dppo_megatron.fleet.engine_checks import ScoreDifference
-from dppo_megatron.fleet.live_engines import Confirmation, LiveEngines
+from dppo_megatron.fleet.engine_checks import Confirmation, OtherWeights, ScoreDifference, check_weights, some_groups
+from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weights.fingerprint import differing, merged, untold
+from dppo_megatron.weights.fingerprint import merged, untold
 from dppo_megatron.weights.published import PublishedPolicy
 
 from .engine_thread import EngineThread
@@ -28,7 +28,6 @@ from .transport import Transport, WeightSyncError
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-SHOWN = 8  # groups of weights named in an error
 ATTEMPTS = 3  # limit with the same engines
 Replies = Mapping[str, Confirmation | EngineError]  # by the engine's URL
 
@@ -255,20 +254,26 @@ class Publisher:
         if not confirmed:
             return AttemptResult(failures=failures | problems)
         agreed: dict[str, ScoreDifference] = {}
+        directory = self._transport.directory(version)
+        policy = PublishedPolicy(
+            version,
+            str(directory) if directory else None,
+            time.time(),
+            probe_tokens=self._check_tokens.tolist(),
+            probe_logprobs=np.asarray(expected, np.float32).tolist(),
+            fingerprint=dict(sent) if self._config.weight_sync.fingerprint else None,
+        )
         for reply in confirmed:
-            difference = ScoreDifference.between(reply.scores, expected)
-            if wrong := differing(sent, reply.held):
-                failures[reply.url] = _other_weights(wrong)
-            elif not difference.within(self._config.probe_tolerance):
-                failures[reply.url] = self._disagreement(difference)
-            else:
-                agreed[reply.url] = difference
+            try:
+                agreed[reply.url] = check_weights(self._config, reply, policy)
+            except OtherWeights as error:
+                failures[reply.url] = str(error)
             self._report_untold(reply)
         if not agreed:
             reasons = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
             raise WeightSyncError(f"policy version {version}: no engine agrees with the trainer:\n{reasons}")
         load_s = max(confirmation.load_s for confirmation in confirmed)
-        self._record(version, expected, [reply for reply in confirmed if reply.url in agreed])
+        self._record(policy, {reply.url: reply.instance for reply in confirmed if reply.url in agreed})
         published = PublishResult(
             version,
             self._transport.nbytes,
@@ -281,58 +286,25 @@ class Publisher:
         )
         return AttemptResult(published, failures)
 
-    def _disagreement(self, difference: ScoreDifference) -> str:
-        engine, quantised = self._config.engine, ""
-        if engine.quantization != "none":
-            quantised = (
-                f". engine.quantization = {engine.quantization} causes a difference of at least bf16's size: if this "
-                "is its size, raise the tolerance, and limit the mismatch by rollout.max_mismatch_kl"
-            )
-        return (
-            f"log-probs of the weight check differ from the trainer's by {difference}, more than "
-            f"weight_sync.probe_tolerance = {self._config.probe_tolerance:g}. The engine does not serve the trainer's "
-            f"weights or computes in another precision (engine.dtype = {engine.dtype}, model.dtype = "
-            f"{self._config.model.dtype}); do not train on its rollouts{quantised}"
-        )
-
     def _report_untold(self, reply: Confirmation) -> None:
-        if (groups := untold(reply.held)) and reply.url not in self._partly_covered:
+        if (groups := untold(reply.held or {})) and reply.url not in self._partly_covered:
             self._partly_covered.add(reply.url)
             why = "its loader changes these weights, so fingerprints do not cover them (docs/engines.md)"
-            log.warning("engine %s gives no fingerprint of %s: %s", reply.url, _some(groups), why)
+            log.warning("engine %s gives no fingerprint of %s: %s", reply.url, some_groups(groups), why)
 
-    def _record(self, version: int, expected: np.ndarray, confirmed: Sequence[Confirmation]) -> None:
-        """Write the published-policy file, which makes `version` the one to serve."""
-        directory = self._transport.directory(version)
-        if self._last is None or self._last.version != version:
+    def _record(self, policy: PublishedPolicy, confirmed: dict[str, str]) -> None:
+        """Write the published-policy file, which makes `policy` the one to serve. `confirmed`: see PublishedPolicy."""
+        if self._last is None or self._last.version != policy.version:
             self._behind.clear()
-        self._behind -= {(confirmation.url, confirmation.instance) for confirmation in confirmed}
-        self._last = PublishedPolicy(
-            version,
-            str(directory) if directory else None,
-            time.time(),
-            confirmed={confirmation.url: confirmation.instance for confirmation in confirmed},
-            probe_tokens=self._check_tokens.tolist(),
-            probe_logprobs=np.asarray(expected, np.float32).tolist(),
-        )
+        self._behind -= set(confirmed.items())
+        self._last = replace(policy, confirmed=confirmed)
         self._last.write(self._run.published)
-        self._transport.after_confirmation(version)
+        self._transport.after_confirmation(policy.version)
 
     def close(self) -> None:
         self._transport.close()
         if self._engines is not None:
             self._engines.close()
-
-
-def _other_weights(groups: Sequence[str]) -> str:
-    return (
-        f"has other weights than the trainer sent: {_some(groups)}. Its version does not show this; do not train on "
-        "its rollouts (weight_sync.fingerprint; docs/failures.md lists the coverage)"
-    )
-
-
-def _some(groups: Sequence[str]) -> str:
-    return ", ".join(groups[:SHOWN]) + (f" and {len(groups) - SHOWN} more" if len(groups) > SHOWN else "")
 
 
 class _Retries:

@@ -24,7 +24,7 @@ CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements mixed at a time: they fit 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 _STACKED = re.compile(r"\bexperts\.(\w+_proj)(_bias)?$")  # gpt-oss: all experts of a layer in one tensor
-_PARAMETER = re.compile(r"(\.base_layer)?(\.lora_[AB])?\.\w+$")
+_PARAMETER = re.compile(r"(\.base_layer)?(\.lora_[AB])?\.(weight|bias)\w*$")
 _MIX = (0x9E3779B97F4A7C15 - MODULUS, 0xBF58476D1CE4E5B9 - MODULUS)  # odd, as signed numbers; from splitmix64
 
 _FUSED = {  # projections that an engine stacks into one weight
@@ -64,7 +64,9 @@ def group_of(name: str) -> str:
 
 
 def part_of(name: str) -> str:
-    """Return a tensor's projection: "q_proj" for "model.layers.3.self_attn.q_proj.weight"; "" outside the layers."""
+    """Return a tensor's name in its layer: "q_proj" for "model.layers.3.self_attn.q_proj.weight", "A_log" for
+    "model.layers.3.linear_attn.A_log"; "" outside the layers.
+    """
     return _PARAMETER.sub("", name).rpartition(".")[2] if _LAYER.search(name) else ""
 
 
@@ -134,11 +136,11 @@ def _odd(places: torch.Tensor) -> torch.Tensor:
 
 
 def _salt(part: str) -> int:
-    """Return an odd factor of the first eight letters.
-
-    It is 1 outside the layers, so a tied head has the embedding's sum.
-    """
-    return int.from_bytes(part.encode(), "little") * _MIX[0] % MODULUS | 1
+    """Return an odd factor of the name. It is 1 outside the layers, so a tied head has the embedding's sum."""
+    salt = 0
+    for start in range(0, len(part), 8):
+        salt = (salt + int.from_bytes(part[start : start + 8].encode(), "little")) * _MIX[0] % MODULUS
+    return salt | 1
 
 
 def _placed(part: str, sums: torch.Tensor, row: int = 0) -> list[int]:

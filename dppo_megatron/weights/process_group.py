@@ -54,7 +54,9 @@ class WeightRendezvous:
 
         The caller must keep the store open. All other parties, in this process too, `connect`.
         """
-        listener = socket.create_server(("127.0.0.1" if loopback else "", 0), backlog=4096)
+        place, both = "127.0.0.1" if loopback else "", not loopback and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listener = socket.create_server((place, 0), family=family, dualstack_ipv6=both, backlog=4096)
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             "127.0.0.1",
@@ -229,7 +231,8 @@ def local_address(peer: str, port: int = 9) -> str:
     family, kind, _, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)
-        return sock.getsockname()[0]
+        address = sock.getsockname()[0]
+        return "127.0.0.1" if address == "::1" else address  # one address for all that is on this machine
 
 
 def new_group(store: dist.Store, rank: int, size: int, backend: Backend, address: str, timeout_s: float) -> Any:

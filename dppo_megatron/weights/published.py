@@ -22,6 +22,7 @@ class PublishedPolicy:
     confirmed: dict[str, str] = field(default_factory=dict)  # URL -> instance of each engine that was seen to serve it
     probe_tokens: list[int] = field(default_factory=list)  # [P]; empty = not recorded
     probe_logprobs: list[float] = field(default_factory=list)  # [P - 1], computed by the trainer
+    fingerprint: dict[str, int] | None = None  # `weights.fingerprint` of the sent weights; None = not recorded
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))

@@ -1,7 +1,5 @@
 """`check_model`: every reason at once, before anything is started."""
 
-from __future__ import annotations
-
 import pytest
 
 from dppo_megatron.actor import LayoutError, check_model, init_layout

@@ -1,15 +1,22 @@
 """Updates and log-probs: the same numbers in every packing and implementation; `tests/parallel` compares layouts."""
 
-from __future__ import annotations
-
+import contextlib
 import math
+import time
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+from unittest.mock import ANY
 
 import pytest
 import torch
 
-from tests.actor.scenarios import checkpoint, update
-from tests.support.actor_cases import micro_batches, sequences
-from tests.support.actor_ranks import run_scenario
+from dppo_megatron.objectives import build_objective
+from tests.actor.scenarios import update
+from tests.actor.scenarios.parts import fingerprint, of_each_sequence, same, topk, train
+from tests.support.actor_cases import VOCAB, actor_config, micro_batches, pack, sequences, with_sampling_masks
+from tests.support.actor_ranks import Rank, on_ranks, run_scenario
+from tests.support.host_reads import no_host_reads
 from tests.support.ranks import Ranks
 
 
@@ -19,22 +26,65 @@ def assert_same_run(got: dict, expected: dict, *, rtol: float = 1e-5) -> None:
     torch.testing.assert_close(got["logprobs"], expected["logprobs"], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("world", ["one_rank", "two_ranks"])
-def test_no_micro_batch_makes_the_host_wait_for_the_device(request, world):
-    assert all(map(math.isfinite, request.getfixturevalue(world)(update.host_reads)))
+@on_ranks(1, 2)
+def test_no_micro_batch_makes_the_host_wait_for_the_device(rank: Rank):
+    """Run LossStep and LogprobStep in several layouts; a read of the host raises."""
+    from dppo_megatron.actor import forward
+
+    def unread(step):
+        def checked(*args, **kwargs):
+            with no_host_reads():
+                return step(*args, **kwargs)
+
+        return checked
+
+    layouts = {"alone": {}}
+    if rank.world_size == 2:
+        layouts = {"tensor": {"tensor": 2}, "context": {"context": 2}}
+    objectives = [topk(), build_objective("gspo", entropy_coefficient=0.1), build_objective("drpo")]
+    patches = [(forward.LossStep, "loss"), (forward.LogprobStep, "collect")]
+    with contextlib.ExitStack() as stack:
+        for owner, name in patches:
+            stack.enter_context(mock.patch.object(owner, name, unread(getattr(owner, name))))
+        for layout in layouts.values():
+            for settings in ({}, {"logits": "fused"}):
+                with rank.actor(settings=settings, **layout) as actor:
+                    batches = micro_batches(sequences(), 2)
+                    losses = [actor.train_update(batches, objective).loss for objective in objectives]
+                    actor.scores(batches, topk=True)
+                    losses.append(actor.train_update([*map(with_sampling_masks, batches)], objectives[0]).loss)
+                    assert all(map(math.isfinite, losses))
 
 
-def test_ids_of_another_model_are_named_before_they_reach_the_device(one_rank):
-    messages = one_rank(update.wrong_ids)
-    for name in ("token_ids", "target_ids", "topk_ids"):
-        assert f"{name} of micro-batch 1 must be within" in messages[name]
+@on_ranks(1)
+def test_ids_of_another_model_are_named_before_they_reach_the_device(rank: Rank):
+    with rank.actor() as actor:
+        for name in ("token_ids", "target_ids", "topk_ids"):
+            right, wrong = micro_batches(sequences(), 2)
+            ids = getattr(wrong, name).clone()
+            ids[3] = VOCAB
+            with pytest.raises(ValueError, match=f"{name} of micro-batch 1 must be within"):
+                actor.train_update([right, replace(wrong, **{name: ids})], topk())
 
 
-def test_a_checkpoint_of_one_rank_continues_in_another_layout(one_rank, two_ranks):
-    expected = one_rank(update.alone)["continued"]
-    for got in two_ranks(checkpoint.from_one_rank):
-        assert got["state"] == {"step": 3}
-        assert_same_run(got, expected)
+@on_ranks(1)
+def test_packing_does_not_matter(rank: Rank):
+    """12 micro-batches: every sequence by itself."""
+    runs, gspo = {}, {}
+    # Ratios of whole responses, an entropy term with a gradient, and sequences none of whose tokens carries loss.
+    objective = build_objective("gspo", entropy_coefficient=0.1)
+    parts = sequences()
+    parts[3]["mask"][:] = False
+    parts[3]["loss_weight"] = parts[3]["loss_weight"] * 0
+    for split in (1, 3, 12):
+        with rank.actor() as actor:
+            runs[split] = train(actor, sequences(), updates=1, split=split)
+        with rank.actor() as actor:
+            stats = actor.train_update(micro_batches(parts, split), objective)
+            gspo[split] = stats.loss, stats.grad_norm
+    for split in (3, 12):
+        assert_same_run(runs[split], runs[1])
+        assert gspo[split] == pytest.approx(gspo[1], rel=1e-5)
 
 
 def test_scores_of_top_k_ids_and_of_the_reference(one_rank, two_ranks):
@@ -85,13 +135,6 @@ def test_the_runs_learn_something(one_rank):
     assert bool((run["logprobs"][mask] < 0).all())
 
 
-def test_packing_does_not_matter(one_rank):
-    runs = one_rank(update.packing)
-    for split in (3, 12):  # 12: every sequence by itself
-        assert_same_run(runs[split], runs[1])
-        assert runs["gspo", split] == pytest.approx(runs["gspo", 1], rel=1e-5)
-
-
 @pytest.mark.parametrize("name", ["fused", "selective", "full", "plain_optimizer"])
 def test_settings_that_change_no_number(one_rank, name):
     assert_same_run(one_rank(update.variants)[name], one_rank(update.alone))
@@ -104,52 +147,6 @@ def test_bf16_is_near_fp32(one_rank):
     assert coarse["loss"][2] < coarse["loss"][0]
 
 
-def assert_transformers_agrees(values: dict, *, atol: float = 1e-5, rel: float = 1e-5) -> None:
-    for name in ("logprobs", "score"):
-        torch.testing.assert_close(*values[name], rtol=1e-4, atol=atol)
-    for name in ("loss", "grad_norm"):
-        got, expected = values[name]
-        assert got == pytest.approx(expected, rel=rel), name
-    held, expected = values["frozen_biases"]
-    assert held == expected
-
-
-@pytest.mark.parametrize(
-    ("size", "name"), [(n, name) for n, cases in update.AGAINST_TRANSFORMERS.items() for name in cases]
-)
-def test_transformers_agrees(on, size, name):
-    bounds = {"atol": 0.5, "rel": 0.02} if name == "sinks_bf16" else {}
-    assert_transformers_agrees(on(size, update.against_transformers)[name], **bounds)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", update.WITH_EXPERTS)
-def test_transformers_agrees_with_experts(on, family):
-    for size, layouts in update.EXPERTS.items():
-        for layout in layouts:
-            assert_transformers_agrees(on(size, update.experts_against_transformers)[family, layout])
-
-
-def test_non_finite_updates_change_nothing_and_stop_the_run(one_rank):
-    values = one_rank(update.non_finite)
-    assert values["skipped"] == [(True, 1), (True, 2)]
-    assert values["unchanged"]
-    assert values["recovered"] == (False, 0)
-    assert [skipped for skipped, _, _ in values["reported"]] == [True, True]
-    assert all(bad == tokens > 0 for _, bad, tokens in values["reported"])
-    assert "3 updates in a row" in values["error"]
-    assert "optimizer.lr" in values["error"]
-
-
-def test_a_micro_batch_without_loss_adds_nothing(one_rank):
-    values = one_rank(update.no_loss_rows)
-    for name in ("loss", "grad_norm"):
-        alone, both = values[name]
-        assert both == pytest.approx(alone, rel=1e-6)
-    assert values["nothing"] == (0.0, 0.0, False)
-    assert not values["logprobs"].any()
-
-
 def test_a_rank_with_nothing_to_learn_serves_its_experts(one_rank, two_ranks):
     (expected,) = one_rank(update.idle_rank).values()
     for layout, got in two_ranks(update.idle_rank).items():
@@ -157,20 +154,174 @@ def test_a_rank_with_nothing_to_learn_serves_its_experts(one_rank, two_ranks):
             assert mine == pytest.approx(theirs, rel=1e-5), layout
 
 
-def test_learning_rate(one_rank):
-    rates = one_rank(update.schedules)
-    assert rates["constant", 0] == [0.1] * 10
-    assert rates["constant", 4] == pytest.approx([0.025, 0.05, 0.075] + [0.1] * 7)
-    linear = rates["linear", 4]
-    assert linear[:4] == pytest.approx([0.025, 0.05, 0.075, 0.1])
-    assert linear[3:] == pytest.approx([0.1 - 0.015 * i for i in range(7)])  # ends at min_lr = 0.01
-    assert rates["cosine", 0][0] == pytest.approx(0.1)
-    assert rates["cosine", 0][-1] == pytest.approx(0.01)
+def test_a_checkpoint_of_one_rank_continues_in_another_layout(one_rank, ranks, models, tmp_path):
+    expected = one_rank(update.alone)["continued"]
+    for got in run_scenario(ranks(2), from_one_rank, models, tmp_path):
+        assert_same_run(got, expected)
+
+
+def from_one_rank(rank: Rank) -> list[dict]:
+    """Continue in several layouts from the checkpoint that one rank saved after three updates."""
+    results = []
+    for layout in ({"tensor": 2}, {}, {"pipeline": 2}):
+        with rank.actor(**layout) as actor:
+            assert actor.load_checkpoint(rank.models.parent / "from_one_rank") == {"step": 3}
+            results.append(train(actor, sequences(seed=1), updates=2))
+    return results
+
+
+SP, SINKS = {"tensor": 2, "sequence": True}, {"tensor": 2, "sequence": True, "expert_tensor": 1}
+AGAINST_TRANSFORMERS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {  # ranks -> name -> family, layout
+    1: {
+        **{family: (family, {}) for family in ("qwen3", "llama", "qwen3_5", "qwen3_5_moe", "gpt_oss")},
+        "sinks_recompute": ("gpt_oss", {"settings": {"recompute": "full"}}),
+        "sinks_bf16": ("gpt_oss", {"settings": {"dtype": "bf16"}}),
+    },
+    2: {
+        "delta_net_tensor": ("qwen3_5", {"tensor": 2}),
+        "delta_net_sequence": ("qwen3_5", SP),
+        "delta_net_recompute": ("qwen3_5", {**SP, "settings": {"recompute": "full"}}),
+        "delta_net_experts": ("qwen3_5_moe", {**SP, "expert": 2, "expert_tensor": 1}),
+        "sinks_tensor": ("gpt_oss", SINKS),
+        "sinks_experts": ("gpt_oss", {**SINKS, "expert": 2}),
+        "sinks_context": ("gpt_oss", {"context": 2}),
+        "sinks_stages": ("gpt_oss", {"pipeline": 2}),
+    },
+}
+WITH_BIAS = ("deepseek", "moonlight", "kimi_k2", "glm4_moe")
+EXPERTS = {1: [{}], 2: [SP, {**SP, "expert": 2, "expert_tensor": 1}]}
+
+
+def assert_transformers_agrees(rank: Rank, family: str, *, atol: float = 1e-5, rel: float = 1e-5, **layout) -> None:
+    """Log-probs, scores, and loss and gradient norm of nll are those of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    parts = sequences()
+    batch = replace(pack(parts), temperature=None)
+    model = AutoModelForCausalLM.from_pretrained(rank.models / family, dtype=torch.float32)
+    expected, loss = of_each_sequence(lambda ids: model(ids).logits[0], parts, tempered=False)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    with rank.actor(family, **layout) as actor:
+        logprobs = actor.logprobs([batch])[0]
+        score = actor.score(parts[1]["token_ids"].numpy())
+        biases = expert_biases(actor)
+        stats = actor.train_update([batch], build_objective("nll"))
+        assert all(map(torch.equal, biases, expert_biases(actor)))
+        assert len(biases) == (3 if family in WITH_BIAS else 0)
+    whole = model(parts[1]["token_ids"][None]).logits[0].log_softmax(-1)[:-1].detach()
+    scored = whole.gather(1, parts[1]["token_ids"][1:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=atol)
+    torch.testing.assert_close(torch.as_tensor(score), scored, rtol=1e-4, atol=atol)
+    assert stats.loss == pytest.approx(float(loss), rel=rel)
+    assert stats.grad_norm == pytest.approx(float(norm), rel=rel)
+
+
+def expert_biases(actor) -> list[torch.Tensor]:
+    return [b.clone() for c in actor.model_chunks for name, b in c.named_buffers() if name.endswith("expert_bias")]
+
+
+@pytest.mark.parametrize(("size", "name"), [(n, name) for n, cases in AGAINST_TRANSFORMERS.items() for name in cases])
+@on_ranks()
+def test_transformers_agrees(rank: Rank, name: str):
+    family, layout = AGAINST_TRANSFORMERS[rank.world_size][name]
+    bounds = {"atol": 0.5, "rel": 0.02} if name == "sinks_bf16" else {}
+    assert_transformers_agrees(rank, family, **bounds, **layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", *WITH_BIAS])
+@on_ranks(1, 2)
+def test_transformers_agrees_with_experts(rank: Rank, family: str):
+    for layout in EXPERTS[rank.world_size]:
+        assert_transformers_agrees(rank, family, **layout)
+
+
+@on_ranks(1)
+def test_non_finite_updates_change_nothing_and_stop_the_run(rank: Rank):
+    """Train on infinite gradients, then with NaN weights, until training stops."""
+    from dppo_megatron.actor import TrainingDiverged
+
+    good = micro_batches(sequences(), 2)
+    bad = [good[0], replace(good[1], loss_weight=good[1].loss_weight * float("inf"))]
+    with rank.actor(optimizer={"max_skipped_in_a_row": 3}) as actor:
+        actor.train_update(good, topk())
+        before, lr = fingerprint(actor), actor.lr
+        for number in (1, 2):
+            stats = actor.train_update(bad, topk())
+            assert (stats.skipped, stats.skipped_in_a_row) == (True, number)
+        assert same(before, fingerprint(actor))
+        assert actor.lr == lr
+        recovered = actor.train_update(good, topk())
+        assert (recovered.skipped, recovered.skipped_in_a_row) == (False, 0)
+        with torch.no_grad():
+            actor.model_chunks[0].decoder.final_layernorm.weight[0] = float("nan")
+        for _ in range(2):
+            stats = actor.train_update(good, topk())
+            assert stats.skipped
+            assert stats.nonfinite_tokens == stats.loss_tokens > 0
+        with pytest.raises(TrainingDiverged, match=r"(?s)3 updates in a row.*optimizer\.lr"):
+            actor.train_update(good, topk())
+
+
+@on_ranks(1)
+def test_a_micro_batch_without_loss_adds_nothing(rank: Rank):
+    good = pack(sequences())
+    empty = replace(good, mask=torch.zeros_like(good.mask), loss_weight=torch.zeros_like(good.loss_weight))
+    with rank.actor() as actor:
+        alone = actor.train_update([good], topk())
+    with rank.actor() as actor:
+        both = actor.train_update([good, empty], topk())
+        assert both.loss == pytest.approx(alone.loss, rel=1e-6)
+        assert both.grad_norm == pytest.approx(alone.grad_norm, rel=1e-6)
+        nothing = actor.train_update([empty], topk())
+        assert (nothing.loss, nothing.grad_norm, nothing.skipped) == (0.0, 0.0, False)
+        assert not actor.logprobs([empty])[0].any()
+
+
+@pytest.mark.parametrize(
+    ("decay", "warmup", "expected"),
+    [
+        ("constant", 0, [0.1] * 10),
+        ("constant", 4, [0.025, 0.05, 0.075] + [0.1] * 7),
+        # Both end at min_lr = 0.01.
+        ("linear", 4, [0.025, 0.05, 0.075] + [0.1 - 0.015 * i for i in range(7)]),
+        ("cosine", 0, [0.1, *[ANY] * 8, 0.01]),
+    ],
+)
+@on_ranks(1)
+def test_learning_rate(rank: Rank, decay: str, warmup: int, expected: list):
+    """Of each of the run's ten updates."""
+    optimizer = {"lr": 0.1, "min_lr": 0.01, "decay": decay, "warmup_updates": warmup}
+    with rank.actor(optimizer=optimizer) as actor:
+        rates = [actor.train_update([pack(sequences(3))], topk()).lr for _ in range(10)]
+    assert rates == [value if value is ANY else pytest.approx(value) for value in expected]
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_raises(models, tmp_path):
     with Ranks(2) as ranks:
-        values = run_scenario(ranks, checkpoint.late_rank, models, tmp_path)
-    assert 2 < values["seconds"] < 6
-    assert "timed out" in values["error"].lower() or "timeout" in values["error"].lower()
+        run_scenario(ranks, late_rank, models, tmp_path)
+
+
+def late_rank(rank: Rank) -> None:
+    """The other rank raises and does not wait for ever.
+
+    The process group is broken afterwards, so this runs on ranks of its own.
+    """
+    from dppo_megatron.actor import Actor, init_layout
+
+    rank.rendezvous()
+    config = actor_config(rank.models / "qwen3", parallel={"world_size": 2, "tensor": 2, "timeout_s": 3})
+    layout = init_layout(config)
+    actor = Actor(config, layout)
+    torch.distributed.barrier()
+    raised, started = rank.directory / "raised", time.perf_counter()
+    if rank.rank == 1:
+        while not raised.exists() and time.perf_counter() - started < 60:
+            time.sleep(0.05)
+        return
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout"):
+        actor.logprobs([pack(sequences())])
+    raised.touch()
+    assert 2 < time.perf_counter() - started < 6

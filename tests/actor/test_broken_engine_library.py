@@ -1,7 +1,5 @@
 """A TransformerEngine that is installed but does not load: local layers work, and its error is reported elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The gated delta rule of packed sequences is the recurrence of each sequence by itself, with its gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

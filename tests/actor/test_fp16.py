@@ -1,83 +1,164 @@
 """fp16 is near fp32; an overflow changes only the loss scale, on every rank, and checkpoints keep it."""
 
-from __future__ import annotations
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 
 from dppo_megatron.checks import settings_problems
-from dppo_megatron.config.model import LARGEST
+from dppo_megatron.config.model import LARGEST, LossScaleConfig
 from dppo_megatron.config.schema import Config
-from tests.actor.scenarios import fp16
-from tests.support.actor_cases import actor_config
+from tests.actor.scenarios.parts import assert_resumed, everywhere, fingerprint, same, topk, train
+from tests.support.actor_cases import actor_config, micro_batches, sequences
+from tests.support.actor_ranks import Rank, on_ranks, slow
 
-WORLDS = ["one_rank", pytest.param("two_ranks", marks=pytest.mark.slow)]
-
-
-@pytest.fixture(params=WORLDS)
-def on(request):
-    return request.getfixturevalue(request.param)
+INITIAL = 1024.0
 
 
-def test_updates_are_near_those_of_fp32_by_any_scale(on):
-    runs = on(fp16.against_fp32)
-    scaled = [(layout, scale) for layout, scale in runs if isinstance(scale, float)]
-    assert scaled
-    for layout, scale in scaled:
-        expected, got = runs[layout, "fp32"], runs[layout, scale]
-        assert got["loss"][0] == pytest.approx(expected["loss"][0], abs=1e-3), layout
-        assert got["grad_norm"][0] == pytest.approx(expected["grad_norm"][0], rel=5e-3), (layout, scale)
-        assert got["loss"] == pytest.approx(expected["loss"], abs=5e-3), layout
-        # A router that chooses another expert moves single tokens by up to a nat.
-        assert (got["logprobs"] - expected["logprobs"]).abs().mean() < 0.05, layout
+def layouts(rank: Rank) -> dict[str, dict]:
+    if rank.world_size == 1:
+        return {"alone": {}, "plain": {"distributed_optimizer": False}, "lora": {"lora": {"r": 4}}}
+    return {
+        "data": {},
+        "data_plain": {"distributed_optimizer": False},
+        "tensor": {"tensor": 2, "sequence": True},
+        "pipeline": {"pipeline": 2},
+        "experts": {"model": "qwen3_moe", "expert": 2},
+        "experts_plain": {"model": "qwen3_moe", "expert": 2, "distributed_optimizer": False},
+    }
 
 
-def test_gradients_add_up_over_micro_batches(one_rank):
-    runs = one_rank(fp16.against_fp32)
-    whole, parts = runs["split", 1], runs["split", 4]
+def given_of(*, loss_scale: dict | None = None, optimizer: dict | None = None, **layout: Any) -> dict[str, Any]:
+    """What `Rank.actor` takes."""
+    settings = {"dtype": "fp16"} | ({"lora": layout.pop("lora")} if "lora" in layout else {})
+    scale = {"initial": INITIAL, **(loss_scale or {})}
+    return {"settings": settings, "optimizer": {"loss_scale": scale, **(optimizer or {})}, **layout}
+
+
+def actor_of(rank: Rank, **given: Any):
+    return rank.actor(**given_of(**given))
+
+
+def share(actor) -> list:
+    """This rank's micro-batches of the usual sequences."""
+    return micro_batches(sequences()[actor.layout.data_parallel_rank :: actor.layout.data_parallel_size], 2)
+
+
+@contextmanager
+def overflow_in(actor, where: str, rank: int) -> Iterator[None]:
+    """Plant an infinity in the gradient of one parameter of one rank, as if its backward pass had overflowed."""
+    chunk = actor.model_chunks[0]
+    parameter = next(p for name, p in chunk.named_parameters() if p.requires_grad and where in name)
+    mine = actor.layout.rank == rank
+    handle = parameter.register_hook(lambda grad: torch.full_like(grad, torch.inf) if mine else grad)
+    yield
+    handle.remove()
+
+
+@on_ranks(1, slow(2))
+def test_updates_are_near_those_of_fp32_by_any_scale(rank: Rank):
+    """A router that chooses another expert moves single log-probs by up to a nat."""
+    for name, layout in (layouts(rank) if rank.world_size == 2 else {"alone": {}}).items():
+        with rank.actor(**layout) as actor:
+            expected = train(actor, sequences())
+        for scale in (1.0, 2.0**14) if rank.world_size == 1 else (2.0**10,):
+            with actor_of(rank, loss_scale={"initial": scale}, **layout) as actor:
+                got = train(actor, sequences())
+            assert got["loss"][0] == pytest.approx(expected["loss"][0], abs=1e-3), name
+            assert got["grad_norm"][0] == pytest.approx(expected["grad_norm"][0], rel=5e-3), (name, scale)
+            assert got["loss"] == pytest.approx(expected["loss"], abs=5e-3), name
+            assert (got["logprobs"] - expected["logprobs"]).abs().mean() < 0.05, name
+
+
+@on_ranks(1)
+def test_gradients_add_up_over_micro_batches(rank: Rank):
+    with actor_of(rank) as actor:
+        whole = train(actor, sequences(), updates=1, split=1)
+    with actor_of(rank) as actor:
+        parts = train(actor, sequences(), updates=1, split=4)
     assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-4)
     assert parts["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-3)
 
 
-def test_gradients_are_divided_before_they_are_clipped(one_rank):
+@on_ranks(1)
+def test_gradients_are_divided_before_they_are_clipped(rank: Rank):
     """The norm is far above grad_clip: a clip of the multiplied gradients would stop training."""
-    runs = one_rank(fp16.against_fp32)
-    clipped, free = runs["alone", 2.0**14], runs["unclipped", "fp16"]
+    with actor_of(rank, loss_scale={"initial": 2.0**14}) as actor:
+        clipped = train(actor, sequences())
+    with actor_of(rank, optimizer={"grad_clip": 0}) as actor:
+        free = train(actor, sequences())
     assert clipped["grad_norm"][0] == pytest.approx(free["grad_norm"][0], rel=1e-3)
     assert clipped["grad_norm"][0] > 2 * 0.5
     assert clipped["loss"][1] < clipped["loss"][0] - 0.1
 
 
 @pytest.mark.megatron_next
-def test_an_overflow_on_one_rank_is_skipped_by_all(on):
-    for layout, found in on(fp16.overflows).items():
-        first, second, third = found["everyone"][0]
-        assert all(mine == found["everyone"][0] for mine in found["everyone"]), layout
-        assert first == (False, False, 0, fp16.INITIAL), layout
-        assert second == (True, True, 0, fp16.INITIAL), layout
-        assert third == (False, False, 0, fp16.INITIAL / 2), layout
-        assert found["unchanged"], layout
-        assert found["moved"], layout
+@on_ranks(1, slow(2))
+def test_an_overflow_on_one_rank_is_skipped_by_all(rank: Rank):
+    """In the second of three updates, in every layout."""
+    for name, layout in layouts(rank).items():
+        with actor_of(rank, **layout) as actor:
+
+            def assert_updated(*expected: Any, actor=actor, name=name) -> None:
+                s = actor.train_update(share(actor), topk())
+                assert (s.skipped, s.overflowed, s.skipped_in_a_row, s.loss_scale) == expected, name
+
+            assert_updated(False, False, 0, INITIAL)
+            before, lr = fingerprint(actor), actor.lr
+            with overflow_in(actor, "experts.local" if "experts" in name else "", rank.world_size - 1):
+                assert_updated(True, True, 0, INITIAL)
+            assert same(before, fingerprint(actor)), name
+            assert actor.lr == lr, name
+            assert_updated(False, False, 0, INITIAL / 2)
+            assert everywhere(not same(before, fingerprint(actor))), name
 
 
-def test_the_scale_grows_and_falls_and_then_overflows_count(one_rank):
-    found = one_rank(fp16.scale_follows)
-    initial, smallest = fp16.INITIAL, fp16.INITIAL / 2
-    assert found["grown"] == [initial, initial, 2 * initial, 2 * initial, 4 * initial]
-    assert found["fallen"] == [(4 * initial, True, 0), (2 * initial, True, 0), (initial, True, 0), (smallest, False, 1)]
-    assert "2 updates in a row" in found["error"]
-    # No scale mends logits that are not finite.
-    assert found["logits"] == (True, False, 1, initial)
+@on_ranks(1)
+def test_the_scale_grows_and_falls_and_then_overflows_count(rank: Rank):
+    from dppo_megatron.actor import TrainingDiverged
+
+    optimizer, smallest = {"max_skipped_in_a_row": 2}, INITIAL / 2
+    with actor_of(rank, loss_scale={"growth_interval": 2, "smallest": smallest}, optimizer=optimizer) as actor:
+        grown = [actor.train_update(share(actor), topk()).loss_scale for _ in range(5)]
+        assert grown == [INITIAL, INITIAL, 2 * INITIAL, 2 * INITIAL, 4 * INITIAL]
+        with overflow_in(actor, "layers.0.mlp", 0):
+            fallen = [actor.train_update(share(actor), topk()) for _ in range(4)]
+            with pytest.raises(TrainingDiverged, match="2 updates in a row"):
+                actor.train_update(share(actor), topk())
+        assert [(s.loss_scale, s.overflowed, s.skipped_in_a_row) for s in fallen] == [
+            (4 * INITIAL, True, 0), (2 * INITIAL, True, 0), (INITIAL, True, 0), (smallest, False, 1)
+        ]  # fmt: skip
+    with actor_of(rank, optimizer=optimizer) as actor:
+        with torch.no_grad():
+            actor.model_chunks[0].decoder.final_layernorm.weight[0] = torch.nan
+        s = actor.train_update(share(actor), topk())
+        # No scale mends logits that are not finite.
+        assert (s.skipped, s.overflowed, s.skipped_in_a_row, actor.loss_scale.value) == (True, False, 1, INITIAL)
 
 
-def test_a_checkpoint_holds_the_scale_and_how_far_it_is_from_growing(on):
-    for layout, (state, equal_bits, equal_scales) in on(fp16.resume).items():
-        assert state == {"step": 2}, layout
-        assert equal_scales, layout
-        assert equal_bits, layout
+@on_ranks(1, slow(2))
+def test_a_checkpoint_holds_the_scale_and_how_far_it_is_from_growing(rank: Rank):
+    """Saved after an overflow and in the middle of the scale's growth."""
+
+    def overflow(actor) -> None:
+        with overflow_in(actor, "", 0):
+            actor.train_update(share(actor), topk())
+
+    for name, layout in layouts(rank).items():
+        given = given_of(loss_scale={"growth_interval": 3}, **layout)
+        assert_resumed(rank, name, given, overflow, updates=3)
 
 
-def test_without_gradients_the_scale_stays_finite(one_rank):
-    assert one_rank(fp16.scale_follows)["largest"] == [LARGEST, LARGEST / 2]
+def test_without_gradients_the_scale_stays_finite():
+    from dppo_megatron.actor.loss_scale import LossScale
+
+    scale, largest = LossScale(LossScaleConfig(initial=LARGEST, growth_interval=1)), []
+    for overflow in (False, True):
+        scale.follow(overflow=overflow)
+        largest.append(scale.value)
+    assert largest == [LARGEST, LARGEST / 2]
 
 
 @pytest.mark.parametrize(

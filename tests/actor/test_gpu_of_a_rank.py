@@ -1,7 +1,5 @@
 """Each rank of a node takes its own GPU, also with Slurm's bindings."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

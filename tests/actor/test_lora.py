@@ -1,20 +1,18 @@
-"""LoRA: gradients, merged weights and PEFT's files are those of plain PyTorch and of PEFT, in every layout."""
+"""LoRA: gradients are those of plain PyTorch in every layout, and grouped experts compute as single ones."""
 
-from __future__ import annotations
-
-import shutil
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from dppo_megatron.hf import ModelError, make_random_hf_model, open_weights, read_hf_config
-from tests.actor.scenarios import checkpoint, lora
+from dppo_megatron.hf import make_random_hf_model, read_hf_config
+from tests.actor.scenarios import lora
 from tests.actor.scenarios.parts import of_each_sequence
 from tests.support.actor_cases import QWEN3_MOE, sequences
-from tests.support.actor_ranks import run_scenario
+from tests.support.actor_ranks import Rank, on_ranks, run_scenario
 
 SP = {"tensor": 2, "sequence": True}
 CASES: dict[str, tuple[int, str, tuple[str, ...] | None, dict[str, Any], dict[str, Any]]] = {
@@ -121,38 +119,87 @@ def merged(
     return out
 
 
-GROUPED = {
-    "fp32": (1, "fp32", {}),
-    "bf16": (1, "bf16", {}),
-    "tensor": (2, "fp32", SP),
-    "expert": (2, "bf16", {"expert": 2}),
-}
+def grouped_experts(rank: Rank, dtype: str, layout: dict[str, Any]) -> None:
+    """Values and gradients of one layer's grouped experts are those of one after the other.
 
+    Before and after an offload and a checkpoint, their weights share one storage.
+    """
+    from megatron.core.transformer.moe.experts import SequentialMLP
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GROUPED)
-def test_grouped_experts_compute_what_they_do_one_after_the_other(ranks, models, tmp_path, name):
-    world, dtype, layout = GROUPED[name]
-    found = run_scenario(ranks(world), lora.grouped, models, tmp_path, dtype, layout)
-    assert found["line"] == ["experts: grouped matrix products"]
     tolerance = 1e-6 if dtype == "fp32" else 1e-2
-    assert all(found[counts] < tolerance for counts in ("uneven", "first_empty", "none"))
-    assert [found[f"{counts}_calls"] for counts in ("uneven", "first_empty", "none")] == [6, 6, 0]
-    assert found["storages"] == [[(1, 0)] * 2] * 2
-    assert found["hooked"]
-    assert found["same"]
+    with rank.actor("qwen3_moe", settings=lora.settings(dtype=dtype), **layout) as actor:
+        lora.fill(actor)
+        assert [line for line in actor.describe() if line.startswith("experts")] == ["experts: grouped matrix products"]
+        experts = actor.model_chunks[0].decoder.layers[-1].mlp.experts
+        adapters = [p for name, p in experts.named_parameters() if ".lora." in name]
+        hooked: set[Any] = set()  # Megatron gathers parameters in hooks like these
+        for adapter in (module for name, module in experts.named_modules() if name.endswith(".lora")):
+            adapter.register_forward_pre_hook(lambda adapter, _: hooked.add(adapter))
+        generator = torch.Generator().manual_seed(3)
+        uneven = torch.arange(len(experts.local_experts)).flip(0) ** 2  # the last one has no tokens
+        for counts in (uneven, uneven.flip(0), 0 * uneven):
+            tokens = int(counts.sum())
+            x, upstream = (torch.randn(2, tokens, 32, generator=generator)).to(adapters[0].dtype)
+            probs = torch.rand(tokens, generator=generator).requires_grad_()
+            wanted, got = [], []
+            with mock.patch("torch.nn.functional.grouped_mm", wraps=torch.nn.functional.grouped_mm) as product:
+                for values, call in ((wanted, partial(SequentialMLP.forward, experts)), (got, experts)):
+                    hooked.clear()
+                    out, bias = call(x.requires_grad_(), counts, probs)
+                    values += [out, *torch.autograd.grad(out, [x, probs, *adapters], upstream)]
+                    assert bias is None
+            for mine, theirs in zip(got, wanted, strict=True):
+                assert (mine - theirs).norm() < tolerance * theirs.norm().clamp_min(1e-9), counts
+            assert product.call_count == (6 if tokens else 0)
+            assert len(hooked) * 2 == len(adapters)
+        assert _storages(experts) == [(1, 0)] * 2
+        before = [p.detach().clone() for p in experts.parameters()]
+        with actor.offloaded():
+            pass
+        actor.save_checkpoint(rank.directory / "grouped", 1, {}, keep=1)
+        for weight in experts.parameters():
+            weight.data.zero_()
+        actor.load_checkpoint(rank.directory / "grouped")
+        assert _storages(experts) == [(1, 0)] * 2
+        assert all(map(torch.equal, before, experts.parameters()))
+
+
+def _storages(experts: Any) -> list[tuple[int, int]]:
+    """Return for each projection the number of storages of its weights, and their bytes beyond the weights."""
+    out = []
+    for name in ("linear_fc1", "linear_fc2"):
+        weights = [getattr(expert, name).weight for expert in experts.local_experts]
+        storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights}
+        out.append((len(storages), sum(storages.values()) - sum(w.nbytes for w in weights)))
+    return out
 
 
 @pytest.mark.slow
-def test_experts_that_cannot_be_grouped_are_described(ranks, models, tmp_path):
-    make_random_hf_model(tmp_path / "narrow", QWEN3_MOE | {"moe_intermediate_size": 6}, seed=1)
-    for model, targets, why in (
-        (str(tmp_path / "narrow"), None, "a row or a column of their weights is no multiple of 16 bytes"),
-        ("qwen3_moe", lora.SOME_EXPERTS, "model.lora.targets names layers of some experts only"),
-    ):
-        (line,) = run_scenario(ranks(1), lora.described, models, tmp_path, model, targets)
-        assert line == f"experts: one after the other, because {why}"
-    assert run_scenario(ranks(1), lora.described, models, tmp_path, "qwen3", None) == []
+@pytest.mark.parametrize(
+    ("world", "dtype", "layout"),
+    [(1, "fp32", {}), (1, "bf16", {}), (2, "fp32", SP), (2, "bf16", {"expert": 2})],
+    ids=["fp32", "bf16", "tensor", "expert"],
+)
+def test_grouped_experts_compute_what_they_do_one_after_the_other(ranks, models, tmp_path, world, dtype, layout):
+    run_scenario(ranks(world), grouped_experts, models, tmp_path, dtype, layout)
+
+
+def assert_described(rank: Rank, model: str, targets: tuple[str, ...] | None, *lines: str) -> None:
+    with rank.actor(model, settings=lora.settings(targets)) as actor:
+        assert [line for line in actor.describe() if line.startswith("experts")] == list(lines)
+
+
+@pytest.mark.slow
+@on_ranks(1)
+def test_experts_that_cannot_be_grouped_are_described(rank: Rank):
+    narrow = rank.directory / "narrow"
+    make_random_hf_model(narrow, QWEN3_MOE | {"moe_intermediate_size": 6}, seed=1)
+    one_by_one = "experts: one after the other, because"
+    size = f"{one_by_one} a row or a column of their weights is no multiple of 16 bytes"
+    assert_described(rank, str(narrow), None, size)
+    targets = f"{one_by_one} model.lora.targets names layers of some experts only"
+    assert_described(rank, "qwen3_moe", lora.SOME_EXPERTS, targets)
+    assert_described(rank, "qwen3", None)
 
 
 @pytest.mark.parametrize(
@@ -174,94 +221,3 @@ def test_experts_are_grouped_where_torch_has_a_kernel(monkeypatch, gpu, dtype, e
     config = SimpleNamespace(engine=SimpleNamespace(exact=exact), model=SimpleNamespace(dtype=dtype))
     reason = experts.why_sequential([], config)
     assert reason is None if why is None else why in reason
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_is_frozen_has_no_gradient_no_optimizer_state_and_no_copy_as_reference(ranks, models, tmp_path, world):
-    for found in run_scenario(ranks(world), lora.frozen, models, tmp_path):
-        assert found["gradients"] == found["own"]
-        assert found["states"] <= 2 * found["own"] + 2000  # Adam's moments, and a step for each parameter
-        assert found["unchanged"]
-        assert found["no_gradient"]
-        assert found["moved"] > 0.05
-        assert found["reference"] == 0.0
-        assert found["other_chunks"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_resume_is_bit_identical(ranks, models, tmp_path, world):
-    results = run_scenario(ranks(world), lora.resume, models, tmp_path)
-    assert len(results) == (2 if world == 1 else 9)
-    for layout, (state, equal_bits, equal_losses) in results.items():
-        assert state == {"step": 2}, layout
-        assert equal_losses, layout
-        assert equal_bits, layout
-
-
-@pytest.mark.slow
-def test_a_checkpoint_continues_in_other_layouts_and_no_other_run(ranks, models, tmp_path):
-    directory = tmp_path / "checkpoints"
-    expected = run_scenario(ranks(1), lora.continued, models, tmp_path / "one", {}, directory, 2)
-    for layout in (SP, {"pipeline": 2}, {"expert": 2}, {"expert_tensor": 2}):
-        got = run_scenario(ranks(2), lora.continued, models, tmp_path / "two", layout, directory, 2)
-        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-5), layout
-        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), layout
-
-    def why(settings: dict[str, Any], model: str = "qwen3_moe") -> str:
-        given = directory, model, {"settings": settings}
-        return run_scenario(ranks(1), checkpoint.refused, models, tmp_path / "other", *given)
-
-    other = {"lora": {"r": lora.R, "alpha": 1.0}}
-    assert "model.lora.alpha = 1.0: the checkpoint was saved with 6.0" in why(other)
-    assert "model.lora.r = 0" in why({})
-    shutil.copytree(models / "qwen3_moe", tmp_path / "exchanged")
-    (file,) = (tmp_path / "exchanged").glob("*.safetensors")
-    tensors = load_file(file)
-    tensors["model.layers.2.mlp.experts.3.up_proj.weight"][1, 1] += 1e-6
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert "has changed since these adapters were trained" in why(lora.settings(), str(tmp_path / "exchanged"))
-    with pytest.raises(ModelError, match="contains only adapters"):
-        open_weights(directory / "step-000002", read_hf_config(models / "qwen3_moe"))
-
-
-FILES = {
-    "alone": (1, "qwen3", None, {}),
-    "some": (2, "qwen3", lora.SOME, {"tensor": 2}),
-    "pipeline": (2, "qwen3", None, {"pipeline": 2}),
-    "experts": (2, "qwen3_moe", None, {"expert": 2}),
-    "only_experts": (1, "only_experts", None, {}),
-    "latent": (2, "deepseek", lora.LATENT, SP),
-    "delta_net": (1, "qwen3_5", lora.SOME_DELTA_NET, {}),
-}
-BY_PEFT = (
-    "alone",
-    "some",
-    "pipeline",
-    "only_experts",
-    "delta_net",
-)  # its conversion of experts fails beside dense feed-forwards
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_saved_loaded_and_merged_adapters_give_the_same_log_probs(ranks, models, tmp_path, name):
-    world, model, targets, layout = FILES[name]
-    found = run_scenario(ranks(world), lora.files, models, tmp_path, model, targets, layout)
-    assert float((found["filled"] - found["start"]).abs().max()) > 0.05
-    assert torch.equal(found["loaded"], found["filled"])
-    torch.testing.assert_close(found["merged"], found["filled"], rtol=5e-6, atol=1e-5)
-    if name in BY_PEFT:
-        torch.testing.assert_close(by_peft(tmp_path / "adapter", models / model), found["filled"], rtol=5e-6, atol=1e-5)
-
-
-def by_peft(adapter, model) -> torch.Tensor:
-    """Return the log-probs of the model that PEFT loads from the directory."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    policy = PeftModel.from_pretrained(base, adapter)
-    with torch.no_grad():
-        return of_each_sequence(lambda ids: policy(ids).logits[0], sequences())[0]

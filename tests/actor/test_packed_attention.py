@@ -1,7 +1,5 @@
 """Plans of packed attention; `test_shared_prefixes` compares its values with those of each sequence by itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Ranks that share a micro-batch compute every row once, and no padding reaches the loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

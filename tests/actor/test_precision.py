@@ -1,7 +1,5 @@
 """The precisions that a machine can compute, and the libraries that compute them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

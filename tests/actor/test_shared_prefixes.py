@@ -1,16 +1,17 @@
 """A prompt that is computed once for all of its samples: the same numbers as when each sequence is computed whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor import check_model
 from dppo_megatron.actor.batch.context import rows_of_rank
@@ -19,11 +20,13 @@ from dppo_megatron.actor.batch.prefixes import shared_rows
 from dppo_megatron.actor.flash import FlashAttention, plan_flash
 from dppo_megatron.actor.local.attention import PackedAttention
 from dppo_megatron.actor.local.segments import plan_segments
+from dppo_megatron.certify.rank import ScoredResponse, _Measurement
 from dppo_megatron.common.row_math import rope_tables
+from dppo_megatron.types import Prompt, Rollout, TokenBatch
 from tests.actor.scenarios import update
-from tests.actor.scenarios.certified import PROMPTS, RESPONSE, SAMPLES, TEMPERATURE, certified
 from tests.support import flash as flash_on_the_cpu  # noqa: F401
-from tests.support.actor_cases import DEEPSEEK, QWEN3_5, QWEN3_MOE, actor_config, pack, sequences, write_config
+from tests.support.actor_cases import DEEPSEEK, QWEN3_5, QWEN3_MOE, VOCAB, actor_config, pack, sequences, write_config
+from tests.support.actor_ranks import Rank
 
 RUNS = st.lists(  # of sequences: the prefix of a run, and the tokens behind it of each sequence
     st.tuples(st.integers(0, 40), st.lists(st.integers(0, 60), min_size=1, max_size=5)), min_size=1, max_size=6
@@ -229,6 +232,43 @@ def test_what_cannot_share_says_so_when_asked_and_does_not_when_not(tmp_path, mo
     (line,) = problems(True)
     assert named in line
     assert "set train.share_prefixes to false" in line
+
+
+TEMPERATURE, SAMPLES = 0.7, 4
+PROMPTS, RESPONSE = (40, 23), 30
+
+
+def certified(rank: Rank) -> dict[str, tuple[dict[str, Any], list[TokenBatch]]]:
+    """By precision: the tables, and the micro-batches of the first pass."""
+    return {dtype: _measured(rank, dtype) for dtype in ("fp32", "bf16")}
+
+
+def _measured(rank: Rank, dtype: str) -> tuple[dict[str, Any], list[TokenBatch]]:
+    known = AutoModelForCausalLM.from_pretrained(rank.models / "qwen3", dtype=torch.float32)
+    generator = np.random.default_rng(0)
+
+    def sample(prompt: Prompt) -> ScoredResponse:
+        response = generator.integers(0, VOCAB, RESPONSE, dtype=np.int32)
+        tokens = torch.from_numpy(np.concatenate([prompt.token_ids, response]).astype(np.int64))
+        with torch.no_grad():
+            logits = known(tokens[None]).logits[0, :-1]
+        at_one, at_run = (
+            torch.log_softmax(logits / t, -1).gather(1, tokens[1:, None])[:, 0].numpy() for t in (1.0, TEMPERATURE)
+        )
+        rollout = Rollout(response, at_run[-RESPONSE:], np.zeros(RESPONSE, np.int32), "stop")
+        return ScoredResponse(prompt, rollout, at_one, at_one)
+
+    prompts = [
+        Prompt(n, n, generator.integers(0, VOCAB, size, dtype=np.int32), "", "") for n, size in enumerate(PROMPTS)
+    ]
+    samples = [sample(prompt) for prompt in prompts for _ in range(SAMPLES)]
+    settings, passes = {"dtype": dtype}, []
+    with rank.actor(settings=settings, sections={"rollout": {"temperature": TEMPERATURE}}) as actor:
+        assert actor.shares_prefixes
+        logprobs = actor.logprobs
+        actor.logprobs = lambda batches: passes.append(batches) or logprobs(batches)
+        tables = _Measurement(actor.config, actor, None, "")._logprobs(samples)[0]
+    return tables, passes[0]
 
 
 SHARED, WHOLE = "engine sampled, trainer packed", "trainer: packed with prompts once, whole"

@@ -1,7 +1,5 @@
 """The line of a step, on one parameter and torch's Adam."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ ATTACK_SEED draws others (default 1). ATTACK_CASES is how many of each kind are 
 A fault that an attack found has a test of its own, in the tests of the corrected room.
 """
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,7 +1,5 @@
 """Commands run in this process, and checks of how they end."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

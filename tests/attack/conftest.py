@@ -1,7 +1,5 @@
 """Every failure names the seed that repeats it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 `RAISES`, `RETURNS` and `HARMS` name its acts; `exactly` names those returns that are rewards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import ctypes

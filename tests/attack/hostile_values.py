@@ -1,7 +1,5 @@
 """Unexpected values, trees of them, and text damaged at random."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from copy import deepcopy

@@ -6,8 +6,6 @@ memory, kernel memory included, this process and its children grew, at most and 
 these two are null.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

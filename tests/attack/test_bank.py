@@ -4,8 +4,6 @@ Every byte of every index is flipped, every line dropped, repeated and swapped, 
 and exchanged, and several of these at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Checkpoint files that name code, point elsewhere or are damaged are rejected by name, and no code runs."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Configs and model directories changed at random: each is accepted, or refused in one short error, and soon."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Doors: routes without the secret, unexpected bodies, weights from elsewhere, files that run code."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

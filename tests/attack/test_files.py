@@ -1,7 +1,5 @@
 """Randomly changed tables, weight files and chat templates are read, or give one short error soon."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

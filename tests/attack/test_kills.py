@@ -1,7 +1,5 @@
 """Ten seconds after kill -9 of the launcher at a random moment, no process of the run is left."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

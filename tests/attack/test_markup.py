@@ -1,7 +1,5 @@
 """Names and texts of a run drawn at random: neither a report nor a page takes them for HTML or Markdown."""
 
-from __future__ import annotations
-
 import html
 import io
 import json

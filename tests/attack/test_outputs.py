@@ -1,7 +1,5 @@
 """A command whose output path is a directory, device or pipe ends with one error and leaves it there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

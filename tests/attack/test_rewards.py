@@ -1,7 +1,5 @@
 """A reward may do anything at all: it fails only its own sample, and never takes longer than its time-out."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

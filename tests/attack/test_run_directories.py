@@ -1,7 +1,5 @@
 """Files of a run damaged at random: every reader answers, or names the file in one short error."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 The share is `processes` times `memory_mb` and twice `files_mb`, kernel memory included.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -21,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dppo_megatron.common.retry import wait_until
 from tests.attack import cases, generator
 from tests.attack.sandbox_user import REPOSITORY
 
@@ -314,19 +313,13 @@ def test_nothing_is_left_of_a_call_that_is_killed(victim):
         started.run("pass", wall_s=60.0)
         started.send(program("memory", "without a signal at its parent's end", "never"), wall_s=60.0)
         caller = psutil.Process(started.process.pid)
-        deadline = time.monotonic() + ANSWER_S
-        while len(found := caller.children(recursive=True)) < 3:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
+        assert wait_until(lambda: len(caller.children(recursive=True)) >= 3, ANSWER_S, 0.05)
         time.sleep(0.5)
         found = caller.children(recursive=True)
         (caller if victim == "caller" else found[0]).kill()
         if victim == "supervisor":
             assert "killed" in started.answer()["failed"]
-        deadline = time.monotonic() + 10
-        while alive := [process for process in found if process.is_running() and process.status() != "zombie"]:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.05)
+        assert wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in found), 10, 0.05), found
         assert not directories() - before
     finally:
         started.end()

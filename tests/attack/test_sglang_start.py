@@ -1,7 +1,5 @@
 """The script that puts our guard before a stock SGLang server."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Values that no setting takes, drawn at random, and data files that are devices or pipes: errors name the setting."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Versions with links or special files: both engines refuse them, and accept the links of sites."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """A disk that is really small."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """`dppo-megatron audit` counts the contents of a bank and names every contradiction in it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Groups come out of the bank unchanged, in order, with the right bookkeeping."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

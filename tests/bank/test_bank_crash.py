@@ -1,7 +1,5 @@
 """No written group is lost: killed writers, begun segments, cut tails, full disks, damaged files, second writers."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
@@ -88,6 +86,12 @@ def zero_lines(_data, index, _entries):
     index.write_bytes(b"".join(lines) + bytes(len(group) + len(dropped)))
 
 
+def zero_a_page(_data, index, _entries):
+    """The last line is kept from its second page on."""
+    *lines, group, _dropped = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(b"".join(lines) + bytes(100) + group[100:])
+
+
 def cut(data, _index, entries):
     os.truncate(data, entries[2].offset + 10)
 
@@ -98,7 +102,9 @@ def zero_data(data, _index, entries):
     data.write_bytes(kept + bytes(data.stat().st_size - len(kept)))
 
 
-@pytest.mark.parametrize(("damage", "left"), [(shorten, 3), (change, 3), (zero_lines, 3), (cut, 2), (zero_data, 2)])
+@pytest.mark.parametrize(
+    ("damage", "left"), [(shorten, 3), (change, 3), (zero_lines, 3), (zero_a_page, 3), (cut, 2), (zero_data, 2)]
+)
 def test_a_tail_lost_in_a_power_failure_is_truncated(tmp_path, caplog, damage, left):
     """Without a flush per record, a power failure can take data of several records and leave their lines."""
     with BankWriter(tmp_path, 5, fsync=False) as writer:

@@ -1,7 +1,5 @@
 """Missing, foreign and read-only files are rejected in one clear sentence and never truncated."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Format 2 returns turns, branches and masks unchanged, reads single samples, and is deterministic."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """The journal of a group: every record that is whole comes back bit for bit, the rest is cut."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Every damage of a model directory is found before a run starts, by the file's name, in one clear error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

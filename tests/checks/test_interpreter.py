@@ -1,7 +1,5 @@
 """The interpreter of the engines must have the packages that they need on their machine."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """The preflight reports every mistake at once, with setting, value and remedy."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -103,12 +101,23 @@ def test_what_a_run_would_lack_is_refused_before_the_start(tree, monkeypatch, se
 
 def test_the_tools_of_an_environment_count_in_the_longest_prompt(tree, task, tmp_path):
     model = shutil.copytree(task / "random_model", tmp_path / "chat")
-    (model / "chat_template.jinja").write_text("{{ '1' * 20 if tools else '' }}{{ messages[0].content }}")
-    tree |= {"model": {"path": str(model), "dtype": "fp32"}, "environment": {"name": "tests.environments.worlds:Table"}}
+    calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    template = "{{ '1' * 20 if tools else '' }}{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    table = "tests.environments.worlds:Table"
+    tree |= {"model": {"path": str(model), "dtype": "fp32"}, "environment": {"name": table}}
     tree["data"] |= {"chat_template": True}
     assert "data.max_prompt_tokens" in found(tree)
     tree["data"]["max_prompt_tokens"] = 40
     preflight(Config.model_validate(tree), "config.yaml")
+    for wrong, why in (
+        (template.replace(calls, ""), "writes a call in an unknown form"),
+        (template.partition("}}")[2], "not show tools"),
+    ):
+        (model / "chat_template.jinja").write_text(wrong)
+        assert re.search(f"^environment.name = {table}: has tools, but .*{why}.*; use another model or", found(tree))
+        agent = Config.model_validate(tree | {"environment": {"agent": "tests.gateway.agents:talks"}})
+        assert why in "".join(note for note in preflight(agent, "c") if note.startswith("warning: environment.agent"))
 
 
 def test_everything_wrong_is_reported_at_once(tree):
@@ -235,6 +244,19 @@ def test_answers_that_the_reward_cannot_compare_with_are_named_by_line(tree, tmp
     tree["data"]["more"] = []
     tree["reward"] = {"terms": [{"name": "arithmetic", "sources": ["sums"]}]}
     assert "no term of reward.terms is for the data source ''" in found(tree)
+
+
+def test_a_held_out_set_of_training_rows_is_refused(tree, task, tmp_path):
+    rows = [json.loads(line) | {"id": 1} for line in (task / "train.jsonl").read_text().splitlines()[:4]]
+    copied, linked = tmp_path / "copied.jsonl", tmp_path / "linked.jsonl"
+    copied.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    linked.symlink_to(task / "train.jsonl")
+    sets = {"again": {"path": str(copied), "prompt_template": "Q: {prompt}"}, "linked": {"path": str(linked)}}
+    problems = found(tree | {"eval": {"sets": sets}}).splitlines()
+    assert f"eval.sets.again.path = {copied}: the run trains on all of its rows; name rows that it does not" in problems
+    assert f"eval.sets.linked.path = {linked}: the run trains on this file, so nothing is held out" in problems[0]
+    copied.write_text(copied.read_text() + json.dumps({"prompt": "1+1=", "answer": "3"}) + "\n")
+    preflight(Config.model_validate(tree | {"eval": {"sets": {"again": sets["again"]}}}), "config.yaml")
 
 
 def test_a_model_without_a_tokenizer_is_one_violation(tree, task, tmp_path):
@@ -389,7 +411,7 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, ta
     own = json.loads((task / "random_model" / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128}))
     assert f"distillation.teachers.other.path = {other}: has another tokenizer than model.path" in found(tree)
-    (other / "config.json").write_text(json.dumps(own | {"max_position_embeddings": 16}))
+    (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128, "max_position_embeddings": 16}))
     assert f"teachers.other.path = {other}: has 16 positions, data.max_prompt_tokens = 16 + rollout.max_r" in found(
         tree
     )

@@ -1,7 +1,5 @@
 """Directories of a run: one belongs to one run, a resumed run is the same run, and all can be written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

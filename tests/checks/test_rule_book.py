@@ -1,7 +1,5 @@
 """CONTRIBUTING.md lists every rule file, and all have the same shape."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

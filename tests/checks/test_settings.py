@@ -1,7 +1,5 @@
 """Contradictory settings are rejected, each with one sentence that names the setting to change."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types
@@ -28,6 +26,10 @@ def config(settings: str) -> Config:
     return make_config(**sections)
 
 
+def terms(*terms: dict[str, Any]) -> str:
+    return f"reward.terms={json.dumps(terms, separators=(',', ':'))}"
+
+
 EXACT = "engine.exact=true engine.dtype=bf16 "
 DRAFTS = "engine.draft_tokens=4 "
 LORA = "model.lora.r=8 "
@@ -36,6 +38,7 @@ BROADCAST = "weight_sync.transport=broadcast "
 COLOCATED = "engine.placement=colocated "
 IN_MEMORY = "weight_sync.directory=/dev/shm/mine "
 DYNAMIC = "rollout.dynamic_sampling=true "
+HELD_OUT = "data.eval=held_out.jsonl "
 AIME = "eval.sets.aime.path=a.jsonl eval.sets.aime.n=4 eval.sets.aime.temperature=0.7 eval.sets.aime.top_p=0.95 "
 AIME += "eval.sets.aime."
 
@@ -97,6 +100,40 @@ AIME += "eval.sets.aime."
         (AIME + "n=4 engine.kind=sglang", "eval.sets.aime.top_p = 0.95: SGLang would then ignore"),
         (AIME + "max_response_tokens=4000 engine.max_model_len=4096", "eval.sets.aime.max_response_tokens = 4000, so"),
         (AIME + "reward.overlong_buffer=5", "eval.sets.aime.reward.overlong_buffer = 5"),
+        ("rollout.top_k=1", "rollout.top_k = 1, top_p = 1, min_p = 0: keep only the most likely token"),
+        ("rollout.top_k=20 rollout.top_p=0.05", "all samples of a group are equal"),
+        ("rollout.top_k=20 rollout.min_p=1", "all samples of a group are equal"),
+        ("rollout.top_k=20 rollout.top_p=0.06", None),
+        ("rollout.max_response_tokens=1 objective.horizon=1000000000 reward.overlong_buffer=1", None),
+        ("data.eval=./unused.jsonl", "data.eval = unused.jsonl: the run trains on this file"),
+        ('data.eval=./more data.more=[{"path":"more"}]', "data.eval = more: the run trains on this file"),
+        ("eval.sets.aime.path=x/../unused.jsonl", "eval.sets.aime.path = x/../unused.jsonl: the run trains on this"),
+        ("data.eval=unused.jsonl environment.name=my:Game", None),
+        (HELD_OUT + "eval.pass_reward=1.5", "eval.pass_reward = 1.5: rewards are 0 to 1, so either no answer or all"),
+        (HELD_OUT + "eval.pass_reward=0", "eval.pass_reward = 0: rewards are 0 to 1"),
+        (HELD_OUT + "eval.pass_reward=0 reward.name=dapo", None),
+        (HELD_OUT + "eval.pass_reward=5 reward.name=my:reward", None),
+        (HELD_OUT + "eval.pass_reward=5 reward.name=http", None),
+        (HELD_OUT + terms({"name": "exact", "weight": 0.5}, {"name": "regex", "weight": 0.4}), "are 0 to 0.9"),
+        (HELD_OUT + terms({"name": "exact", "weight": 0.5}, {"name": "regex", "weight": 0.5}), None),
+        (
+            HELD_OUT + terms(*({"name": "exact", "weight": 0.5, "sources": [source]} for source in "ab")),
+            "rewards are 0 to 0.5",
+        ),
+        (
+            HELD_OUT + "eval.pass_reward=-0.5 " + terms({"name": "exact", "weight": -1}, {"name": "m:f", "weight": 0}),
+            None,
+        ),
+        (AIME + "pass_reward=2", "eval.sets.aime.pass_reward = 2: rewards are 0 to 1"),
+        (AIME + "pass_reward=2 eval.sets.aime.reward.name=my:reward", None),
+        ("weight_sync.fingerprint=false weight_sync.probe_tolerance=1000", "no check would notice wrong weights"),
+        ("weight_sync.fingerprint=false engine.quantization=fp8_block", None),
+        ("weight_sync.probe_tolerance=1000", None),
+        ("optimizer.warmup_updates=7 train.steps=3 train.updates_per_step=2", "longer than the run of 6 updates"),
+        ("optimizer.warmup_updates=6 train.steps=3 train.updates_per_step=2", None),
+        ("optimizer.min_lr=1e-7", "optimizer.min_lr = 1e-07: optimizer.decay = constant never reaches it"),
+        ("optimizer.min_lr=1e-7 optimizer.decay=linear", None),
+        ("profile.steps=[3,4] train.steps=3", "profile.steps = [4]: the run has only train.steps = 3"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, problem):

@@ -1,7 +1,5 @@
 """The node that drives a Slurm job checks a config in an environment that may have no torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """One rank acts for all, or all act; an error is raised on every rank, and a rank that does not come is reported."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket
@@ -11,7 +9,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +17,7 @@ import torch.distributed as dist
 from dppo_megatron.common import ranks as agreements
 from dppo_megatron.common.local_store import world_store
 from dppo_megatron.common.ranks import Ranks, RanksForged, RanksTimeout, authenticate
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import Config, ConfigError
 from tests.support import ranks as support
 from tests.support.crafted import RunsCode
@@ -29,14 +27,6 @@ def _fail(rank: int, who: tuple[int, ...]) -> int:
     if rank in who:
         raise ConfigError(f"config of rank {rank}", ["lr: missing"])
     return 10 * rank
-
-
-def _error(call) -> tuple[str, str]:
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "none", ""
 
 
 def _slow(ranks: Ranks, rank: int) -> int:
@@ -51,79 +41,55 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _scenarios(rank: int, directory: Path) -> dict[str, Any]:
+def _agreements(rank: int, directory: Path) -> None:
+    """Every rank has what the others have, and every error with its type and the reasons of all ranks."""
     store = dist.FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    before = _descriptors(), threading.active_count(), len(os.listdir("/proc/self/task"))
+
+    def threads() -> tuple[int, int, int]:
+        return _descriptors(), threading.active_count(), len(os.listdir("/proc/self/task"))
+
+    before = threads()
     own, default = Ranks(timeout_s=60), Ranks()
-    results: dict[str, Any] = {
-        "from_rank_zero": own.from_rank_zero(lambda: {"from": rank}, "a value"),
-        "gather": default.gather(rank, "numbers"),
-        "on_every_rank": own.on_every_rank(lambda: _fail(rank, ()), "work"),
-        "rank_zero_fails": _error(lambda: own.from_rank_zero(lambda: _fail(rank, (0,)), "a value")),
-        "rank_one_fails": _error(lambda: default.on_every_rank(lambda: _fail(rank, (1,)), "work")),
-        "both_fail": _error(lambda: own.on_every_rank(lambda: _fail(rank, (0, 1)), "work")),
-    }
+    assert own.from_rank_zero(lambda: {"from": rank}, "a value") == {"from": 0}
+    assert default.gather(rank, "numbers") == [0, 1]
+    assert own.on_every_rank(lambda: _fail(rank, ()), "work") == [0, 10]
+    with pytest.raises(ConfigError, match=r"(?s)config of rank 0.*lr: missing"):
+        own.from_rank_zero(lambda: _fail(rank, (0,)), "a value")
+    with pytest.raises(ConfigError, match=r"^rank 1: ConfigError: config of rank 1") as one:
+        default.on_every_rank(lambda: _fail(rank, (1,)), "work")
+    assert "rank 0" not in str(one.value)
+    both = r"(?s)rank 0: ConfigError: config of rank 0.*rank 1: ConfigError: config of rank 1"
+    with pytest.raises(ConfigError, match=both):
+        own.on_every_rank(lambda: _fail(rank, (0, 1)), "work")
     own.barrier("the other")
-    results["added"] = (_descriptors(), threading.active_count(), len(os.listdir("/proc/self/task")))
-    results["before"] = before
+    assert threads() == before, "agreements need no connections or threads of their own"
     large = own.gather(os.urandom(9 << 20) if rank else b"", "more than torch's store takes at once")
-    results["large"] = [len(value) for value in large]
+    assert [len(value) for value in large] == [0, 9 << 20]
     patient = Ranks(timeout_s=2)
-    results["slow"] = patient.on_every_rank(lambda: _slow(patient, rank), "slow work")
-    short = Ranks(timeout_s=3)
+    assert patient.on_every_rank(lambda: _slow(patient, rank), "slow work") == [0, 1]
+    dist.destroy_process_group()
+
+
+def _late(rank: int, directory: Path) -> None:
+    """Rank 0 does not come, which is reported with what was waited for."""
+    store = dist.FileStore(str(directory / "late-store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     if rank == 1:
         started = time.monotonic()
-        results["late"] = _error(lambda: short.from_rank_zero(lambda: 1, "the engines to sleep"))
-        results["waited_s"] = time.monotonic() - started
+        waited = "rank 1 waited 3 s for the engines to sleep: another rank ended or was too late.*missing: rank 0"
+        with pytest.raises(RanksTimeout, match=f"(?s){waited}"):
+            Ranks(timeout_s=3).from_rank_zero(lambda: 1, "the engines to sleep")
+        assert 2 < time.monotonic() - started < 60
         (directory / "late").touch()
-    while not (directory / "late").exists():
-        time.sleep(0.05)  # rank 0 does not come
+    assert wait_until((directory / "late").exists, timeout_s=120, poll_s=0.05)
     dist.destroy_process_group()
-    return results
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("scenario", [_agreements, _late])
+def test_ranks_agree_and_report_every_error(tmp_path, scenario):
     with support.Ranks(2) as started:
-        return started.run(_scenarios, directory=tmp_path_factory.mktemp("ranks"))
-
-
-def test_every_rank_has_what_the_others_have(ranks):
-    for got in ranks:
-        assert got["from_rank_zero"] == {"from": 0}
-        assert got["gather"] == [0, 1]
-        assert got["on_every_rank"] == [0, 10]
-        assert got["slow"] == [0, 1]
-        assert got["large"] == [0, 9 << 20]
-        assert got["added"] == got["before"], "agreements need no connections or threads of their own"
-
-
-def test_an_error_of_rank_zero_is_raised_on_all_with_its_type(ranks):
-    assert ranks[0]["rank_zero_fails"] == ranks[1]["rank_zero_fails"]
-    kind, text = ranks[1]["rank_zero_fails"]
-    assert kind == "ConfigError"
-    assert "config of rank 0" in text
-    assert "lr: missing" in text
-
-
-def test_errors_of_any_rank_are_raised_on_all_with_every_reason(ranks):
-    assert ranks[0]["rank_one_fails"] == ranks[1]["rank_one_fails"]
-    kind, text = ranks[0]["rank_one_fails"]
-    assert kind == "ConfigError"
-    assert text.startswith("rank 1: ConfigError: config of rank 1")
-    assert "rank 0" not in text
-    for got in ranks:
-        assert "rank 0: ConfigError: config of rank 0" in got["both_fail"][1]
-        assert "rank 1: ConfigError: config of rank 1" in got["both_fail"][1]
-
-
-def test_a_rank_that_does_not_come_is_reported_with_what_was_waited_for(ranks):
-    kind, text = ranks[1]["late"]
-    assert kind == RanksTimeout.__name__
-    assert "rank 1 waited 3 s for the engines to sleep: another rank ended or was too late" in text
-    assert "missing: rank 0" in text
-    assert 2 < ranks[1]["waited_s"] < 60
+        started.run(scenario, directory=tmp_path)
 
 
 @pytest.mark.parametrize("signed_by", [None, b"", b"another run"])

@@ -1,7 +1,5 @@
 """Retries: how often, how long, after which errors, and the last error; waiting for a condition."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

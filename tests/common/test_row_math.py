@@ -1,7 +1,5 @@
 """A row has the same bits by itself, among others, at every place and with any number of threads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

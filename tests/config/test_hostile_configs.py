@@ -1,7 +1,5 @@
 """Each malformed or hostile config gives one clear error of at most a screen."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

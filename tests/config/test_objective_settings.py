@@ -1,7 +1,5 @@
 """The objective's settings are typed like all others, by the axes of the method."""
 
-from __future__ import annotations
-
 import pytest
 
 from dppo_megatron.checks import load_config

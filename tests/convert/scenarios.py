@@ -1,13 +1,11 @@
 """Ranks with Megatron's own models and loader, and with the trainer's actor."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from dppo_megatron import hf
+from tests.hf.scenarios import Case
 from tests.support.configs import make_config
 from tests.support.models import build_gpt
 from tests.support.ranks import megatron_group, rendezvous
@@ -16,20 +14,6 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """A family in a layout of two ranks."""
-
-    family: str
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.family}-tp{self.tp}-pp{self.pp}-ep{self.ep}"
 
 
 def load_with_megatron(rank: int, case: Case, root: Path) -> None:
@@ -63,14 +47,7 @@ def save_with_actor(rank: int, case: Case, root: Path) -> None:
     config = make_config(
         run={"dir": str(out)},
         model={"path": str(model), "dtype": "bf16", "weights": str(root / "megatron" / case.family)},
-        parallel={
-            "world_size": 2,
-            "tensor": case.tp,
-            "pipeline": case.pp,
-            "expert": case.ep,
-            "timeout_s": 60,
-            "sequence": case.tp > 1,
-        },
+        parallel={"world_size": 2, "timeout_s": 60, "sequence": case.tp > 1, **case.sizes},
     )
     out.mkdir(parents=True, exist_ok=True)
     rendezvous(out)

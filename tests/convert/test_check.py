@@ -1,7 +1,5 @@
 """`convert --check DIR`: what of a model is supported, and what is missing, for any config.json."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

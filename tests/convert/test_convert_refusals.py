@@ -1,7 +1,5 @@
 """The exact mistakes, each refused before anything stands where the result should be."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

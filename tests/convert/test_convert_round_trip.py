@@ -1,7 +1,5 @@
 """HF -> Megatron -> HF by the command line is bit-equal in every layout, and the Megatron side is Megatron's."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

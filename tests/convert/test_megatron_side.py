@@ -1,7 +1,5 @@
 """Megatron and the trainer load converted checkpoints in layouts other than the files'."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A conversion has one fused weight in memory at a time, not a shard and not the model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """MXFP4 weights are read as the OCP specification defines them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

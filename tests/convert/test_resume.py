@@ -1,19 +1,17 @@
 """A killed or interrupted conversion continues where it stopped, and only if its input did not change."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.convert import job
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_megatron import ToMegatron
@@ -62,9 +60,7 @@ def test_killed_conversion_resumes_without_writing_finished_shards_again(models,
     arguments = [str(models / "qwen3"), str(tmp_path / "target"), "--pipeline", "4"]
     process = subprocess.Popen([sys.executable, "-c", _SLOW, *arguments], env=environment())
     staging = tmp_path / ".target.writing"
-    deadline = time.monotonic() + 60
-    while not list(staging.rglob("__2_0.distcp")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: list(staging.rglob("__2_0.distcp")), timeout_s=60, poll_s=0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(20)
     assert not (tmp_path / "target").exists()

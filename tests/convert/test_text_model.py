@@ -1,7 +1,5 @@
 """`convert hf-to-hf` writes the text model of a directory that also has a vision model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """--verify accepts differences within fp32 rounding and names the first layer that differs more."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

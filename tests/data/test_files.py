@@ -1,7 +1,5 @@
 """Parquet, Hugging Face directories, columns by path, messages, over-long prompts, and several files by weight."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

@@ -1,7 +1,5 @@
 """Tables and chat templates that would end, hang or fill the process that reads them: one clear error each."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

@@ -1,7 +1,5 @@
 """`dppo-megatron data prepare` and `inspect`, on small files of the published schemas."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

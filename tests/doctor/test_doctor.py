@@ -1,11 +1,11 @@
 """Runs of six steps with a fault planted in step 4: the doctor names it and finds nothing before."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from dppo_megatron.cli import app
 from dppo_megatron.doctor import Examination, diagnose
 from dppo_megatron.doctor.checks import CHECKS
 from dppo_megatron.observability.history import ReportError
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from tests.support.tokenizers import save_character_model
 
@@ -361,3 +362,18 @@ def test_the_documentation_has_a_line_for_each_sign():
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     table = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][1:]
     assert table == [name for name, _, _ in CHECKS]
+
+
+def test_the_cost_of_a_step_does_not_grow(tmp_path):
+    """A resumed run examines all earlier steps."""
+    examination, calls = Examination(tmp_path), []
+    for step in range(1, 401):
+        with RunDir(tmp_path).metrics.open("a") as file:
+            file.write(json.dumps({"step": step, **HEALTHY_ROW, "rollout/reward_mean": step % 7}) + "\n")
+        count = Counter()
+        sys.setprofile(lambda _frame, event, _argument, count=count: count.update([event]))
+        examination.advance(rollouts=False)
+        sys.setprofile(None)
+        calls.append(count.total())
+    assert examination.examined == 400
+    assert max(calls[-20:]) <= 1.1 * min(calls[60:80])

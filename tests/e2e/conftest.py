@@ -1,7 +1,5 @@
 """Whole runs on real parts: a random policy of 0.8 M parameters, Megatron-core ranks over gloo, a real vLLM server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

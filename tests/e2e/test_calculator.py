@@ -1,7 +1,5 @@
 """The example with turns learns: only the policy's tokens are trained on, and the reward reaches every turn."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

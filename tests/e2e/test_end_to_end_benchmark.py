@@ -1,7 +1,5 @@
 """benchmarks/end_to_end.py: our side on its smallest cell, and the table. TRL's: tests/integrations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`dppo-megatron eval` on a real server: killed half-way, continued, and on a checkpoint of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 

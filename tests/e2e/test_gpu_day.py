@@ -1,7 +1,5 @@
 """The script of GPU checks states why it skips without GPUs; its parts run on tiny shapes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from dppo_megatron.bank import BankReader
 from dppo_megatron.rewards.gsm8k import gsm8k
 from dppo_megatron.types import Prompt
+from tests.support.actor_cases import TINY
 from tests.support.runs import records, run, steps_done, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -35,20 +36,10 @@ def model(tmp_path_factory) -> Path:
     vocabulary = {t: i for i, t in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *boxes])}
     directory = tmp_path_factory.mktemp("gsm8k") / "model"
     config = {
+        **TINY["answering"],
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": len(vocabulary) + 12,  # a model may have more rows than its tokenizer has tokens
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
+        **{"num_attention_heads": 4, "head_dim": 32, "tie_word_embeddings": True},
     }
     make_random_hf_model(directory, config, seed=1)
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<pad>"))
@@ -76,6 +67,7 @@ def test_two_steps_of_the_example_on_real_questions_and_its_own_verifier(model, 
     tree["rollout"] |= {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 16, "topk_logprobs": 8}
     tree["objective"] = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}
     tree["train"] |= {"steps": 2, "updates_per_step": 2}
+    tree["optimizer"]["warmup_updates"] = 2
     tree["engine"] |= {"count": 1, "dtype": "fp32", "max_model_len": 1024, "kv_cache_bytes": 1 << 28}
     tree["weight_sync"] = {"probe_tolerance": 1e-4}
     tree["checkpoint"] = {"every": 0}

@@ -1,7 +1,5 @@
 """`dppo-megatron init`: its files are valid, train unchanged, and serves the first environment of the docs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

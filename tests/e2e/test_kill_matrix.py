@@ -1,7 +1,5 @@
 """kill -9 of every process that takes part in a turn, at every turn: no finished turn is sampled again or differs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
@@ -16,8 +14,8 @@ import pytest
 from dppo_megatron.bank.audit import Turn
 from tests.support.audit import audit
 from tests.support.engine_watch import Watch, groups_of
-from tests.support.faults import Proxy, command_line, kill
-from tests.support.runs import Engine, config_tree, descendants, end_session, run, start, start_engine, write_config
+from tests.support.faults import Proxy, Run, command_line, kill
+from tests.support.runs import Engine, config_tree, descendants, run, start_engine, write_config
 
 PROMPTS, SAMPLES, TURNS = 12, 4, 3
 STAR = 14  # ends a turn, besides the end-of-sequence token, which the template does not write: then a branch begins
@@ -44,31 +42,21 @@ def tree_of(task: Path, directory: Path, urls: list[str]) -> dict:
     return tree
 
 
-class Life:
+class Life(Run):
     """`dppo-megatron sample` in the background."""
 
     def __init__(self, tree: dict, directory: Path, prompts: int = PROMPTS):
-        self.directory = Path(tree["run"]["dir"])
-        self.output = directory / "out"
-        resumed = ("--resume",) if self.directory.exists() else ()
-        config = write_config(tree, directory / "c.yaml")
-        arguments = ("sample", config, "--n", str(SAMPLES), "--prompts", str(prompts), *resumed)
-        self.process = start(*arguments, output=self.output)
-
-    def pids(self, part: str) -> list[int]:
-        return [p.pid for p in descendants(self.process) if part in command_line(p)]
+        resumed = ("--resume",) if Path(tree["run"]["dir"]).exists() else ()
+        options = ("--n", str(SAMPLES), "--prompts", str(prompts), *resumed)
+        super().__init__(tree, directory, *options, command="sample")
 
     def kill(self, part: str) -> None:
-        kill(self.pids(part)[0])
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            end_session(self.process)
+        kill(next(p.pid for p in descendants(self.process) if part in command_line(p)))
 
     def finished(self) -> list[Turn]:
         """Turns in the journals of groups that are not in the bank."""
         found = []
-        for path in sorted((self.directory / "samples/open_turns").glob("*.jsonl")):
+        for path in sorted((self.dir / "samples/open_turns").glob("*.jsonl")):
             numbers = Counter()
             for line in path.read_bytes().splitlines(keepends=True):
                 if line.endswith(b"\n"):

@@ -1,7 +1,5 @@
 """Shortened examples learn: the quickstart's and the distillation's configs with fewer steps, on the shared engine."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

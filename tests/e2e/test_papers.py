@@ -1,8 +1,6 @@
 """A rehearsal of the papers' experiments: their configs and options as shipped, with sizes, paths and layout of this
 machine, on files of the published datasets' schemas and models that answer with a digit."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 With data parallelism the step is one that is being taken back: `tests.support.objectives.Fragile` kills its rank there.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 tests/data/run_before was written when rollout/ was still a package: two of four steps on a bank.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,12 +1,10 @@
 """A whole run of a Qwen3.5 model with experts: gated delta net on two tensor-parallel ranks, and a real vLLM server."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.e2e.test_run_experts import make_sparse_model
 from tests.support.actor_cases import DELTA_MOE
-from tests.support.runs import STEPS, config_tree, records, run, steps_done, write_config
+from tests.support.runs import config_tree, train_to_end
 
 pytestmark = pytest.mark.engines
 
@@ -24,10 +22,7 @@ def test_engine_and_trainer_agree(task, tmp_path):
     tree["weight_sync"] = {**tree.get("weight_sync", {}), "probe_tolerance": 0.3}
     tree["parallel"]["sequence"] = True  # experts need it with tensor parallelism
     tree["rollout"] |= {"max_mismatch_kl": 0.1, "routing_replay": True}
-    run("train", write_config(tree, tmp_path / "c.yaml"))
-    assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
-    trained = [r for r in records(tmp_path / "run") if "time/step_s" in r]
-    assert all(r["train/grad_norm"] > 0 for r in trained)
+    trained = train_to_end(tree)
     print([(r["mismatch/max_abs_logprob_difference"], r["probe/max_abs_logprob_difference"]) for r in trained])
     for name in ("mismatch/max_abs_logprob_difference", "probe/max_abs_logprob_difference"):
         assert all(1e-4 < r[name] < 0.3 for r in trained)

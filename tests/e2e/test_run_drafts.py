@@ -3,8 +3,6 @@
 On two ranks: for one, tests/engines/test_vllm_drafts.py compares the samples, and tests/certify the log-probs.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

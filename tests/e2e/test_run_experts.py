@@ -1,7 +1,5 @@
 """Whole runs of models with experts: expert-parallel ranks, a real vLLM server, its routing replayed, top-K DPPO."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 from dppo_megatron.bank import BankReader
 from dppo_megatron.hf import make_random_hf_model
 from tests.support.actor_cases import GLM4_MOE, GPT_OSS_SERVED, MLA_MOE, MOE, set_expert_bias
-from tests.support.runs import GROUPS, STEPS, config_tree, records, run, steps_done, write_config
+from tests.support.runs import GROUPS, STEPS, config_tree, train_to_end
 
 pytestmark = pytest.mark.engines
 QWEN3_MOE = {**MOE, "moe_intermediate_size": 32}
@@ -57,10 +55,7 @@ def test_experts_route_as_the_engine_did(task, tmp_path, changes):
     tree["objective"] = {"name": "dppo_topk_tv", "settings": {"delta": 0.2}}
     tree["rollout"] |= {"routing_replay": True, "topk_logprobs": 8}
     tree["train"]["updates_per_step"] = 1  # a second one would find routers that have moved
-    run("train", write_config(tree, tmp_path / "c.yaml"))
-    assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
-    trained = [r for r in records(tmp_path / "run") if "time/step_s" in r]
-    assert all(r["train/grad_norm"] > 0 for r in trained)
+    trained = train_to_end(tree)
     # Engine and trainer compute in fp32 with the same weights, so they route alike and agree on every token.
     assert all(r["moe/routing_replay_disagreement"] < 0.005 for r in trained)
     assert all(r["mismatch/max_abs_logprob_difference"] < 1e-4 for r in trained)

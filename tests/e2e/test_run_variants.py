@@ -1,8 +1,6 @@
 """Whole runs with other ways to move weights, to sample and to compute. A run has several of them where they do not
 depend on each other."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -13,7 +11,18 @@ from safetensors import safe_open
 from dppo_megatron.bank import BankReader
 from dppo_megatron.data.tokenizer import load_tokenizer
 from tests.support.audit import audit
-from tests.support.runs import GROUPS, SAMPLES, STEPS, config_tree, records, run, start_engine, steps_done, write_config
+from tests.support.runs import (
+    GROUPS,
+    SAMPLES,
+    STEPS,
+    config_tree,
+    records,
+    run,
+    start_engine,
+    steps_done,
+    train_to_end,
+    write_config,
+)
 from tests.support.teachers import check_scores
 
 pytestmark = pytest.mark.engines
@@ -66,6 +75,7 @@ VARIANTS = {
         "objective": TOPK,
     },
 }
+SMOKE = "colocated_sglang"  # runs in every shard
 # Variants without special server settings share one; the others start theirs, as runs do.
 SHARED = {
     **dict.fromkeys(("asynchronous", "lora_truncated", "turns"), "engine"),
@@ -80,16 +90,15 @@ def engine_in_bf16(task, tmp_path_factory):
     server.end()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.smoke if name == SMOKE else ()) for name in VARIANTS]
+)
 def test_a_run_trains_to_its_end(task, tmp_path, request, name):
     urls = (request.getfixturevalue(SHARED[name]).url,) if name in SHARED else ()
     tree = config_tree(task, tmp_path / "run", urls=urls)
     for section, settings in VARIANTS[name].items():
         tree[section] = tree.get(section, {}) | settings
-    run("train", write_config(tree, tmp_path / "c.yaml"))
-    assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
-    trained = [r for r in records(tmp_path / "run") if "time/step_s" in r]
-    assert all(r["train/grad_norm"] > 0 for r in trained)
+    trained = train_to_end(tree)
     assert all(("train/loss_scale" in r) == (tree["model"]["dtype"] == "fp16") for r in trained)
     lag = max(r["rollout/staleness_max"] for r in trained)
     assert lag <= tree["rollout"].get("max_staleness", 0)

@@ -1,7 +1,5 @@
 """benchmarks/scale.py at a small size: all of its parts run, and its figures match the data read and stored."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

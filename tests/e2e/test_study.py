@@ -1,7 +1,5 @@
 """A study of one method and two seeds on the quickstart's task, both runs on one engine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 vLLM with the dense model runs with every `make test`, all four with `make test-engines`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

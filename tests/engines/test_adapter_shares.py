@@ -1,17 +1,15 @@
 """A worker's fingerprint of an adapter covers the tensors that its kernels multiply with, shard by shard."""
 
-from __future__ import annotations
-
+import importlib
 from collections.abc import Sequence
 from itertools import accumulate
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dppo_megatron.engines.sglang.plugin import dppo_sglang_plugin
-from dppo_megatron.engines.vllm.extension.adapter import NUMBER, adapter_in, adapter_shares
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
 from dppo_megatron.weights.fingerprint import Fingerprint, WorkerSums, add, of_workers
 from dppo_megatron.weights.manifest import BadWeights
@@ -22,6 +20,11 @@ QKV = type("QKVParallelLinear", (Column,), {})
 Row = type("RowParallelLinear", (), {})
 A = {name: torch.randn(R, 8, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("qkvo")}
 B = {name: torch.randn(4, R, generator=torch.Generator().manual_seed(9 + i)) for i, name in enumerate("qkvo")}
+
+
+def vllm_adapter() -> ModuleType:
+    """Import the module when a test runs: vLLM's imports take seconds."""
+    return importlib.import_module("dppo_megatron.engines.vllm.extension.adapter")
 
 
 def slots(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -58,7 +61,7 @@ def worker(rank: int, size: int, replicas: int = 1) -> Any:
             lora_b_stacked=(torch.zeros(2, 1, 4, ROOM),),
         ),
     }
-    manager = SimpleNamespace(lora_index_to_id=[None, NUMBER], modules=modules)
+    manager = SimpleNamespace(lora_index_to_id=[None, vllm_adapter().NUMBER], modules=modules)
     return SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
 
 
@@ -91,7 +94,7 @@ def sglang_shares(rank: int, size: int, replicas: int = 1) -> WorkerSums:
 
 
 def vllm_shares(*place: int) -> WorkerSums:
-    return adapter_shares(worker(*place))
+    return vllm_adapter().adapter_shares(worker(*place))
 
 
 def sent() -> Fingerprint:
@@ -113,18 +116,18 @@ def test_workers_hold_what_was_sent(shares, size, replicas):
 def test_a_changed_value_and_a_missing_adapter_show():
     one = worker(0, 1)
     one.lora_manager._adapter_manager.modules["model.layers.3.self_attn.o_proj"].lora_b_stacked[0][1, 0, 2, 1] += 1e-6
-    assert of_workers([adapter_shares(one)])[0] != sent()
+    assert of_workers([vllm_adapter().adapter_shares(one)])[0] != sent()
     one.lora_manager._adapter_manager.lora_index_to_id = [None, None]
-    assert adapter_shares(one) == {}
-    assert adapter_shares(SimpleNamespace()) == {}
+    assert vllm_adapter().adapter_shares(one) == {}
+    assert vllm_adapter().adapter_shares(SimpleNamespace()) == {}
 
 
 def test_a_server_takes_adapters_or_whole_models(tmp_path):
     """vLLM would load half of a whole model into layers that have an adapter, and then fail."""
-    assert adapter_in(tmp_path, False) is None
+    assert vllm_adapter().adapter_in(tmp_path, False) is None
     with pytest.raises(BadWeights, match="not an adapter; start the server without --enable-lora"):
-        adapter_in(tmp_path, True)
+        vllm_adapter().adapter_in(tmp_path, True)
     (tmp_path / ADAPTER_CONFIG).write_text("{}")
     with pytest.raises(BadWeights, match="start the server with --enable-lora"):
-        adapter_in(tmp_path, False)
-    assert adapter_in(tmp_path, True).lora_path == str(tmp_path)
+        vllm_adapter().adapter_in(tmp_path, False)
+    assert vllm_adapter().adapter_in(tmp_path, True).lora_path == str(tmp_path)

@@ -1,7 +1,5 @@
 """Real engines with an adapter sample, score and store the same as with the merged model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import torch
 
 from dppo_megatron.config import Config
 from dppo_megatron.config.model import LoraConfig
-from dppo_megatron.engines.protocol import Engine, EngineError, EngineRefused, UpdateMode
+from dppo_megatron.engines.protocol import Engine, EngineError, EngineRefused, GenerateRequest, UpdateMode
 from dppo_megatron.hf.lora import PEFT_PREFIX
 from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.weights.fingerprint import differing
@@ -75,6 +73,11 @@ def test_what_an_engine_samples_scores_and_holds_is_of_the_merged_model(adapted,
         samples, held = await engine.generate(group("one")), await engine.weights_fingerprint()
         await engine.load_weights(second, 2)
         scores, info = await engine.score(PROMPT), await engine.info()
+        (taught,) = await engine.generate(
+            GenerateRequest("self", np.array(PROMPT), 1, (0,), 1.0, 1, topk=2, scored=True)
+        )
+        assert set(taught.versions.tolist()) == {2}
+        np.testing.assert_allclose(taught.rollout_logprob, scores, rtol=0, atol=TOLERANCE)
         return samples, held, scores, await engine.weights_fingerprint(), info.version
 
     samples, held_one, scores, held_two, version = adapted.use(each)

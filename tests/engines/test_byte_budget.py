@@ -1,7 +1,5 @@
 """The byte budget of engines' replies keeps their order, always admits one, and makes clients wait before reading."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -11,7 +9,7 @@ from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.protocol import EngineUnavailable
 from dppo_megatron.engines.vllm.client import VllmEngine
 from dppo_megatron.engines.vllm.extension.wire import encode_reply
-from tests.support.fakes.http_server import Last, against, http
+from tests.support.fakes.http_server import Last, against, http, read_request
 
 from .test_vllm_client_faults import GOOD_ARRAYS, GOOD_HEADER, INFO_REPLY, REQUEST, config  # noqa: F401
 
@@ -104,11 +102,7 @@ class Server:
 
     async def answer(self, reader, writer):
         try:
-            while line := await reader.readline():
-                headers = (await reader.readuntil(b"\r\n\r\n")).lower()
-                if b"content-length:" in headers:
-                    await reader.readexactly(int(headers.split(b"content-length:")[1].split()[0]))
-                path = line.split()[1].decode()
+            while path := await read_request(reader):
                 if path in INFO_REPLY:
                     writer.write(INFO_REPLY[path][0])
                     await writer.drain()

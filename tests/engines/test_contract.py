@@ -1,7 +1,5 @@
 """The contract of `Engine`: samples, log-probs, top-K tokens and experts of every engine equal a reference's."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every engine changes its weights there and back and under running requests, and rejects bad weights."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 

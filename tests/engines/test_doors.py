@@ -1,7 +1,5 @@
 """Without the run's secret a client can do nothing at a server's port; with it, only what a run does."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

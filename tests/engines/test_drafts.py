@@ -1,7 +1,5 @@
 """Drafts from earlier samples change no token and no log-prob, and planted faults of their verification are found."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dppo_megatron.engines import drafts
 from dppo_megatron.engines.drafts import MOST_TOKENS, DraftRate, SuffixIndex
 from dppo_megatron.engines.vllm.extension.bodies import GenerateBody, parse
 from dppo_megatron.engines.vllm.extension.wire import encode_request
@@ -73,12 +72,30 @@ def test_the_memory_of_a_prompt_is_bounded_and_the_oldest_sequences_go():
     for first in range(3):
         index.add(np.arange(half) + 10**6 * first)
         index.draft(np.array([1], np.int32), 1)
-    assert sum(map(len, index._sequences)) == len(index._tokens) - 2 == MOST_TOKENS
+    assert sum(map(len, index._sequences)) == MOST_TOKENS
+    assert len(index._tokens) <= 2 * MOST_TOKENS + 4
     assert index.draft(np.array([7, 8], np.int32), 1)[0] == []
     assert index.draft(np.array([10**6 + 7, 10**6 + 8], np.int32), 1)[0] == [10**6 + 9]
     index.shrink()
     assert not index._places
     assert index.draft(np.array([10**6 + 7, 10**6 + 8], np.int32), 1)[0] == [10**6 + 9]
+
+
+def test_an_index_that_dropped_sequences_drafts_as_a_new_one_and_is_not_rebuilt(monkeypatch):
+    monkeypatch.setattr(drafts, "MOST_TOKENS", 100)
+    generator, index, added, built = np.random.default_rng(3), SuffixIndex(), 0, 0
+    for _ in range(60):
+        index.add(sequence := generator.integers(0, 3, generator.integers(3, 60)))
+        added, before = added + len(sequence), len(index._tokens)
+        suffix = generator.integers(0, 3, 16).astype(np.int32)
+        shown = index.draft(suffix, 8)
+        built += max(len(index._tokens) - before, len(index._tokens) if len(index._tokens) < before else 0)
+        new = SuffixIndex()
+        for sequence in index._sequences:
+            new.add(sequence)
+        new._own = replace(index._own) if index._own else None
+        assert shown == new.draft(suffix, 8)
+    assert built < 2.5 * added
 
 
 VOCAB, K = 40, 3
@@ -285,4 +302,9 @@ def test_drafts_reach_the_server_and_the_names_of_conversations_do_not():
     assert [tokens.tolist() for tokens in sent.drafts] == [[5, 7], [9]]
     assert {tokens.dtype for tokens in sent.drafts} == {np.dtype(np.int32)}
     assert b"affinity" not in body
+    with_foreign = replace(request, drafts=(np.array([5, 100, 7]), np.array([-1, 5]), np.array([99, 0])))
+    known = parse(GenerateBody, encode_request(with_foreign)).request().within(100)
+    assert [tokens.tolist() for tokens in known.drafts] == [[5], [], [99, 0]]
+    with pytest.raises(ValueError, match="token id 5 is outside the vocabulary of 5"):
+        replace(request, token_ids=np.array([4, 5])).within(5)
     assert b"drafts" not in encode_request(group("d"))  # servers of earlier versions do not know them

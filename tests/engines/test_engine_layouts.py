@@ -1,7 +1,5 @@
 """Command lines of engines that are larger than a GPU or a node, and which layouts are refused."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """`engine.exact` replaces a server's operators with the trainer's; without the setting nothing is replaced."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Exchanged parts, which have other fingerprints, are in tests/weights/test_finger
 of the version before in tests/weight_sync/test_stale_engines.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

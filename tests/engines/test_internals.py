@@ -1,7 +1,5 @@
 """The installed servers have every private name that we hook or read, and the lists of those names are complete."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The check of a group's samples names the sample and the token at fault."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Engines report the sampling mask of every position, and log-probs that are normalized over it."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 

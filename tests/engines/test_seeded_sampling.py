@@ -1,7 +1,5 @@
 """The torch replacement of SGLang's native hash gives the values of MurmurHash3_x86_32's reference implementation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

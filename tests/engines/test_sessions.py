@@ -3,8 +3,6 @@
 SESSIONS sets their number; the default takes half a minute. benchmarks/results has the counts of a thousand.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The SGLang client against servers that talk nonsense, fail half-way through an update, or ignore the temperature."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Our plug-in reads a delta ahead of the load, inside an SGLang scheduler."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SGLang's sampling masks as our samples: from the fields of its reply, without a server."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """A sleeping engine of any kind samples nothing until it woke and loaded, is healthy, and accepts repeated calls. Only
 GPUs show that it frees its memory."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

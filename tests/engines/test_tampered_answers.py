@@ -1,7 +1,5 @@
 """The clients of both engines reject answers of real servers that were corrupted on the way."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

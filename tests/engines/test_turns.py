@@ -1,7 +1,5 @@
 """Trajectories sampled from real servers: every token once, and the trainer's log-probs are the engine's."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -116,7 +114,7 @@ def trainer_logprobs(rank: Rank, model: str, bank: Path, replay: bool) -> dict[s
             objective = build_objective(METHOD["name"], **METHOD["settings"])
             share = actor.shares_prefixes
             batches = BankBatches(
-                actor.config, BankReader(bank), objective, 0, 1, parts_of(actor), share_prefixes=share
+                actor.config, BankReader(bank), objective, 0, 1, parts_of(actor, objective), share_prefixes=share
             )
             (update,) = batches.read(0).updates
             scored = actor.logprobs(update.micro_batches)

@@ -4,8 +4,6 @@ One engine for all tests, started and restarted as a run does it. The tests depe
 the second node.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

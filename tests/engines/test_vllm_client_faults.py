@@ -1,7 +1,5 @@
 """The vLLM client against servers that are dead, silent, busy or talk nonsense: a clear error, in bounded time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """A vLLM server with `engine.draft_tokens` and `engine.exact` returns the bits of samples without drafts."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -23,13 +21,13 @@ def drafting(tiny_models, tmp_path_factory):
         yield lambda use: with_engine(config, url, use)
 
 
-def with_drafts(request, alone, wrong_every=None):
+def with_drafts(request, alone, wrong_every=None, wrong=11):
     """The request with drafts of the true tokens, of which some are replaced."""
     drafts = []
     for rollout in alone:
         tokens = rollout.token_ids.copy()
         if wrong_every:
-            tokens[3::wrong_every] = 11
+            tokens[3::wrong_every] = wrong
         drafts.append(np.concatenate([request.token_ids, tokens]))
     return replace(request, drafts=tuple(drafts))
 
@@ -56,8 +54,8 @@ def test_drafts_change_no_bit(drafting, temperature, stop):
         alone = await one_by_one(engine, request)
         assert engine.counts["drafted"] == 0
         engine.counts.clear()
-        for name, wrong_every in (("right", None), ("some", 7), ("wrong", 1)):
-            drafted = with_drafts(replace(request, request_id=name), alone, wrong_every)
+        for name, *wrong in (("right",), ("some", 7), ("wrong", 1), ("foreign", 7, 10**6)):
+            drafted = with_drafts(replace(request, request_id=name), alone, *wrong)
             assert_same_bits(await engine.generate(drafted), alone)
             counts = engine.counts.copy()
             engine.counts.clear()

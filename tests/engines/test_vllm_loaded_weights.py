@@ -1,7 +1,5 @@
 """The fingerprint of a vLLM worker that changes or packs its layers after loading them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """How a group ends on vLLM: its records are read or dropped, its errors reported, its log-probs made into columns."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The command line of a vLLM server."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 

@@ -1,7 +1,5 @@
 """The order of the steps of a weight update, and the state after a step that fails, with a fake engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Environments in the shape of other packages, which tests/integrations plays as published."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The audit counts tokens by origin, and finds turns that are trained on twice, not at all, or changed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sampled tokens stay unchanged and are in exactly one policy span, however a chat template rewrites history."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

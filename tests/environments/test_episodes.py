@@ -1,8 +1,7 @@
 """Groups of trajectories with real environment processes and a scripted policy."""
 
-from __future__ import annotations
-
 import asyncio
+import functools
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import PydanticUserError
 
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.bank.journal import Journals
@@ -20,10 +20,12 @@ from dppo_megatron.environments import EnvironmentFailed
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.environments.interface import EnvironmentNameError
 from dppo_megatron.environments.pool import EnvironmentPool
+from dppo_megatron.environments.tools import Tools
 from dppo_megatron.environments.worker import environment_problem
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.environments import worlds
 from tests.support.configs import make_config
 
 WORLDS = "tests.environments.worlds"
@@ -41,12 +43,12 @@ class Killed(Exception):
 def play(
     tokenizer, world: str, turns, *, answers=("7",), samples: int = 2, chat: bool = False, text="Hi",
     journals: Path | None = None, killed_at: int | None = None, agent: bool = False, credit="trajectory",
-    columns=None, **environment
+    columns=None, delay_s=0.0, **environment
 ):  # fmt: skip
     """Return the groups of prompts with `answers`; turn t of every trajectory is turns[t], cut to the request's limit.
 
     world: of `worlds`, or with its module. turns: or a function of the text before the turn. columns: of every row.
-    The last request for turn `killed_at` raises Killed. journals: their directory.
+    The last request for turn `killed_at` raises Killed. journals: their directory. delay_s: of every turn.
     """
     rollout = {"group_size": samples, "max_response_tokens": environment.pop("longest", 200), "topk_logprobs": 2}
     world = world if ":" in world else f"{WORLDS}:{world}"
@@ -63,6 +65,7 @@ def play(
     async def sample(make, what):
         request = make(0)
         requests.append(request)
+        await asyncio.sleep(delay_s)
         turn = int(request.request_id.split(".")[2].split("-")[0])
         if turn == killed_at:
             if sum(f".{turn}-" in r.request_id for r in requests) < samples:  # until all have come so far
@@ -181,6 +184,51 @@ def test_reset_adds_to_the_prompt_and_the_reward_comes_last(tokenizer):
 
 
 @pytest.mark.slow
+def test_async_methods_of_all_trajectories_of_a_process_share_one_loop(tokenizer):
+    groups, _, _ = play(tokenizer, "Connected", ["ab"], answers=("7", "8"))
+    assert [group.rewards.tolist() for group in groups] == [[1.0, 1.0]] * 2
+
+
+def no_type(x):
+    return x
+
+
+def positional(x: int, /):
+    return x
+
+
+def several(*x: int):
+    return x
+
+
+def unwritable(x: type):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("functions", "problem"),
+    [
+        ([lambda x: x], "tools: <lambda> is not the name of one function"),
+        ([functools.partial(worlds.double, 1)], r"tools: functools.partial\(.*\) is not the name of one function"),
+        ([worlds.double, worlds.double], "tools: double is not the name of one function"),
+        ([worlds.Table()], "is not the name of one function"),
+        ([no_type], r"tools: no_type\(x\): a call needs name and type; write it as \(city: str\)"),
+        ([positional], r"tools: positional\(x: 'int'\): a call needs name and type"),
+        ([several], r"tools: several\(\*x: 'int'\): a call needs name and type"),
+        ([unwritable], "Cannot generate a JsonSchema for .*'type'"),
+        ([worlds.double, worlds.Table().look_up], None),
+    ],
+)
+def test_tools_that_a_call_cannot_reach_are_refused(functions, problem):
+    if problem is None:
+        assert len(Tools(functions).schemas) == len(functions)
+    else:
+        with pytest.raises((TypeError, PydanticUserError), match=problem):
+            Tools(functions)
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_tools_are_described_called_and_answered(tokenizer):
     call = '<tool_call>{"name": "look_up", "arguments": {"key": "b", "times": 2}}</tool_call>'
     (group,), _, _ = play(
@@ -197,6 +245,17 @@ def test_tools_are_described_called_and_answered(tokenizer):
     assert "<tool>error: ValueError: expected an object with name and arguments<assistant>done 42<eos>" in text
     assert group.rewards.tolist() == [0.5, 0.5]  # by `reward:`, of "done 42"
     assert not group.reward_failed.any()
+
+
+@pytest.mark.slow
+def test_a_call_in_reasoning_that_the_prompt_opened_is_not_executed(tokenizer, monkeypatch):
+    opening = TOOLS.replace("<assistant>", "<assistant><think>")
+    monkeypatch.setattr("tests.environments.test_episodes.TOOLS", opening)
+    call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
+    turns = [f"hm {call} no</think>{call}", f"I may {call} but"]
+    (group,), _, requests = play(tokenizer, "Table", turns, samples=1, chat=True, longest=900)
+    assert len(requests) == 2
+    assert text_of(tokenizer, group, -1).endswith(f"{turns[0]}<eos><tool>8<assistant><think>{turns[1]}<eos>")
 
 
 HOW = ["raise reset", "die reset", "raise step", "die step", "raise reward", "die reward", "nan"]

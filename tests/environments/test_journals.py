@@ -1,7 +1,5 @@
 """Finished turns are not sampled again after a death: they come from memory or from the journal."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Programs that try to get out of the sandbox, and sandboxes with a hole, which are refused."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

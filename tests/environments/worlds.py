@@ -1,7 +1,5 @@
 """Environments of the tests: the prompt's answer and the policy's turns decide what happens."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -63,6 +61,20 @@ class Table:
 async def double(x: int) -> int:
     """Twice x."""
     return 2 * x
+
+
+LOOPS = set()
+
+
+class Connected(Opened):
+    """Shares a client between methods and trajectories, which belongs to the event loop of its first use."""
+
+    async def reset(self, prompt, seed):
+        LOOPS.add(asyncio.get_running_loop())
+
+    async def reward(self):
+        LOOPS.add(asyncio.get_running_loop())
+        return float(len(LOOPS) == 1)
 
 
 class Hostile:

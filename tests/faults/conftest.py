@@ -1,7 +1,5 @@
 """Two real engines that outlive the runs, and one undisturbed run, which every disturbed one must equal."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

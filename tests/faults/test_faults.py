@@ -4,8 +4,6 @@ At staleness 0 a request that is sent again samples the same tokens, so every di
 weights of the undisturbed one.
 """
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -36,6 +34,7 @@ RESTART_S = 90.0  # back-off, start of a server, load and weight check, on two b
 REST_S = 90.0  # the rest of a run
 
 
+@pytest.mark.smoke
 def test_killed_while_it_generates(start_run, undisturbed):
     """Its requests go to the other engine; the launcher restarts it, and it is verified before it serves again."""
     run = start_run(count=2)

@@ -4,8 +4,6 @@ One run for each kind of engine, which is resumed after every kill. Its server o
 test_faults.py and test_sglang_faults.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ run trains every step on samples of its policy.
 One engine and no undisturbed run: a server takes half a minute to start.
 """
 
-from __future__ import annotations
-
 import json
 import urllib.request
 

@@ -1,7 +1,5 @@
 """A world of fake servers for the pool and the sampler."""
 
-from __future__ import annotations
-
 import pytest
 
 from dppo_megatron.config import with_settings

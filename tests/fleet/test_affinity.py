@@ -1,7 +1,5 @@
 """Requests find their prefix and load stays balanced, also when engines die and return; on engines that count hits."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The state machine of one engine: its transitions, and invariants after any sequence of events."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +58,22 @@ TRANSITIONS = {
         (*SERVES, policy_published(4), answered("a", 4)),
         State.STALE,
     ),
+    "published again without it during its verification": (
+        (*VERIFIES, policy_published(4), verification_passed("a", 4)),
+        State.STALE,
+    ),
+    "published again during its verification, which may load after that": (
+        (*VERIFIES, policy_published(4, "a"), verification_passed("a", 4), answered("a", 4)),
+        State.STALE,
+    ),
+    "excluded from the next policy, which it has after its verification": (
+        (*VERIFIES, policy_published(5), verification_passed("a", 5)),
+        State.STALE,
+    ),
+    "confirmed for the next policy during its verification": (
+        (*VERIFIES, policy_published(5, "a"), verification_passed("a", 5), answered("a", 5)),
+        State.SERVING,
+    ),
     "another instance confirmed": ((*SERVES, policy_published(5, "b"), answered("a", 5)), State.STALE),
     "the next policy came before it was published": ((*SERVES, answered("a", 5)), State.SERVING),
     "silent": ((*SERVES, check_failed("no answer")), State.SUSPECT),
@@ -71,6 +85,7 @@ TRANSITIONS = {
     "restarted while it was silent": ((*SERVES, check_failed("refused"), answered("b", 4)), State.STALE),
     "without a name for its instance": ((*NAMELESS, answered("", 4)), State.SERVING),
     "without a name, after silence": ((*NAMELESS, check_failed("refused"), answered("", 4)), State.STALE),
+    "without a name, before the first answer": ((registered(), policy_published(4, ""), answered("", 4)), State.STALE),
     "a delivery forgives failures": (
         (*SERVES, *(request_failed("x"), answered("a", 4)) * 2, request_done(), *(request_failed("x"),) * 2),
         State.SUSPECT,
@@ -162,15 +177,17 @@ HISTORY_EVENTS = st.one_of(
 @given(st.lists(st.tuples(HISTORY_EVENTS, st.sampled_from([0.0, 0.5, 3.0, 20.0])), min_size=20, max_size=60))
 def test_it_never_serves_unverified(history):
     """Since its last death or new address this instance was verified, by pool or publisher, at this version."""
-    health, now, verified = EngineHealth(RULES), 0.0, set()
+    health, now, verified, verifies = EngineHealth(RULES), 0.0, set(), False
     for event, wait in history:
         now += wait
         before, health = health, apply(health, event, now)
         match event:
             case ("policy_published", version, instance):
-                verified &= {(i, v) for i, v in verified if version == before.published}
-                verified |= {(instance, version)} - {(None, version)}
-            case ("verification_passed", instance, version) if before.state is State.VERIFYING:
+                again, verifies = before.state is State.VERIFYING and version == before.published, False
+                verified = set() if again else {(instance, version)} - {(None, version)}
+            case ("verification_started",) if before.state is State.STALE:
+                verifies = True
+            case ("verification_passed", instance, version) if before.state is State.VERIFYING and verifies:
                 verified.add((instance, version))
         died = health.state is State.DEAD and before.state is not State.DEAD
         if died or event[0] in ("registered", "vanished"):

@@ -3,8 +3,6 @@
 tests/weight_sync tests the publisher on top of this: engines that refuse, and updates that take too long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """The pool on fake servers: it routes requests, sends those of dead engines again, and admits verified engines only."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -142,8 +140,11 @@ def test_what_the_trainer_is_publishing_is_not_undone(world):
             for server in w.servers.values():
                 server.weights = server.claims = version
             await asyncio.sleep(0.1)  # several health checks
-            await many(sampler, 4)
+            early = asyncio.ensure_future(many(sampler, 4))
+            await asyncio.sleep(0.1)
+            assert not early.done()  # their tokens are of a policy that the publisher has not verified yet
             w.publish(version)
+            await early
             await many(sampler, 4)
         assert w.servers[A].loads == w.servers[B].loads == []
         assert {len(server.asked) for server in w.servers.values()} == {12}  # neither was ever out

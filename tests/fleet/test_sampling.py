@@ -1,7 +1,5 @@
 """Requests go on when samples are interrupted, invalid or late: same seeds, joined token for token, within a budget."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

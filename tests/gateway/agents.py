@@ -1,12 +1,11 @@
 """Agents of the tests: plain functions that ask for turns over HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 
 def ask(url: str, api_key: str, messages: list) -> dict:
@@ -44,6 +43,20 @@ def hangs(url, api_key, task):
 
 def endless(url, api_key, task):
     talks(url, api_key, task, turns=99)
+
+
+def asks(url, api_key, task, prompts, at_once):
+    """Asks each prompt, one by one or all at once; the reward is the number of answers."""
+
+    def answered(prompt):
+        try:
+            ask(url, api_key, [{"role": "user", "content": prompt}])
+        except urllib.error.HTTPError:
+            return 0.0
+        return 1.0
+
+    with ThreadPoolExecutor(len(prompts) if at_once else 1) as threads:
+        return sum(threads.map(answered, prompts))
 
 
 def copes(url, api_key, task):

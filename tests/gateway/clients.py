@@ -1,7 +1,5 @@
 """One conversation with a tool, as the published clients of each interface hold it, streaming and not."""
 
-from __future__ import annotations
-
 import json
 
 PARAMETERS = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}

@@ -1,7 +1,5 @@
 """A gateway before a scripted policy, and the clients that agents are written with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """An agent that is written with the published clients, which take long to import."""
 
-from __future__ import annotations
-
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 

@@ -1,7 +1,5 @@
 """A scripted agent that edits its history as agents do, with a scripted policy and with real engines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Agents as a source of rollouts: each in a process of its own, its turns in the group that the bank gets."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -55,6 +53,29 @@ def test_what_it_may_not_costs_its_trajectory(tokenizer):
     assert requests == []
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_limits_hold_for_requests_at_once(tokenizer, at_once):
+    settings = {"prompts": ["q"] * 9, "at_once": at_once}
+    (group,), metrics, requests = converse(tokenizer, agents.asks, delay_s=0.2, max_turns=3, settings=settings)
+    assert len(requests) == 6
+    assert set(group.rewards) == {3.0}
+    assert (group.rollouts[-1].finish_reason, metrics["environment/max_turns_share"]) == ("max_turns", 1.0)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 60, 60), (60, 1, 1)])
+def test_a_turn_stays_within_the_response_after_any_prompt(tokenizer, lengths, at_once):
+    settings = {"prompts": ["q" * length for length in lengths], "at_once": at_once}
+    (group,), _, requests = converse(
+        tokenizer, agents.asks, ["a" * 200], delay_s=0.2, longest=50, samples=1, settings=settings
+    )
+    assert len(requests) == (3 if len(requests[0].token_ids) > 60 else lengths.count(1))
+    for request in requests:
+        assert request.max_tokens <= 50
+        assert len(request.token_ids) + request.max_tokens <= len(requests[0].token_ids) + 50
+    assert group.rewards[0] == len(requests)
+
+
 def test_it_goes_on_where_a_process_died(tokenizer, tmp_path):
     (whole,), _, _ = converse(tokenizer, agents.talks)
     with pytest.raises(Killed):
@@ -83,7 +104,7 @@ def test_it_goes_on_where_a_process_died(tokenizer, tmp_path):
 )
 def test_settings_that_no_agent_can_have_are_refused(environment, chat, says):
     config = make_config(environment=environment, data={"train": "unused", "chat_template": chat})
-    found = rules.environment_problems(config, [])
+    found = rules.environment_problems(config, [], [])
     if says is None:
         assert found == []
     else:

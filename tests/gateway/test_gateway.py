@@ -1,7 +1,5 @@
 """Agents' requests as tokens: with every client each turn is stored once, as it was sampled, after its context."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -14,7 +12,7 @@ import pytest
 
 from dppo_megatron.bank.checks import check_group
 from dppo_megatron.data.prompts import render_chat
-from dppo_megatron.environments.conversation import Conversation, TurnRequest
+from dppo_megatron.environments.conversation import Conversation, RequestRejected, TurnRequest
 from dppo_megatron.environments.dialogue import as_rollout, common_beginning, opening_tokens
 from dppo_megatron.types import Prompt, RolloutGroup
 from tests.gateway import clients
@@ -139,6 +137,19 @@ def test_marks_that_are_special_tokens_still_separate(tokenizer, marks):
     assert (turn.reasoning, turn.content, turn.calls[0].name) == ("a thought", "wait", "look_up")
 
 
+def test_a_call_in_reasoning_that_the_prompt_opened_is_not_given_out(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("%}<assistant>", "%}<assistant><think>")
+    policy = Policy(tokenizer, lambda before: f"I may {CALL} but")
+    asked = TurnRequest([user("one")], [{"type": "function", "function": clients.DESCRIBED}])
+    conversation = Conversation(tokenizer, partial(render_chat, tokenizer), policy.sample)
+    turn = asyncio.run(conversation.ask(asked))
+    assert (turn.reasoning, turn.content, turn.calls) == (f"I may {CALL} but", "", ())
+    conversation = Conversation(tokenizer, partial(render_chat, tokenizer), policy.sample, "no known form")
+    with pytest.raises(RequestRejected, match="tools: no known form"):
+        asyncio.run(conversation.ask(asked))
+
+
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream, ended):
@@ -169,6 +180,7 @@ def test_what_cannot_be_had_is_refused_with_a_line(serve):
         ({"stop": ["a"]}, 'stop = ["a"]: not supported'),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_tokens": -1}, "expected a positive integer"),
+        ({"max_tokens": 0}, "expected a positive integer"),
         ({"messages": [{"role": "user", "content": image}]}, "a part of type 'image_url'"),
         ({"messages": 3}, "not a request of /v1/chat/completions"),
         ({"tools": [{}]}, "KeyError: 'function'"),

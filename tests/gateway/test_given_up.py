@@ -1,7 +1,5 @@
 """A group that is given up: its processes, requests to engines and open turns of agents are gone within a second."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """Grouped experts on a GPU against products per expert in float64: torch's kernel with empty and uneven groups."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

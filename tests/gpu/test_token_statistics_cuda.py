@@ -1,7 +1,5 @@
 """Token statistics on a GPU, both backends, against float64 on the CPU. Not run where there is no CUDA device."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tiny model directories, and every round trip on two ranks once."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

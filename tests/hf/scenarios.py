@@ -1,7 +1,5 @@
 """A tiny model that ranks load, export and save in one layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,10 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.family}-tp{self.tp}-pp{self.pp}-vpp{self.vpp}-ep{self.ep}-etp{self.etp}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
 
     @property
     def etp(self) -> int:

@@ -1,7 +1,5 @@
 """Block-scaled FP8: values, layout, and an independent reader."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

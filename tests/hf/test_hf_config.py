@@ -1,7 +1,5 @@
 """The settings read from config.json, and every reason to reject it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,10 +1,9 @@
 """Layers with adapters, their names, and the contents of an adapter's directory."""
 
-from __future__ import annotations
-
 import json
 import math
 
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,7 +13,7 @@ from dppo_megatron.hf import WeightMap, parse_hf_config
 from dppo_megatron.hf.export import export_adapters
 from dppo_megatron.hf.lora import Adapter, adapter_entry, target_problems
 from dppo_megatron.hf.operations import QKV
-from dppo_megatron.hf.peft import adapter_problems, adapter_shapes
+from dppo_megatron.hf.peft import _config, adapter_problems, adapter_shapes
 from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
 from tests.support.fakes.chunk import ranks
 
@@ -158,7 +157,7 @@ def test_up_to_which_r_an_adapter_is_a_hundredth_of_a_small_model(targets, param
         assert (adapter <= 0.01 * whole) == (r == largest)
 
 
-GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
+GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"]}
 LORA = LoraConfig(r=2, alpha=4, targets=("q_proj",))
 
 
@@ -168,10 +167,47 @@ LORA = LoraConfig(r=2, alpha=4, targets=("q_proj",))
         ({}, None),
         ({"r": 4}, "r = 4, model.lora.r = 2; use the same"),
         ({"lora_alpha": 8}, "lora_alpha = 8, model.lora.alpha = 4; use the same"),
-        ({"use_rslora": True}, "use_rslora = True is not supported"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern = {'q_proj': 8} is not supported"),
-        ({"bias": "all"}, "bias = 'all' is not supported"),
-        ({"peft_type": "IA3"}, "only LORA is supported"),
+        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported, only 'LORA'"),
+        ({"peft_type": None}, "peft_type = None"),
+        *(
+            ({key: value}, f"{key} = {value!r} is not supported")
+            for key, values in {
+                "init_lora_weights": ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"),
+                "target_parameters": (["mlp.experts.gate_up_proj"],),
+                "rank_pattern": ({"q_proj": 8},),
+                "alpha_pattern": ({"q_proj": 8},),
+                "kasa_config": ({}, {"beta": 1e-4}),  # PEFT turns KaSA on in both
+                "bias": ("all", "lora_only"),
+                "task_type": ("SEQ_CLS",),
+                "layer_replication": ([[0, 2], [1, 2]],),
+                **dict.fromkeys(("use_rslora", "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out"), (True,)),
+                **dict.fromkeys(("alora_invocation_tokens", "trainable_token_indices", "modules_to_save"), ([1],)),
+                **dict.fromkeys(("use_bdlora", "arrow_config", "velora_config", "monteclora_config"), ({"n": 2},)),
+                "of_a_later_peft": (True, 1, "x", {}),
+            }.items()
+            for value in values
+        ),
+        *(
+            (changes, None)
+            for changes in (
+                *({"init_lora_weights": init} for init in (True, False, "gaussian", "orthogonal", "eva", "mica")),
+                {"target_modules": "all-linear"},
+                {"target_modules": r".*\.[qk]_proj", "exclude_modules": ["k_proj"]},
+                {"layers_to_transform": [0, 1, 2, 3], "layers_pattern": "layers"},
+                {"lora_dropout": 0.1, "eva_config": {"rho": 2.0}, "loftq_config": {}, "of_a_later_peft": None},
+            )
+        ),
+        *(
+            (changes, "leaves out base_model.model.model.layers.")
+            for changes in (
+                {"target_modules": None},
+                {"target_modules": "("},
+                {"target_modules": r".*\.1\..*q_proj"},
+                {"exclude_modules": ["q_proj"]},
+                {"layers_to_transform": [1]},
+                {"layers_to_transform": 0},
+            )
+        ),
     ],
 )
 def test_an_adapter_that_means_something_else_is_refused(tmp_path, changes, told):
@@ -181,6 +217,15 @@ def test_an_adapter_that_means_something_else_is_refused(tmp_path, changes, told
     problems = adapter_problems(tmp_path, DENSE, LORA)
     assert len(problems) == (told is not None)
     assert told is None or told in problems[0]
+
+
+def test_defaults_of_peft_and_written_adapters_are_accepted(tmp_path):
+    save_file({name: torch.zeros(shape) for name, shape in adapter_shapes(DENSE, LORA).items()},
+              tmp_path / "adapter_model.safetensors")  # fmt: skip
+    peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    assert adapter_problems(tmp_path, DENSE, LORA) == []
+    (tmp_path / "adapter_config.json").write_text(json.dumps(_config(LORA, "base")))
+    assert adapter_problems(tmp_path, DENSE, LORA) == []
 
 
 def test_an_adapter_of_other_layers_is_refused_tensor_by_tensor(tmp_path):

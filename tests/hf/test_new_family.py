@@ -1,7 +1,5 @@
 """Adding a family takes two places: its `Family`, which would be a file in hf/families, and its line in the table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Each mistake in a model directory, a model or a target is rejected before anything is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

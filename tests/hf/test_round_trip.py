@@ -1,7 +1,5 @@
 """HF -> Megatron -> HF on real ranks is bit-equal, and both models compute the same logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

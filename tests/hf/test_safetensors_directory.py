@@ -1,7 +1,5 @@
 """Directories written here: sharding, dtypes, reproducibility, and that transformers reads them."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Every spelling and shard of the weight map, without a Megatron model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

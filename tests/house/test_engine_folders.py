@@ -1,7 +1,5 @@
 """An engine is a folder: only its own folder and the config schema know the name of a kind."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import get_args

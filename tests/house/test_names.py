@@ -1,7 +1,5 @@
 """A name in a traceback, a log or a search leads to one place: class names are unique, metrics have one name."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The Python blocks of README.md run, on torch alone; those of CONTRIBUTING.md are an objective and a reward."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """tools/check_words.py finds the retired words in every spelling, and only those."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import check_words

@@ -2,5 +2,5 @@
 
 COMBINATIONS: tuple[tuple[str, ...], ...] = (
     ("cpu",), ("gpu",), ("te",), ("vllm",), ("sglang",), ("wandb",), ("dev",), ("gpu", "vllm"), ("gpu", "sglang"),
-    ("vllm", "sglang"),
+    ("vllm", "sglang"), ("gpu", "vllm", "wandb"),
 )  # fmt: skip

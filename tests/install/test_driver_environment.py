@@ -1,7 +1,5 @@
 """The small environment of docs/slurm.md, in which the driver of a job of containers runs, suffices for it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess

@@ -1,13 +1,12 @@
 """Every extra and every lock, resolved against the package index by uv, as pip would on a GPU machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gpu_locks
 import pytest
 from gpu_locks import GLIBC, NO_WHEEL, Resolution, extras, read_lock, requirements, resolve, uv
 
@@ -42,8 +41,12 @@ def resolutions() -> dict[object, Resolution]:
         names: {"wanted": requirements(*names), "glibc": GLIBC.get("sglang" if "sglang" in names else "", "2_31")}
         for names in COMBINATIONS
     }
-    jobs["te, compiled"] = {"wanted": requirements("gpu", "vllm", "te"), "constraints": pinned(GPU | TE), "build": True}
-    jobs["gpu.lock"] = {"wanted": requirements("gpu", "vllm"), "constraints": pinned(GPU)}
+    jobs["te, compiled"] = {
+        "wanted": requirements(*gpu_locks.GPU, "te"),
+        "constraints": pinned(GPU | TE),
+        "build": True,
+    }
+    jobs["gpu.lock"] = {"wanted": requirements(*gpu_locks.GPU), "constraints": pinned(GPU)}
     jobs["sglang-gpu.lock"] = {"wanted": extras()["sglang"], "constraints": pinned(SGLANG), "glibc": GLIBC["sglang"]}
     with ThreadPoolExecutor(len(jobs)) as pool:
         running = {key: pool.submit(resolve, **arguments) for key, arguments in jobs.items()}
@@ -70,6 +73,7 @@ def test_transformer_engine_lacks_one_wheel_only(resolutions):
     assert found.pins == GPU | TE
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "lock"), [("gpu.lock", GPU), ("sglang-gpu.lock", SGLANG)])
 def test_a_lock_is_complete_and_consistent(resolutions, name, lock):
     """Resolved with the lock as constraint, the result is the lock: nothing contradicts, lacks or is too much."""

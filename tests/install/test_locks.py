@@ -1,15 +1,14 @@
 """The lock files agree with setup.py, with each other and with the documentation. No network."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
-from gpu_locks import MEGATRON, extras, read_lock, requirements
+from gpu_locks import GPU, MEGATRON, extras, read_lock, requirements
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from dppo_megatron.config import read_config
 from tests.install.combinations import COMBINATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +30,8 @@ def test_every_line_of_a_lock_pins_a_package_once(name):
 @pytest.mark.parametrize(
     ("locks", "names"),
     [
-        (["gpu"], ["gpu", "vllm"]),
-        (["gpu", "te"], ["gpu", "vllm", "te"]),
+        (["gpu"], GPU),
+        (["gpu", "te"], [*GPU, "te"]),
         (["sglang-gpu"], ["sglang"]),
         (["cpu"], ["cpu", "dev", "wandb"]),
     ],
@@ -44,6 +43,18 @@ def test_a_lock_satisfies_the_extras_it_is_for(locks, names):
         version = pins.get(canonicalize_name(wanted.name))
         assert version is not None, f"{line}: not in {locks}"
         assert wanted.specifier.contains(version, prereleases=True), f"{line}: the lock has {version}"
+
+
+CONFIGS = sorted(path for path in (ROOT / "examples").glob("*/*.yaml") if "tracking" in path.read_text())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_lock_has_the_trackers_of_every_shipped_config(path):
+    """No package is missing after the documented installation, of GPU machines or of `make install`."""
+    tracking = read_config(path).tracking
+    wanted = {"wandb": tracking.wandb != "off", "tensorboard": tracking.tensorboard}
+    for lock in ("cpu", "gpu"):
+        assert not {name for name, used in wanted.items() if used} - set(LOCKS[lock])
 
 
 def test_gpu_machines_serve_with_the_versions_that_ci_tests():

@@ -1,7 +1,5 @@
 """containers/install.sh: its checks, its commands and its messages, with programs that record instead of install."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An agent of pydantic-ai, as its own documentation would have it."""
 
-from __future__ import annotations
-
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider

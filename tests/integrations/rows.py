@@ -1,7 +1,5 @@
 """Four responses in padded rows, as other trainers have them, and our loss of their tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

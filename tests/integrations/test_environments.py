@@ -1,7 +1,5 @@
 """Environments and an agent of other packages, as published: whole trajectories in worker processes."""
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess
@@ -29,6 +27,7 @@ REASONING_GYM = "dppo_megatron.environments.adapters.reasoning_gym:ReasoningGym"
 GYM = "dppo_megatron.environments.adapters.gym:Gym"
 
 
+@pytest.mark.smoke
 def test_reasoning_gym(tokenizer):
     def policy(before: str) -> str:
         total = eval(re.search(r"problem: (.*) =", before)[1])

@@ -1,7 +1,5 @@
 """Other trainers can use some objectives, and padding changes nothing. Needs only torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -29,6 +27,8 @@ def test_what_a_trainer_cannot_hand_over_is_refused_with_the_reason():
     assert "learns from given answers, not from samples" in unfit(build_objective("nll"))
     reads = type("Reads", (Objective,), {"needs_columns": ("made",)})("reads", kl.settings)
     assert unfit(reads, terms=True) == ["reads columns of the engine's reply"]
+    taught = build_objective("pg_is", distillation="sampled", distillation_coefficient=1.0)
+    assert unfit(taught) == ["learns from a teacher, which is not supplied"]
 
 
 def test_presets_that_need_the_samples_alone_are_fit():

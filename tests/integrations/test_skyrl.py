@@ -1,7 +1,5 @@
 """Our losses as SkyRL calls them."""
 
-from __future__ import annotations
-
 import sys
 import typing
 

@@ -1,7 +1,5 @@
 """GRPOTrainer computes our losses and trains with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset
@@ -49,7 +47,7 @@ def odd(completions, **_):
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
-def trainer(tmp_path, cls=ObjectiveTrainer, /, *, own=None, **settings):
+def trainer(tmp_path, cls=ObjectiveTrainer, /, *, own=None, generation=None, **settings):
     arguments = {
         "output_dir": str(tmp_path),
         "per_device_train_batch_size": 4,
@@ -68,8 +66,10 @@ def trainer(tmp_path, cls=ObjectiveTrainer, /, *, own=None, **settings):
         **settings,
     }
     prompts = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in (1, 33, 5, 70) for b in range(4)]})
+    model = policy(f"{tmp_path}/policy")
+    model.generation_config.update(**(generation or {}))
     return cls(
-        policy(f"{tmp_path}/policy"),
+        model,
         odd,
         args=GRPOConfig(**arguments),
         train_dataset=prompts,
@@ -98,6 +98,7 @@ def loss_and_gradient(at: GRPOTrainer, given: dict[str, torch.Tensor]):
     return loss.detach(), torch.autograd.grad(loss, list(at.model.parameters()), allow_unused=True)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("preset", "axes", "settings"),
     [
@@ -193,7 +194,11 @@ def test_the_tokens_that_vllm_could_not_score_carry_no_loss(tmp_path):
         ("dppo_binary_tv", {"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold = 0.5"),
         ("dppo_binary_tv", {"top_p": 0.9}, "top_p = 0.9: tokens would be sampled from another distribution"),
         ("dppo_binary_tv", {"generation_kwargs": {"top_k": 5}}, "top_k = 5"),
-        ("dppo_binary_tv", {"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs.temperature = 0.5"),
+        ("dppo_binary_tv", {"top_k": None}, "top_k = 50"),
+        ("dppo_binary_tv", {"cache_implementation": "quantized"}, "cache_implementation = quantized"),
+        ("dppo_binary_tv", {"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex = "),
+        ("dppo_binary_tv", {"generation_kwargs": {"do_sample": False}}, "generation_kwargs: do_sample = False"),
+        ("dppo_binary_tv", {"generation": {"min_p": 0.1}}, "min_p = 0.1"),  # GRPOConfig's None means the model's
         ("dppo_binary_tv", {"beta": 0.1}, "beta = 0.1: the objective computes the KL"),
         ("m2po", {}, "m2po cannot be a loss of TRL: it takes a number of the whole batch"),
     ],
@@ -201,6 +206,35 @@ def test_the_tokens_that_vllm_could_not_score_carry_no_loss(tmp_path):
 def test_what_would_have_no_effect_or_a_wrong_one_is_refused(tmp_path, objective, settings, why):
     with pytest.raises(ObjectiveError, match=why):
         trainer(tmp_path, own={"objective": objective}, **settings)
+
+
+OTHER_DISTRIBUTION = {
+    "num_beams": 2, "typical_p": 0.9, "top_h": 0.5, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3, "penalty_alpha": 0.5,
+    "no_repeat_ngram_size": 2, "min_new_tokens": 3, "bad_words_ids": [[2]], "suppress_tokens": [2],
+    "begin_suppress_tokens": [2], "sequence_bias": [[[2], 1.0]], "guidance_scale": 2.0, "forced_eos_token_id": 1,
+    "exponential_decay_length_penalty": [2, 1.1], "prompt_lookup_num_tokens": 2, "stop_strings": "=",
+    "num_return_sequences": 2,
+}  # fmt: skip
+TRLS_OWN = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1, "eos_token_id": 3}
+
+
+@pytest.mark.parametrize(
+    ("place", "settings"),
+    [
+        ("generation_kwargs", OTHER_DISTRIBUTION | TRLS_OWN | {"min_p": 0.1, "of_a_later_transformers": 2}),
+        ("generation", OTHER_DISTRIBUTION),
+    ],
+)
+def test_every_setting_of_another_sampling_distribution_is_named(tmp_path, place, settings):
+    with pytest.raises(ObjectiveError) as error:
+        trainer(tmp_path, own={"objective": "dppo_binary_tv"}, **{place: settings})
+    assert [name for name in settings if f": {name} = " not in str(error.value)] == []
+
+
+def test_settings_without_effect_on_the_sampling_distribution_are_accepted(tmp_path):
+    neutral = {"max_new_tokens": 4, "num_beams": 1, "top_p": 1.0, "min_p": 0.0, "use_cache": True, "typical_p": 1.0}
+    models = TRLS_OWN | {"do_sample": False, "max_length": 99, "chat_format": "chatml"}  # TRL sets the first five
+    trainer(tmp_path, own={"objective": "dppo_binary_tv"}, generation_kwargs=neutral, generation=models)
 
 
 def test_lists_are_not_to_be_had_from_another_sampler(tmp_path):

@@ -1,7 +1,5 @@
 """TRL's side of benchmarks/end_to_end.py on its smallest cell: its times add up, and its files are read."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

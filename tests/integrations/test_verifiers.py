@@ -1,7 +1,5 @@
 """Published environments of verifiers, which only the worker processes have installed (`make test-verifiers`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -33,6 +31,7 @@ def episodes(tokenizer, policy, env, *, idx=0, **settings):
     return group
 
 
+@pytest.mark.smoke
 def test_a_taskset_with_a_tool_and_two_rewards(tokenizer, monkeypatch, caplog):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     call = '<tool_call>{{"name": "{}", "arguments": {{"text": "stop"}}}}</tool_call>'

@@ -1,7 +1,5 @@
 """Our losses as verl calls them, on its own batches, and our log-probs in its Megatron engine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

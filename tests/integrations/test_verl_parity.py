@@ -3,8 +3,6 @@
 The known differences are tested as differences, not hidden by a tolerance; docs/objectives.md lists them.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from verl.trainer.ppo import core_algos

@@ -1,7 +1,5 @@
 """A taskset as verifiers' own examples have them (of which no package has any), with a tool and two rewards."""
 
-from __future__ import annotations
-
 import verifiers.v1 as vf
 
 __all__ = ["Reverse"]

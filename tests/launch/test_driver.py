@@ -1,7 +1,5 @@
 """The driver starts all processes, ends them in order, and recognizes the end of a run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trainer that was asked to stop exits 0, as one that is done does: how the two kinds of run tell them apart."""
 
-from __future__ import annotations
-
 import sys
 from unittest.mock import Mock
 

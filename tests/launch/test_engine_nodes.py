@@ -1,7 +1,5 @@
 """The nodes of an engine start with the same settings and end together."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The engine command's watch over its server: a frozen one is killed, one that ended is reported."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """`eval` with children that start nothing: which engines it queries, and which GPUs it gives them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run on this machine with stubs for its processes: exit codes, messages, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -10,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +15,7 @@ import pytest
 import typer
 
 from dppo_megatron.cli import runs
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.local_run import finished
@@ -88,10 +86,7 @@ class Launched:
         return {name: psutil.Process(int((self.directory / name).read_text())) for name in ROLES}
 
     def wait_until(self, condition) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.05)
+        assert wait_until(condition, timeout_s=60, poll_s=0.05), self.output.read_text()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """All engines of an evaluation or a study end with it, also after an error. The children start nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from dppo_megatron.config import Config

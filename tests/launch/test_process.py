@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import psutil
 import pytest
 
 from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.common.retry import wait_until
 
 PRELUDE = """
 import os, pathlib, signal, subprocess, sys, time
@@ -24,11 +24,8 @@ def note(name, pid):
 """
 
 
-def wait_until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
+def wait_for(condition) -> None:
+    assert wait_until(condition, timeout_s=60, poll_s=0.02), "timed out"
 
 
 def python(source):
@@ -42,16 +39,16 @@ def gone(process):
 def check_ends_with_its_parent(source, directory, *names):
     """The processes that `source` notes in files of these names are gone after its own process was killed."""
     parent = subprocess.Popen(python(source), cwd=directory)
-    wait_until(lambda: all((directory / name).exists() for name in names))
+    wait_for(lambda: all((directory / name).exists() for name in names))
     processes = [psutil.Process(int((directory / name).read_text())) for name in names]
     parent.kill()
     parent.wait()
-    wait_until(lambda: all(map(gone, processes)))
+    wait_for(lambda: all(map(gone, processes)))
 
 
 def test_output_and_exit_code_are_kept(tmp_path):
     child = Child("x", python("import sys; print('hello'); sys.exit(3)"), tmp_path / "logs/x.out")
-    wait_until(lambda: child.poll() is not None)
+    wait_for(lambda: child.poll() is not None)
     assert child.poll() == 3
     assert "hello" in child.log.read_text()
 
@@ -63,11 +60,11 @@ def test_ending_a_child_ends_its_whole_session_even_orphans_that_ignore_sigterm(
         time.sleep(600)
     """
     child = Child("x", python(source), tmp_path / "x.out")
-    wait_until(grandchild.exists)
+    wait_for(grandchild.exists)
     orphan = psutil.Process(int(grandchild.read_text()))
     os.kill(child.pid, signal.SIGKILL)  # the parent dies first, as a crashed server does
     child.end(grace_s=0.5)
-    wait_until(lambda: gone(orphan))
+    wait_for(lambda: gone(orphan))
 
 
 @pytest.mark.parametrize("delay", ["before", "after"])

@@ -1,7 +1,5 @@
 """The model that FP8 engines start with: made once, by engine 0, and the same tensors as every publish after it."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

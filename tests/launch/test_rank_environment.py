@@ -1,7 +1,5 @@
 """A rank's environment variables for CUDA's queues and NCCL's buffers, by layout, GPUs and engines."""
 
-from __future__ import annotations
-
 import pytest
 
 from dppo_megatron.launch.local_processes import local_plan

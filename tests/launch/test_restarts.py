@@ -1,7 +1,5 @@
 """When a server that ended is started again, and when that is given up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

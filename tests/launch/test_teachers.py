@@ -1,7 +1,5 @@
 """A teacher that the run serves is an engine of a run directory of its own, on the last GPUs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

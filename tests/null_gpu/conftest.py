@@ -1,7 +1,5 @@
 """Runs cases of the Actor on the null device, each once however many tests read it."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.null_gpu.device import here
-from tests.support.actor_cases import DEEPSEEK, GLM, OSS, QWEN3, QWEN3_5, QWEN3_MOE, set_expert_bias
+from tests.support.actor_cases import make_models
 from tests.support.ranks import TORCH, Ranks
 
 HERE = Path(__file__).parent
@@ -28,15 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from dppo_megatron.hf import make_random_hf_model
-
-    root = tmp_path_factory.mktemp("null_gpu_models")
-    configs = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK, "glm": GLM, "delta": QWEN3_5, "oss": OSS}
-    for name, sizes in configs.items():
-        make_random_hf_model(root / name, sizes, seed=1)
-    for name in ("deepseek", "glm"):
-        set_expert_bias(root / name)
-    return root
+    root, others = tmp_path_factory.mktemp("null_gpu_models"), {"glm": "glm4_moe", "delta": "qwen3_5", "oss": "gpt_oss"}
+    return make_models(root, "qwen3", "qwen3_moe", "deepseek", **others)
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,6 @@ leave undefined, so that none of NVIDIA's packages is needed. Needs gcc, nm, rea
 package.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Faults planted into a rank: each imitates a possible change of the package and breaks one step of a case."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -19,10 +17,22 @@ from tests.null_gpu.scenario import Case
 class Fault:
     """shows: text of the rank's error."""
 
-    name: str
     case: Case
     plant: Callable[[], AbstractContextManager]
     shows: str
+
+
+TENSOR = {"parallel": {"tensor": 2}}
+FAULTS: dict[str, Fault] = {}
+
+
+def shows(text: str, **case: Any) -> Callable[[Callable[[], AbstractContextManager]], None]:
+    """Register a fault that fails this case, with `text` in the error of a rank."""
+
+    def register(plant: Callable[[], AbstractContextManager]) -> None:
+        FAULTS[plant.__name__.replace("_", " ")] = Fault(Case("fault", **case), plant, text)
+
+    return register
 
 
 def run(rank: int, fault: str, models: Path, directory: Path) -> None:
@@ -32,7 +42,8 @@ def run(rank: int, fault: str, models: Path, directory: Path) -> None:
         scenario.run(rank, planted.case, models, directory)
 
 
-def _blocking_assignment() -> AbstractContextManager:
+@shows("called a synchronizing CUDA operation", ranks=2, settings=TENSOR, steps=("waits",), objectives=("grpo",))
+def a_blocking_assignment() -> AbstractContextManager:
     from dppo_megatron.vocab_parallel import request
     from dppo_megatron.vocab_parallel.shard import write_header
 
@@ -43,7 +54,8 @@ def _blocking_assignment() -> AbstractContextManager:
     return mock.patch.object(request, "write_header", written)
 
 
-def _copy_in_the_loss() -> AbstractContextManager:
+@shows("copies between the device and memory that is not pinned", steps=("waits",), objectives=("dppo_binary_tv",))
+def a_copy_from_memory_that_is_not_pinned() -> AbstractContextManager:
     """Asynchronous by its arguments, but from memory that is not pinned: torch reports no wait."""
     from dppo_megatron.actor import forward
 
@@ -56,7 +68,8 @@ def _copy_in_the_loss() -> AbstractContextManager:
     return mock.patch.object(forward, "apply_objective", applied)
 
 
-def _tensor_on_the_host() -> AbstractContextManager:
+@shows("Expected all tensors to be on the same device", steps=("update",), objectives=("dppo_binary_tv",))
+def a_tensor_on_the_host_in_the_loss() -> AbstractContextManager:
     from dppo_megatron.actor import forward
 
     apply = forward.apply_objective
@@ -67,7 +80,8 @@ def _tensor_on_the_host() -> AbstractContextManager:
     return mock.patch.object(forward, "apply_objective", applied)
 
 
-def _argument_of_attention() -> AbstractContextManager:
+@shows("cu_seqlens.dtype", te=True, steps=("logprobs",))
+def a_wrong_dtype_to_attention() -> AbstractContextManager:
     """TransformerEngine wants int32."""
     from dppo_megatron.actor.batch.packing import Packer
 
@@ -81,7 +95,8 @@ def _argument_of_attention() -> AbstractContextManager:
     return mock.patch.object(Packer, "_packed", wider)
 
 
-def _name_of_an_argument() -> AbstractContextManager:
+@shows("unexpected keyword argument", te=True, steps=("logprobs",))
+def a_renamed_argument() -> AbstractContextManager:
     """An argument that Megatron passes and that another TransformerEngine no longer takes."""
     from transformer_engine.pytorch import Linear
 
@@ -93,7 +108,8 @@ def _name_of_an_argument() -> AbstractContextManager:
     return mock.patch.object(Linear, "forward", renamed)
 
 
-def _dtype_of_a_moment() -> AbstractContextManager:
+@shows("local_state.dtype == torch.float32", steps=("update",))
+def a_wrong_dtype_in_the_optimizers_step() -> AbstractContextManager:
     """Adam's state as it would be after something had kept it in bf16."""
     from dppo_megatron.actor import actor
 
@@ -108,7 +124,8 @@ def _dtype_of_a_moment() -> AbstractContextManager:
     return mock.patch.object(actor, "optimizer_step", stepped)
 
 
-def _no_synchronization() -> AbstractContextManager:
+@shows("the host's copy differs", steps=("offload",))
+def no_synchronization_in_the_offload() -> AbstractContextManager:
     """The copies to the host may not have arrived when the memory that they read is freed.
 
     Shown: the host's copy is read before they arrive. Not shown: that other work overwrites the freed memory, for
@@ -117,7 +134,8 @@ def _no_synchronization() -> AbstractContextManager:
     return mock.patch.object(torch.cuda.Stream, "synchronize", return_value=None)
 
 
-def _device_of_an_export() -> AbstractContextManager:
+@shows("exported from cuda:0", ranks=2, settings={"parallel": {"pipeline": 2}}, steps=("export",))
+def an_export_from_the_wrong_device() -> AbstractContextManager:
     """Every rank exports from device 0: only the second rank shows it."""
     from dppo_megatron.hf import export
 
@@ -129,7 +147,8 @@ def _device_of_an_export() -> AbstractContextManager:
     return mock.patch.object(export, "named_weights", moved)
 
 
-def _parameter_without_a_rule() -> AbstractContextManager:
+@shows("no HF counterpart", steps=())
+def a_parameter_without_a_rule() -> AbstractContextManager:
     from dppo_megatron.hf.weight_map import WeightMap
 
     entry = WeightMap.entry
@@ -138,58 +157,3 @@ def _parameter_without_a_rule() -> AbstractContextManager:
         return entry(self, name.replace("q_layernorm", "no_such_norm"))
 
     return mock.patch.object(WeightMap, "entry", lacking)
-
-
-TENSOR = {"parallel": {"tensor": 2}}
-_ALL = (
-    Fault(
-        "a blocking assignment",
-        Case("fault", ranks=2, settings=TENSOR, steps=("waits",), objectives=("grpo",)),
-        _blocking_assignment,
-        "called a synchronizing CUDA operation",
-    ),
-    Fault(
-        "a copy from memory that is not pinned",
-        Case("fault", steps=("waits",), objectives=("dppo_binary_tv",)),
-        _copy_in_the_loss,
-        "copies between the device and memory that is not pinned",
-    ),
-    Fault(
-        "a tensor on the host in the loss",
-        Case("fault", steps=("update",), objectives=("dppo_binary_tv",)),
-        _tensor_on_the_host,
-        "Expected all tensors to be on the same device",
-    ),
-    Fault(
-        "a wrong dtype to attention",
-        Case("fault", te=True, steps=("logprobs",)),
-        _argument_of_attention,
-        "cu_seqlens.dtype",
-    ),
-    Fault(
-        "a renamed argument",
-        Case("fault", te=True, steps=("logprobs",)),
-        _name_of_an_argument,
-        "unexpected keyword argument",
-    ),
-    Fault(
-        "a wrong dtype in the optimizer's step",
-        Case("fault", steps=("update",)),
-        _dtype_of_a_moment,
-        "local_state.dtype == torch.float32",
-    ),
-    Fault(
-        "no synchronization in the offload",
-        Case("fault", steps=("offload",)),
-        _no_synchronization,
-        "the host's copy differs",
-    ),
-    Fault(
-        "an export from the wrong device",
-        Case("fault", ranks=2, settings={"parallel": {"pipeline": 2}}, steps=("export",)),
-        _device_of_an_export,
-        "exported from cuda:0",
-    ),
-    Fault("a parameter without a rule", Case("fault", steps=()), _parameter_without_a_rule, "no HF counterpart"),
-)
-FAULTS = {fault.name: fault for fault in _ALL}

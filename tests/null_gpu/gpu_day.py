@@ -4,8 +4,6 @@ Its times mean nothing, and the name of the device, which its result file carrie
 NCCL between processes, a server, or the time of a kernel.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

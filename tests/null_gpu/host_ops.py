@@ -7,8 +7,6 @@ as a wait, as it is one on a GPU. Collectives run over gloo. Not computed: kerne
 whose outputs are zeros.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections import Counter

@@ -1,7 +1,5 @@
 """The real Actor on the null device: one case is a layout, a model and settings, taken through every step of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -20,8 +18,8 @@ import torch.distributed as dist
 from dppo_megatron.types import TokenBatch
 from tests.null_gpu import te_extension
 from tests.null_gpu.host_ops import HostOperators
-from tests.support.actor_cases import actor_config, micro_batches, pack, sequences
-from tests.support.ranks import rendezvous
+from tests.support.actor_cases import micro_batches, pack, sequences
+from tests.support.actor_ranks import Rank
 
 STEPS = ("logprobs", "update", "waits", "offload", "export", "checkpoint")
 
@@ -74,6 +72,14 @@ def start_group(rank: int, size: int) -> None:
     )
 
 
+class OnDevice(Rank):
+    """A rank with a null device."""
+
+    def rendezvous(self) -> None:
+        super().rendezvous()
+        start_group(self.rank, self.world_size)
+
+
 @contextlib.contextmanager
 def _without_triton() -> Iterator[None]:
     from dppo_megatron.vocab_parallel import request, torch_backend
@@ -84,25 +90,18 @@ def _without_triton() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _actor(case: Case, models: Path, directory: Path) -> Iterator[Any]:
-    from dppo_megatron.actor import Actor, init_layout
-
     sections = {name: dict(values) for name, values in case.settings.items()}
-    parallel = {"world_size": case.ranks, **sections.pop("parallel", {})}
+    parallel = sections.pop("parallel", {})
     model = {"dtype": "bf16", "layers": "transformer_engine" if case.te else "local", **sections.pop("model", {})}
     optimizer = sections.pop("optimizer", None)
-    config = actor_config(models / case.model, parallel=parallel, optimizer=optimizer, sections=sections, **model)
-    rendezvous(directory)
-    start_group(rank := int(os.environ["RANK"]), case.ranks)
-    layout = init_layout(config)
+    rank = OnDevice(int(os.environ["RANK"]), case.ranks, models, directory)
     reason = mock.patch("dppo_megatron.actor.experts.why_sequential", return_value="the case asks for it")
-    try:
-        with reason if case.sequential else contextlib.nullcontext():
-            actor = Actor(config, layout)
-        assert layout.device == torch.device("cuda", rank), layout.device
-        actor.load_hf(config.model.path)
+    with (
+        reason if case.sequential else contextlib.nullcontext(),
+        rank.actor(case.model, optimizer=optimizer, settings=model, sections=sections, **parallel) as actor,
+    ):
+        assert actor.layout.device == torch.device("cuda", rank.rank), actor.layout.device
         yield actor
-    finally:
-        layout.close()
 
 
 def _steps(actor: Any, case: Case, directory: Path) -> dict[str, Any]:

@@ -5,8 +5,6 @@ TransformerEngine's own Python runs as it is, so a call of its modules with a wr
 Positions of arguments are those of TransformerEngine 2.20's calls.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

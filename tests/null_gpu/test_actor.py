@@ -1,7 +1,5 @@
 """The Actor on device cuda in each kind of layout: no mixed devices or dtypes, no wait in the loss, the same values."""
 
-from __future__ import annotations
-
 import operator
 import os
 import subprocess
@@ -57,6 +55,7 @@ CASES = (
     Case("expert", "qwen3_moe", ranks=2, settings={"parallel": {"expert": 2}}),
     LORA_MOE,
 )
+SMOKE = (DENSE, MOE)  # run in every shard
 # Layouts and kinds of layers change values by rounding only.
 SAME = {
     **dict.fromkeys(("tensor", "pipeline", "data", "context", "te", "te_tensor", "fp16"), DENSE),
@@ -73,7 +72,10 @@ FLASH = {f"aten::{name}" for name in OPERATORS}
 ASKED = ("generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd", "fused_attn_fwd", "fused_attn_bwd", "multi_tensor_adam")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.smoke if case in SMOKE else (), id=case.name) for case in CASES],
+)
 def test_every_step_of_a_run(run_case, case):
     results = run_case(case)
     assert sum(found["export"] for found in results) > 20

@@ -1,7 +1,5 @@
 """The purpose of the null device: each planted fault fails its case with an error that names it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.null_gpu import faults
@@ -9,6 +7,7 @@ from tests.null_gpu.test_vllm_config import examine
 from tests.support.ranks import RankError
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_a_fault_of_the_actor_shows(on_ranks, models, tmp_path, name):
     fault = faults.FAULTS[name]

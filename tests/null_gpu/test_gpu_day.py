@@ -1,7 +1,5 @@
 """The script for the day a GPU is at hand runs through on device cuda; its file cannot be taken for a measurement."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

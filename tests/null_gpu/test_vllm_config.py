@@ -1,7 +1,5 @@
 """vLLM's CUDA wheel accepts the commands of every example, and has the private names that our extension uses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -7,8 +7,6 @@ An EXAMPLE may be followed by overrides: "examples/qwen3_8b/config.yaml engine.t
 Also says which private names of vLLM, of those that our extension uses on GPUs, are absent or take other arguments.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Small policies over a whole vocabulary, and the arguments of an objective for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

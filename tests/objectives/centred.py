@@ -1,7 +1,5 @@
 """Score centering as a dense formula over the vocabulary, and through the kernels on a shard of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

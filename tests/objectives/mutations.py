@@ -5,8 +5,6 @@
 A mutation replaces the code of one function by that of its changed source, in every place that holds the function.
 """
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator

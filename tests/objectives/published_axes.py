@@ -1,7 +1,5 @@
 """Axes that no preset sets, each written once more as published.py does it, and the check of both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Divergences from a teacher against plain formulas over the whole vocabulary in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

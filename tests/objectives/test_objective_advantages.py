@@ -1,7 +1,5 @@
 """Group advantages and the weights of aggregation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

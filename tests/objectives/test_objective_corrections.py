@@ -1,6 +1,6 @@
 """Mismatch weights, rejection, KL to a reference, entropy, overlong responses."""
 
-from __future__ import annotations
+import math
 
 import pytest
 import torch
@@ -241,3 +241,23 @@ def test_truncation_reports_what_it_capped():
 def test_outliers_beside_another_rejection_are_not_a_second_any_token():
     with pytest.raises(ObjectiveError, match="set one of the two"):
         build_objective("pg_is", rejection="any_token", rejection_high=2.0, outlier_high=3.0)
+
+
+@pytest.mark.parametrize("setting", ["reference_kl", "rollout_kl"])
+@pytest.mark.parametrize("nats", [94.0, 700.0])
+def test_k3_of_a_token_that_the_policy_has_left_is_bounded(setting, nats):
+    """1 / r grows until e^10."""
+    settings = {setting: "k3", f"{setting}_coefficient": 1.0}
+    if setting == "reference_kl":
+        settings["reference_kl_gradient"] = "estimator"
+    policy = torch.tensor([-1.0 - nats], requires_grad=True)
+    out = build_objective("dppo_binary_tv", **settings)(
+        logprob=policy,
+        rollout_logprob=policy.detach() if setting == "reference_kl" else torch.tensor([-1.0]),
+        reference_logprob=torch.tensor([-1.0]),
+        advantage=torch.zeros(1),
+        mask=torch.ones(1, dtype=torch.bool),
+    )
+    out.loss.sum().backward()
+    assert float(out.loss.detach()) == pytest.approx(math.exp(10) - 1 - nats, rel=1e-3)
+    assert abs(float(policy.grad)) <= 1 + 1e-6

@@ -1,7 +1,5 @@
 """docs/objectives.md names every preset and axis; `tools/tables.py` draws its table, and tests/house compares it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gradients of every method on random policies, against their formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

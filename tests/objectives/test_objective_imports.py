@@ -1,7 +1,5 @@
 """Modules that need torch are imported at their first use, in every order of imports."""
 
-from __future__ import annotations
-
 import pkgutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The output of `dppo-megatron objectives`."""
 
-from __future__ import annotations
-
 import pytest
 
 from dppo_megatron.objectives import AXES, PRESETS, ObjectiveError

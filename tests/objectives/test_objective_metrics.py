@@ -1,7 +1,5 @@
 """The metrics of an objective do not depend on micro-batches and ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

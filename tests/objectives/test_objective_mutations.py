@@ -1,7 +1,5 @@
 """A formula changed in one sign, bound or detach turns a check red; `tests.objectives.mutations` lists them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.objectives.mutations import MUTATIONS, notice, survives

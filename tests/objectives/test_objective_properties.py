@@ -1,7 +1,5 @@
 """Properties of every method on random policies: divergences, masks, batching, numerical edges."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

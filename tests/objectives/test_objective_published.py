@@ -1,7 +1,5 @@
 """Every preset after DPPO and DRPO against its published loss, on packed responses with padding and extremes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Building an objective: presets, overrides, rejected settings and their messages."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

@@ -3,8 +3,6 @@
 `test_objective_worked_cases_ranks.py` compares loss, weight, mask and gradient of every method.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

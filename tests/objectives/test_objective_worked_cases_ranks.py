@@ -1,7 +1,5 @@
 """The worked cases through token_statistics: logits in shards over gloo ranks, back to each shard's gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Objectives over sampling masks whose tokens are all in the top-K list."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

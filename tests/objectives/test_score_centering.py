@@ -1,7 +1,5 @@
 """Score centering: equal to the dense formula in every layout, zero in expectation, zero on policy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The worked cases of objective_vectors.json, the preset that each of their losses is, and how near is right."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A synthetic run, and the smallest config that opens trackers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

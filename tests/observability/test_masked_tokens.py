@@ -1,7 +1,5 @@
 """The log of masked tokens and its table in the report."""
 
-from __future__ import annotations
-
 import io
 import json
 

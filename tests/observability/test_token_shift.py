@@ -1,7 +1,5 @@
 """tools/draw_token_shift.py on a bank that a model sampled itself."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,14 +1,12 @@
 """wandb itself, run in offline mode and online without login or network."""
 
-from __future__ import annotations
-
 import logging
 import re
-import time
 from contextlib import closing
 
 import pytest
 
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.observability import trackers as module
 from dppo_megatron.observability.trackers import build_trackers
 
@@ -39,10 +37,8 @@ def test_offline_writes_files_takes_late_evaluations_and_resumes_the_same_id(con
     run_id = (settings.run.dir / "wandb_id").read_text().strip()
     (first,) = offline_runs(settings.run.dir)
     assert first.name == f"run-{run_id}.wandb"
-    deadline = time.monotonic() + 20  # wandb's own process writes the file a little later
-    while b"eval/accuracy" not in first.read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    # wandb's own process writes the file a little later.
+    assert wait_until(lambda: b"eval/accuracy" in first.read_bytes(), timeout_s=20, poll_s=0.05)
 
     build_trackers(settings, 2).close()
     assert (settings.run.dir / "wandb_id").read_text().strip() == run_id

@@ -1,7 +1,5 @@
 """avg@n, its standard error, pass@k and maj@n against values computed by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

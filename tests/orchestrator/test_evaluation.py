@@ -1,7 +1,5 @@
 """Named sets, sampled several times, and the greedy one: on schedule, kept on disk, and continued where ended."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

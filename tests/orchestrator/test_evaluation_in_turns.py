@@ -1,7 +1,5 @@
 """An evaluation in turns with a real environment process and a scripted policy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """Turns that an earlier orchestrator finished, and trajectories that fail, in the orchestrator's accounts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

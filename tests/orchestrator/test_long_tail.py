@@ -26,7 +26,7 @@ from dppo_megatron.launch.evaluate import with_settings
 from dppo_megatron.types import Prompt, Rollout
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.audit import audit
-from tests.support.fakes.orchestrator import STOP, Tokenizer, World, sampling_config
+from tests.support.fakes.orchestrator import STOP, ScriptedEngine, Tokenizer, World, sampling_config
 
 GROUPS, SAMPLES, STEPS = 4, 3, 6
 GOES_ON, ENDS, SAID = 1, 2, 3
@@ -41,36 +41,36 @@ def heavy_tailed(position: int, number: int) -> Length:
 
 
 @dataclass
-class TableEngine:
+class TableEngine(ScriptedEngine):
     """Answers a turn after the seconds, and with as many tokens, as the table has for its trajectory."""
 
-    published: Path
-    table: Callable[[int, int], Length]
-    url: str = "in-process"
-    name: str = "table"
+    table: Callable[[int, int], Length] = heavy_tailed
     asked: list[tuple[int, int, int]] = field(default_factory=list)  # policy, position, turn
-    running: int = 0
-    most_running: int = 0
     cancelled: dict[int, float] = field(default_factory=dict)  # position -> when
 
+    def __post_init__(self):
+        self.delay = lambda request: self.table(*turn_of(request)[:2])[2]
+
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        version = PublishedPolicy.read(self.published).version
-        name = request.request_id.removeprefix("group-").split("-")[0]
-        position, number, turn = (int(part) for part in name.split("."))
-        turns, tokens, seconds = self.table(position, number)
-        self.asked.append((version, position, turn))
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
+        position, _, turn = turn_of(request)
+        self.asked.append((PublishedPolicy.read(self.published).version, position, turn))
         try:
-            await asyncio.sleep(seconds)
+            return await super().generate(request)
         except asyncio.CancelledError:
             self.cancelled[position] = time.time()
             raise
-        finally:
-            self.running -= 1
+
+    def answer(self, request: GenerateRequest, version: int) -> tuple[Rollout, ...]:
+        position, number, turn = turn_of(request)
+        turns, tokens, _ = self.table(position, number)
         ids = np.full(tokens, STOP, np.int32)
         ids[0] = ENDS if turn + 1 == turns else GOES_ON
         return (Rollout(ids, np.full(tokens, -1.0, np.float32), np.full(tokens, version, np.int32), "stop"),)
+
+
+def turn_of(request: GenerateRequest) -> tuple[int, ...]:
+    """Position, number of the sample, and turn."""
+    return tuple(map(int, request.request_id.removeprefix("group-").split("-")[0].split(".")))
 
 
 class Codec(Tokenizer):
@@ -148,7 +148,7 @@ class Played(World):
         )
         super().__init__(with_settings(config, environment=environment, data={"eval": None}))
         self.training_s = training_s
-        self.played, self.workers = TableEngine(self.run.published, table), TableWorkers(set(dies))
+        self.played, self.workers = TableEngine(self.run.published, table=table), TableWorkers(set(dies))
         self.episodes = self._episodes
 
     def _episodes(self, sampler: Sampler) -> Episodes:

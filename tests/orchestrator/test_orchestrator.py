@@ -1,7 +1,5 @@
 """The orchestrator on a scripted engine: order, staleness, dropping, invalid samples, evaluation, many attempts."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

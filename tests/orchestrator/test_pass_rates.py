@@ -1,7 +1,5 @@
 """A bank that is filled without a trainer, and prompts that are kept by the pass rate measured in it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Teachers over HTTP, scripted: what they list reaches the tokens, and every fault costs retries or a named error."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -19,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.common.retry import RetryBudget
-from dppo_megatron.config import Config
+from dppo_megatron.config import Config, with_settings
 from dppo_megatron.engines.protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, InvalidSample
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.engines.teachers import teacher_config
@@ -30,6 +28,8 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import ENVIRONMENT, POLICY, Prompt, Rollout
 from tests.support.actor_cases import QWEN3
 from tests.support.configs import make_config
+from tests.support.fakes.fleet import A, B, FakeServer
+from tests.support.fakes.fleet import World as Fleet
 from tests.support.fakes.orchestrator import STOP, World, sampling_config
 
 VOCAB, K = 110, 5  # of the policy; the teacher's embedding has padding after them
@@ -132,7 +132,7 @@ def scored(config: Config, server: Server, asked: Prompt, rollouts: list[Rollout
             )
             for name in config.started_teachers:
                 register(RunDir(teacher_config(here, name).run.dir), "engine-0", server.url, 1)
-            teachers = Teachers(here, Encoder(), VOCAB)
+            teachers = Teachers(here, Encoder(), VOCAB, None)
             try:
                 if before is not None:
                     await teachers.add(before, rollouts)
@@ -272,7 +272,7 @@ def world(run_dir: Path, server: Server, **rollout_settings: Any) -> World:
 
     def teachers() -> Teachers:
         own = teaching(run_dir, {"a": {"urls": [server.url]}}, unavailable_timeout_s=1, request_timeout_s=1)
-        return Teachers(config.model_copy(update={"distillation": own.distillation}), Encoder(), VOCAB)
+        return Teachers(config.model_copy(update={"distillation": own.distillation}), Encoder(), VOCAB, None)
 
     return World(config, teachers=teachers)
 
@@ -343,3 +343,26 @@ def test_settings_that_teach_nothing_are_named():
     assert "a.in_trainer = true: excludes other teachers" in problems({"a": {**own, "tensor_parallel": 2}})
     assert "a.in_trainer = true: excludes other teachers" in problems({"a": own}, rollout={"top_p": 0.9})
     assert "a.in_trainer = true: excludes other teachers" in problems({"a": {**url, "in_trainer": True}})
+
+
+def test_a_policy_that_teaches_itself_is_scored_by_verified_engines_only(tmp_path):
+    """Of two registered engines one has other bits; no teacher's route of a stock server is asked."""
+    config = teaching(tmp_path, {"self": {"prompt_template": "{prompt}{answer} "}}, topk=1)
+    config = with_settings(config, engine={"health_interval_s": 0.05, "unavailable_timeout_s": 5.0})
+    RunDir(config.run.dir).make()
+    engines = Fleet(config, {A: FakeServer(), B: FakeServer(misloads=True)})
+    engines.publish(5, to=(A,))
+
+    async def use(sampler):
+        teachers = Teachers(config, Encoder(), VOCAB, sampler)
+        for position in range(8):
+            (taught,) = await teachers.add(prompt(position=position), [rollout([3, 4])])
+            assert taught.teacher_logprob.tolist() == [-6, -6]
+            assert taught.teacher_ids.tolist() == [[3], [4]]
+            await asyncio.sleep(0.02)
+        await teachers.close()
+
+    engines.live(use)
+    read = Encoder().encode("12+34=46 ")
+    assert [request.token_ids.tolist() for request in engines.servers[A].asked] == [[*read, 3, 4]] * 8
+    assert engines.servers[B].asked == []

@@ -1,7 +1,5 @@
 """Groups between sampling and the bank: counted while in memory, spilled beyond that, and stored the same."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

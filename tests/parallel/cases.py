@@ -1,7 +1,5 @@
 """The layouts of the parity suite, and the bank that all of them train on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +138,7 @@ FAST = (
     "deepseek:cp2",
     "delta:tp2_sp",
 )
+SMOKE = "deepseek:ep2_tp2"  # runs in every shard
 NEXT = (  # run with the newest Megatron-core as well: every family, every kind of layout
     "qwen3:tp2_sp",
     "qwen3:pp2_uneven",

@@ -1,7 +1,5 @@
 """Models, their banks, and every case once on ranks of its world size."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,32 +8,17 @@ import pytest
 
 from tests.parallel.cases import CASES, write_bank
 from tests.parallel.scenarios import train
-from tests.support.actor_cases import (
-    DEEPSEEK,
-    GLM,
-    GLM_FLASH,
-    MISTRAL,
-    QWEN3,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_MOE,
-    set_expert_bias,
-)  # fmt: skip
+from tests.support.actor_cases import make_models
 from tests.support.actor_ranks import run_scenario
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    from dppo_megatron.hf import make_random_hf_model
-
     root = tmp_path_factory.mktemp("parallel") / "models"
-    configs = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK, "glm": GLM}
-    configs |= {"delta": QWEN3_5, "delta_moe": QWEN3_5_MOE, "mistral": MISTRAL, "glm_flash": GLM_FLASH}
-    configs["tied"] = {**QWEN3, "tie_word_embeddings": True}
-    for name, config in configs.items():
-        make_random_hf_model(root / name, config, seed=1)
-        set_expert_bias(root / name)
-        write_bank(root.parent / "banks" / name, root / name)
+    families = ("qwen3", "qwen3_moe", "deepseek", "mistral", "glm_flash", "tied")
+    make_models(root, *families, glm="glm4_moe", delta="qwen3_5", delta_moe="qwen3_5_moe")
+    for model in root.iterdir():
+        write_bank(root.parent / "banks" / model.name, model)
     write_bank(root.parent / "banks" / "qwen3+kept", root / "qwen3", truncated=True)
     return root
 

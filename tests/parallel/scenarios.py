@@ -1,7 +1,5 @@
 """The ranks of the parity suite train on the bank in one layout."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

@@ -3,11 +3,9 @@
 Gated delta net: to 1e-5 in the first update, to 1e-4 in later ones.
 """
 
-from __future__ import annotations
-
 import pytest
 
-from tests.parallel.cases import CASES, FAST, NEXT
+from tests.parallel.cases import CASES, FAST, NEXT, SMOKE
 
 EXACT = ("tokens", "measured", "loss_tokens", "masked_tokens", "skipped", "late_buckets")
 CLOSE = ("loss", "masked", "grad_norm", "entropy", "disagreement")
@@ -15,7 +13,8 @@ CLOSE = ("loss", "masked", "grad_norm", "entropy", "disagreement")
 
 def marked(case: str):
     marks = [] if case in FAST else [pytest.mark.parallel]
-    return pytest.param(case, marks=[*marks, pytest.mark.megatron_next] if case in NEXT else marks)
+    marks += [pytest.mark.megatron_next] if case in NEXT else []
+    return pytest.param(case, marks=[*marks, pytest.mark.smoke] if case == SMOKE else marks)
 
 
 @pytest.mark.parametrize("case", [marked(case) for world in (2, 4) for case in CASES[world]])

@@ -1,7 +1,5 @@
 """One process trains on a bank with sampling masks as a dense float64 reference does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Samples of several turns and branches train as a dense computation in float64 does, in every layout."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from dppo_megatron.bank import BankReader, BankWriter
 from dppo_megatron.objectives import TopKLogprobs, build_objective, group_advantages
 from dppo_megatron.types import POLICY, Rollout, RolloutGroup
 from tests.parallel.cases import PROMPTS, SAMPLES, TEMPERATURE, sample_groups, sections
-from tests.support.actor_cases import QWEN3, QWEN3_MOE
+from tests.support.actor_cases import make_models
 from tests.support.actor_ranks import Rank, run_scenario
 from tests.support.turns import with_turns
 
@@ -80,11 +78,8 @@ def turns_update(rank: Rank, methods: tuple[str, ...], replay: bool, layouts: di
 def turn_models(tmp_path_factory) -> Path:
     from transformers import AutoModelForCausalLM
 
-    from dppo_megatron.hf import make_random_hf_model
-
-    root = tmp_path_factory.mktemp("turns") / "models"
-    for name, config in {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}.items():
-        make_random_hf_model(root / name, config, seed=1)
+    root = make_models(tmp_path_factory.mktemp("turns") / "models", "qwen3", "qwen3_moe")
+    for name in ("qwen3", "qwen3_moe"):
         policy = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32).eval()
         with BankWriter(root.parent / "turns" / name, PROMPTS, fsync=False) as bank:
             for group in sample_groups(policy, PROMPTS, torch.Generator().manual_seed(5)):

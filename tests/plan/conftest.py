@@ -1,7 +1,5 @@
 """The process that builds the ranks' models; tests share it because it imports Megatron-core."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """`plan --speculation` decodes stored samples again, tested on cases computed by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`plan --lengths` predicts a run by simulation, tested on cases computed by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

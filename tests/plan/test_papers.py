@@ -1,7 +1,5 @@
 """Each config of the papers passes all rules with every method, and fits the machines that it names."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plan of published models: exact counts, every rejection, and advice that is true."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

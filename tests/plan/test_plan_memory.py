@@ -1,7 +1,5 @@
 """The plan's bytes are within 10 % of those that an update on the CPU takes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

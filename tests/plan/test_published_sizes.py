@@ -1,7 +1,5 @@
 """Parameters of published models: counted in transformers' models, from config.json, and in the plan's ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 

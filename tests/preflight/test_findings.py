@@ -1,7 +1,5 @@
 """The findings name the nodes at fault from the reports of their processes."""
 
-from __future__ import annotations
-
 import pytest
 
 from dppo_megatron.preflight.findings import Reported, findings

@@ -1,7 +1,5 @@
 """The checked groups are Megatron's."""
 
-from __future__ import annotations
-
 import pytest
 
 from dppo_megatron.preflight.groups import process_groups

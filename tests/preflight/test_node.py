@@ -1,7 +1,5 @@
 """Checks of a process on its node, with an nvidia-smi of the test's on PATH."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

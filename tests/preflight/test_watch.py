@@ -1,7 +1,5 @@
 """A preflight with real processes on this machine, and when one is given up."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reward functions as users of verl and TRL write them, and one that mixes terms; unmodified by dotted path."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -11,7 +9,7 @@ import time
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """verl's custom reward function."""
     right = solution_str.strip() == ground_truth
-    bonus = extra_info["bonus"] if extra_info else 0.0
+    bonus = extra_info.get("bonus", 0.0)
     return {"score": float(right) + bonus + (data_source == "sums"), "acc": right}
 
 
@@ -41,6 +39,12 @@ def math_only(prompts, completions, task, **kwargs):
 
 async def async_reward(prompts, completions, **kwargs):
     await asyncio.sleep(0)
+    return [0.5] * len(completions)
+
+
+def logging_reward(completions, log_extra, log_metric, trainer_state=None, **kwargs):
+    log_extra("length", [len(completion) for completion in completions])
+    log_metric(name="share", value=0.5)
     return [0.5] * len(completions)
 
 

@@ -1,7 +1,6 @@
 """Rewards that misbehave as the response text says, by dotted path in the tests. Worse ones are in tests/attack."""
 
-from __future__ import annotations
-
+import asyncio
 import math
 import os
 import subprocess
@@ -12,6 +11,28 @@ from tempfile import TemporaryDirectory
 
 async def judge():
     return False
+
+
+class SharedClient:
+    """Shares a client between samples, which belongs to the event loop of its first use."""
+
+    def __init__(self):
+        self.loop = None
+
+    async def __call__(self, prompt, response_text):
+        self.loop = self.loop or asyncio.get_running_loop()
+        self.waiting = asyncio.ensure_future(asyncio.sleep(1000))  # as the tasks of a connection
+        return float(self.loop is asyncio.get_running_loop())
+
+    async def check_answer(self, answer):
+        self.loop = self.loop or asyncio.get_running_loop()
+        if self.loop is not asyncio.get_running_loop():
+            raise ValueError("another loop")
+
+
+def second_call_fails(prompt, response_text, calls=[]):  # noqa: B006
+    calls.append(1)
+    return 1.0 / (len(calls) % 2)
 
 
 def strange(prompt, response_text):

@@ -1,7 +1,5 @@
 """The grader `math` against math-verify itself, and against possible answers of a policy."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -13,7 +11,7 @@ from dppo_megatron.rewards import RewardPool, Ungradable
 from dppo_megatron.rewards.extract import last_answer
 from dppo_megatron.rewards.mathematics import Math, equal
 from tests.attack import cases, generator
-from tests.rewards import judged_pairs, math_cases
+from tests.rewards import math_cases
 
 BOTH = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
@@ -29,10 +27,10 @@ def test_the_grader_agrees_with_math_verify(answer, given, right):
 
 
 def test_judged_pairs():
-    pairs = [pair for category in judged_pairs.PAIRS.values() for pair in category]
+    pairs = math_cases.JUDGED
     assert len({pair[:2] for pair in pairs}) == len(pairs) >= 160
     wrong = {(answer, given) for answer, given, right in pairs if equal(answer, given) != bool(right)}
-    assert wrong == judged_pairs.MISJUDGED
+    assert wrong == math_cases.MISJUDGED
     for answer, _, _ in pairs:
         Math().check_answer(answer)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -14,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import RewardPool
 
@@ -60,6 +59,18 @@ def test_a_worker_killed_while_idle_is_replaced(prompt, size, caplog):
 def test_a_class_is_one_object_per_process(prompt):
     with make_pool("tests.rewards.strange_rewards:Counting") as pool:
         assert score(pool, prompt("1"), "a", "b", "c") == ([1.0, 2.0, 3.0], [False] * 3)
+
+
+def test_samples_of_an_async_reward_share_its_client(prompt):
+    with make_pool("tests.rewards.strange_rewards:SharedClient") as pool:
+        assert pool.check_answers([("", "1")]) == [None]
+        assert score(pool, prompt("1"), "a", "b", "c") == ([1.0, 1.0, 1.0], [False] * 3)
+
+
+def test_the_check_at_the_start_calls_a_reward_twice(prompt):
+    with make_pool("tests.rewards.strange_rewards:second_call_fails", workers=2) as pool:
+        ((_, failure),) = pool.try_once([prompt("1")])
+        assert "ZeroDivisionError" in failure.detail
 
 
 @pytest.mark.slow
@@ -113,20 +124,14 @@ def test_a_killed_parent_leaves_no_worker():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
     worker = int(done.stdout)
-    deadline = time.monotonic() + 10
-    while _runs(worker):
-        assert time.monotonic() < deadline, "the worker outlived its parent"
-        time.sleep(0.05)
+    assert wait_until(lambda: not _runs(worker), 10, 0.05), "the worker outlived its parent"
 
 
 def test_a_worker_that_ends_leaves_nothing_that_it_started(prompt, tmp_path):
     with make_pool() as pool:
         assert score(pool, prompt(str(tmp_path / "pid")), "leave a process") == ([0], [True])
     left = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 10
-    while _runs(left):
-        assert time.monotonic() < deadline, "it runs on, and nobody knows of it"
-        time.sleep(0.05)
+    assert wait_until(lambda: not _runs(left), 10, 0.05), "it runs on, and nobody knows of it"
 
 
 def test_a_reward_of_groups_with_another_number_of_values_costs_its_own_group_alone(prompt, caplog):

@@ -1,7 +1,5 @@
 """Several rewards, functions of other trainers, answers checked before a run, and a judge over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -90,6 +88,7 @@ def test_functions_of_verl_run_unmodified(prompt):
     partly = {"name": f"{FOREIGN}:per_dataset_score", "settings": {"format_score": 0.125}}
     assert score(partly, row, "42", "41")[0] == [1, 0.125]
     assert score({"name": f"{FOREIGN}:compute_score_async"}, row, "42", "41")[0] == [1, 0]
+    assert score({"name": f"{FOREIGN}:compute_score"}, prompt("42"), "42")[0] == [1]  # without the column extra_info
 
 
 @pytest.mark.parametrize(
@@ -107,6 +106,12 @@ def test_functions_of_verl_run_unmodified(prompt):
         ("text, label", "the prompt would be passed as parameter text"),
         ("prompt, ground_truth", "the response would be passed as parameter ground_truth"),
         ("solution_str, answer", "the prompt would be passed as parameter solution_str"),
+        ("solution_strs, ground_truths", "the prompt would be passed as parameter solution_strs"),
+        ("prompts, answers", "the prompt would be passed as parameter prompts"),
+        ("data_source, solution_str, extra_info, reward_model_tokenizer=None", "sums text {'a': 1} None"),
+        ("solution_str, ground_truth, reward_model_tokenizer", "reward_model_tokenizer: not passed here; give"),
+        ("prompts, completions, completion_ids", "completion_ids: not passed here; give"),
+        ("completions, trainer_state, **columns", "trainer_state: not passed here; give"),
     ],
 )
 def test_the_names_of_parameters_say_what_a_function_is_given(prompt, monkeypatch, parameters, given):
@@ -116,8 +121,8 @@ def test_the_names_of_parameters_say_what_a_function_is_given(prompt, monkeypatc
     module.reward = eval(f"lambda {parameters}: got.append(({', '.join(names)},)) or 0.0", {"got": got})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     row = replace(prompt("42", extra_info={"a": 1}), source="sums")
-    if given and "would be passed" in given:
-        with pytest.raises(RewardError, match=f"reward.name = named_by_parameters:reward: {given}; name"):
+    if given and "passed" in given:
+        with pytest.raises(RewardError, match=f"reward.name = named_by_parameters:reward: {given}"):
             load_reward("named_by_parameters:reward")
         return
     load_reward("named_by_parameters:reward")(row, "text")
@@ -130,6 +135,7 @@ def test_functions_of_trl_run_unmodified(prompt):
     assert score({"name": f"{FOREIGN}:length_reward"}, plain, "four")[0] == [np.float32(5.4)]
     assert score({"name": f"{FOREIGN}:format_reward"}, turns, "<think>x</think>y", "y")[0] == [1, 0]
     assert score({"name": f"{FOREIGN}:async_reward"}, plain, "x")[0] == [0.5]
+    assert score({"name": f"{FOREIGN}:logging_reward"}, plain, "x")[0] == [0.5]
     assert score({"name": f"{FOREIGN}:math_only"}, turns, "x")[:2] == ([1], [False])
     assert score({"name": f"{FOREIGN}:math_only"}, plain, "x") == ([0], [True], {"reward/failed_not_applicable": 1})
     assert score({"name": f"{FOREIGN}:wrong_count"}, plain, "x")[1:] == ([True], {"reward/failed_raised": 1})

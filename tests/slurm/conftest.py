@@ -1,7 +1,5 @@
 """One Slurm for all tests of this directory, and the task they train on."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

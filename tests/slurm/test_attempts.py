@@ -1,7 +1,5 @@
 """restarts.jsonl: causes, counts and crash loops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """CPUs near each GPU, on made-up /sys trees; and the binding of a task."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Jobs on a real Slurm with stubs as steps: driver and scripts when steps end in various ways."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The nodes and command lines of steps, and rejected settings."""
 
-from __future__ import annotations
-
 import tempfile
 
 import pytest
@@ -117,7 +115,8 @@ def test_each_node_of_an_engine_runs_its_part(child_environments, monkeypatch, r
     (child,) = child_environments
     assert child["name"] == log
     assert child["command"][-5:-1] == ["--node", str(rank), "--meeting", "engine-3-7.5-0"]
-    assert (child["CUDA_VISIBLE_DEVICES"], child["VLLM_HOST_IP"]) == ("4,5,6,7", "10.0.0.1")
+    assert child["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert "engine.host=10.0.0.1" in child["command"]  # the server's VLLM_HOST_IP, see tests/common/test_environment.py
 
 
 def test_the_config_is_checked_beside_the_gpus_it_is_for():
@@ -249,15 +248,15 @@ def test_a_scaled_run_obeys_the_rules_between_settings(tmp_path):
 
 def test_an_engine_takes_its_gpus_of_those_slurm_shows(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
-    assert engine_environment(config(), 1, 2, "10.0.0.1")["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert engine_environment(config(), 1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # as where Slurm does not constrain devices
     monkeypatch.setattr(task, "visible_devices", lambda: ["0", "1", "2", "3"])
-    assert engine_environment(config(), 1, 2, "10.0.0.1")["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert engine_environment(config(), 1, 2)["CUDA_VISIBLE_DEVICES"] == "2,3"
     with pytest.raises(ExpectedError, match="GPUs are 4 to 5 of its node, and Slurm shows the step 4"):
-        engine_environment(config(), 2, 4, "10.0.0.1")
+        engine_environment(config(), 2, 4)
     monkeypatch.setattr(task, "visible_devices", lambda: ["0"])  # as under --gpus-per-task=1
     with pytest.raises(ExpectedError, match=r"GPUs are 2 to 3 of its node, .* shows the step 1; .*--gpus-per-task"):
-        engine_environment(config(), 1, 2, "10.0.0.1")
+        engine_environment(config(), 1, 2)
 
 
 def test_options_of_the_batch_script_do_not_reach_its_steps():

@@ -1,7 +1,5 @@
 """The examples and the nodes they request; a run that does not fit its GPUs is refused before it is submitted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The preflight on a real Slurm: a fault of one node, which that node's own processes run into."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Jobs with a fault in the preflight continue without the nodes at fault, or end."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

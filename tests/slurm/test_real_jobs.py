@@ -1,7 +1,5 @@
 """Runs by sbatch on a real Slurm: real vLLM, real trainer ranks, ended in every way a job can end."""
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -161,6 +159,7 @@ def limit(run: Run, minutes: int) -> None:
     run.lab.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={minutes}")
 
 
+@pytest.mark.smoke
 def test_scancel_leaves_no_process_and_a_resumable_run(run, uninterrupted):
     """Submitted by `dppo-megatron slurm`, followed by `dppo-megatron status`, continued by sbatch."""
     shown = run.command("slurm", run.config)

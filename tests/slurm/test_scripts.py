@@ -1,7 +1,5 @@
 """The batch scripts of the repository and scripts written from a config, as sbatch reads them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Status and submission on run directories made by hand, with a squeue of the test."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The text of the studies' task is right, and every machine makes the same task."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import islice

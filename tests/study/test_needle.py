@@ -1,7 +1,5 @@
 """The needle task has the stated probabilities, and verdicts follow the rules of the study."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from math import log

@@ -1,7 +1,5 @@
 """The grid, the rows and the statistics of a study; real runs are in tests/e2e/test_study.py."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

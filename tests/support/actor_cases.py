@@ -1,7 +1,5 @@
 """Tiny models, configs and micro-batches that the tests and the ranks they spawn share."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,138 +10,16 @@ import torch
 from dppo_megatron.config import Config
 from dppo_megatron.types import TokenBatch
 from tests.support.configs import make_config
+from tests.support.published import read_models
 
-VOCAB = 37  # not a multiple of any tensor-parallel size: the head is padded
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    "hidden_act": "silu",
-    "initializer_range": 0.2,
-}
-MOE = {  # what a Qwen3 with experts adds
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [0],
-    "decoder_sparse_step": 1,
-}
-MLA_MOE = {  # what a DeepSeek-V3 adds, in place of head_dim
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
-}
-GLM4_MOE = {  # what a GLM-4.5 adds
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "head_dim": 16,
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    **{
-        name: MLA_MOE[name]
-        for name in (
-            "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
-            "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob",
-            "num_nextn_predict_layers",
-        )
-    },
-}  # fmt: skip
-DELTA_NET = {  # what a Qwen3.5 adds
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    # Heads that are not too small, and a larger epsilon: the norm of small outputs amplifies rounding.
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "rms_norm_eps": 1e-3,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    "partial_rotary_factor": 0.5,
-}
-DELTA_MOE = {
-    **DELTA_NET,
-    "architectures": ["Qwen3_5MoeForCausalLM"],
-    "model_type": "qwen3_5_moe_text",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 16,
-}
-GPT_OSS = {  # what a gpt-oss adds
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "head_dim": 16,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 24,
-    "sliding_window": 5,
-    "swiglu_limit": 0.7,  # small enough to clamp
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 8.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    },
-}
-GPT_OSS_SERVED = {  # the values with which vLLM computes, and sizes that its kernels for CPUs take
-    **GPT_OSS,
-    "head_dim": 32,
-    "intermediate_size": 64,
-    "swiglu_limit": 7.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-QWEN3_MOE = {**QWEN3, **MOE}
-QWEN3_5 = {**QWEN3, **DELTA_NET}
-OSS = {**QWEN3, **GPT_OSS}
-QWEN3_5_MOE = {**QWEN3, **DELTA_MOE}
-GLM = {**QWEN3, **GLM4_MOE}
-DEEPSEEK = {**{name: value for name, value in QWEN3.items() if name != "head_dim"}, **MLA_MOE}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-MISTRAL = {**QWEN3, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
-GLM_FLASH = {**DEEPSEEK, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+TINY = read_models("tiny_models")
+QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE = (TINY[name] for name in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"))
+GLM, OSS, DEEPSEEK = (TINY[name] for name in ("glm4_moe", "gpt_oss", "deepseek"))
+YARN = TINY["moonlight"]["rope_parameters"]
+# What a family adds to a Qwen3.
+MOE, MLA_MOE, GLM4_MOE, DELTA_MOE = (TINY[name] for name in (".moe", ".mla_moe", ".glm4_moe", ".delta_moe"))
+GPT_OSS, GPT_OSS_SERVED = TINY[".gpt_oss"], TINY[".gpt_oss_served"]
+VOCAB = QWEN3["vocab_size"]
 K = 4
 
 
@@ -152,6 +28,16 @@ def write_config(directory: Path, **changes: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**QWEN3, **changes}))
     return directory
+
+
+def make_models(root: Path, *names: str, **others: str) -> Path:
+    """Write a random fp32 model of each name in tiny_models.yaml; `others` are directories with another name."""
+    from dppo_megatron.hf import make_random_hf_model
+
+    for directory, name in {**dict(zip(names, names, strict=True)), **others}.items():
+        make_random_hf_model(root / directory, TINY[name], seed=1)
+        set_expert_bias(root / directory)
+    return root
 
 
 def set_expert_bias(directory: Path) -> None:

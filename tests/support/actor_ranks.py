@@ -1,13 +1,15 @@
-"""Actors on ranks, for scenarios: functions called as f(Rank, ...) on every rank."""
+"""Actors on ranks, for tests that run there, and for scenarios: functions called as f(Rank, ...) on every rank."""
 
-from __future__ import annotations
-
+import functools
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.actor_cases import actor_config
 from tests.support.ranks import Ranks, rendezvous
@@ -56,6 +58,32 @@ class Rank:
         rendezvous(self.directory)
 
 
+def on_ranks(*sizes: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of body(rank: Rank, **parameters), which runs and asserts on every rank of each size in `sizes`.
+
+    `@pytest.mark.parametrize` above it gives the parameters, and `size` if `sizes` is empty. The folder needs the
+    fixture `models`.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(ranks: Callable[[int], Ranks], models: Path, tmp_path: Path, size: int = 0, **given: Any) -> None:
+            run_scenario(ranks(size or sizes[0]), test, models, tmp_path, *given.values())
+
+        fixtures = ["ranks", "models", "tmp_path", *(["size"] if len(sizes) != 1 else [])]
+        names = [*fixtures, *list(inspect.signature(body).parameters)[1:]]
+        functools.update_wrapper(test, body).__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        return pytest.mark.parametrize("size", sizes)(test) if len(sizes) > 1 else test
+
+    return decorate
+
+
+def slow(*values: Any) -> Any:
+    """A case of a table that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def run_scenario(ranks: Ranks, scenario: Callable[..., Any], models: Path, directory: Path, *arguments: Any) -> Any:
     """Run scenario(Rank, *arguments) on all `ranks`, and return the result of rank 0. Raises RankError."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,5 +92,6 @@ def run_scenario(ranks: Ranks, scenario: Callable[..., Any], models: Path, direc
 
 
 def _on_rank(rank: int, scenario: Callable[..., Any], models: Path, directory: Path, arguments: tuple) -> Any:
+    scenario = getattr(scenario, "__wrapped__", scenario)  # the body of a test
     result = scenario(Rank(rank, int(os.environ["WORLD_SIZE"]), models, directory), *arguments)
     return result if rank == 0 else None

@@ -1,7 +1,5 @@
 """Compares the turns in a bank with the turns that engines returned."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np

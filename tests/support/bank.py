@@ -1,7 +1,5 @@
 """Groups to fill a bank with: all of a group follows from its position, so a reader can check it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -4,8 +4,6 @@ A command's own processes (ranks, orchestrator, the command `engine`) are forks 
 starts them as it always does. Servers are always real.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """The smallest config, which the tests of every room build theirs on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Damages of a bank that keep all checksums right, and the audit's words for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

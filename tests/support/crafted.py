@@ -1,7 +1,5 @@
 """Pickles that run code in the process that reads them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Divergences from a teacher by plain formulas over the whole vocabulary."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

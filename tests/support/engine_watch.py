@@ -1,7 +1,5 @@
 """Requests and replies of an engine, turn by turn, and the groups of a bank."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

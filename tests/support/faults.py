@@ -50,13 +50,13 @@ def fault_config(task: Path, run_dir: Path, *, urls: list[str], **engine: Any) -
 
 
 class Run:
-    """`dppo-megatron train` in the background."""
+    """A command in the background, by default `dppo-megatron train`."""
 
-    def __init__(self, tree: dict, directory: Path, *options: str):
+    def __init__(self, tree: dict, directory: Path, *options: str, command: str = "train"):
         self.dir = Path(tree["run"]["dir"])
         self.secret = Path(tree["engine"].get("secret_file", self.dir / "secret"))
         self.output = directory / "out"
-        self.process = start("train", write_config(tree, directory / "c.yaml"), *options, output=self.output)
+        self.process = start(command, write_config(tree, directory / "c.yaml"), *options, output=self.output)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: step in steps_done(self.dir), f"step {step}", 120)

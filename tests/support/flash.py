@@ -4,8 +4,6 @@ They take sequences of variable lengths, [rows, heads, d], as the CUDA kernels d
 backward pass is the kernel's formula with the output and log-sum-exp that it is given (arXiv 2307.08691, algorithm 2).
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rejects operations that would make the host wait for a GPU, on tensors of the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers' arithmetic in fp64."""
 
-from __future__ import annotations
-
 import torch
 from torch.overrides import TorchFunctionMode
 

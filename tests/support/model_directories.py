@@ -1,7 +1,5 @@
 """Small Hugging Face directories: written, changed and compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,64 +1,16 @@
 """Tiny models of every family: their config.json, and Megatron's own GPTModel (local layer spec) for it."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.hf.transformer_fields import transformer_fields, uncompared_fields
-from tests.support.actor_cases import DELTA_MOE, DELTA_NET, GLM4_MOE, GPT_OSS, MLA_MOE, MOE
+from tests.support.actor_cases import TINY
+from tests.support.published import read_models
 
-_BASE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 61,  # odd: padded for two ranks
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "initializer_range": 0.2,  # large enough for logits that tell models apart
-}
-_GROUPS = {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-CONFIGS = {
-    "qwen3": {**_BASE, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True},
-    "qwen2": {**_BASE, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False},
-    "llama": {**_BASE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
-    "qwen3_moe": {**_BASE, **MOE, "head_dim": 16, "num_experts": 4},
-    "deepseek_v3": {
-        **_BASE,
-        **MLA_MOE,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 2,
-        **_GROUPS,
-    },
-    "mistral": {**_BASE, "architectures": ["MistralForCausalLM"], "head_dim": 16, "sliding_window": None},
-    # Compared with the experts of DeepSeek-V3, half of each head is rotated and queries have biases and norms.
-    "glm4_moe": {**_BASE, **GLM4_MOE, "n_routed_experts": 4, "num_experts_per_tok": 2, **_GROUPS},
-    "glm4_moe_lite": {
-        **_BASE,
-        **MLA_MOE,
-        "architectures": ["Glm4MoeLiteForCausalLM"],
-        "model_type": "glm4_moe_lite",
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        **_GROUPS,
-    },
-}
-_DELTA = {
-    **{"head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "rms_norm_eps": 1e-3},
-    **{"layer_types": None, "full_attention_interval": 2, "initializer_range": 0.15},
-}
-CONFIGS |= {
-    "qwen3_5_text": {**_BASE, **DELTA_NET, **_DELTA, "tie_word_embeddings": True},
-    "qwen3_5_moe_text": {**_BASE, **DELTA_MOE, **_DELTA, "num_experts": 4},
-}
+FAMILIES = read_models("tiny_families", known={name: TINY[name] for name in TINY if name.startswith(".")})
+CONFIGS = {name: config for name, config in FAMILIES.items() if not name.startswith(".")}
 EXPERT_FAMILIES = tuple(name for name, config in CONFIGS.items() if {"num_experts", "n_routed_experts"} & config.keys())
-CONFIGS |= {"gpt_oss": {**_BASE, **GPT_OSS, "num_local_experts": 4}}  # its experts cannot be sharded
 
 
 def build_gpt(

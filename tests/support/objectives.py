@@ -1,7 +1,5 @@
 """Objectives for runs that tests start."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models that answer any prompt with a digit in a box."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -11,27 +9,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dppo_megatron.hf import make_random_hf_model
-from tests.support.actor_cases import MOE
+from tests.support.actor_cases import MOE, TINY
 from tests.support.tokenizers import CHAT, save_character_model
 
 DIGITS = "0123"  # each is the answer with a probability of about a quarter, whatever the prompt
 PAD, EOS = 0, 1
-DENSE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
+DENSE = TINY["answering"]
 EXPERTS = DENSE | MOE | {"head_dim": 32, "moe_intermediate_size": 32, "mlp_only_layers": []}
 
 

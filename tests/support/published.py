@@ -1,180 +1,24 @@
-"""The settings that decide the sizes of published models, as their config.json files have them."""
+"""Sizes of models, as config.json files have them."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Any
 
-_MISTRAL = {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "sliding_window": None,
-}
-_GPT_OSS = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_key_value_heads": 8,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "vocab_size": 201088,
-}
-_SIGMOID = {
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-}
-_GLM = {
-    **_SIGMOID,
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "attention_bias": True,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 96,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 151552,
-}
-_QWEN3_5 = {
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "num_attention_heads": 16,
-    "vocab_size": 248320,
-}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "Mistral-7B-Instruct-v0.3": {
-        **_MISTRAL,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "max_position_embeddings": 32768,
-        "vocab_size": 32768,
-    },
-    "Mistral-Nemo-Instruct-2407": {
-        **_MISTRAL,
-        "hidden_size": 5120,
-        "head_dim": 128,
-        "num_hidden_layers": 40,
-        "max_position_embeddings": 1024000,
-        "vocab_size": 131072,
-    },
-    "GLM-4.5-Air": {
-        **_GLM,
-        "first_k_dense_replace": 1,
-        "hidden_size": 4096,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 128,
-        "num_hidden_layers": 46,
-        "routed_scaling_factor": 1.0,
-    },
-    "GLM-4.7": {
-        **_GLM,
-        "first_k_dense_replace": 3,
-        "hidden_size": 5120,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "num_hidden_layers": 92,
-        "routed_scaling_factor": 2.5,
-        "use_qk_norm": True,
-        "max_position_embeddings": 202752,
-    },
-    "GLM-4.7-Flash": {
-        **_SIGMOID,
-        "architectures": ["Glm4MoeLiteForCausalLM"],
-        "model_type": "glm4_moe_lite",
-        "first_k_dense_replace": 1,
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "kv_lora_rank": 512,
-        "max_position_embeddings": 202752,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 64,
-        "num_attention_heads": 20,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 47,
-        "num_key_value_heads": 20,
-        "num_nextn_predict_layers": 1,
-        "q_lora_rank": 768,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "routed_scaling_factor": 1.8,
-        "v_head_dim": 256,
-        "vocab_size": 154880,
-    },
-    "Qwen3.5-9B": {
-        **_QWEN3_5,
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 4,
-    },
-    "Qwen3.5-35B-A3B": {
-        **_QWEN3_5,
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "shared_expert_intermediate_size": 512,
-    },
-    "Kimi-K2-Instruct": {
-        **_SIGMOID,
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "kimi_k2",
-        "first_k_dense_replace": 1,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "kv_lora_rank": 512,
-        "max_position_embeddings": 131072,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 384,
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 61,
-        "num_key_value_heads": 64,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "rope_scaling": {
-            "beta_fast": 1.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "routed_scaling_factor": 2.827,
-        "v_head_dim": 128,
-        "vocab_size": 163840,
-    },
-    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
-}
+import yaml
+
+Models = dict[str, dict[str, Any]]
+
+
+def read_models(name: str, known: Models | None = None) -> Models:
+    """Return the configs of `tests/data/<name>.yaml`, each with those of the models that it is `like`.
+
+    These are of the same file or `known`. A name that begins with . has what several models share.
+    """
+    models = dict(known or {})
+    for model, config in yaml.safe_load((Path(__file__).parents[1] / "data" / f"{name}.yaml").read_text()).items():
+        models[model] = {}
+        for like in (*(models[other] for other in config.pop("like", ())), config):
+            models[model] |= like
+    return {model: config for model, config in models.items() if model not in (known or {})}
+
+
+PUBLISHED = {model: config for model, config in read_models("published_models").items() if not model.startswith(".")}

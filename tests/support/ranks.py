@@ -153,10 +153,25 @@ def _serve(rank: int, size: int, store: str, backend: str | None, pipe: Any) -> 
         try:
             answer = ("done", function(rank=rank, **arguments))
         except Exception as error:
-            answer = ("raised", (type(error).__name__, str(error), traceback.format_exc()))
+            answer = ("raised", (type(error).__name__, str(error), traceback.format_exc() + _locals(error)))
         _send(pipe, answer)
     if backend is not None:
         dist.destroy_process_group()
+
+
+def _locals(error: Exception) -> str:
+    """Return the values of the variables where an assertion failed; pytest shows them only of its own process."""
+    if not isinstance(error, AssertionError):
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return "".join(f"{name} = {_shown(value)}\n" for name, value in frame.f_locals.items())
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)[:300]
+    except Exception:  # for example of a tensor on a simulated device
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _send(pipe: Any, answer: tuple[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Records as a trainer writes them."""
 
-from __future__ import annotations
-
 
 def step_record(step: int, time: float, **changes: float | None) -> dict:
     return {

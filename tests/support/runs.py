@@ -1,7 +1,5 @@
 """Start runs from the command line, as a user does, and read their files."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -151,6 +149,16 @@ def records(run_dir: Path) -> list[dict]:
 def steps_done(run_dir: Path) -> list[int]:
     """Steps with a training record, in the order of the file."""
     return [r["step"] for r in records(run_dir) if "time/step_s" in r]
+
+
+def train_to_end(tree: dict) -> list[dict]:
+    """Train by the command; return the records of the steps, which must be all, with gradients."""
+    run_dir = Path(tree["run"]["dir"])
+    run("train", write_config(tree, run_dir.with_suffix(".yaml")))
+    assert steps_done(run_dir) == list(range(1, STEPS + 1))
+    trained = [r for r in records(run_dir) if "time/step_s" in r]
+    assert all(r["train/grad_norm"] > 0 for r in trained)
+    return trained
 
 
 def weights_digest(run_dir: Path) -> str:

@@ -1,7 +1,5 @@
 """The results of a rank on its columns of the logits, and the number of its collectives."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores of a teacher, computed by transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

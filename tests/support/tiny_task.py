@@ -1,7 +1,5 @@
 """A tiny policy, a bank that it sampled itself, and configs that train on it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

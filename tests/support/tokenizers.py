@@ -1,7 +1,5 @@
 """Tokenizers small enough to build in a test."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups of several turns and branches, made from groups of responses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

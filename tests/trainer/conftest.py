@@ -1,7 +1,5 @@
 """The tiny task, which several files train on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The real training loop on the tiny bank, as ranks run it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A step is kept as far as the bound allows: the rule on a toy in float64, and the real loop in several layouts."""
 
-from __future__ import annotations
-
 import functools
 import math
 from types import SimpleNamespace

@@ -1,11 +1,10 @@
 """The samples of a step that carry loss, with their advantages and weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from dppo_megatron.objectives import Objective, ObjectiveSettings, build_objecti
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.trainer.batches import BankBatches, parts_of
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
+from tests.support.actor_cases import QWEN3_MOE, write_config
 from tests.support.bank import make_group
 from tests.support.tiny_task import TEMPERATURE, K, task_config, write_config_json
 
@@ -220,21 +220,11 @@ def test_a_bank_filled_under_other_settings_is_refused(read):
             read(rollout={setting: value})
 
 
-MIXTURE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 8,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "moe_intermediate_size": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32,
-}
+MIXTURE = {**QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 4, "mlp_only_layers": []}
 
 
 def test_routing_is_replayed_only_where_it_fits_the_model(tmp_path):
-    write_config_json(tmp_path, **MIXTURE)
+    write_config(tmp_path / "model", **MIXTURE)
 
     def read(routing: np.ndarray | None, name: str, replay: bool = True):
         group = _group(0, GROUPS[0])
@@ -272,30 +262,26 @@ def test_a_buffer_longer_than_the_response_is_refused(tmp_path):
     assert violation.startswith("reward.overlong_buffer = 7: longer than rollout.max_response_tokens = 6")
 
 
-def _long_bank(directory: Path, groups: int, experts: int = 0) -> None:
-    with BankWriter(directory, groups, fsync=False) as bank:
+def long_batches(directory: Path, groups: int, experts: int = 0, tokens: int = 2048, **rollout: Any):
+    """Write a bank of long responses, and return f(rank, size, ...) -> the source of a rank that reads it."""
+    write_config(directory / "model", **{**(MIXTURE if experts else {}), "max_position_embeddings": 2048})
+    with BankWriter(directory / "bank", groups, fsync=False) as bank:
         for position in range(groups):
             bank.append(make_group(position, samples=8, shortest=50, longest=999, topk=20, experts=experts))
+    shapes = {"prompts_per_step": groups, "group_size": 8, "max_response_tokens": 1024, "topk_logprobs": 20}
+    config = task_config(
+        directory,
+        train={"updates_per_step": 1, "micro_batch_tokens": tokens},
+        rollout={**shapes, "temperature": 0.75, **rollout},
+    )
+    return lambda *share: BankBatches(config, BankReader(directory / "bank"), build_objective("dppo_topk_tv"), *share)
 
 
 @pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "topk", "routes")])
 def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch, parts):
     """At DP 8 a rank reads at most 1.3 times its own rows; a middle stage (only `core`) no lists or routes."""
-    groups, samples, ranks = 32, 8, 8
-    _long_bank(tmp_path / "bank", groups, experts=4)
-    write_config_json(tmp_path, **MIXTURE, max_position_embeddings=2048)
-    config = task_config(
-        tmp_path,
-        train={"updates_per_step": 1, "micro_batch_tokens": 2048},
-        rollout={
-            "prompts_per_step": groups,
-            "group_size": samples,
-            "max_response_tokens": 1024,
-            "temperature": 0.75,
-            "topk_logprobs": 20,
-            "routing_replay": "routes" in parts,
-        },
-    )
+    groups, ranks = 32, 8
+    source_of = long_batches(tmp_path, groups, experts=4, routing_replay="routes" in parts)
     real, read = os.preadv, 0
 
     def preadv(descriptor, buffers, offset):
@@ -309,8 +295,9 @@ def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch,
     total = 0
     for rank in range(ranks):
         read = 0
-        reader = BankReader(tmp_path / "bank")
-        (update,) = BankBatches(config, reader, build_objective("dppo_topk_tv"), rank, ranks, parts).read(0).updates
+        source = source_of(rank, ranks, parts)
+        reader = source._reader
+        (update,) = source.read(0).updates
         tokens = sum(int(m.mask.sum()) for m in update.micro_batches)
         own = tokens * sum(a_token[part] for part in parts)
         fronts = sum(entry.front[0] for entry in reader.entries(0, groups))  # prompt and shapes of every group
@@ -324,10 +311,11 @@ def test_a_rank_reads_its_own_rows_and_the_parts_it_needs(tmp_path, monkeypatch,
 
 
 def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
-    def parts(last: bool, held: tuple[int, ...] | None, **acceptance) -> tuple[str, ...]:
+    def parts(last: bool, held: tuple[int, ...] | None, objective=None, **acceptance) -> tuple[str, ...]:
         routing = None if held is None else SimpleNamespace(held_layers=held)
         config = task_config(tmp_path, acceptance=acceptance)
-        return parts_of(SimpleNamespace(config=config, layout=SimpleNamespace(is_last_stage=last), routing=routing))
+        actor = SimpleNamespace(config=config, layout=SimpleNamespace(is_last_stage=last), routing=routing)
+        return parts_of(actor, objective or build_objective("m2po"))
 
     assert parts(False, None) == ("core",)
     assert parts(True, None) == ("core", "topk", "sampling_mask")
@@ -336,6 +324,8 @@ def test_a_rank_needs_the_parts_of_its_pipeline_stage(tmp_path):
     assert parts(True, (2,)) == ("core", "topk", "sampling_mask", "routes")
     assert parts(False, None, bound=0.1, divergence="objective") == ("core", "topk", "sampling_mask")
     assert parts(False, None, bound=0.1, divergence="binary_kl") == ("core",)
+    taught = build_objective("m2po", distillation="sampled", distillation_coefficient=1.0)
+    assert parts(False, None, taught) == ("core", "topk", "sampling_mask")
 
 
 def test_a_bank_sampled_with_truncation_needs_its_settings(tmp_path):

@@ -1,14 +1,12 @@
 """The number of a whole batch does not depend on how the batch was split, and reaches every micro-batch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dppo_megatron.objectives import build_objective
+from dppo_megatron.objectives import TopKLogprobs, build_objective
 from dppo_megatron.trainer.policy_logprobs import with_batch_statistic
 from tests.objectives.cases import random_case
 from tests.support.ranks import rendezvous
@@ -28,7 +26,8 @@ def some(whole, part):
 
 def step(whole, parts):
     names = ("old_logprob", "rollout_logprob", "mask", "advantage")
-    micro = [SimpleNamespace(**{name: whole[name][part] for name in names}) for part in parts]
+    each = [some(whole, part) for part in parts]
+    micro = [SimpleNamespace(**{name: of[name] for name in names}, tensors=of) for of in each]
     return SimpleNamespace(updates=[SimpleNamespace(micro_batches=micro[:2]), SimpleNamespace(micro_batches=micro[2:])])
 
 
@@ -45,6 +44,26 @@ def test_micro_batches_do_not_matter(name):
     torch.testing.assert_close(loss, expected.loss, rtol=1e-12, atol=1e-12)
     alone = torch.cat([objective(**some(whole, part)).loss for part in parts])
     assert not torch.allclose(alone, expected.loss)
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0])
+def test_the_statistic_and_the_loss_read_the_advantage_of_a_sampled_teacher(weight):
+    whole, parts = call(), torch.arange(TOKENS).split(17)
+    gap = torch.linspace(-0.9, 0.9, TOKENS, dtype=torch.float64).roll(7)
+    rewarded = with_batch_statistic(build_objective("m2po"), step(whole, parts), LAYOUT)
+    summed = whole | {"advantage": weight * whole["advantage"] + 5 * gap.clamp(-0.4, 0.4)}
+    expected = with_batch_statistic(build_objective("m2po"), step(summed, parts), LAYOUT)
+    axes = {"distillation": "sampled", "distillation_coefficient": 5.0, "distillation_clip": 0.4}
+    whole |= {"teacher_logprob": whole["old_logprob"] + gap}
+    found = with_batch_statistic(build_objective("m2po", **axes, advantage_weight=weight), step(whole, parts), LAYOUT)
+    assert found.statistic == expected.statistic != rewarded.statistic
+    absent = torch.full((TOKENS, 1), -1)
+    lists = TopKLogprobs(absent, absent * 1.0, absent * 1.0, torch.zeros(TOKENS).double() - 9, absent[:, 0])
+    for moved in (0.0, 0.2):  # in the first and in a later update
+        policy = {"logprob": whole["logprob"].detach() - moved}
+        out, plain = found(**whole | policy, teacher=lists), expected(**summed | policy)
+        torch.testing.assert_close(out.loss, plain.loss, rtol=1e-12, atol=1e-12)
+        assert torch.equal(out.masked_tokens, plain.masked_tokens)
 
 
 def decide(rank, directory):

@@ -1,7 +1,5 @@
 """Waiting for a batch: rounds that no collective's time-out ends, and a clock that only progress stops."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

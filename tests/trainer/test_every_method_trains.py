@@ -1,7 +1,5 @@
 """Every method trains a tiny policy on a bank at TP 2, and its description heads the log."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

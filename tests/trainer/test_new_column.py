@@ -1,7 +1,5 @@
 """A column that only this test declares goes from an engine reply to the loss; no code on the way lists columns."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Traces of chosen steps, and ranges of the phases that the metrics time."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from types import SimpleNamespace

@@ -1,38 +1,21 @@
 """The memory of a rank while it reads a step from the bank."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest
 import torch
 
 from dppo_megatron.bank import BankReader, ReadBuffer
-from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer import batches
 from dppo_megatron.trainer.batches import BankBatches
 from dppo_megatron.types import TokenBatch
-from tests.support.tiny_task import task_config, write_config_json
 
-from .test_bank_batches import _long_bank
+from .test_bank_batches import long_batches
 
 
 def source_of(tmp_path) -> BankBatches:
     """Return the source of rank 0 of 2; its share of a step is several micro-batches."""
-    _long_bank(tmp_path / "bank", 4)
-    write_config_json(tmp_path, max_position_embeddings=2048)
-    config = task_config(
-        tmp_path,
-        train={"updates_per_step": 1, "micro_batch_tokens": 1100},
-        rollout={
-            "prompts_per_step": 4,
-            "group_size": 8,
-            "max_response_tokens": 1024,
-            "temperature": 0.75,
-            "topk_logprobs": 20,
-        },
-    )
-    return BankBatches(config, BankReader(tmp_path / "bank"), build_objective("dppo_topk_tv"), 0, 2)
+    return long_batches(tmp_path, 4, tokens=1100)(0, 2)
 
 
 def test_a_rank_packs_what_it_read_before_it_reads_on(tmp_path, monkeypatch):

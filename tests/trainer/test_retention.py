@@ -1,7 +1,5 @@
 """A bank under retention stays within its plan, and every kept checkpoint can be resumed."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

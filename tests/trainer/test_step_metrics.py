@@ -1,7 +1,5 @@
 """The record of a step, computed from its updates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Model FLOPs of a step over its time: throughput/tflops_per_gpu and throughput/mfu."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

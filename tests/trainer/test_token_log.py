@@ -1,7 +1,5 @@
 """Tokens of some sequences as the updates saw them: the same in every layout, and training does not notice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The batch of a step with samples of several turns and branches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every turn has its own advantage, from the bank to the gradient."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

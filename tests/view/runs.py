@@ -1,7 +1,5 @@
 """A run as a trainer, an orchestrator and an evaluation leave it, small, with texts that must not become HTML."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page in a real browser without a network: `make test-browser` installs the browser and what drives it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time
@@ -89,6 +87,7 @@ def colours(page) -> list[str]:
     return page.locator(".tokens i").evaluate_all("all => all.map(one => one.style.background)")
 
 
+@pytest.mark.smoke
 def test_a_row_for_every_rollout_and_answer(page):
     assert page.locator("#count").text_content() == str(STEPS * GROUPS * SAMPLES + 1 + 2)  # a branch, two answers
     assert column(page, "step")[:5] == ["1"] * 5

@@ -1,7 +1,5 @@
 """The data of the page for a run, a crashed run and a bank without a run. test_page.py tests the page itself."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

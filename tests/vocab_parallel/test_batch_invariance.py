@@ -1,7 +1,5 @@
 """A row's statistics and gradient have the same bits in every batch, with any number of threads."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any

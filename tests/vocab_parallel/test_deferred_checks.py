@@ -1,7 +1,5 @@
 """Checks of many calls, read from the device together: the same errors, later, and no synchronisation before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Budgets of the kernels' machine code, for GPUs that this machine need not have."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

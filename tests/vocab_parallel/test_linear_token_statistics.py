@@ -1,7 +1,5 @@
 """linear_token_statistics against the float64 full-vocabulary reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

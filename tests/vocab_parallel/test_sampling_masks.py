@@ -1,7 +1,5 @@
 """Statistics over sampling masks: bits, rows without loss, rejected arguments, and the logits afterwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

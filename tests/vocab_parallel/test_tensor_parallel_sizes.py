@@ -1,7 +1,5 @@
 """With `tiles`, statistics and gradients have the same bits at every tensor-parallel size."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """token_statistics in one process: reference, gradcheck, edge cases, memory, compiled path."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

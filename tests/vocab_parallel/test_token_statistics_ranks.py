@@ -1,7 +1,5 @@
 """token_statistics over 2 and 4 gloo ranks against the float64 full-vocabulary reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Triton backend in Triton's interpreter (see triton_cases.py), and the error without Triton."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

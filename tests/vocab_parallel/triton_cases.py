@@ -3,8 +3,6 @@
 The interpreter shows numerics only. It truncates fp32 to bf16 where the hardware rounds, hence a wider floor.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any

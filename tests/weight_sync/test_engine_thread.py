@@ -1,7 +1,5 @@
 """The trainer's connections to engines end with it, also when an error ends it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

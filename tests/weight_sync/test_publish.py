@@ -1,69 +1,106 @@
-"""Publishing from real trainer ranks to fake engines: every layout, both transports, every way to fail."""
+"""Publishing from real trainer ranks to fake engines, in every layout and over both transports."""
 
-from __future__ import annotations
-
-import re
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_config
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.weight_sync import publisher, shared_storage
+from dppo_megatron.weight_sync import shared_storage
 from dppo_megatron.weight_sync.shared_storage import SharedStorage
 from dppo_megatron.weights.manifest import Manifest
+from dppo_megatron.weights.published import PublishedPolicy
+from tests.support.actor_ranks import Rank, on_ranks
 from tests.support.configs import make_config
-from tests.weight_sync.scenarios import FREEZES, LONG_TIMEOUT_S
-from tests.weight_sync.trainer_ranks import TIMEOUT_S
+from tests.support.fakes.engine import SCORES
+from tests.weight_sync.trainer_ranks import Trainer, error_of, trainer
 
-FROZEN_OFTEN = {3}  # within a bucket of a broadcast
-LAYOUTS = {"tensor": 1, "pipeline": 2, "data": 1, "expert": 2, "expert_in_tensor": 2, "shared_storage": 0}
-
-
-@pytest.mark.parametrize(("name", "senders"), LAYOUTS.items(), ids=LAYOUTS)
-def test_engines_hold_exactly_the_policy(result_of, name, senders):
-    result = result_of(name)
-    assert set(result["differences"]) == {0.0}
-    assert result["streams"] == senders
-    assert [p.version for p in result["published"]] == [0, 1, 2]
-    assert result["published"][0].nbytes > 50_000
-    assert result["published"][-1].difference.largest == 0
-    assert set(result["groups"]) == ({1} if senders else {0}), "one group serves all updates"
-    assert result["policy"].version == 2
-    assert (result["policy"].path is None) == bool(senders)
-
-
-@pytest.mark.parametrize("name", ["fp8_emulated_broadcast", "fp8_emulated_shared_storage"])
-def test_emulated_fp8_is_the_export_in_fp8_dequantised(result_of, sync_runs, name):
-    result = result_of(name)
-    assert result["unlike"] == []
-    assert not any(name.endswith("_scale_inv") for name in result["names"])
-    if name == "fp8_emulated_shared_storage":
-        assert read_hf_config(RunDir(sync_runs / name).weights_of(1)).quantization is None
+LAYOUTS = {  # senders, and the layout
+    "tensor": (1, {"tp": 2}),
+    "pipeline": (2, {"pp": 2}),
+    "data": (1, {"engines": 2}),
+    "expert": (2, {"family": "qwen3_moe", "ep": 2}),
+    "expert_in_tensor": (2, {"family": "qwen3_moe", "tp": 2, "ep": 2}),
+    "shared_storage": (0, {"tp": 2, "transport": "shared_storage"}),
+}
+FP8_LAYOUTS = {
+    "fp8_broadcast": {"family": "wide", "tp": 2, "bucket_bytes": 1 << 20},
+    "fp8_broadcast_small_buckets": {"family": "qwen3_moe", "ep": 2},
+    "fp8_shared_storage": {"family": "wide", "pp": 2, "transport": "shared_storage"},
+}
+EMULATED_LAYOUTS = {
+    "fp8_emulated_broadcast": {"family": "qwen3_moe", "ep": 2},
+    "fp8_emulated_shared_storage": {"family": "wide", "tp": 2, "transport": "shared_storage"},
+}
 
 
-@pytest.mark.parametrize("name", ["fp8_broadcast", "fp8_broadcast_small_buckets", "fp8_shared_storage"])
-def test_fp8_engines_hold_bit_for_bit_what_the_weights_quantise_to(result_of, name):
-    result = result_of(name)
-    assert result["unlike"] == []
-    assert "model.layers.1.self_attn.q_proj.weight_scale_inv" in result["names"]
-    assert "differ from the trainer's by 1.5" in result["message"]
-    assert "engine.quantization = fp8_block" in result["message"]
-    assert "rollout.max_mismatch_kl" in result["message"]
+@pytest.mark.parametrize("name", LAYOUTS)
+@on_ranks(2)
+def test_engines_hold_exactly_the_policy(rank: Rank, name: str):
+    senders, layout = LAYOUTS[name]
+    with trainer(rank, **{"family": "qwen3", **layout}) as t:
+        for version, policy in enumerate("aba"):
+            published = t.publish(policy, version)
+            t.assert_held(policy)
+            assert published.version == version
+            assert published.nbytes > 50_000
+        assert published.difference.largest == 0
+        if t.engines:
+            assert len(getattr(t.publisher._transport, "_streams", ())) == senders
+            assert {len(engine.joined) for engine in t.engines} == {1 if senders else 0}, "one group serves all updates"
+            policy = PublishedPolicy.read(RunDir(rank.directory).published)
+            assert policy.version == 2
+            assert (policy.path is None) == bool(senders)
 
 
-def test_weights_and_scales_travel_together(result_of):
-    (buckets,) = result_of("fp8_broadcast")["buckets"]
-    assert buckets <= 2, "0.9 MB in buckets of 1 MiB"
+def publish_both(t: Trainer) -> list[str]:
+    """Publish two policies; on rank 0 check and name the tensors that the engine has."""
+    for version, policy in enumerate("ab"):
+        t.publish(policy, version)
+        if t.engines:
+            assert t.unlike_fp8(policy) == []
+    return [name for engine in t.engines for name in engine.weights]
 
 
-def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(result_of, sync_models, sync_runs):
-    result_of("fp8_shared_storage")
-    directory = RunDir(sync_runs / "fp8_shared_storage").weights_of(1)
+@pytest.mark.parametrize("name", EMULATED_LAYOUTS)
+@on_ranks(2)
+def test_emulated_fp8_is_the_export_in_fp8_dequantised(rank: Rank, name: str):
+    with trainer(rank, engine={"dtype": "bf16", "quantization": "fp8_block_emulated"}, **EMULATED_LAYOUTS[name]) as t:
+        names = publish_both(t)
+        assert not any(name.endswith("_scale_inv") for name in names)
+        if name == "fp8_emulated_shared_storage":
+            assert read_hf_config(RunDir(rank.directory).weights_of(1)).quantization is None
+
+
+@pytest.mark.parametrize("name", FP8_LAYOUTS)
+@on_ranks(2)
+def test_fp8_engines_hold_bit_for_bit_what_the_weights_quantise_to(rank: Rank, name: str):
+    """An engine that computes otherwise is refused."""
+    with trainer(rank, engine={"dtype": "bf16", "quantization": "fp8_block"}, **FP8_LAYOUTS[name]) as t:
+        names = publish_both(t)
+        if t.engines:
+            assert "model.layers.1.self_attn.q_proj.weight_scale_inv" in names
+            t.engines[0].score_offset = 1.5
+        if name == "fp8_broadcast" and t.engines:
+            (stream,) = t.publisher._transport._streams
+            assert len(stream) <= 2, "0.9 MB in buckets of 1 MiB: weights and scales travel together"
+        if name == "fp8_shared_storage" and t.engines:
+            assert_reads_as(RunDir(rank.directory).weights_of(1), rank.models / "wide-b")
+        message = error_of(t.publisher.publish, 2)
+        assert "differ from the trainer's by 1.5" in message
+        assert "engine.quantization = fp8_block" in message
+        assert "rollout.max_mismatch_kl" in message
+
+
+def assert_reads_as(directory: Path, source: Path) -> None:
+    """A published FP8 directory is a model, and reads as its quantised weights."""
     config = read_hf_config(directory)
     assert config.quantization == fp8.quantization_config(config)
-    read, source = open_weights(directory, config), SafetensorsDirectory(sync_models / "wide-b")
+    read, source = open_weights(directory, config), SafetensorsDirectory(source)
     assert set(read.tensors) == set(source.tensors)
     for name in source.tensors:
         expected = source.tensor(name).bfloat16()
@@ -74,65 +111,60 @@ def test_what_the_fp8_trainer_published_is_a_model_that_reads_as_its_weights(res
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "shared_storage"])
-def test_a_weight_beyond_fp16_is_named_on_every_rank_and_not_published(result_of, transport):
-    result = result_of(f"overflows_{transport}")
-    assert result["dtypes"] == {torch.float16}
-    for message in result["messages"]:
+@on_ranks(2)
+def test_a_weight_beyond_fp16_is_named_on_every_rank_and_not_published(rank: Rank, transport: str):
+    """Publish a policy that fits, then one with a value beyond fp16, which only the last rank has."""
+    with trainer(rank, "qwen3", tp=2, engine={"dtype": "fp16"}, transport=transport) as t:
+        t.publish("a", 0)
+        before = [dict(engine.weights) for engine in t.engines]
+        t.load("b")
+        if rank.rank == 1:
+            t.actor.model_chunks[0].decoder.layers[1].mlp.linear_fc2.weight.data[3, 4] = 70_000.0
+        message = error_of(t.publisher.publish, 1)
         assert "model.layers.1.mlp.down_proj.weight: contains values beyond 65504" in message
         assert "use bf16 (model.dtype, engine.dtype or --dtype)" in message
-    assert result["kept"]
-    assert result["left"] == []
+        for engine, weights in zip(t.engines, before, strict=True):
+            assert engine.weights.keys() == weights.keys()
+            assert all(torch.equal(engine.weights[name], tensor) for name, tensor in weights.items())
+            assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
+            assert not list(rank.directory.glob("weights/*1*"))
 
 
-def test_colocated_engines_and_the_actor_take_turns(result_of):
-    result = result_of("colocated")
-    turn = ["score", "offloaded", "wake", "load", "check", "sleep", "onloaded"]
-    awake = [event for event in turn if event != "sleep"]
-    first, second = result["events"]
-    assert first == turn + awake
-    assert second == ["score", "offloaded", "onloaded"] * 2
-    assert "did not free their memory" in result["message"]
-    assert result["differences"] == [0.0]
+@on_ranks(2)
+def test_colocated_engines_and_the_actor_take_turns(rank: Rank):
+    """Two publishes to an engine on the trainer's GPUs; at the second turn it does not go to sleep."""
+    with trainer(rank, "qwen3", tp=2, engine={"placement": "colocated"}, transport="shared_storage") as t:
+        events: list[str] = []
+        at_home = {id(p): p.data for chunk in t.actor.model_chunks for p in chunk.parameters()}
 
+        @contextmanager
+        def offloaded():
+            parameters = [p for chunk in t.actor.model_chunks for p in chunk.parameters()]
+            for parameter in parameters:
+                parameter.data = torch.empty(0)
+            events.append("offloaded")
+            yield 0
+            for parameter in parameters:
+                parameter.data = at_home[id(parameter)]
+            events.append("onloaded")
 
-@pytest.mark.parametrize("place", ["join", "receive", "bucket"])
-def test_an_engine_that_dies_is_left_out_and_taken_in_again(result_of, place):
-    result = result_of(f"dies_at_{place}")
-    assert result["unconfirmed"] == [0 if place == "join" else 1, 0]
-    assert set(result["differences"]) == {0.0}
-    assert result["served"] == [1, 1]
-    assert result["lags"] == [True, False, False], "each instance of an engine is reported once"
-    assert result["seconds"] < 2 * TIMEOUT_S
+        async def stay_awake() -> None:
+            raise EngineError("http://127.0.0.1:90: busy")
 
-
-def test_a_sender_whose_engine_died_tells_the_others(result_of):
-    """The others are within a bucket, which gloo ends only after its time-out, and do not know of the death yet."""
-    result = result_of("dies_unnoticed")
-    assert result["unconfirmed"] == 1
-    assert result["differences"] == [0.0]
-    assert result["survivor_s"][0] < LONG_TIMEOUT_S / 5
-
-
-def test_the_time_of_an_attempt_is_not_time_without_an_engine(result_of):
-    result = result_of("fails_once")
-    assert result["version"] == 0
-    assert result["differences"] == [0.0]
-
-
-def test_the_reasons_of_a_wait_for_engines_are_on_the_line_that_warns(monkeypatch, caplog):
-    """A launcher shows the first line of a warning."""
-    monkeypatch.setattr(publisher.time, "sleep", lambda _: None)
-    publisher._Retries(3, 60.0).wait((), {"engine-0": "refused", "engine-1": "silent"})
-    (line,) = caplog.messages
-    assert re.fullmatch(
-        r"policy 3: waiting for an engine to .*, [56]\d s left: engine-0: refused; engine-1: silent", line
-    )
-
-
-@pytest.mark.slow
-def test_ranks_wait_as_long_as_an_engine_may_take_to_score(result_of):
-    """Scoring waits after long requests in the engine's queue; the bound follows from the longest response."""
-    assert result_of("scores_late")["unconfirmed"] == 0
+        t.actor.offloaded = offloaded
+        t.actor.score = lambda tokens: events.append("score") or SCORES
+        for engine in t.engines:
+            engine.events = events
+        t.publish("a", 0)
+        t.publisher.onload_actor()
+        t.publish("b", 1)
+        for engine in t.engines:
+            engine.sleep = stay_awake
+        assert "did not free their memory" in error_of(t.publisher.onload_actor)
+        t.assert_held("b")
+        turn = ["score", "offloaded", "wake", "load", "check", "sleep", "onloaded"]
+        awake = [event for event in turn if event != "sleep"]
+        assert events == (turn + awake if t.engines else ["score", "offloaded", "onloaded"] * 2)
 
 
 def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path):
@@ -162,68 +194,3 @@ def test_a_version_prepared_twice_is_no_delta_of_itself(tmp_path, monkeypatch):
     for _ in range(2):
         storage.prepare(7)
     assert written == ["v000007", "v000007"]
-
-
-def test_one_that_disagrees_while_another_agrees_is_left_out(result_of):
-    result = result_of("disagrees")
-    assert result["unconfirmed"] == 1
-    assert set(result["confirmed"]) == {"http://127.0.0.1:90"}
-
-
-@pytest.mark.parametrize("transport", FREEZES)
-def test_one_that_keeps_a_part_of_the_version_before_is_left_out(result_of, transport):
-    """Its version and its log-probs are as they should be: only its fingerprint is not."""
-    result = result_of(f"keeps_{transport}")
-    assert result["unconfirmed"] == 1
-    assert set(result["confirmed"]) == {"http://127.0.0.1:90"}
-    assert "no engine agrees with the trainer" in result["message"]
-    assert "has other weights than the trainer sent" in result["message"]
-
-
-def test_a_single_token_that_differs_much_is_not_other_weights(result_of):
-    """In 16 bits a router of a mixture of experts may decide otherwise."""
-    difference = result_of("one_token")["difference"]
-    assert difference.mean == pytest.approx(0.5 / 7)
-    assert difference.largest == pytest.approx(0.5)
-
-
-def test_one_that_freezes_within_a_bucket_is_not_waited_for(result_of):
-    result = result_of("freezes")
-    assert result["unconfirmed"] == 1
-    assert result["differences"] == [0.0]
-    assert result["seconds"] < LONG_TIMEOUT_S / 5
-
-
-@pytest.mark.parametrize(
-    ("transport", "place"),
-    [
-        pytest.param(transport, place, marks=() if place in FROZEN_OFTEN else pytest.mark.slow)
-        for transport, places in FREEZES.items()
-        for place in places
-    ],
-)
-def test_one_that_freezes_is_left_out_and_training_goes_on(result_of, transport, place):
-    """No trainer rank waits for an engine in a training collective: their time-outs are equal."""
-    result = result_of(f"freezes_at_{place}_{transport}")
-    assert result["unconfirmed"] == 1
-    assert result["differences"] == [0.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("dead", ["waited 2 s (engine.unavailable_timeout_s)", "http://127.0.0.1:90", "connection failed"]),
-        ("dies_for_good", ["waited 2 s", "http://127.0.0.1:90"]),
-        ("frozen", ["no engine could load it in 3 attempts", "no answer", "aborted"]),
-        ("refuses", ["http://127.0.0.1:90", "does not match the model"]),
-        ("cannot_load", ["no engine could load it", "out of memory"]),
-        ("other_weights", ["http://127.0.0.1:90", "differ from the trainer's by 0.5", "weight_sync.probe_tolerance"]),
-        ("not_a_number", ["differ from the trainer's by nan"]),
-    ],
-)
-def test_failures_are_raised_in_time_on_every_rank_and_nothing_is_published(result_of, name, says):
-    result = result_of(name)
-    for message in result["messages"]:
-        assert all(part in message for part in says), message
-    assert not result["written"]
-    assert result["seconds"] < 3 * TIMEOUT_S

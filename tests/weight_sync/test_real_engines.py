@@ -1,7 +1,5 @@
 """Broadcasts and directories into real vLLM servers: A -> B -> A by log-probs, and an engine killed on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -89,7 +87,7 @@ def started_together(config: Config, logs: Path) -> Iterator[list[str]]:
     [
         ("shared_storage", 1, {}),
         ("broadcast", 1, {}),
-        ("broadcast", 2, {"tensor": 2}),
+        pytest.param("broadcast", 2, {"tensor": 2}, marks=pytest.mark.smoke),
         ("broadcast", 2, {"pipeline": 2}),
     ],
 )

@@ -1,7 +1,5 @@
 """Real SGLang servers of a dense model in bf16: one freezes in each phase of a publish."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.engines import engine_config, make_model

@@ -1,7 +1,5 @@
 """Real engines in bf16 that keep something of the version before an update at lr 1e-6: one publish shows it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

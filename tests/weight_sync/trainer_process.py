@@ -5,14 +5,13 @@ is the last one after an update, and also written to OUT.<version>.weights. `wai
 every engine is idle.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dppo_megatron.common.retry import wait_until
 from tests.support.ranks import rendezvous
 
 UPDATE, WAIT = "update", "wait"
@@ -72,13 +71,11 @@ def publish_all(rank: int, tree: dict, out: Path, policies: list[Path | str]) ->
 
 
 def _wait_until_idle(engines) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while True:
+    def idle() -> bool:
         answers, silent = engines.start(lambda live: live.answering()).result()
-        if not silent and all(info.updating_s is None for info in answers.values()):
-            return
-        assert time.monotonic() < deadline, silent
-        time.sleep(0.1)
+        return not silent and all(info.updating_s is None for info in answers.values())
+
+    assert wait_until(idle, WAIT_S, poll_s=0.1)
 
 
 def _scores(engines) -> dict[str, list[float]]:

@@ -1,11 +1,8 @@
 """Trainer ranks over gloo with a tiny model, and fake engines in the thread of rank 0."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +13,12 @@ from dppo_megatron import hf
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.live_engines import LiveEngines
 from dppo_megatron.fleet.registry import Service
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import build_publisher
 from dppo_megatron.weight_sync.engine_thread import EngineThread
+from dppo_megatron.weight_sync.publisher import PublishResult
+from dppo_megatron.weights.published import PublishedPolicy
+from tests.support.actor_ranks import Rank
 from tests.support.configs import make_config
 from tests.support.fakes.engine import SCORES, FakeEngine
 from tests.support.models import build_gpt
@@ -31,14 +32,17 @@ TOKENS = np.arange(len(SCORES) + 1, dtype=np.int32)  # of the weight check
 class Trainer:
     """The parts of a scenario on one rank; only rank 0 has `engines`."""
 
-    models: Path
-    run: Path
+    rank: Rank
     publisher: Any = None
     actor: Any = None
     engines: list[FakeEngine] = field(default_factory=list)
 
     def load(self, policy: str) -> None:
-        hf.load_into(self.actor.model_chunks, self.models / f"{self.actor.family}-{policy}")
+        hf.load_into(self.actor.model_chunks, self.rank.models / f"{self.actor.family}-{policy}")
+
+    def publish(self, policy: str, version: int) -> PublishResult:
+        self.load(policy)
+        return self.publisher.publish(version)
 
     def move(self, share: float, seed: int) -> None:
         """Change about `share` of the weights, in bf16 too; all ranks that have a weight change it equally."""
@@ -48,23 +52,27 @@ class Trainer:
                 draw = torch.rand(parameter.shape, generator=generator)
                 parameter.data.mul_(1 + (draw < share) * 2.0**-6).add_((draw < share) * 2.0**-20)
 
-    def difference(self, policy: str, engine: int = 0) -> float:
-        """Return the largest difference of the engine's weights from the policy's directory; inf if names differ."""
-        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
-        held = self.engines[engine].weights
-        if held.keys() != set(source.tensors):
-            return float("inf")
-        return max(float((held[name] - source.tensor(name)).abs().max()) for name in held)
+    def assert_held(self, policy: str, *, first: int | None = None) -> None:
+        """On rank 0: the engines, or the `first` of them, have exactly the weights of the policy's directory."""
+        source = hf.SafetensorsDirectory(self.rank.models / f"{self.actor.family}-{policy}")
+        for engine in self.engines[:first]:
+            assert engine.weights.keys() == set(source.tensors), engine.url
+            for name, tensor in engine.weights.items():
+                assert torch.equal(tensor, source.tensor(name)), (engine.url, name)
 
-    def unlike_fp8(self, policy: str, emulated: bool) -> list[str]:
+    def confirmed(self) -> set[str]:
+        """Return the URLs of the engines that the published policy names."""
+        return set(PublishedPolicy.read(RunDir(self.rank.directory).published).confirmed)
+
+    def unlike_fp8(self, policy: str) -> list[str]:
         """Return the names of the engine's tensors that differ in a bit from the policy's bf16 weights in FP8.
 
-        With `emulated`, the engine has the values of that export in bf16.
+        An engine that emulates FP8 has the values of that export in bf16.
         """
-        source = hf.SafetensorsDirectory(self.models / f"{self.actor.family}-{policy}")
+        source = hf.SafetensorsDirectory(self.rank.models / f"{self.actor.family}-{policy}")
         plain = ((name, source.tensor(name).bfloat16()) for name in source.tensors)
         expected, held = dict(hf.fp8.quantize_projections(plain)), self.engines[0].weights
-        if emulated:
+        if self.publisher._config.engine.quantization == "fp8_block_emulated":
             scales = {name: expected.pop(f"{name}_scale_inv") for name in list(expected) if hf.fp8.is_quantized(name)}
             expected |= {name: hf.fp8.dequantize(expected[name], scale) for name, scale in scales.items()}
 
@@ -86,12 +94,11 @@ def error_of(call: Callable[..., Any], *arguments: Any) -> str:
 
 
 @contextmanager
-def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1, engine=(), **weight_sync):
-    run.mkdir(parents=True, exist_ok=True)
-    with megatron_group(run, tp, pp, ep=ep):
-        model = models / f"{family}-a"
+def trainer(rank: Rank, family: str, *, tp=1, pp=1, ep=1, engines=1, engine=(), **weight_sync):
+    with megatron_group(rank.directory, tp, pp, ep=ep):
+        model = rank.models / f"{family}-a"
         config = make_config(
-            run={"dir": str(run)},
+            run={"dir": str(rank.directory)},
             model={"path": str(model)},
             engine={"dtype": "fp32", "unavailable_timeout_s": TIMEOUT_S} | dict(engine),
             weight_sync={"transport": "broadcast", "bucket_bytes": 6000, "timeout_s": TIMEOUT_S, **weight_sync},
@@ -104,9 +111,9 @@ def trainer(models: Path, run: Path, family: str, *, tp=1, pp=1, ep=1, engines=1
             layout=SimpleNamespace(device=torch.device("cpu")),
             score=lambda tokens: SCORES,
         )
-        t = Trainer(models, run, actor=actor)
+        t = Trainer(rank, actor=actor)
         thread = None
-        if torch.distributed.get_rank() == 0:
+        if rank.rank == 0:
             t.engines = [FakeEngine(f"http://127.0.0.1:{90 + i}") for i in range(engines)]
             by_url = {engine.url: engine for engine in t.engines}
             book = {f"engine-{i}": Service(f"engine-{i}", url, 0, "") for i, url in enumerate(by_url)}

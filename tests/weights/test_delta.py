@@ -1,7 +1,5 @@
 """Deltas restore any bits of a version, and damaged deltas are rejected."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

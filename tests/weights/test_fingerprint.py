@@ -1,7 +1,5 @@
 """A fingerprint depends only on the weights, not on their layout in memory, and other weights have another one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,7 +221,7 @@ def test_gated_delta_net_is_summed_like_the_tensors_that_vllm_fuses(weight):
     for name, tensor in {"A_log": logs, "dt_bias": bias}.items():
         add(expected, f"model.layers.2.linear_attn.{name}", tensor)
 
-    def worker(rank: int, size: int, qkv=qkv) -> dict[str, tuple[int, int]]:
+    def worker(rank: int, size: int, qkv=qkv, a=a, b=b, logs=logs, bias=bias) -> dict[str, tuple[int, int]]:
         parts = [*qkv.split([8, 8, 16]), z]
         fused = torch.cat([part.chunk(size)[rank] for part in parts])
         sizes = [len(part) // size for part in parts]
@@ -241,8 +239,8 @@ def test_gated_delta_net_is_summed_like_the_tensors_that_vllm_fuses(weight):
 
     for size in (1, 2):
         assert of_workers([worker(rank, size) for rank in range(size)]) == (expected, [])
-        wrong = [worker(rank, size, qkv=qkv.roll(8, 0)) for rank in range(size)]
-        assert of_workers(wrong)[0] != expected
+        for wrong in ({"qkv": qkv.roll(8, 0)}, {"a": b, "b": a}, {"logs": bias, "bias": logs}):
+            assert of_workers([worker(rank, size, **wrong) for rank in range(size)])[0] != expected
     convolution = module("ColumnParallelLinear", weight=weight[:, None], tp_rank=0, tp_size=2)
     assert module_shares("model.layers.2.linear_attn.conv1d", convolution, set()) == {"layer 2": None}
 

@@ -1,7 +1,5 @@
 """Versions are stored in a directory that only this run can reach, and are removed at its end."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of buckets in a weight group, and the end of a step that is aborted."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -25,6 +25,7 @@ from dppo_megatron.engines.protocol import (
     EngineTimeout,
     GenerateRequest,
     InvalidSample,
+    check_ids,
 )
 from dppo_megatron.engines.samples import GroupSamples, check_scores
 from dppo_megatron.engines.trace import Trace
@@ -73,7 +74,8 @@ class SglangEngine(SglangWeights):
         longest = limits.max_model_len - len(request.token_ids)
         # Every attempt has a new id, because the server may still be ending a request with a closed connection.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
-        body = encode_group(sent, min(request.max_tokens, longest))
+        scored = encode_score(request.token_ids.tolist(), request.topk)
+        body = scored if request.scored else encode_group(sent, min(request.max_tokens, longest))
         with ReplySlot(self._budget) as slot:
             return await self._sampled(what, request, sent, body, limits, slot)
 
@@ -100,7 +102,10 @@ class SglangEngine(SglangWeights):
     def _decode_samples(
         self, reply: bytes | bytearray, request: GenerateRequest, sent: GenerateRequest, limits: EngineInfo
     ) -> GroupSamples:
-        samples = decode_group(reply, sent, self._model[0])
+        if sent.scored:
+            samples = decode_score(reply, sent.token_ids.tolist(), limits.vocab_size, sent.topk)
+        else:
+            samples = decode_group(reply, sent, self._model[0])
         samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
         return samples
 
@@ -115,12 +120,12 @@ class SglangEngine(SglangWeights):
         tokens = token_ids.tolist()
         reply = await self._calls.call(what, "/generate", self._generate_timeout_s, body=encode_score(tokens))
         try:
-            logprobs, version = decode_score(reply, tokens, limits.vocab_size)
+            columns = decode_score(reply, tokens, limits.vocab_size).columns
         except ValueError as error:
             raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
-        if version < 0:
+        if columns["versions"][0] < 0:
             raise EngineError(f"engine {self.url}: {what}: its weights are incomplete, load them again")
-        return check_scores(f"engine {self.url}: {what}", logprobs, len(tokens) - 1)
+        return check_scores(f"engine {self.url}: {what}", columns["rollout_logprob"], len(tokens) - 1)
 
     async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
         what = f"recording the pass of {len(token_ids)} tokens"
@@ -254,11 +259,10 @@ class SglangEngine(SglangWeights):
         self._check_ids(what, request.token_ids, limits.vocab_size)
 
     def _check_ids(self, what: str, token_ids: np.ndarray, vocab_size: int) -> None:
-        foreign = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-        if len(foreign):
-            raise EngineRefused(
-                f"engine {self.url}: {what}: token id {foreign[0]} is outside the vocabulary of {vocab_size}"
-            )
+        try:
+            check_ids(token_ids, vocab_size)
+        except ValueError as error:
+            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
 
     @cached_property
     def _model(self) -> tuple[HFModelConfig, frozenset[int]]:

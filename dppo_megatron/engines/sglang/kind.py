@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.common.environment import LOOPBACK
 from dppo_megatron.config import Config
+from dppo_megatron.config.section import host_and_port
 from dppo_megatron.engines.serving import (
     CPU_KV_CACHE_BYTES,
     CPU_MODULES,
@@ -166,7 +168,7 @@ class Sglang(EngineKind):
             argv += ["--ep-size", str(engine.tensor_parallel)]
         if node is not None:
             argv += ["--nnodes", str(engine.nodes), "--node-rank", str(node.rank)]
-            argv += ["--dist-init-addr", f"{node.host}:{node.port}"]
+            argv += ["--dist-init-addr", host_and_port(node.host, node.port)]
         if engine.seeded:
             argv.append("--enable-deterministic-inference")  # without it samples ignore their seeds
         if config.rollout.routing_replay:
@@ -212,7 +214,7 @@ class Sglang(EngineKind):
             # max_position_embeddings may equal engine.max_model_len; the margin is never filled.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }
-        if config.engine.host in ("127.0.0.1", "localhost"):
+        if config.engine.host in LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         if (device or device_here()) == "cpu":
             variables |= {

@@ -62,8 +62,8 @@ def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
     return body
 
 
-def encode_score(token_ids: list[int]) -> dict[str, Any]:
-    """Return the request body that scores `token_ids`.
+def encode_score(token_ids: list[int], topk: int = 0) -> dict[str, Any]:
+    """Return the request body that scores `token_ids`, with the top K of each.
 
     SGLang cannot sample zero tokens, so one is sampled, at temperature 1 like all tokens of its batch.
     """
@@ -72,6 +72,7 @@ def encode_score(token_ids: list[int]) -> dict[str, Any]:
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True, "sampling_seed": 0},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "top_logprobs_num": topk,
     }
 
 
@@ -88,16 +89,23 @@ def decode_group(reply: bytes | bytearray, request: GenerateRequest, model: HFMo
     return GroupSamples.of(samples)
 
 
-def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, int]:
-    """Return fp32 [S - 1] log-probs of tokens 1.. and the version that scored them. Raises ValueError."""
+def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int, topk: int = 0) -> GroupSamples:
+    """Return tokens 1.. as one sample with log-probs, top K, and the version that scored them. Raises ValueError."""
     output = _load(reply)
     # SGLang scores the last token of the vocabulary correctly but reports its id as 0.
     named = [token if token < vocab_size - 1 else 0 for token in token_ids]
     try:
-        entries = output["meta_info"]["input_token_logprobs"]
+        meta = output["meta_info"]
+        entries = meta["input_token_logprobs"]
         if [entry[1] for entry in entries] not in (token_ids, named):
             raise ValueError("the scored tokens differ from the ones that were sent")
-        return _floats([entry[0] for entry in entries[1:]]), parse_version(output["meta_info"]["weight_version"])
+        labels = [meta["weight_version"], *(span["version"] for span in meta.get("weight_versions") or ())]
+        columns = {"versions": np.full(len(token_ids) - 1, min(map(parse_version, labels)), np.int32)}
+        columns["rollout_logprob"] = _floats([entry[0] for entry in entries[1:]])
+        if topk:
+            lists = np.array([[entry[:2] for entry in at] for at in meta["input_top_logprobs"][1:]], np.float64)
+            columns |= {"topk_ids": lists[..., 1].astype(np.int32), "rollout_topk_logprob": _floats(lists[..., 0])}
+        return GroupSamples(np.array([len(token_ids) - 1]), ("length",), np.array(token_ids[1:], np.int32), columns)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"the reply lacks or garbles {error}") from error
 
@@ -202,7 +210,7 @@ def _array(text: str, dtype: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
 
 
-def _floats(values: list[float | None]) -> np.ndarray:
+def _floats(values: Any) -> np.ndarray:
     """Return fp32 values. SGLang sends NaN as null, which becomes NaN again."""
     return np.array(values, dtype=np.float32)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common.dtypes import DTYPES
+from dppo_megatron.common.environment import LOOPBACK
 from dppo_megatron.config import Config
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE
 from dppo_megatron.engines.serving import (
@@ -205,8 +206,10 @@ class Vllm(EngineKind):
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if config.engine.host in ("127.0.0.1", "localhost"):
+        if (host := config.engine.host) in LOOPBACK:
             variables |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        elif host not in ("0.0.0.0", "::"):
+            variables["VLLM_HOST_IP"] = host
         if (device or device_here()) == "cpu":
             variables |= {
                 # On the CPU this keeps the only worker in the engine process, which saves a process and a hop per step.

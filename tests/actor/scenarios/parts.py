@@ -1,10 +1,10 @@
-"""Updates on a rank's share of some sequences, and an actor's state to compare."""
-
-from __future__ import annotations
+"""Updates on a rank's share of some sequences, an actor's state to compare, and checkpoints."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dppo_megatron.objectives import build_objective
@@ -73,15 +73,24 @@ def everywhere(fact: bool) -> bool:
     return bool(value)
 
 
-def resumed(
+def refused(rank: Rank, directory: Path, model: str = "qwen3", changes: dict[str, Any] | None = None) -> str:
+    """Return why a run of these settings does not load the checkpoint."""
+    from dppo_megatron.actor import CheckpointError
+
+    with pytest.raises(CheckpointError) as raised, rank.actor(model, **(changes or {})) as actor:
+        actor.load_checkpoint(directory)
+    return str(raised.value)
+
+
+def assert_resumed(
     rank: Rank,
     name: str,
     given: dict[str, Any],
     start: Callable[[Any], object] = lambda actor: None,
     lose: Callable[[Any], object] = lambda actor: None,
     updates: int = 1,
-) -> tuple[Any, bool, bool]:
-    """Save and continue; load and continue: the state, and whether the bits (with random numbers) and losses agree."""
+) -> None:
+    """Save and continue; load and continue: state, bits (with random numbers) and losses must agree."""
     with rank.actor(**given) as actor:
         start(actor)
         train(actor, sequences(), updates=2)
@@ -90,7 +99,9 @@ def resumed(
         bits, draws = fingerprint(actor), torch.rand(3)
     with rank.actor(**given) as actor:
         lose(actor)
-        state = actor.load_checkpoint(rank.directory / name)
+        assert actor.load_checkpoint(rank.directory / name) == {"step": 2}, name
         got = train(actor, sequences(seed=1), updates=updates)
-        equal = everywhere(same(bits, fingerprint(actor)) and torch.equal(draws, torch.rand(3)))
-    return state, equal, all(expected[name] == got[name] for name in ("loss", "loss_scale"))
+        for value in ("loss", "loss_scale"):
+            assert got[value] == expected[value], name
+        assert everywhere(same(bits, fingerprint(actor))), name
+        assert torch.equal(draws, torch.rand(3)), name

@@ -1,7 +1,5 @@
 """A stand-in for a GPTModel: parameters of the right names and shapes, no arithmetic, no Megatron."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

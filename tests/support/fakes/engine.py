@@ -1,7 +1,5 @@
 """An engine without a server: its one worker is the real receiver, in a thread of the trainer's rank 0."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Fake inference servers in this process: they die, freeze, lie about their weights and come back."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -42,6 +40,7 @@ class FakeServer:
     frozen: bool = False
     ignores_loads: bool = False  # answers that it loaded, and keeps its weights
     refuses: bool = False
+    misloads: bool = False  # has other bits than it was sent, with log-probs within the tolerance
     corrupts: bool = False
     generate_s: float = 0.0
     load_s: float = 0.0
@@ -50,8 +49,13 @@ class FakeServer:
     running: int = 0
     began: float | None = None  # the load that goes on
 
+    @property
+    def bits(self) -> int:
+        """Identify the weights; those of the trainer are the version."""
+        return self.weights + 1000 * self.misloads
+
     def restart(self, weights: int, claims: int) -> None:
-        self.instance = f"instance-{next(_INSTANCES)}"
+        self.instance = self.instance and f"instance-{next(_INSTANCES)}"
         self.weights, self.claims, self.up, self.frozen = weights, claims, True, False
 
 
@@ -111,7 +115,7 @@ class FakeEngine:
 
     async def weights_fingerprint(self) -> dict[str, int]:
         await self._reach()
-        return {"layer 0": self._server.weights}
+        return {"layer 0": self._server.bits}
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         await self._reach()
@@ -131,9 +135,13 @@ class FakeEngine:
             server.running -= 1
         if server.corrupts:
             raise InvalidSample(f"engine {self.url}: NaN")
+        if request.scored:
+            own, logprob = request.token_ids[1:], np.full(len(request.token_ids) - 1, -1.0 - server.bits, np.float32)
+            lists = {"topk_ids": own[:, None], "rollout_topk_logprob": logprob[:, None]}
+            return (Rollout(own, logprob, np.full(len(own), server.claims, np.int32), "length", **lists),)
         rollouts = []
         for seed in request.seeds:
-            tokens = np.random.default_rng([seed, server.weights]).integers(0, 99, 4).astype(np.int32)
+            tokens = np.random.default_rng([seed, server.bits]).integers(0, 99, 4).astype(np.int32)
             rollouts.append(Rollout(tokens, np.full(4, -1, np.float32), np.full(4, server.claims, np.int32), "stop"))
         return tuple(rollouts)
 
@@ -178,6 +186,7 @@ class World:
             {url: self.servers[url].instance for url in reached},
             PROBE,
             policy_scores(version),
+            {"layer 0": version},
         ).write(RunDir(self.config.run.dir).published)
 
     def live(

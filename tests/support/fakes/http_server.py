@@ -1,7 +1,5 @@
 """A server that plays one: canned replies, silence, and a hung-up connection."""
 
-from __future__ import annotations
-
 import asyncio
 
 from dppo_megatron.engines.kinds import build_engine
@@ -15,6 +13,16 @@ class Last(bytes):
     """A reply behind which the connection is closed."""
 
 
+async def read_request(reader) -> str | None:
+    """Return the path of the next request, whose body is read; None at the end of the connection."""
+    if not (line := await reader.readline()):
+        return None
+    headers = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if b"content-length:" in headers:
+        await reader.readexactly(int(headers.split(b"content-length:")[1].split()[0]))
+    return line.split()[1].decode()
+
+
 def against(config, replies, use, unused=None):
     """Result of `use` on a client of a server that answers a path with the bytes of `replies`, one after the other.
 
@@ -24,11 +32,7 @@ def against(config, replies, use, unused=None):
 
     async def answer(reader, writer):
         try:
-            while line := await reader.readline():
-                path = line.split()[1].decode()
-                headers = (await reader.readuntil(b"\r\n\r\n")).lower()
-                if b"content-length:" in headers:
-                    await reader.readexactly(int(headers.split(b"content-length:")[1].split()[0]))
+            while path := await read_request(reader):
                 reply = replies[path].pop(0)
                 if reply is None:
                     await asyncio.sleep(60)

@@ -1,7 +1,5 @@
 """An orchestrator with everything around it in this process: a scripted engine, prompts, rewards, a trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -36,7 +34,7 @@ STOP = 99
 def sampling_config(run_dir: Path, *, steps: int = 3, sets: Any = (), **rollout: Any) -> Config:
     config = make_config(
         run={"dir": str(run_dir), "seed": 5, "stall_timeout_s": 5},
-        data={"eval": "unused.jsonl"},
+        data={"eval": "held_out.jsonl"},
         train={"steps": steps},
         eval={"every": 2, "sets": dict(sets)},
         rollout={"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 8, **rollout},
@@ -107,9 +105,12 @@ class ScriptedEngine:
                 raise error
             if self.corrupts(request):
                 raise InvalidSample(f"group {request.request_id}: a log-prob is not finite")
-            return tuple(self._sample(seed, version) for seed in request.seeds)
+            return self.answer(request, version)
         finally:
             self.running -= 1
+
+    def answer(self, request: GenerateRequest, version: int) -> tuple[Rollout, ...]:
+        return tuple(self._sample(seed, version) for seed in request.seeds)
 
     def _sample(self, seed: int, version: int) -> Rollout:
         rng = np.random.default_rng([seed, version])

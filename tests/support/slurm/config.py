@@ -1,7 +1,5 @@
 """A config of two trainer nodes and an engine node that no model or data stands behind."""
 
-from __future__ import annotations
-
 from dppo_megatron.config import Config
 from tests.support.configs import make_config
 

@@ -1,7 +1,5 @@
 """Faults of single nodes of the lab, see faulty_node.sh."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

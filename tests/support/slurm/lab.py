@@ -6,8 +6,6 @@ Every "node" is this machine under another name, so nodes share its address, its
 knows its node by SLURMD_NODENAME alone. Each has two "GPUs" of a type, which are device files that every Linux has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -27,46 +25,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontr
 START_TIMEOUT_S = 30.0
 NODE_TIMEOUT_S = 10  # a node that does not answer is down after this
 
-CONF = """\
-ClusterName=lab
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-CredType=cred/munge
-# A requeued job may start again when its old credential has expired: two minutes by default.
-AuthInfo=socket={root}/munge/socket,cred_expire=5
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool/%n
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.%n.pid
-SlurmctldLogFile={root}/log/slurmctld.log
-SlurmdLogFile={root}/log/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,bf_resolution=1,sched_interval=2,batch_sched_delay=1
-SlurmdParameters=config_overrides
-ReturnToService=2
-SlurmdTimeout={node_timeout}
-InactiveLimit=0
-KillWait=5
-MinJobAge=3600
-JobRequeue=1
-GresTypes=gpu
-PlugStackConfig=/dev/null
-{nodes}
-PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
-"""
+CONF = Path(__file__).with_name("slurm.conf").read_text()
 
 
 def why_not() -> str | None:

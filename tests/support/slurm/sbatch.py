@@ -1,7 +1,5 @@
 """The words that sbatch reads in a script's #SBATCH lines, as `_get_argument` of Slurm 22.05 splits them."""
 
-from __future__ import annotations
-
 
 def words(script: str) -> list[str]:
     """Of the lines before the first command; raises ValueError where sbatch would refuse the script."""

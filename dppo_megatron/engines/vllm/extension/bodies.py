@@ -11,6 +11,7 @@ from dppo_megatron.engines.protocol import GenerateRequest, UpdateMode
 from dppo_megatron.weights.broadcast_plan import Int32, Seconds, Text
 
 SHOWN = 3  # number of wrong fields in an error
+TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # the routes check ids against the vocabulary
 
 
 class Body(BaseModel):
@@ -21,7 +22,7 @@ class Body(BaseModel):
 
 class GenerateBody(Body):
     request_id: Text
-    token_ids: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]  # the route checks the ids against the vocabulary
+    token_ids: list[TokenId]
     n: Annotated[int, Field(le=2**16)]
     seeds: list[int]
     temperature: float
@@ -34,7 +35,8 @@ class GenerateBody(Body):
     min_p: float = 0.0
     sampling_mask: bool = False
     flags: tuple[Text, ...] = ()
-    drafts: list[list[Int32]] = []
+    drafts: list[list[TokenId]] = []
+    scored: bool = False
 
     def request(self) -> GenerateRequest:
         """Return the request. Raises ValueError for values that `GenerateRequest` rejects."""
@@ -43,7 +45,7 @@ class GenerateBody(Body):
 
 
 class ScoreBody(Body):
-    token_ids: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]
+    token_ids: list[TokenId]
 
 
 class AbortBody(Body):

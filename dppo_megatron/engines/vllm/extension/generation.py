@@ -40,6 +40,8 @@ async def sample_group(
     """
     prompt = request.token_ids.tolist()
     names = child_ids(request)
+    if request.scored:
+        return await score(engine, request.token_ids, names[0], masks, adapter, request.topk)
     try:
         params = [_params(request, seed, experts, masks) for seed in request.seeds]
         if drafts:
@@ -70,25 +72,36 @@ def child_ids(request: GenerateRequest) -> list[str]:
 
 
 async def score(
-    engine: EngineClient, token_ids: list[int], request_id: str, masks: MaskReader, adapter: LoRARequest | None
-) -> np.ndarray:
-    """Return fp32 [S - 1] log-probs at temperature 1 of tokens 1.. after their prefix."""
+    engine: EngineClient,
+    token_ids: np.ndarray,
+    name: str,
+    masks: MaskReader,
+    adapter: LoRARequest | None,
+    topk: int = 0,
+) -> GroupSamples:
+    """Return tokens 1.. of `token_ids` [S] as a sample after their prefix, with log-probs at temperature 1."""
     params = SamplingParams(
         **_greedy(masks),
         max_tokens=1,
-        prompt_logprobs=0,
+        prompt_logprobs=topk,
         flat_logprobs=True,
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=True,  # cached keys and values skip positions, and may be from other weights
     )
-    output = await _final(engine, token_ids, params, request_id, adapter)
+    output = await _final(engine, token_ids.tolist(), params, name, adapter)
     flat = output.prompt_logprobs
     assert isinstance(flat, FlatLogprobs)  # because of flat_logprobs=True
-    # Position 0 has no entry; the entry of every other position begins with the prompt's token.
-    first = np.asarray(flat.start_indices[1:])
-    return np.asarray(flat.logprobs, dtype=np.float32)[first]
+    # Position 0 has no entry; those of every other position are the prompt's token and the K most likely ones.
+    shape = (len(token_ids) - 1, topk + 1)
+    ids = np.array(flat.token_ids, np.int32).reshape(shape)
+    logprobs = np.array(flat.logprobs, np.float32).reshape(shape)
+    version = _versions([output.outputs[0].weight_versions or ()], np.ones(1, np.int32))
+    columns = {"rollout_logprob": logprobs[:, 0], "versions": np.repeat(version, len(ids))}
+    if topk:
+        columns |= {"topk_ids": ids[:, 1:], "rollout_topk_logprob": logprobs[:, 1:]}
+    return GroupSamples(np.array([len(ids)], np.int32), ("length",), ids[:, 0], columns)
 
 
 def _greedy(masks: MaskReader) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
 
 from dppo_megatron.engines.guard.asgi import SECRET_VARIABLE, Guard, inside_roots, roots_of_environment
-from dppo_megatron.engines.protocol import GenerateRequest
+from dppo_megatron.engines.protocol import GenerateRequest, check_ids
 from dppo_megatron.engines.samples import parse_version
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.manifest import BadWeights
@@ -140,7 +140,7 @@ class DppoRoutes:
     async def _generate(self, request: Request) -> Response:
         group = parse(GenerateBody, await request.body()).request()
         self._updater.check_consistent()
-        self._admit(group)
+        group = self._admit(group)
         try:
             work = sample_group(self._engine, group, self._experts, self._masks, self._updater.adapter, self._drafts)
             samples = await _unless_gone(request, work)
@@ -149,9 +149,9 @@ class DppoRoutes:
         header = {"request_id": group.request_id, "instance": self._instance}
         return Response(encode_samples(header, samples), media_type=MEDIA_TYPE)
 
-    def _admit(self, group: GenerateRequest) -> None:
+    def _admit(self, group: GenerateRequest) -> GenerateRequest:
         config = self._engine.model_config
-        self._check_ids(group.token_ids)
+        group = group.within(config.get_vocab_size())
         if group.request_id in self._running:
             raise ValueError(f"request id {group.request_id!r} is already running")
         cap = min(config.max_logprobs, config.get_vocab_size()) if config.max_logprobs >= 0 else config.get_vocab_size()
@@ -169,44 +169,38 @@ class DppoRoutes:
                 "sampling_mask = true: this server does not record which tokens top_p, top_k and min_p left; it needs "
                 "--logprobs-mode processed_logprobs and, on GPUs, --return-sampling-mask"
             )
-        if self._masks.native and group.temperature and not group.top_k:
+        if self._masks.native and group.temperature and not group.top_k and not group.scored:
             raise ValueError(
                 "top_k = 0: a server with --return-sampling-mask lists the tokens left at every position of every "
                 "request; bound them by top_k"
             )
         self._running[group.request_id] = group
-
-    def _check_ids(self, token_ids: np.ndarray) -> None:
-        # Without a tokenizer vLLM does not check ids, and an id beyond the embedding ends the engine.
-        vocab_size = self._engine.model_config.get_vocab_size()
-        foreign = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-        if len(foreign):
-            raise ValueError(f"token id {foreign[0]} is outside the vocabulary of {vocab_size}")
+        return group
 
     async def _score(self, request: Request) -> Response:
         token_ids = np.asarray(parse(ScoreBody, await request.body()).token_ids, dtype=np.int32)
         self._updater.check_consistent()
         if len(token_ids) < 2:
             raise ValueError("token_ids: scoring needs a vector of at least two tokens")
-        self._check_ids(token_ids)
+        check_ids(token_ids, self._engine.model_config.get_vocab_size())
         scored = f"score-{uuid4().hex}"
-        work = score(self._engine, token_ids.tolist(), scored, self._masks, self._updater.adapter)
-        reply = encode_reply({}, {"logprobs": await _unless_gone(request, work)})
-        return Response(reply, media_type=MEDIA_TYPE)
+        work = score(self._engine, token_ids, scored, self._masks, self._updater.adapter)
+        samples = await _unless_gone(request, work)
+        return Response(encode_reply({}, {"logprobs": samples.columns["rollout_logprob"]}), media_type=MEDIA_TYPE)
 
     async def _trace(self, request: Request) -> Response:
         token_ids = parse(ScoreBody, await request.body()).token_ids
         self._updater.check_consistent()
-        self._check_ids(np.asarray(token_ids, dtype=np.int32))
+        check_ids(np.asarray(token_ids, dtype=np.int32), self._engine.model_config.get_vocab_size())
         traced = f"trace-{uuid4().hex}"
         async with self._tracing:
             await self._engine.collective_rpc("dppo_start_trace", args=(token_ids,))
             try:
-                work = score(self._engine, token_ids, traced, self._masks, self._updater.adapter)
-                logprobs = await _unless_gone(request, work)
+                work = score(self._engine, np.asarray(token_ids), traced, self._masks, self._updater.adapter)
+                samples = await _unless_gone(request, work)
             finally:
                 workers = await self._engine.collective_rpc("dppo_take_trace")
-        return Response(encode_trace(logprobs, workers), media_type=MEDIA_TYPE)
+        return Response(encode_trace(samples.columns["rollout_logprob"], workers), media_type=MEDIA_TYPE)
 
     async def _abort(self, request: Request) -> Response:
         group = self._running.get(parse(AbortBody, await request.body()).request_id)

@@ -76,7 +76,7 @@ def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def encode_request(request: GenerateRequest) -> bytes:
     values = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "affinity"}
-    for name in ("flags", "drafts"):  # servers of earlier versions know neither
+    for name in ("flags", "drafts", "scored"):  # servers of earlier versions do not know them
         if not values[name]:
             del values[name]
     arrays = {"token_ids": request.token_ids.tolist()}

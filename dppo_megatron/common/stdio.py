@@ -1,0 +1,38 @@
+"""Standard output and error of a command that must finish although the reader of its output has ended."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+
+class _Raw(io.FileIO):
+    """Discards output, also of processes started later, once the reader of the pipe has ended."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            discard = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(discard, self.fileno())
+            os.close(discard)
+            return len(memoryview(data).cast("B"))
+
+
+def outlive_readers() -> None:
+    """Replace `sys.stdout` and `sys.stderr`, so that `train | head` trains to its end and writes its report.
+
+    File names may have characters that UTF-8 lacks; they are written with backslashes. Streams that are not files, as
+    in tests, stay.
+    """
+    for name in ("stdout", "stderr"):
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.flush()
+            raw = _Raw(stream.fileno(), "w", closefd=False)
+            lines = stream.line_buffering or name == "stderr"
+            writer = io.TextIOWrapper(
+                io.BufferedWriter(raw), stream.encoding, errors="backslashreplace", line_buffering=lines
+            )
+            setattr(sys, name, writer)
