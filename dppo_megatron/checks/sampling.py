@@ -44,7 +44,8 @@ def _distribution(config: Config) -> Iterator[str]:
             "of the distribution that was sampled; set engine.logprobs_mode to processed_logprobs"
         )
     if r.topk_logprobs > e.max_logprobs:
-        yield f"rollout.topk_logprobs = {r.topk_logprobs}: above engine.max_logprobs = {e.max_logprobs}; change either"
+        listed = f"rollout.topk_logprobs = {r.topk_logprobs}"
+        yield f"{listed}: above the engine's cap engine.max_logprobs = {e.max_logprobs}; lower K or raise the cap"
 
 
 def _staleness(config: Config) -> Iterator[str]:
