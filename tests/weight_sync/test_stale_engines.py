@@ -1,5 +1,6 @@
 """Real engines in bf16 that keep something of the version before an update at lr 1e-6: one publish shows it."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -9,9 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dppo_megatron.engines.kinds import build_engine
+from dppo_megatron.fleet.pool import EnginePool, NoEngineServes
+from dppo_megatron.fleet.registry import Service
+from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.fingerprint import differing, group_of, in_order
+from dppo_megatron.weights.published import PublishedFollower
 from tests.engines.test_fingerprints import fingerprint, weights_of
-from tests.support.engines import EXPERTS, engine_config, make_model, running_server, with_engine
+from tests.support.engines import EXPERTS, engine_config, group, make_model, running_server, with_engine
 from tests.support.faults import Proxy
 from tests.weight_sync.test_real_engines import OUT, publish
 from tests.weight_sync.trainer_process import UPDATE
@@ -140,3 +146,31 @@ def changed_groups(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -
     changed = {name: int((old[name] != new[name]).sum()) for name in new}
     assert sum(changed.values()) < 0.01 * sum(tensor.numel() for tensor in new.values())
     return in_order({group_of(name) for name in new if changed[name]})
+
+
+@pytest.mark.parametrize("kept", ["", "layer 0"])
+def test_the_pool_admits_only_an_engine_that_has_what_was_published(served, kept):
+    """The publisher does not know the proxy's address, so the pool loads the directory into the engine behind it."""
+    kind, model, url = served
+    directory = model.parent.parent / f"pool{bool(kept):d}"
+    publish(directory, model, [url], [model, UPDATE, UPDATE], engine={"kind": kind}, dtype="bf16", timeout_s=60)
+    config = engine_config(model, kind=kind, dtype="bf16", health_interval_s=0.2, unavailable_timeout_s=20)
+    published = PublishedFollower(RunDir(directory / "run").published, 5)
+
+    async def suits(_engine) -> None:
+        pass
+
+    async def serves(proxy: str) -> str:
+        services = {"engine-0": Service("engine-0", proxy, 0, "")}
+        pool = EnginePool(
+            config, services=lambda: services, published=published, build=lambda c, u: build_engine(c, u), check=suits
+        )
+        async with pool:
+            try:
+                return (await pool.select(group("g"), {})).name
+            except NoEngineServes as error:
+                return str(error)
+
+    with Proxy(url, KeepsOld(kind, model, directory / OUT, {3: kept} if kept else {})) as proxy:
+        answer = asyncio.run(serves(proxy.url))
+    assert f"has other weights than the trainer sent: {kept}. " in answer if kept else answer == "engine-0"
