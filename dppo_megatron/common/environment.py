@@ -31,7 +31,7 @@ def child_environment(
     """
     dropped = f"{_OF_OTHERS}|{_OF_SERVERS}" if server else _OF_OTHERS
     kept = {name: value for name, value in os.environ.items() if not re.fullmatch(dropped, name)}
-    # httpx opens no client beside a SOCKS proxy without socksio. Clients differ in the form of IPv6 in no_proxy.
+    # With a SOCKS proxy httpx opens no client without socksio. Clients differ in the form of IPv6 in no_proxy.
     if peer and (":" in peer or find_spec("socksio") is None):
         unusable = re.compile("(http|all)_proxy=" if ":" in peer else "(https?|all)_proxy=socks")
         kept = {name: value for name, value in kept.items() if not unusable.match(f"{name.lower()}={value}")}

@@ -35,7 +35,7 @@ _FREE = (
     "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "disable_compile", "compile_config",
     "output_attentions", "output_hidden_states", "transformers_version", "_from_model_config",
 )  # fmt: skip
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "num_beams": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0, None), "typical_p": (1,),
     "repetition_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "guidance_scale": (1, None),
     "min_tokens": (0,), "min_new_tokens": (0, None), "renormalize_logits": (True, False, None), "logprobs": (0,),
