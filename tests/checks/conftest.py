@@ -1,0 +1,26 @@
+"""The quickstart's task, and a valid config for it."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    from make_task import make_task
+
+    directory = tmp_path_factory.mktemp("task")
+    make_task(directory)
+    return directory
+
+
+@pytest.fixture
+def tree(task, tmp_path) -> dict:
+    return {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"path": str(task / "random_model"), "dtype": "fp32"},
+        "data": {"train": str(task / "train.jsonl"), "eval": str(task / "heldout.jsonl"), "max_prompt_tokens": 16},
+        "train": {"steps": 1},
+        "rollout": {"max_response_tokens": 4},
+        "engine": {"max_model_len": 64},
+    }
