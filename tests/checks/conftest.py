@@ -1,5 +1,7 @@
 """The quickstart's task, and a valid config for it."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,11 @@ def tree(task, tmp_path) -> dict:
         "rollout": {"max_response_tokens": 4},
         "engine": {"max_model_len": 64},
     }
+
+
+def changed_model(task: Path, directory: Path, **settings: object) -> str:
+    """Return the path of a copy of the task's model with other settings in its config.json."""
+    model = shutil.copytree(task / "random_model", directory)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | settings))
+    return str(model)

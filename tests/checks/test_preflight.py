@@ -19,6 +19,7 @@ from dppo_megatron.data.prompts import PromptFileError, training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.hf import make_random_hf_model
 from dppo_megatron.trainer.batches import SupervisedBatches
+from tests.checks.conftest import changed_model
 from tests.support.tokenizers import save_character_model
 
 
@@ -26,14 +27,6 @@ def found(tree: dict, place: str = "run") -> str:
     with pytest.raises(ConfigError) as raised:
         preflight(Config.model_validate(tree), "config.yaml", place=place)
     return "\n".join(raised.value.violations)
-
-
-def changed_model(task: Path, directory: Path, **settings: object) -> str:
-    """Return the path of a copy of the task's model with other settings in its config.json."""
-    model = shutil.copytree(task / "random_model", directory)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | settings))
-    return str(model)
 
 
 def test_a_good_config_says_what_will_be_trained(tree):
