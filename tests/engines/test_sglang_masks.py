@@ -1,12 +1,14 @@
-"""SGLang's sampling masks as our samples: from the fields of its reply, without a server."""
+"""SGLang's sampling masks and scores as our samples: from the fields of its reply, without a server."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.sglang.wire import child_ids, decode_group, encode_group
+from dppo_megatron.engines.protocol import GenerateRequest, InvalidSample
+from dppo_megatron.engines.sglang.wire import child_ids, decode_group, decode_score, encode_group
 from tests.support.engines import group
 
 MODEL = SimpleNamespace(moe=None, num_layers=1)
@@ -58,3 +60,21 @@ def test_a_token_outside_its_mask_has_no_log_prob():
     """`GroupSamples.check` rejects NaN."""
     samples = decode_group(reply(output_token_sampling_mask=[[2, 8, 9], [5]]), REQUEST, MODEL)
     assert np.isnan(samples.columns["rollout_logprob"][0])
+
+
+def test_scores_have_the_oldest_version_and_the_lists():
+    """The last token of the vocabulary, which SGLang reports as token 0, keeps its id."""
+    meta = {
+        "input_token_logprobs": [[None, 4, None], [-1.5, 0, None]],
+        "input_top_logprobs": [None, [[-1.0, 3, None], [-1.5, 63, None]]],
+        "weight_version": "4",
+        "weight_versions": [{"start": 0, "end": 1, "version": "3"}],
+    }
+    samples = decode_score(json.dumps({"meta_info": meta}).encode(), [4, 63], 64, topk=2)
+    request = GenerateRequest("s", np.array([4, 63]), 1, (0,), 1.0, 1, topk=2, scored=True)
+    samples.check(request, vocab_size=64, max_model_len=64)
+    (found,) = samples.rollouts(2)
+    assert (found.token_ids.tolist(), found.versions.tolist(), found.topk_ids.tolist()) == ([63], [3], [[3, 63]])
+    assert (found.rollout_logprob.tolist(), found.rollout_topk_logprob.tolist()) == ([-1.5], [[-1.0, -1.5]])
+    with pytest.raises(InvalidSample, match="the scored tokens differ"):
+        samples.check(replace(request, token_ids=np.array([4, 5])), vocab_size=64, max_model_len=64)

@@ -69,7 +69,7 @@ class KeepsOld:
     def _mixed(self, version: int, kept: str) -> str:
         directory = self._out.with_suffix(f".{version}.mixed")
         old, new = weights(self._out, version - 1), weights(self._out, version)
-        shutil.copytree(self._model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(self._model, directory, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
         mixed = {name: old[name] if KEPT[kept](name) else new[name] for name in new}
         save_file(mixed, directory / "model.safetensors", {"format": "pt"})
         return str(directory)

@@ -100,12 +100,13 @@ def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int
         if [entry[1] for entry in entries] not in (token_ids, named):
             raise ValueError("the scored tokens differ from the ones that were sent")
         labels = [meta["weight_version"], *(span["version"] for span in meta.get("weight_versions") or ())]
-        columns = {"versions": np.full(len(token_ids) - 1, min(map(parse_version, labels)), np.int32)}
+        own, length = np.array(token_ids[1:], np.int32), np.array([len(token_ids) - 1], np.int32)
+        columns = {"versions": np.full_like(own, min(map(parse_version, labels)))}
         columns["rollout_logprob"] = _floats([entry[0] for entry in entries[1:]])
         if topk:
             lists = np.array([[entry[:2] for entry in at] for at in meta["input_top_logprobs"][1:]], np.float64)
             columns |= {"topk_ids": lists[..., 1].astype(np.int32), "rollout_topk_logprob": _floats(lists[..., 0])}
-        return GroupSamples(np.array([len(token_ids) - 1]), ("length",), np.array(token_ids[1:], np.int32), columns)
+        return GroupSamples(length, ("length",), own, columns)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"the reply lacks or garbles {error}") from error
 
