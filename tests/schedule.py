@@ -49,7 +49,8 @@ def _unit(nodeid: str) -> tuple[str, str, str]:
 @cache
 def _dealt() -> dict[str, int]:
     """Deal the longest unit first, each to the shard with the fewest seconds."""
-    seconds = {name: float(value) for value, name in (line.split() for line in SECONDS.read_text().splitlines())}
+    lines = (line.split() for line in SECONDS.read_text().splitlines() if not line.startswith("#"))
+    seconds = {name: float(value) for value, name in lines}
     sums, dealt = [0.0] * SHARDS, {}
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
         dealt[name] = sums.index(min(sums))
