@@ -28,11 +28,11 @@ def outlive_readers() -> None:
     in tests, stay.
     """
     for name in ("stdout", "stderr"):
-        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.flush()
-            raw = _Raw(stream.fileno(), "w", closefd=False)
-            lines = stream.line_buffering or name == "stderr"
-            writer = io.TextIOWrapper(
-                io.BufferedWriter(raw), stream.encoding, errors="backslashreplace", line_buffering=lines
-            )
-            setattr(sys, name, writer)
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+            if isinstance(stream.buffer, io.BufferedWriter):
+                writer = io.BufferedWriter(_Raw(stream.fileno(), "w", closefd=False))
+                lines = stream.line_buffering or name == "stderr"
+                text = io.TextIOWrapper(writer, stream.encoding, errors=stream.errors, line_buffering=lines)
+                setattr(sys, name, text)
