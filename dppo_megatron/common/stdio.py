@@ -31,8 +31,8 @@ def outlive_readers() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-            if isinstance(stream.buffer, io.BufferedWriter):
-                writer = io.BufferedWriter(_Raw(stream.fileno(), "w", closefd=False))
-                lines = stream.line_buffering or name == "stderr"
-                text = io.TextIOWrapper(writer, stream.encoding, errors=stream.errors, line_buffering=lines)
-                setattr(sys, name, text)
+            if isinstance(stream.buffer, io.BufferedWriter | io.FileIO):  # FileIO by PYTHONUNBUFFERED
+                raw: Any = _Raw(stream.fileno(), "w", closefd=False)
+                writer = raw if stream.write_through else io.BufferedWriter(raw)
+                options: Any = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+                setattr(sys, name, io.TextIOWrapper(writer, stream.encoding, stream.errors, **options))
