@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> int:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     directory = tempfile.mkdtemp(prefix="dppo-")
+    os.chmod(directory, 0o1777)  # as /tmp: some tests are another user
     command = None
     try:
         if os.getppid() != parent:
