@@ -34,7 +34,7 @@ class RunDir:
     root: Path
 
     config = _Below("config.yaml")
-    files = _Below("files.json")  # digests of the files that settings name, see `checks/contents.py`
+    files = _Below("files.json")  # digests of the files that settings name, see `checks/resume.py`
     secret = _Below("secret")  # the secret token that the run's engines require; its mode is 0600
     bank = _Below("bank")
     open_turns = _Below("open_turns")  # journals: turns with an environment whose group is not in the bank yet

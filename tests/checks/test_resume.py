@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.checks import check_job, check_run_dir, preflight
-from dppo_megatron.checks.contents import contents
-from dppo_megatron.checks.resume import record, unusable_weights_directory
+from dppo_megatron.checks.resume import contents, record, unusable_weights_directory
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
@@ -115,8 +114,8 @@ def test_files_may_move_and_a_bank_may_grow(named, tmp_path):
 
 
 def test_a_large_file_is_sampled(tmp_path, monkeypatch):
-    monkeypatch.setattr("dppo_megatron.checks.contents.PIECE", 1 << 12)
-    monkeypatch.setattr("dppo_megatron.checks.contents.SAMPLE", 1 << 6)
+    monkeypatch.setattr("dppo_megatron.checks.resume.PIECE", 1 << 12)
+    monkeypatch.setattr("dppo_megatron.checks.resume.SAMPLE", 1 << 6)
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(1 << 22))
     before = contents("model.path", tmp_path)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dppo_megatron.data.micro_batches import Prefixes, computed_rows, plan_micro_batches
 from dppo_megatron.data.packing import TokenSequence, pack
 from dppo_megatron.types import Prompt, Rollout
+from tests.support.speed import slowness
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80)
 
@@ -273,4 +274,4 @@ def test_a_thousand_short_sequences_pack_fast(topk, limit_s):
             pack([sequences[i] for i in part])
         return time.process_time() - start
 
-    assert min(seconds() for _ in range(10)) < limit_s
+    assert min(seconds() for _ in range(10)) < limit_s * slowness()

@@ -21,6 +21,7 @@ def test_our_steps_and_parts(tmp_path):
     make_model_and_prompts(cell, tmp_path)
     prompts = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "heldout.jsonl").write_text("".join(prompts[:8]))
+    (tmp_path / "prompts.jsonl").write_text("".join(prompts[8:]))
     run = run_ours(cell, tmp_path, cell.warm + cell.timed, every=1, limit_s=300, threads=1)
     assert len(run.accuracy) == 1 + cell.warm + cell.timed
     assert run.accuracy[0][0] == 0

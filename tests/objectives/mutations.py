@@ -186,7 +186,7 @@ MUTATIONS = [
         ("_expected_square", "mass - mass.detach()", "mass.detach() - mass", "distributional_ipo"),
         ("_expected_square", "inside + outside", "inside", "distributional_ipo"),
         ("rollout_kl", "log_ratio.square()", "log_ratio", "rollout_kl"),
-        ("rollout_kl", "torch.expm1((-log_ratio)", "torch.expm1((log_ratio)", "ess_adaptive"),
+        ("_k3", "torch.expm1((-log_ratio)", "torch.expm1((log_ratio)", "ess_adaptive"),
         ("rollout_kl", "tokens.logprob -", "tokens.detached_logprob -", "rollout_kl"),
     ),
     *_in(

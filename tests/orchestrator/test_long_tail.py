@@ -114,7 +114,7 @@ class TableWorkers:
             self.dies.remove(prompt.position)
             raise WorkerError("its process ended")
 
-    def step(self, text: str) -> StepResult:
+    def step(self, text: str, opened: str = "") -> StepResult:
         return StepResult([{"role": "user", "content": "go on"}], 1.0, text.split()[0] == str(ENDS))
 
     def finish(self) -> float:

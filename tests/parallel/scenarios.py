@@ -37,7 +37,7 @@ def train(rank: Rank, case: str) -> dict[str, list]:
         place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
         share = actor.shares_prefixes
         batches = BankBatches(
-            actor.config, BankReader(bank), objectives[0], *place, parts_of(actor), share_prefixes=share
+            actor.config, BankReader(bank), objectives[0], *place, parts_of(actor, objectives[0]), share_prefixes=share
         )
         stats = []
         for step in range(STEPS):

@@ -59,7 +59,7 @@ def turns_update(rank: Rank, methods: tuple[str, ...], replay: bool, layouts: di
                 place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
                 share = actor.shares_prefixes
                 batches = BankBatches(
-                    actor.config, BankReader(bank), objective, *place, parts_of(actor), share_prefixes=share
+                    actor.config, BankReader(bank), objective, *place, parts_of(actor, objective), share_prefixes=share
                 )
                 (update,) = batches.read(0).updates
                 stats = actor.train_update(update.micro_batches, objective)

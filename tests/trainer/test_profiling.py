@@ -28,7 +28,7 @@ def trained(ranks, task, tmp_path_factory):
     shared = {"objective": {"name": "dppo_topk_tv", "settings": {"anchor": "old"}}, "parallel": {"world_size": 2}}
     cases = {
         "plain": shared,
-        "traced": shared | {"profile": {"steps": [STEPS, STEPS + 1], "ranks": [1], "memory": True}},
+        "traced": shared | {"profile": {"steps": [STEPS], "ranks": [1], "memory": True}},
     }
     return ranks(2).run(train_cases, cases=cases, task=task, directory=directory), task / "run" / "profile"
 
