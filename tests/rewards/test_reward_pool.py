@@ -15,7 +15,7 @@ import pytest
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import RewardPool
-from tests.support.speed import slowness
+from tests.support.speed import copying_s
 
 
 def score(pool, prompt, *texts):
@@ -88,7 +88,7 @@ def test_a_thousand_arithmetic_samples_are_cheap(prompt):
         return time.process_time() - start
 
     with make_pool("arithmetic") as pool:
-        assert min(asyncio.run(seconds(pool)) for _ in range(5)) < 0.01 * slowness()
+        assert min(asyncio.run(seconds(pool)) for _ in range(5)) < 2 * copying_s()
 
 
 def test_a_coroutine_that_is_only_tested_for_truth_is_no_number(prompt, caplog):
