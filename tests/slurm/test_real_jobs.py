@@ -56,6 +56,7 @@ def contents(entries: list) -> list:
     return [(e.position, e.segment, e.offset, e.front, e.part_crc.tolist()) for e in entries]
 
 
+@pytest.mark.smoke
 def test_two_trainer_nodes_and_an_engine_node(uninterrupted):
     run = uninterrupted
     check_complete(run, run)
@@ -159,7 +160,6 @@ def limit(run: Run, minutes: int) -> None:
     run.lab.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={minutes}")
 
 
-@pytest.mark.smoke
 def test_scancel_leaves_no_process_and_a_resumable_run(run, uninterrupted):
     """Submitted by `dppo-megatron slurm`, followed by `dppo-megatron status`, continued by sbatch."""
     shown = run.command("slurm", run.config)
