@@ -42,9 +42,12 @@ WORDS = ["<pad>", "<eos>", *CALLS, "</think>", " ", "<user>", "<assistant>", "<t
 STOPS = [20, 30]
 # Thoughts are removed once another message follows, and white space around a turn is.
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>"
-    "{% if m.role == 'assistant' and not loop.last %}{{ (m.content.split('</think>') | last) | trim }}<eos>"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{% if loop.first and tools %}<tool>{% endif %}"
+    "{% if m.role == 'assistant' and not loop.last %}{{ (m.content.split('</think>') | last) | trim }}"
+    "{% else %}{{ m.content }}{% endif %}{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}"
+    "{% if m.role == 'assistant' and not loop.last %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
