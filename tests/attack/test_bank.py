@@ -143,7 +143,6 @@ def test_nothing_is_refused_where_nothing_is_damaged(bank):
     assert len(bank.content) == SEGMENTS * PER_SEGMENT
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_every_byte_of_an_index_flipped(bank):
     rng = generator("bank", "index")

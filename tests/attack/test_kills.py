@@ -37,7 +37,6 @@ def reached(moment: str, process, run_dir: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_nothing_outlives_a_killed_launcher(tmp_path, monkeypatch):
     """The run has an engine, an orchestrator and two trainer ranks."""
     (tmp_path / "task").mkdir()

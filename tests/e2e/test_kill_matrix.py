@@ -105,7 +105,6 @@ def victims(task: Path, directory: Path) -> Iterator[list[Callable[[], Engine]]]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_no_finished_turn_is_lost_or_sampled_again(task, engine, tmp_path_factory, tmp_path):
     watch, cells, directory = Watch(), [], tmp_path / "run"
     with ExitStack() as stack:
@@ -169,7 +168,6 @@ def test_no_finished_turn_is_lost_or_sampled_again(task, engine, tmp_path_factor
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_gateway_loses_no_finished_turn_and_samples_none_again(task, engine, tmp_path):
     """The gateway runs in the orchestrator's process. The agent is written with the published clients."""
     directory, prompts = tmp_path / "run", 4

@@ -32,7 +32,6 @@ def rows(text: str, heading: str) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_every_rank_reads_its_share_of_every_step_although_engines_fail(tmp_path):
     text = measured(tmp_path / "scale", "--steps", "3", "--stall", "1", "--die", "1", "--fault-s", "4")
     steps, disk = rows(text, "step  wait s"), rows(text, "step  disk alone")

@@ -15,7 +15,6 @@ def rows(out: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_that_is_repeated_gives_the_same_row(task, tmp_path):
     tree = config_tree(task, tmp_path / "of-the-base")
     tree["parallel"] = {"world_size": 1, "timeout_s": 120}

@@ -17,7 +17,7 @@ from tests.engines.test_contract_updates import update_while_generating
 from tests.engines.test_fingerprints import fingerprint, weights_of
 from tests.support.engines import PROMPT, Reference, engine_config, group, make_adapter, running_server, with_engine
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engines
 
 TOLERANCE = 1e-5
 LORA = {"r": 4, "alpha": 4.0, "targets": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}

@@ -11,8 +11,6 @@ from dppo_megatron.engines.protocol import EngineIncompatible, EngineRefused
 from dppo_megatron.launch.evaluate import with_settings
 from tests.support.engines import EOS, MAX_LOGPROBS, MAX_MODEL_LEN, PROMPT, VOCAB, group
 
-pytestmark = pytest.mark.timeout(300)
-
 TOLERANCE = 1e-4
 
 

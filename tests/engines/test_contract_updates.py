@@ -11,8 +11,6 @@ from dppo_megatron.launch.evaluate import with_settings
 from tests.engines.test_contract import TOLERANCE, some_steps
 from tests.support.engines import PROMPT, group
 
-pytestmark = pytest.mark.timeout(300)
-
 PROBE = np.array([7, 21, 21, 50, 4, 63, 12, 30, 9, 44, 18, 2], dtype=np.int32)
 
 

@@ -18,8 +18,6 @@ from dppo_megatron.launch.evaluate import with_settings
 from tests.attack import cases, generator
 from tests.support.engines import PROMPT
 
-pytestmark = pytest.mark.timeout(300)
-
 OPEN = {"vllm": {("GET", "/health")}, "sglang": set()}
 DANGEROUS = {
     "vllm": {"/dppo/load_weights", "/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/v1/completions"},

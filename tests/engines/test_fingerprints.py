@@ -6,13 +6,10 @@ of the version before in tests/weight_sync/test_stale_engines.py.
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from dppo_megatron.weights.fingerprint import Fingerprint, add, differing
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def weights_of(directory: Path) -> dict[str, torch.Tensor]:

@@ -46,7 +46,6 @@ def problems_of_sglang() -> dict[str, str | None]:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("entry", OF_SGLANG, ids=path_of)
 def test_sglang_has_the_name_as_we_use_it(entry):
     assert problems_of_sglang()[entry.path] is None

@@ -13,8 +13,6 @@ from tests.engines.test_contract import some_steps
 from tests.support.actor_ranks import Rank, run_scenario
 from tests.support.engines import PROMPT, VOCAB, group
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def truncated(served) -> dict[str, float]:
     """SGLang takes no min_p with seeds."""

@@ -13,8 +13,6 @@ from tests.engines.test_contract import TOLERANCE, some_steps
 from tests.engines.test_contract_updates import PROBE
 from tests.support.engines import group
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def use_colocated(served, function):
     """Return the result of `function` on a client of a run with colocated engines."""

@@ -10,8 +10,6 @@ from dppo_megatron.engines.vllm.extension.wire import decode_reply, encode_reply
 from tests.support.engines import VOCAB, group, with_engine
 from tests.support.faults import Proxy
 
-pytestmark = pytest.mark.timeout(300)
-
 REQUEST = group("tampered", n=3, max_tokens=12, topk=3)
 
 

@@ -24,7 +24,7 @@ from tests.support.engines import START_TIMEOUT_S, Reference, engine_config, gro
 from tests.weight_sync.test_real_engines import publish
 from tests.weight_sync.trainer_process import PROBE
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.engines
 TOLERANCE = 1e-4
 
 

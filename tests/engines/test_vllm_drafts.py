@@ -9,7 +9,7 @@ import pytest
 from dppo_megatron.engines.protocol import EngineRefused
 from tests.support.engines import MAX_MODEL_LEN, PROMPT, engine_config, group, running_server, with_engine
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engines
 
 SIZE = 60
 

@@ -18,7 +18,7 @@ from tests.support.engines import engine_config
 from tests.support.faults import Proxy, Run, command_line, fault_config, kill
 from tests.support.runs import GROUPS, descendants, run, start_engine, steps_done, write_config
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.faults
 
 SAVED = 2
 LIFE_S = 180.0  # until a life reaches its phase, on two busy cores

@@ -13,7 +13,7 @@ from dppo_megatron.run_dir import RunDir
 from tests.support.faults import Run, frozen, kill
 from tests.support.runs import steps_done
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.faults
 
 START_S = 300.0  # of a server, and with it of a run, on two busy cores
 NOTICED_S = 60.0

@@ -5,15 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.null_gpu.vllm_config import ROOT
 
 # Not cp2, dp2, pp2: the same code with other settings. The stand-ins for TransformerEngine have no context parallelism.
 PARTS = ("actor", "moe", "offload", "grpo", "tp2", "ep2")
 
 
-@pytest.mark.timeout(600)
 def test_gpu_day_runs_on_device_cuda(tmp_path):
     script = [str(Path(__file__).with_name("gpu_day.py")), "--device", "cuda", "--devices", "2"]
     done = subprocess.run(

@@ -11,7 +11,7 @@ from dppo_megatron.slurm.attempts import AttemptLog
 from tests.support.slurm.lab import wait_until
 from tests.support.slurm.runs import TIMEOUT_S, Run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 # argv: slurm-task ROLE [options] CONFIG. Writes its environment to a file, then acts as the test asks.
 STUB = """

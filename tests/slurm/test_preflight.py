@@ -12,7 +12,7 @@ from tests.support.slurm.faults import FAULTY_NODE, fault_environment
 from tests.support.slurm.lab import NODES, wait_until
 from tests.support.slurm.runs import Run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 MOST_S = 20.0
 QUIET_S = 8.0  # of a preflight without a fault; where it takes longer, other processes keep the machine busy

@@ -11,7 +11,7 @@ from tests.support.slurm.faults import FAULTY_NODE, fault_environment
 from tests.support.slurm.lab import NODES, wait_until
 from tests.support.slurm.runs import Run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture

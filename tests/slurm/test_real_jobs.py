@@ -15,7 +15,7 @@ from tests.support.slurm.lab import NODES, wait_until
 from tests.support.slurm.rewards import GROUPS
 from tests.support.slurm.runs import STEPS, Run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(540)]
+pytestmark = pytest.mark.slurm
 
 THREE_NODES = ("--nodes=3", "--gpus-per-node=1")
 

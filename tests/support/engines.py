@@ -37,7 +37,7 @@ MAX_LOGPROBS = 16
 EOS = 1
 EXPERTS = 8
 PROMPT = np.array([5, 9, 33, 2, 17, 60, 8, 8, 41, 3], dtype=np.int32)
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 900
 END_S = 3  # to end by itself; SGLang waits longer for requests that are not there
 READY = {"vllm": "health", "sglang": "server_info"}  # answers once the server can sample
 

@@ -26,7 +26,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 MOST_THREADS = 24  # of a rank; with more it is replaced by a new process, which costs a fork
 RANKS = "TEST_RANKS"  # environment: names these processes, for files of their own in a directory that others had
 TORCH = ("torch", "torch.distributed", "torch._dynamo")  # dispatch modes need Dynamo

@@ -18,7 +18,7 @@ from dppo_megatron.engines.guard.asgi import ROOTS_VARIABLE
 from tests.support.commands import Command
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dppo_megatron.view.tokens import RETIRED
 
 from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TOPK, TURNS_AT, write_bank, write_run, write_trained_tokens
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.browser
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 TRAINED_AT = 8

@@ -20,7 +20,7 @@ from tests.support.faults import Proxy
 from tests.support.ranks import Ranks
 from tests.weight_sync.trainer_process import PROBE, WAIT, publish_all
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.engines
 TOLERANCE = 1e-4
 OUT = "records"
 FORGETFUL = Path(__file__).parents[1] / "support" / "forgetful_sglang"

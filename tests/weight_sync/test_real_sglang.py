@@ -6,7 +6,7 @@ from tests.support.engines import engine_config, make_model
 from tests.weight_sync.test_real_engines import check_scores, needs_sglang, publish_frozen, started_together
 from tests.weight_sync.trainer_process import WAIT
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.engines
 TIMEOUT_S = 6.0
 TOLERANCE = 0.1  # of bf16; the log-probs of the two policies differ by several nats
 

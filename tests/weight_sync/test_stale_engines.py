@@ -22,7 +22,7 @@ from tests.support.faults import Proxy
 from tests.weight_sync.test_real_engines import OUT, publish
 from tests.weight_sync.trainer_process import UPDATE
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engines
 
 NOTHING = "nothing is loaded"  # and the answer is that of a success
 EVERYTHING = "everything is kept"
