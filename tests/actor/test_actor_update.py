@@ -280,19 +280,20 @@ def test_a_micro_batch_without_loss_adds_nothing(rank: Rank):
 
 
 @pytest.mark.parametrize(
-    ("decay", "warmup", "expected"),
+    ("decay", "warmup", "decay_steps", "expected"),
     [
-        ("constant", 0, [0.1] * 10),
-        ("constant", 4, [0.025, 0.05, 0.075] + [0.1] * 7),
-        # Both end at min_lr = 0.01.
-        ("linear", 4, [0.025, 0.05, 0.075] + [0.1 - 0.015 * i for i in range(7)]),
-        ("cosine", 0, [0.1, *[ANY] * 8, 0.01]),
+        ("constant", 0, None, [0.1] * 10),
+        ("constant", 4, None, [0.025, 0.05, 0.075] + [0.1] * 7),
+        # All end at min_lr = 0.01.
+        ("linear", 4, None, [0.025, 0.05, 0.075] + [0.1 - 0.015 * i for i in range(7)]),
+        ("cosine", 0, None, [0.1, *[ANY] * 8, 0.01]),
+        ("cosine", 0, 5, [0.1, *[ANY] * 3, *[0.01] * 6]),
     ],
 )
 @on_ranks(1)
-def test_learning_rate(rank: Rank, decay: str, warmup: int, expected: list):
+def test_learning_rate(rank: Rank, decay: str, warmup: int, decay_steps: int | None, expected: list):
     """Of each of the run's ten updates."""
-    optimizer = {"lr": 0.1, "min_lr": 0.01, "decay": decay, "warmup_updates": warmup}
+    optimizer = {"lr": 0.1, "min_lr": 0.01, "decay": decay, "decay_steps": decay_steps, "warmup_updates": warmup}
     with rank.actor(optimizer=optimizer) as actor:
         rates = [actor.train_update([pack(sequences(3))], topk()).lr for _ in range(10)]
     assert rates == [value if value is ANY else pytest.approx(value) for value in expected]
