@@ -47,15 +47,20 @@ def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Any], tools: Sequence[dict[str, Any]] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Any],
+    tools: Sequence[dict[str, Any]] = (),
+    *,
+    answered: bool = False,
 ) -> list[str | ValueError]:
     """Render each chat to the model's input text, up to the start of its answer; a problem gives an error instead.
 
-    A chat that is already an error is returned unchanged. tools: for chat templates. Raises `ChatTemplateError`.
+    A chat that is already an error is returned unchanged. tools: for chat templates. answered: the answer is the last
+    message. Raises `ChatTemplateError`.
     """
     out: list[str | ValueError] = []
     try:
-        known: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
+        known: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": not answered}
         known |= tokenizer.special_tokens_map
         known["chat_template"] = tokenizer.get_chat_template(None, tools=known["tools"])
         with borrowed(Templates, _CHATS_MEMORY) as worker:
