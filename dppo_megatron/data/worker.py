@@ -141,12 +141,27 @@ class Tables:
             if str(field.type) == "float":  # of 32 bits; as text first, or 0.1 would become 0.10000000149
                 short = batch.column(number).cast("string").cast("float64")
                 batch = batch.set_column(number, field.name, short)
+        coarse = [field.with_type(self._microseconds(field.type)) for field in batch.schema]
+        batch = batch.cast(self._pa.schema(coarse), safe=False)
         batch.to_pylist(maps_as_pydicts="strict")
         sink = self._pa.BufferOutputStream()
         with self._pa.ipc.new_stream(sink, batch.schema) as out:
             out.write_batch(batch)
         self._hold(sink.tell())
         return sink.getvalue().to_pybytes()
+
+    def _microseconds(self, kind: Any) -> Any:
+        """Return a type with times in microseconds, because Python has no nanoseconds."""
+        types = self._pa.types
+        if types.is_timestamp(kind) and kind.unit == "ns":
+            return self._pa.timestamp("us", kind.tz)
+        if types.is_duration(kind) and kind.unit == "ns":
+            return self._pa.duration("us")
+        if types.is_struct(kind):
+            return self._pa.struct([field.with_type(self._microseconds(field.type)) for field in kind])
+        if types.is_list(kind):
+            return self._pa.list_(kind.value_field.with_type(self._microseconds(kind.value_type)))
+        return self._pa.time64("us") if types.is_time64(kind) else kind
 
     def _hold(self, size: int) -> None:
         if self._held is not None:
