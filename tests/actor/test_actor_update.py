@@ -243,13 +243,19 @@ def test_non_finite_updates_change_nothing_and_stop_the_run(rank: Rank):
     from dppo_megatron.actor import TrainingDiverged
 
     good = micro_batches(sequences(), 2)
-    bad = [good[0], replace(good[1], loss_weight=good[1].loss_weight * float("inf"))]
+    row = int(good[1].mask.nonzero()[2])
+    far = good[1].rollout_logprob.index_fill(0, torch.tensor(row), -99.0)
+    bad = [good[0], replace(good[1], rollout_logprob=far, loss_weight=good[1].loss_weight * float("inf"))]
     with rank.actor(optimizer={"max_skipped_in_a_row": 3}) as actor:
         actor.train_update(good, topk())
         before, lr = fingerprint(actor), actor.lr
         for number in (1, 2):
-            stats = actor.train_update(bad, topk())
+            with mock.patch("dppo_megatron.actor.actor.log.warning") as warned:
+                stats = actor.train_update(bad, topk())
             assert (stats.skipped, stats.skipped_in_a_row) == (True, number)
+            outlier = warned.call_args.args[-1]
+            assert outlier.startswith(f"token {int(good[1].target_ids[row])} has ln pi = -")
+            assert outlier.endswith(f", ln mu = -99, A = {float(good[1].advantage[row]):.6g}")
         assert same(before, fingerprint(actor))
         assert actor.lr == lr
         recovered = actor.train_update(good, topk())
