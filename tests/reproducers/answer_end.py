@@ -1,4 +1,7 @@
-"""A tokenizer without an end token passes every check if generation_config.json has one; nll then died of a TypeError."""
+"""nll with a tokenizer that has no end token, while generation_config.json has one, must train the template's end.
+
+Run from a clone's root: PYTHONPATH=. python tests/reproducers/answer_end.py
+"""
 
 import json
 import sys
