@@ -36,7 +36,7 @@ from .model import PolicyModel, build_model
 from .model_config import shares_prefixes, transformer_config, use_transformer_engine
 from .optimizer import build_optimizer, build_schedule, learning_rate, optimizer_step, wrap_data_parallel
 from .parameter_gather import ParameterGather
-from .scoring import Scorer, Scores
+from .scoring import Scorer, Scores, describe_outlier
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +163,10 @@ class Actor:
 
         The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, so the gradient
         does not depend on how the batch was split. Data-parallel ranks pass the same number of micro-batches. An update
-        with non-finite gradients or logits changes nothing and is reported as skipped. Gradients beyond fp16 lower the
-        loss scale. `another_follows` promises that the next call is `train_update` again and that nothing uses the
-        weights in between. The weights are then gathered during the next forward pass. `LossStep` describes `observe`.
+        with non-finite gradients or logits changes nothing, is reported as skipped, and logs the token furthest from its
+        rollout. Gradients beyond fp16 lower the loss scale. `another_follows` promises that the next call is
+        `train_update` again and that nothing uses the weights in between. The weights are then gathered during the next
+        forward pass. `LossStep` describes `observe`.
         Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that no smaller loss scale could
         avoid, and ValueError if there are no micro-batches.
         """
@@ -202,6 +203,9 @@ class Actor:
             else:
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if update.skipped else 0
             self._synchronize()
+        if update.skipped and not update.overflowed:
+            outlier = describe_outlier(micro_batches, self.scores(micro_batches))
+            log.warning("the update is skipped, grad norm %g; furthest from mu: %s", update.grad_norm, outlier)
         stats = UpdateStats(
             **vars(total),
             **vars(update),

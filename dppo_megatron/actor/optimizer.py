@@ -81,10 +81,10 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
     """Build a linear warm-up over `warmup_updates` (update i applies lr (i + 1) / warmup), then the decay.
 
-    The decay ends at `min_lr` with the last update of the run.
+    The decay ends at `min_lr` with the last update of `optimizer.decay_steps`, by default the last one of the run.
     """
     o = config.optimizer
-    updates = config.train.steps * config.train.updates_per_step
+    updates = (o.decay_steps or config.train.steps) * config.train.updates_per_step
     return OptimizerParamScheduler(
         optimizer,
         init_lr=o.lr / max(1, o.warmup_updates),

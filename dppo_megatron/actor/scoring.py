@@ -82,6 +82,21 @@ class Scorer:
         return results
 
 
+def describe_outlier(micro_batches: Sequence[TokenBatch], scores: Sequence[Scores]) -> str:
+    """Return id, ln pi, ln mu and A of the loss token with the largest |ln pi - ln mu|, or a non-finite ln pi."""
+    largest, described = -1.0, "none has loss on this rank"
+    for batch, found in zip(micro_batches, scores, strict=True):
+        rows = {"ln pi": found.logprob, "ln mu": batch.rollout_logprob, "A": batch.advantage}
+        values = {name: value.cpu() for name, value in rows.items() if value is not None}
+        gap = (values["ln pi"] - values.get("ln mu", 0.0)).abs().nan_to_num(nan=torch.inf)
+        gap = torch.where(batch.mask.cpu(), gap, -1.0)
+        if len(gap) and float(gap.max()) > largest:
+            largest, row = float(gap.max()), int(gap.argmax())
+            numbers = ", ".join(f"{name} = {float(value[row]):.6g}" for name, value in values.items())
+            described = f"token {int(batch.target_ids[row])} has {numbers}"
+    return described
+
+
 def _scores(columns: Tensor, topk: bool) -> Scores:
     if not topk:
         return Scores(columns[:, 0])

@@ -25,7 +25,7 @@ def problems(
     `tools` are the tools of the environment, which the chat template writes into every prompt.
     """
     from dppo_megatron.bank.files import HEAD_NAME
-    from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_ids
+    from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_end, answer_ids
     from dppo_megatron.data.rows import column
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
@@ -37,6 +37,12 @@ def problems(
         if hf is not None:  # otherwise the problem of the model is reported
             here = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
             (out if here else absent).append(str(error))
+    end = None  # of the answers that an objective learns
+    if tokenizer is not None and config.objective.supervised:
+        try:
+            end = answer_end(config, tokenizer)
+        except ValueError as error:
+            out.append(str(error))
     bank = config.rollout.bank
     if bank is not None and not bank.is_dir():
         absent.append(f"rollout.bank = {bank}: no such directory; name the bank of a run, RUN/bank")
@@ -63,8 +69,8 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
-                if hf is not None and tokenizer is not None and config.objective.supervised and setting in dict(named):
-                    lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer))) for r in file.rows)
+                if hf is not None and tokenizer is not None and end is not None and setting in dict(named):
+                    lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer, end))) for r in file.rows)
                     long = [(r.number, config.too_long(hf.max_position_embeddings, *of)) for r, *of in lengths]
                     if violations := [(n, f"{why}; raise the limit, or remove it") for n, why in long if why]:
                         out.append(f"{setting} = {file.error(violations)}")

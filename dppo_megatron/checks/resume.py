@@ -30,7 +30,8 @@ _OF_MODELS = (".json", ".jinja", ".txt", ".model", ".safetensors", ".distcp", ".
 RESUMABLE_CHANGES = (
     "run.dir", "train.steps", "tracking", "profile", "checkpoint", "eval.every", "engine", "parallel", "slurm",
     "weight_sync", "run.stall_timeout_s", "train.micro_batch_tokens", "train.share_prefixes", "optimizer.lr",
-    "optimizer.min_lr", "optimizer.offload", "model.recompute", "model.logits", "model.batch_invariant_head",
+    "optimizer.min_lr", "optimizer.decay_steps", "optimizer.offload", "model.recompute", "model.logits",
+    "model.batch_invariant_head",
     "rollout.max_concurrent_groups", "rollout.max_prompts_per_group", "reward.timeout_s", "reward.workers",
     "distillation.*_timeout_s", "distillation.teachers.*.urls", "distillation.teachers.*.secret_file",
     "environment.timeout_s", "environment.trajectory_timeout_s", "environment.workers", "environment.host",
@@ -69,7 +70,19 @@ def problems(config: Config, *, resume: bool) -> list[str]:
         return earlier_run(config)
     if not saved.exists():
         return [f"run.dir = {config.run.dir}: no run to resume, {saved} is missing; correct it, or omit --resume"]
-    return changed_settings(config, read_config(saved))  # rules between settings may be newer
+    earlier = read_config(saved)  # rules between settings may be newer
+    return [*changed_settings(config, earlier), *_moved_decay(config, earlier)]
+
+
+def _moved_decay(config: Config, saved: Config) -> Iterator[str]:
+    """Yield a problem if another number of steps would change the learning rate without a word about it."""
+    steps, o = config.train.steps, config.optimizer
+    end = saved.optimizer.decay_steps or saved.train.steps
+    if o.decay != "constant" and o.decay_steps is None and steps != end:
+        yield (
+            f"train.steps = {steps}: optimizer.decay = {o.decay} ended with step {end}, and the learning rate would "
+            f"jump; set optimizer.decay_steps = {end} to keep the decay, or {steps} to stretch it"
+        )
 
 
 def record(config: Config) -> None:

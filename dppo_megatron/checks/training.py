@@ -56,6 +56,8 @@ def _learning_rate(config: Config) -> Iterator[str]:
         yield f"optimizer.min_lr = {o.min_lr}: above optimizer.lr = {o.lr}; lower it"
     elif o.min_lr and o.decay == "constant":
         yield f"optimizer.min_lr = {o.min_lr}: optimizer.decay = constant never reaches it; remove it or set a decay"
+    if o.decay_steps and o.decay == "constant":
+        yield f"optimizer.decay_steps = {o.decay_steps}: optimizer.decay = constant has no end; remove it"
     if o.warmup_updates > updates:
         yield f"optimizer.warmup_updates = {o.warmup_updates}: longer than the run of {updates} updates; lower it"
 

@@ -7,11 +7,14 @@ token, too many bytes, or JSON that is not a reply. Replies of a worker are neve
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
-import time
+from collections.abc import Iterator
 from typing import Any
+
+from .deadline import Deadline
 
 TOKEN_BYTES = 16
 LARGEST_REPLY = 64 * 1024  # bytes
@@ -24,7 +27,7 @@ class InvalidReply(ConnectionError):
 
 
 class WorkerChannel:
-    """Sends and receives at one end. A call raises `TimeoutError` at `deadline` (`time.monotonic()`), or never if None.
+    """Sends and receives at one end. A call raises `TimeoutError` at its deadline, or never if that is None.
 
     Raises `EOFError` or `OSError` when the other end has closed the channel.
     """
@@ -33,11 +36,13 @@ class WorkerChannel:
         self._end = end
         self._token = token
 
-    def send(self, payload: bytes, deadline: float | None = None) -> None:
-        self._limit(deadline)
-        self._end.sendall(self._token + _LENGTH.pack(len(payload)) + payload)
+    def send(self, payload: bytes, deadline: Deadline | None = None) -> None:
+        unsent = memoryview(self._token + _LENGTH.pack(len(payload)) + payload)
+        while unsent:
+            with self._waiting(deadline):
+                unsent = unsent[self._end.send(unsent) :]
 
-    def receive(self, deadline: float | None = None, largest: int | None = None) -> bytes:
+    def receive(self, deadline: Deadline | None = None, largest: int | None = None) -> bytes:
         """Return the next message. Raises `InvalidReply` if it has no token or more than `largest` bytes."""
         head = b""
         while len(head) < _HEAD:
@@ -53,7 +58,7 @@ class WorkerChannel:
             size -= len(parts[-1])
         return b"".join(parts)
 
-    def receive_reply(self, deadline: float, number: int, largest: int = LARGEST_REPLY) -> dict[str, Any]:
+    def receive_reply(self, deadline: Deadline, number: int, largest: int = LARGEST_REPLY) -> dict[str, Any]:
         """Return the reply to request `number`. Raises the errors of `receive`."""
         payload = self.receive(deadline, largest)
         try:
@@ -79,13 +84,18 @@ class WorkerChannel:
     def close(self) -> None:
         self._end.close()
 
-    def _read(self, size: int, deadline: float | None) -> bytes:
-        self._limit(deadline)
-        part = self._end.recv(size)
+    def _read(self, size: int, deadline: Deadline | None) -> bytes:
+        part: bytes | None = None
+        while part is None:
+            with self._waiting(deadline):
+                part = self._end.recv(size)
         if not part:
             raise EOFError("it closed its end")
         return part
 
-    def _limit(self, deadline: float | None) -> None:
-        # A timeout of 0 would mean non-blocking.
-        self._end.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+    @contextlib.contextmanager
+    def _waiting(self, deadline: Deadline | None) -> Iterator[None]:
+        """Let the body's call of the socket end without a result when the deadline must be counted."""
+        self._end.settimeout(None if deadline is None else deadline.tick())
+        with contextlib.suppress(TimeoutError):
+            yield

@@ -27,10 +27,20 @@ from dppo_megatron.errors import ExpectedError, shown
 FLUSH_BYTES = 128 << 20
 
 _REMEDY = "restore it, or remove it if the run does not continue"
+_LFS_POINTER = b"version https://git-lfs"
 _MOST_BYTES = 64 << 20  # a file may name every tensor of a model with hundreds of thousands of tensors
 
 
 T = TypeVar("T")
+
+
+LFS_PROBLEM = "a Git LFS pointer, not the file; `git lfs pull` in its repository fetches it"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file only names the content that Git LFS stores elsewhere."""
+    with path.open("rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 class DamagedFile(ExpectedError, ValueError):

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from .channel import LARGEST_REPLY, TOKEN_BYTES, InvalidReply, WorkerChannel
+from .deadline import Deadline
 from .environment import child_environment
 from .files import adapter
 from .process import end_with_parent, exit_reason
@@ -119,12 +119,12 @@ class Worker:
         number, self._requests = self._requests, self._requests + 1
         begun = False
         try:
-            self._channel.send(request, time.monotonic() + timeout_s)
+            self._channel.send(request, Deadline(timeout_s))
             # Code of an earlier sample may still run in the worker and delay the request.
-            begun = bool(self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest).get("begun"))
-            reply = self._channel.receive_reply(time.monotonic() + timeout_s, number, self._largest)
+            begun = bool(self._channel.receive_reply(Deadline(timeout_s), number, self._largest).get("begun"))
+            reply = self._channel.receive_reply(Deadline(timeout_s), number, self._largest)
             if reply.get("bytes"):
-                reply["parts"] = self._channel.receive(time.monotonic() + timeout_s, self._largest)
+                reply["parts"] = self._channel.receive(Deadline(timeout_s), self._largest)
             return reply
         except TimeoutError:
             if begun:

@@ -126,6 +126,7 @@ class OptimizerConfig(Section):
     min_lr: Float = setting(0.0, "learning rate at which a decay ends", ge=0, le=1e6)
     warmup_updates: CountFromZero = setting(0, "optimizer updates of linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = setting("constant", "form of the decay of lr to min_lr")
+    decay_steps: Count | None = setting(None, "training step with which the decay ends; default: train.steps")
     weight_decay: Float = setting(0.0, "AdamW's decoupled weight decay", ge=0, le=1e6)
     beta1: Float = setting(0.9, "Adam's decay of the mean of gradients", ge=0, lt=1)
     beta2: Float = setting(0.95, "Adam's decay of the mean of their squares", ge=0, lt=1)

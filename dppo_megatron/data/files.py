@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.common.files import read_foreign_json
+from dppo_megatron.common.files import LFS_PROBLEM, is_lfs_pointer, read_foreign_json
 from dppo_megatron.common.worker import WorkerError
 from dppo_megatron.errors import bounded
 
@@ -53,6 +53,8 @@ def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str
     for file in data_files(path):
         if file.exists() and not file.is_file():
             raise PromptFileError(file, problem="cannot read the prompt file: a device or a pipe; name a regular file")
+        if file.exists() and is_lfs_pointer(file):
+            raise PromptFileError(file, problem=LFS_PROBLEM)
         if file.suffix in (".csv", ".tsv"):
             raise PromptFileError(
                 file,

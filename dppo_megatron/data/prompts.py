@@ -17,6 +17,7 @@ from .files import read_rows, unit
 from .messages import messages_of, plain, text_of
 from .order import EpochOrder, Mixture
 from .rows import PromptFileError, check_text, column
+from .tokenizer import TokenizerError, end_token_ids
 from .worker import render_chats
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ T = TypeVar("T")
 Render = Callable[[Sequence[Any]], list[str | ValueError]]
 
 _BATCH = 256  # rows rendered together
+_ANSWER = "ANSWER"  # stands for an answer in a chat
 _CHARACTERS_PER_TOKEN = 1000  # no token is longer, so a longer text is rejected without tokenizing it
 
 
@@ -171,9 +173,33 @@ def training_prompts(
     return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more), tools)
 
 
-def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str) -> np.ndarray:
+def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str, end: int) -> np.ndarray:
     """Return a given answer as a response: [A] int32, with the token that ends it."""
-    return np.array([*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id], np.int32)
+    return np.array([*tokenizer.encode(answer, add_special_tokens=False), end], np.int32)
+
+
+def answer_end(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the token with which a given answer ends: the one that the policy must sample to end a response.
+
+    With a chat template, it is the first of the model's end tokens that the template writes after an answer. Without
+    one, it is the tokenizer's end token, or the model's only one. Raises `TokenizerError`.
+    """
+    ends = end_token_ids(config.model.path, tokenizer)
+    after: list[int] = list(ends) if len(ends) == 1 else []
+    if config.data.chat_template:
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        (text,) = render_chats(tokenizer, [chat], answered=True)
+        written = str(text).rpartition(_ANSWER)[2]
+        after = [i for i in tokenizer.encode(written, add_special_tokens=False) if i in ends]
+    elif tokenizer.eos_token_id is not None:
+        after = [int(tokenizer.eos_token_id)]
+    if after:
+        return after[0]
+    where = f"its chat template writes {written!r} after an answer" if config.data.chat_template else "it has several"
+    raise TokenizerError(
+        f"model.path = {config.model.path}: no token ends an answer: {where}, and generation_config.json, config.json "
+        f"and the tokenizer name {tokenizer.convert_ids_to_tokens(list(ends))}; name the right one as eos_token there"
+    )
 
 
 def parse_rows(

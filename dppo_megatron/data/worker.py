@@ -47,15 +47,20 @@ def borrowed(answer: Any, memory: int) -> Iterator[Worker]:
 
 
 def render_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Any], tools: Sequence[dict[str, Any]] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Any],
+    tools: Sequence[dict[str, Any]] = (),
+    *,
+    answered: bool = False,
 ) -> list[str | ValueError]:
     """Render each chat to the model's input text, up to the start of its answer; a problem gives an error instead.
 
-    A chat that is already an error is returned unchanged. tools: for chat templates. Raises `ChatTemplateError`.
+    A chat that is already an error is returned unchanged. tools: for chat templates. answered: the answer is the last
+    message. Raises `ChatTemplateError`.
     """
     out: list[str | ValueError] = []
     try:
-        known: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True}
+        known: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": not answered}
         known |= tokenizer.special_tokens_map
         known["chat_template"] = tokenizer.get_chat_template(None, tools=known["tools"])
         with borrowed(Templates, _CHATS_MEMORY) as worker:
@@ -136,12 +141,27 @@ class Tables:
             if str(field.type) == "float":  # of 32 bits; as text first, or 0.1 would become 0.10000000149
                 short = batch.column(number).cast("string").cast("float64")
                 batch = batch.set_column(number, field.name, short)
+        coarse = [field.with_type(self._microseconds(field.type)) for field in batch.schema]
+        batch = batch.cast(self._pa.schema(coarse), safe=False)
         batch.to_pylist(maps_as_pydicts="strict")
         sink = self._pa.BufferOutputStream()
         with self._pa.ipc.new_stream(sink, batch.schema) as out:
             out.write_batch(batch)
         self._hold(sink.tell())
         return sink.getvalue().to_pybytes()
+
+    def _microseconds(self, kind: Any) -> Any:
+        """Return a type with times in microseconds, because Python has no nanoseconds."""
+        types = self._pa.types
+        if types.is_timestamp(kind) and kind.unit == "ns":
+            return self._pa.timestamp("us", kind.tz)
+        if types.is_duration(kind) and kind.unit == "ns":
+            return self._pa.duration("us")
+        if types.is_struct(kind):
+            return self._pa.struct([field.with_type(self._microseconds(field.type)) for field in kind])
+        if types.is_list(kind):
+            return self._pa.list_(kind.value_field.with_type(self._microseconds(kind.value_type)))
+        return self._pa.time64("us") if types.is_time64(kind) else kind
 
     def _hold(self, size: int) -> None:
         if self._held is not None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from dppo_megatron.common.files import read_foreign_json
+
 # Common chat templates have these markers. A tokenizer of another family splits them into letters.
 _MARKERS = re.compile(r"<\|[A-Za-z0-9_]{2,30}\|>|<｜[^｜<>]{2,30}｜>|\[/?INST\]|<(?:start|end)_of_turn>")
 
@@ -15,17 +17,21 @@ _MARKERS = re.compile(r"<\|[A-Za-z0-9_]{2,30}\|>|<｜[^｜<>]{2,30}｜>|\[/?INST
 class TokenizerFile:
     """Represents the tokenizer.json in a model directory."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, rows: int = 0):
+        """rows: number of the model's embedding rows, often padded; a policy samples padding too."""
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special = {id_: token.content for id_, token in added.items() if token.special}
-        self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.size = max(rows, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
 
     @classmethod
     def load(cls, model: Path) -> TokenizerFile | None:
         """Load the directory's tokenizer.json. Return None if it is absent or unreadable."""
         try:
-            return cls(Tokenizer.from_file(str(model / "tokenizer.json")))
+            path = model / "config.json"
+            config = read_foreign_json(path) if path.exists() else {}
+            rows = config.get("text_config", config).get("vocab_size", 0)
+            return cls(Tokenizer.from_file(str(model / "tokenizer.json")), rows)
         except Exception:  # tokenizers raises Exception itself
             return None
 

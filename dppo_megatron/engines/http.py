@@ -12,6 +12,8 @@ import aiohttp
 import certifi
 from yarl import URL
 
+from dppo_megatron.common.deadline import time_limit
+
 from .byte_budget import ReplySlot
 from .protocol import EngineError, EngineIncompatible, EngineRefused, EngineTimeout, EngineUnavailable
 
@@ -75,7 +77,7 @@ class EngineCalls:
         content = json.dumps(body).encode() if body is not None else content
         wait = RETRY_BUSY_S[0]
         try:
-            async with asyncio.timeout(timeout_s):
+            async with time_limit(timeout_s):
                 while True:
                     status, reply = await self._request("GET" if content is None else "POST", path, content, slot)
                     # Servers refuse new requests for a moment while they are paused or their queue is full.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dppo_megatron.bank.journal import FinishedTurns, Journals
+from dppo_megatron.common.deadline import time_limit
 from dppo_megatron.config import Config
 from dppo_megatron.data.prompts import prompt_messages, render_chat
 from dppo_megatron.data.rows import column
@@ -155,7 +156,7 @@ class Episodes:
         longest = self.config.environment.trajectory_timeout_s
         async with self.environments.session(wanted.order) as session:
             try:
-                async with asyncio.timeout(longest) as clock:
+                async with time_limit(longest) as clock:
                     await (self._alternate if self.gateway is None else self._converse)(wanted, session, attempt)
                     if attempt.reward is None:
                         attempt.reward = await self._reward_of_text(wanted, attempt.branches)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dppo_megatron.common.deadline import time_limit
 from dppo_megatron.config import Config
 from dppo_megatron.engines.protocol import Engine, EngineError, EngineInfo, EngineTimeout, EngineUnavailable
 from dppo_megatron.weights.fingerprint import Fingerprint, differing
@@ -35,7 +36,7 @@ async def check_health(engine: Engine, config: Config, timeout_s: float | None =
     """
     timeout_s = config.engine.health_timeout_s if timeout_s is None else timeout_s
     try:
-        async with asyncio.timeout(timeout_s):
+        async with time_limit(timeout_s):
             await engine.health()
             info = await engine.info()
     except TimeoutError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dppo_megatron.common.files import each_once, read_foreign_json
+from dppo_megatron.common.files import LFS_PROBLEM, each_once, is_lfs_pointer, read_foreign_json
 from dppo_megatron.errors import shown
 
 from .errors import ModelError
@@ -16,7 +16,6 @@ from .safetensors_file import DTYPES, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_LFS_POINTER = b"version https://git-lfs"
 _MAPPED_BYTES = 8 << 20  # `release` closes files after reading this much: opening one again parses its header again
 
 
@@ -105,9 +104,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         return found
     except (SafetensorError, OSError) as error:
         what = f"not a safetensors file, or truncated ({file.stat().st_size} bytes): {error}"
-        with file.open("rb") as opened:
-            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                what = "a Git LFS pointer, not the file; `git lfs pull` in the model's repository fetches it"
+        if is_lfs_pointer(file):
+            what = LFS_PROBLEM
     except ValueError as error:
         what = f"its header: {error}; write the file again"
     except KeyError as error:

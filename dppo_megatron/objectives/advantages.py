@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
+ROUNDING = 2.0**-16
+"""Rewards that differ by at most this share of the largest |reward| of their group are equal. A reward model gives such
+rewards for equal answers, and a standard deviation would make advantages of 1.5 of them."""
+
+
 @dataclass(frozen=True)
 class RewardMoments:
     """Contains count, sum and sum of squares of group-centred rewards, each 0-d fp64.
@@ -50,8 +55,9 @@ def group_advantages(
     batch_normalised  group_mean over its sample standard deviation across the batch (REINFORCE++-baseline,
                       arXiv 2501.03262). `moments` are those of the whole batch, if `rewards` is only a part of it.
     rewards: fp32 or fp64. valid: False where a sample failed; such a sample gets 0 and is excluded from every
-    statistic. If all valid rewards of a group are equal, or only one is valid, all samples get exactly 0, except with
-    batch_mean. No denominator has an epsilon. Raises ObjectiveError for an unknown kind or rewards that are not [G, n].
+    statistic. If all valid rewards of a group are equal up to `ROUNDING`, or only one is valid, all samples get exactly
+    0, except with batch_mean. No denominator has an epsilon. Raises ObjectiveError for an unknown kind or rewards that
+    are not [G, n].
 
     Example: the rewards [[1, 0, 0, 1]] give group_mean [[0.5, -0.5, -0.5, 0.5]], and with a failed last sample
     [[0.67, -0.33, -0.33, 0]].
@@ -93,8 +99,8 @@ def turn_advantages(
     rewards: one for each trajectory. The difference to the sum of its turn rewards is added to the last turn. So
     without a discount R_0 is the trajectory's reward, and A_0 the advantage of `group_advantages`.
     turn_rewards, turns: the reward of each turn, and the number of turns. A trajectory with 0 turns, because none had a
-    reward, has one advantage, that of the first turn, in all T. Returns that fp32 cannot distinguish are equal. Raises
-    as `group_advantages` does, and for kinds over the batch.
+    reward, has one advantage, that of the first turn, in all T. Returns that differ by at most `ROUNDING` of the sum of
+    |turn reward| are equal. Raises as `group_advantages` does, and for kinds over the batch.
 
     Example, with discount 1:
 
@@ -117,7 +123,7 @@ def turn_advantages(
     for k in reversed(range(longest)):
         ahead = returns[:, :, k] = earned[:, :, k] + discount * ahead
     compared = (there | (whole[:, :, None] & (number == 0))) & valid[:, :, None]
-    rounding = 2.0**-21 * torch.where(valid, earned.abs().sum(2), 0.0).amax(1, keepdim=True)
+    rounding = ROUNDING * torch.where(valid, earned.abs().sum(2), 0.0).amax(1, keepdim=True)
     out = torch.zeros_like(returns)
     for k in range(longest):
         counts = compared[:, :, k]
@@ -148,7 +154,7 @@ def _centred(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Ten
         raise ObjectiveError(f"valid has shape {tuple(valid.shape)}, rewards has {tuple(rewards.shape)}")
     values = torch.where(valid, rewards.double(), 0.0)
     # A comparison with a rounded mean would leave 1e-17 for equal rewards of 0.1, and a std would amplify it.
-    signal = _spread(values, valid) > 0
+    signal = _spread(values, valid) > ROUNDING * values.abs().amax(dim=1, keepdim=True)
     mean = values.sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(valid & signal, values - mean, 0.0), valid, signal
 

@@ -143,6 +143,9 @@ class Teachers:
         if not (services := list(engine_services(own, RunDir(own.run.dir)).values())):
             raise protocol.EngineUnavailable(f"no server is registered in {own.run.dir}; see its log")
         url, kind = services[turn % len(services)].url, kind_of(own)
+        listed = {(name, service.url) for service in services}
+        for left in [key for key in self._calls if key[0] == name and key not in listed]:
+            await self._calls.pop(left).close()  # a restarted server has another port
         if (name, url) not in self._calls:
             secret = None if given.urls and given.secret_file is None else read_secret(own)
             self._calls[name, url] = EngineCalls(url, secret, f"is it a {own.engine.kind} server?")

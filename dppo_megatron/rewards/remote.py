@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from dppo_megatron.common.deadline import time_limit
 from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.types import Prompt
 
@@ -55,10 +56,10 @@ class RemoteReward:
         """Return the rewards of all texts. Raises `RemoteError`, and `TimeoutError` after `timeout_s`."""
         headers = {} if self._token_env is None else {"Authorization": f"Bearer {os.environ[self._token_env]}"}
         parts = [texts[i : i + self._batch] for i in range(0, len(texts), self._batch)]
-        async with asyncio.timeout(timeout_s):
-            # Without trust_env, requests to a cluster's judge bypass proxies.
-            async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None)) as client:
-                replies = await asyncio.gather(*(self._ask(client, prompt, part) for part in parts))
+        # Without trust_env, requests to a cluster's judge bypass proxies.
+        session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(None))
+        async with time_limit(timeout_s), session as client:
+            replies = await asyncio.gather(*(self._ask(client, prompt, part) for part in parts))
         return [reward for reply in replies for reward in reply]
 
     async def _ask(self, client: aiohttp.ClientSession, prompt: Prompt, texts: Sequence[str]) -> list[float | None]:

@@ -17,7 +17,7 @@ from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import Config
 from dppo_megatron.data.micro_batches import Prefixes, computed_pairs, computed_rows, plan_micro_batches
 from dppo_megatron.data.packing import TokenSequence, pack
-from dppo_megatron.data.prompts import PromptFileError, PromptSource, answer_ids
+from dppo_megatron.data.prompts import PromptFileError, PromptSource, answer_end, answer_ids
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.objectives import ObjectiveProtocol, sequence_weights
@@ -335,7 +335,7 @@ class SupervisedBatches:
     def __init__(self, config: Config, prompts: PromptSource, tokenizer: PreTrainedTokenizerBase, rank: int, size: int):
         self._config = config
         self._prompts = prompts
-        self._tokenizer = tokenizer
+        self._tokenizer, self._end = tokenizer, answer_end(config, tokenizer)
         self._positions = _positions(config)
         self._rank, self._size = rank, size
 
@@ -352,7 +352,7 @@ class SupervisedBatches:
         return StepBatch([self._update([prompts[i] for i in part]) for part in parts], {})
 
     def _update(self, prompts: Sequence[Prompt]) -> UpdateBatch:
-        answers = [answer_ids(self._tokenizer, p.answer) for p in prompts]
+        answers = [answer_ids(self._tokenizer, p.answer, self._end) for p in prompts]
         for prompt, answer in zip(prompts, answers, strict=True):
             if problem := self._config.too_long(self._positions, len(prompt.token_ids), len(answer)):
                 raise PromptFileError(

@@ -243,13 +243,19 @@ def test_non_finite_updates_change_nothing_and_stop_the_run(rank: Rank):
     from dppo_megatron.actor import TrainingDiverged
 
     good = micro_batches(sequences(), 2)
-    bad = [good[0], replace(good[1], loss_weight=good[1].loss_weight * float("inf"))]
+    row = int(good[1].mask.nonzero()[2])
+    far = good[1].rollout_logprob.index_fill(0, torch.tensor(row), -99.0)
+    bad = [good[0], replace(good[1], rollout_logprob=far, loss_weight=good[1].loss_weight * float("inf"))]
     with rank.actor(optimizer={"max_skipped_in_a_row": 3}) as actor:
         actor.train_update(good, topk())
         before, lr = fingerprint(actor), actor.lr
         for number in (1, 2):
-            stats = actor.train_update(bad, topk())
+            with mock.patch("dppo_megatron.actor.actor.log.warning") as warned:
+                stats = actor.train_update(bad, topk())
             assert (stats.skipped, stats.skipped_in_a_row) == (True, number)
+            outlier = warned.call_args.args[-1]
+            assert outlier.startswith(f"token {int(good[1].target_ids[row])} has ln pi = -")
+            assert outlier.endswith(f", ln mu = -99, A = {float(good[1].advantage[row]):.6g}")
         assert same(before, fingerprint(actor))
         assert actor.lr == lr
         recovered = actor.train_update(good, topk())
@@ -280,19 +286,20 @@ def test_a_micro_batch_without_loss_adds_nothing(rank: Rank):
 
 
 @pytest.mark.parametrize(
-    ("decay", "warmup", "expected"),
+    ("decay", "warmup", "decay_steps", "expected"),
     [
-        ("constant", 0, [0.1] * 10),
-        ("constant", 4, [0.025, 0.05, 0.075] + [0.1] * 7),
-        # Both end at min_lr = 0.01.
-        ("linear", 4, [0.025, 0.05, 0.075] + [0.1 - 0.015 * i for i in range(7)]),
-        ("cosine", 0, [0.1, *[ANY] * 8, 0.01]),
+        ("constant", 0, None, [0.1] * 10),
+        ("constant", 4, None, [0.025, 0.05, 0.075] + [0.1] * 7),
+        # All end at min_lr = 0.01.
+        ("linear", 4, None, [0.025, 0.05, 0.075] + [0.1 - 0.015 * i for i in range(7)]),
+        ("cosine", 0, None, [0.1, *[ANY] * 8, 0.01]),
+        ("cosine", 0, 5, [0.1, *[ANY] * 3, *[0.01] * 6]),
     ],
 )
 @on_ranks(1)
-def test_learning_rate(rank: Rank, decay: str, warmup: int, expected: list):
+def test_learning_rate(rank: Rank, decay: str, warmup: int, decay_steps: int | None, expected: list):
     """Of each of the run's ten updates."""
-    optimizer = {"lr": 0.1, "min_lr": 0.01, "decay": decay, "warmup_updates": warmup}
+    optimizer = {"lr": 0.1, "min_lr": 0.01, "decay": decay, "decay_steps": decay_steps, "warmup_updates": warmup}
     with rank.actor(optimizer=optimizer) as actor:
         rates = [actor.train_update([pack(sequences(3))], topk()).lr for _ in range(10)]
     assert rates == [value if value is ANY else pytest.approx(value) for value in expected]

@@ -15,9 +15,10 @@ from dppo_megatron.config import Config, ConfigError
 from dppo_megatron.convert.job import ConversionWorker, convert
 from dppo_megatron.convert.layout import TargetLayout
 from dppo_megatron.convert.to_megatron import ToMegatron
-from dppo_megatron.data.prompts import PromptFileError, training_prompts
+from dppo_megatron.data.prompts import PromptFileError, answer_end, training_prompts
 from dppo_megatron.data.tokenizer import load_tokenizer
 from dppo_megatron.hf import make_random_hf_model
+from dppo_megatron.hf.small_model import CHAT_TEMPLATE, chat_tokenizer, write_small_model
 from dppo_megatron.trainer.batches import SupervisedBatches
 from tests.checks.conftest import changed_model
 from tests.support.tokenizers import save_character_model
@@ -126,6 +127,38 @@ def test_given_answers_fit_the_model_and_the_limit(tree, tmp_path, answer, limit
     batches = SupervisedBatches(config, training_prompts(config, tokenizer), tokenizer, 0, 1)
     with pytest.raises(PromptFileError, match="row 2: a ") if problem else contextlib.nullcontext():
         batches.read(0)
+
+
+@pytest.mark.parametrize(
+    ("template", "tokenizer_end", "model_ends", "end", "problem"),
+    [
+        (CHAT_TEMPLATE, "<|im_end|>", "<|im_end|>", "<|im_end|>", None),
+        (CHAT_TEMPLATE, None, "<|im_end|>", "<|im_end|>", None),
+        (CHAT_TEMPLATE, "~", ["~", "<|im_end|>"], "<|im_end|>", None),
+        (CHAT_TEMPLATE, "~", "~", None, "its chat template writes '<|im_end|>\\n' after an answer"),
+        (CHAT_TEMPLATE.replace("<|im_end|>", ""), "~", "~", None, "after an answer, and generation_config.json"),
+        (None, "~", ["~", "<|im_end|>"], "~", None),
+        (None, None, "<|im_end|>", "<|im_end|>", None),
+        (None, None, ["~", "<|im_end|>"], None, "tokenizer name ['<|im_end|>', '~']; name the right one"),
+    ],
+)
+def test_a_given_answer_ends_as_a_response_does(tree, tmp_path, template, tokenizer_end, model_ends, end, problem):
+    model, tokenizer = tmp_path / "model", chat_tokenizer(positions=64)
+    write_small_model(model, 0, tokenizer)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": tokenizer_end}))
+    (model / "chat_template.jinja").write_text(template or "")
+    ids = tokenizer.convert_tokens_to_ids(model_ends)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    tree |= {"model": {"path": str(model)}, "objective": {"name": "nll"}, "engine": {}, "rollout": {"group_size": 1}}
+    tree["data"] = {"train": str(tmp_path / "train.jsonl"), "chat_template": template is not None}
+    config, tokenizer = Config.model_validate(tree), load_tokenizer(model)
+    if problem is None:
+        preflight(config, "config.yaml")
+        assert tokenizer.convert_ids_to_tokens(answer_end(config, tokenizer)) == end
+    else:
+        assert problem in found(tree)
 
 
 def test_pairs_of_mistakes_are_one_line_each_and_do_not_hide_one_another(tree, tmp_path):

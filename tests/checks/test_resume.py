@@ -1,5 +1,6 @@
 """Directories of a run: one belongs to one run, a resumed run is the same run, and all can be written."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,29 @@ def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, start
     check(tree, resume=True)
     tree["run"]["seed"] = 2
     with pytest.raises(ConfigError, match=r"run\.seed = 2: the run was started with 1"):
+        check(tree, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("decay", "before", "now", "problem"),
+    [
+        ("constant", {}, {"steps": 16}, None),
+        ("cosine", {}, {"steps": 8}, None),
+        ("cosine", {}, {"steps": 16}, r"train\.steps = 16: optimizer\.decay = cosine ended with step 8, .* to keep"),
+        ("linear", {}, {"steps": 4}, r"train\.steps = 4: optimizer\.decay = linear ended with step 8"),
+        ("linear", {"decay_steps": 6}, {"steps": 8}, r"ended with step 6"),
+        ("cosine", {}, {"steps": 16, "decay_steps": 8}, None),
+        ("cosine", {}, {"steps": 16, "decay_steps": 16}, None),
+    ],
+)
+def test_more_steps_do_not_move_a_decay_silently(tree, tmp_path, decay, before, now, problem):
+    tree["optimizer"] = {"decay": decay, **before}
+    tree["train"]["steps"] = 8
+    (tmp_path / "run").mkdir()
+    save_resolved(Config.model_validate(tree), RunDir(tmp_path / "run").config)
+    tree["train"]["steps"] = now["steps"]
+    tree["optimizer"] = {"decay": decay, "decay_steps": now.get("decay_steps")}
+    with contextlib.nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
         check(tree, resume=True)
 
 

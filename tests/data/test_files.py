@@ -142,6 +142,30 @@ def test_json_lines_and_tables_give_the_same_tokens_and_answers(tmp_path, name):
     assert [row.answer for row in source(tmp_path / "small.parquet", tokenizer).files[0].rows] == ["0.1", "72"]
 
 
+def test_times_finer_than_pythons_do_not_matter_in_unused_columns(tmp_path, tokenizers):
+    stamp = pa.timestamp("ns", "UTC")
+    fine = {
+        "at": pa.array([1_700_000_000_123_456_789], pa.timestamp("ns")),
+        "took": pa.array([1], pa.duration("ns")),
+        "clock": pa.array([1], pa.time64("ns")),
+        "deep": pa.array([{"at": [1]}], pa.struct([("at", pa.list_(stamp))])),
+    }
+    table = pa.table({"prompt": ["a"], "answer": ["1"], **fine})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+    for name in ("rows.parquet", "rows.arrow"):
+        (row,) = source(tmp_path / name, tokenizers[0]).files[0].rows
+        assert row.columns["at"] == datetime.datetime(2023, 11, 14, 22, 13, 20, 123456)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.arrow"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, tokenizers, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(PromptFileError, match="a Git LFS pointer, not the file; `git lfs pull`"):
+        source(tmp_path / name, tokenizers[0])
+
+
 def test_columns_by_path(tmp_path, tokenizers):
     row = {"a.b": "x", "a": {"b": "y", "c": [{"d": "z"}]}, "answer": 1}
     path = tmp_path / "rows.jsonl"

@@ -205,6 +205,13 @@ def test_a_planted_fault_is_named_within_a_step(sign, fault, tmp_path, model):
     assert min(found.since for found in findings.values()) >= PLANTED
 
 
+@pytest.mark.parametrize(("token", "named"), [(127, False), (128, True)], ids=["padding", "beyond the model"])
+def test_a_sampled_row_of_padding_is_of_this_model(tmp_path, model, token, named):
+    """The character model has fewer tokens than its 128 rows."""
+    sampled = each_rollout(lambda r: replace(r, token_ids=np.full_like(r.token_ids, token)))
+    assert ("tokenizer of another model" in diagnose(write_run(tmp_path, model, sampled)).findings) == named
+
+
 def test_engine_and_trainer_that_differ_from_the_start(tmp_path, model):
     run = write_run(tmp_path, model, lambda step, row, groups: row.update({"mismatch/kl": 0.3}))
     assert diagnose(run).findings["engine and trainer differ from the start"].since == 1

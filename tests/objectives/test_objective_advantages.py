@@ -181,6 +181,15 @@ def test_returns_that_only_rounding_tells_apart_give_no_advantage():
     assert found[0, 1, 2] < 0 < found[0, 0, 2] == found[0, 2, 2]
 
 
+@pytest.mark.parametrize("kind", OF_GROUPS)
+@pytest.mark.parametrize(("scale", "signal"), [(2**-17, False), (2**-14, True)], ids=["rounding", "difference"])
+@pytest.mark.parametrize("largest", [1.0, -3e4])
+def test_rewards_that_only_rounding_tells_apart_are_equal(kind, scale, signal, largest):
+    """As a reward model gives them, whose last bits depend on its batch."""
+    rewards = largest * (1 - scale * torch.tensor([[0.0, 0.3, 1.0, 0.0]], dtype=torch.float64))
+    assert bool(group_advantages(rewards, kind=kind).any()) == signal == group_has_signal(rewards).item()
+
+
 def test_baselines_of_the_batch_are_none_of_turns():
     for kind in ("batch_mean", "batch_normalised"):
         with pytest.raises(ObjectiveError, match="compares over the batch, but turns compare in groups"):

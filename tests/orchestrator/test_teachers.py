@@ -143,6 +143,27 @@ def scored(config: Config, server: Server, asked: Prompt, rollouts: list[Rollout
     return asyncio.run(main())
 
 
+def test_the_client_of_a_server_that_moved_is_closed(tmp_path):
+    """A restarted teacher has another port."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"max_position_embeddings": 10**6}))
+    config = teaching(tmp_path / "run", {"a": {"path": str(tmp_path)}})
+    here = RunDir(teacher_config(config, "a").run.dir)
+    here.make()
+    make_secret(teacher_config(config, "a"))
+
+    async def main() -> set[tuple[str, str]]:
+        teachers = Teachers(config, Encoder(), VOCAB, None)
+        for number in (1, 2, 3):
+            async with Server().serving() as server:
+                register(here, "engine-0", server.url, number)
+                await teachers.add(prompt(position=number), [rollout([1, 2])])
+        clients = set(teachers._calls)
+        await teachers.close()
+        return clients - {("a", server.url)}
+
+    assert asyncio.run(main()) == set()
+
+
 URL = {"a": {"urls": ["http://placeholder"]}}
 
 

@@ -1,0 +1,50 @@
+"""Time limits that count only time in which this process ran.
+
+A job that is suspended, or a host without free CPU time, would otherwise lose the rewards and engines it waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+_TICK_S = 1.0  # longest wait before the time is counted
+
+
+class Deadline:
+    """Counts `seconds` down. Of the time between two calls of `tick`, at most `_TICK_S` counts."""
+
+    def __init__(self, seconds: float):
+        self._left = seconds
+        self._counted = time.monotonic()
+
+    def tick(self) -> float:
+        """Return the seconds to wait until the next call. Raises `TimeoutError` when none are left."""
+        now = time.monotonic()
+        self._left -= min(now - self._counted, _TICK_S)
+        self._counted = now
+        if self._left <= 0:
+            raise TimeoutError
+        return min(self._left, _TICK_S)
+
+
+@contextlib.asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the body after `seconds` and raise `TimeoutError`, as `asyncio.timeout` does."""
+    loop, deadline = asyncio.get_running_loop(), Deadline(seconds)
+    async with asyncio.timeout(None) as limit:
+
+        def count() -> None:
+            nonlocal timer
+            try:
+                timer = loop.call_later(deadline.tick(), count)
+            except TimeoutError:
+                limit.reschedule(loop.time())
+
+        timer = loop.call_soon(count)
+        try:
+            yield limit
+        finally:
+            timer.cancel()
