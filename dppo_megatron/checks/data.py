@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import Config
 
+from . import distillation
+
 if TYPE_CHECKING:
     from dppo_megatron.config.task import RewardConfig
     from dppo_megatron.data.prompts import PromptFile
@@ -63,10 +65,12 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
-                if hf is not None and tokenizer is not None and config.objective.supervised and setting in dict(named):
-                    lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer))) for r in file.rows)
+                if hf is not None and tokenizer is not None and setting in dict(named):
+                    rows = file.rows if config.objective.supervised else []
+                    lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer))) for r in rows)
                     long = [(r.number, config.too_long(hf.max_position_embeddings, *of)) for r, *of in lengths]
-                    if violations := [(n, f"{why}; raise the limit, or remove it") for n, why in long if why]:
+                    violations = [(n, f"{why}; raise the limit, or remove it") for n, why in long if why]
+                    if violations := [*violations, *distillation.long_prompts(config, file.rows, tokenizer)]:
                         out.append(f"{setting} = {file.error(violations)}")
                 prompts = {(repr(column(r.columns, data.prompt_column, "")), r.answer) for r in file.rows}
                 if setting in dict(named):
