@@ -163,8 +163,8 @@ class Actor:
 
         The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, so the gradient
         does not depend on how the batch was split. Data-parallel ranks pass the same number of micro-batches. An update
-        with non-finite gradients or logits changes nothing, is reported as skipped, and logs the token furthest from its
-        rollout. Gradients beyond fp16 lower the loss scale. `another_follows` promises that the next call is
+        with non-finite gradients or logits changes nothing, is reported as skipped, and logs the token furthest from
+        its rollout. Gradients beyond fp16 lower the loss scale. `another_follows` promises that the next call is
         `train_update` again and that nothing uses the weights in between. The weights are then gathered during the next
         forward pass. `LossStep` describes `observe`.
         Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that no smaller loss scale could

@@ -6,12 +6,16 @@ A usable row can be read, is short enough, and has an answer that the rewards ca
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import Config
 
+from . import distillation
+
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from dppo_megatron.config.task import RewardConfig
     from dppo_megatron.data.prompts import PromptFile
     from dppo_megatron.hf import HFModelConfig
@@ -25,7 +29,7 @@ def problems(
     `tools` are the tools of the environment, which the chat template writes into every prompt.
     """
     from dppo_megatron.bank.files import HEAD_NAME
-    from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_end, answer_ids
+    from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_end
     from dppo_megatron.data.rows import column
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
 
@@ -69,10 +73,8 @@ def problems(
                 out.append(str(error))
             else:
                 files.append((file, reward))
-                if hf is not None and tokenizer is not None and end is not None and setting in dict(named):
-                    lengths = ((r, len(r.token_ids), len(answer_ids(tokenizer, r.answer, end))) for r in file.rows)
-                    long = [(r.number, config.too_long(hf.max_position_embeddings, *of)) for r, *of in lengths]
-                    if violations := [(n, f"{why}; raise the limit, or remove it") for n, why in long if why]:
+                if hf is not None and tokenizer is not None and setting in dict(named):
+                    if violations := [*_long_rows(config, hf, tokenizer, end, file)]:
                         out.append(f"{setting} = {file.error(violations)}")
                 prompts = {(repr(column(r.columns, data.prompt_column, "")), r.answer) for r in file.rows}
                 if setting in dict(named):
@@ -89,6 +91,20 @@ def problems(
                         f"rollout.prompts_per_step = {asked}: a step uses the {there} prompts {asked / there:.3g} times"
                     )
     return out + _answer_problems(config, files, notes)
+
+
+def _long_rows(
+    config: Config, hf: HFModelConfig, tokenizer: PreTrainedTokenizerBase, end: int | None, file: PromptFile
+) -> Iterator[tuple[int, str]]:
+    """Yield (number, problem) of rows that the model cannot learn, or their teacher cannot read. end: of answers."""
+    from dppo_megatron.data.prompts import answer_ids
+
+    if end is not None:
+        for row in file.rows:
+            length = len(answer_ids(tokenizer, row.answer, end))
+            if why := config.too_long(hf.max_position_embeddings, len(row.token_ids), length):
+                yield row.number, f"{why}; raise the limit, or remove it"
+    yield from distillation.long_prompts(config, file.rows, tokenizer)
 
 
 def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardConfig]], notes: list[str]) -> list[str]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from dppo_megatron.config import Config, with_settings
 from dppo_megatron.config.distillation import TeacherConfig
-from dppo_megatron.engines.teachers import trainer_teacher_config
+from dppo_megatron.engines.teachers import teacher_config, trainer_teacher_config
 from dppo_megatron.errors import ExpectedError
 
 from .model import on_any_machine
+
+if TYPE_CHECKING:
+    from dppo_megatron.data.prompts import PromptRow
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -45,6 +49,20 @@ def problems(config: Config) -> Iterator[str]:
             yield f"distillation.teachers.{name}.prompt_template = {template!r}: {why}"
 
 
+def long_prompts(config: Config, rows: Sequence[PromptRow], tokenizer: object) -> Iterator[tuple[int, str]]:
+    """Yield (number, problem) of long rows for which the `prompt_template` of a teacher leaves too few positions."""
+    from dppo_megatron.orchestrator.teachers import teacher_prompt
+
+    for name, teacher in config.distillation.teachers.items():
+        template = "" if teacher.urls else teacher.prompt_template or ""
+        taught = [row for row in rows if template and config.distillation.of_source(row.source) == name]
+        for row in sorted(taught, key=lambda row: len(row.text) + len(row.answer) * template.count("{answer}"))[-16:]:
+            room, read = teacher_config(config, name).engine.max_model_len, teacher_prompt(config, name, tokenizer, row)
+            if why := config.too_long(room - 1, len(read), config.rollout.max_response_tokens):
+                remedy = "shorten its prompt_template, or raise engine.max_model_len"
+                yield row.number, f"teacher {name}: {why} and one to sample; {remedy}"
+
+
 def model_problems(config: Config) -> Iterator[str]:
     """Return why a teacher with a path cannot be read, has other tokens than the policy, or cannot have its layout."""
     from dppo_megatron.actor import check_model
@@ -61,8 +79,10 @@ def model_problems(config: Config) -> Iterator[str]:
         except ExpectedError as error:
             yield f"distillation.teachers.{name}: {error}"
             continue
-        if config.samples and (longest := config.too_long(positions)):
-            yield f"distillation.teachers.{name}.path = {path}: has {positions} positions, {longest}; lower one of them"
+        prompt, served = config.data.max_prompt_tokens, path != config.trainer_teacher  # a server also samples
+        if config.samples and (why := config.too_long(positions - served, prompt, config.rollout.max_response_tokens)):
+            remedy = "lower data.max_prompt_tokens or rollout.max_response_tokens"
+            yield f"distillation.teachers.{name}.path = {path}: {why}{' and one to sample' * served}; {remedy}"
         if not same or sizes[0] < max(sizes[1], config.distillation.topk):
             yield (
                 f"distillation.teachers.{name}.path = {path}: has another tokenizer than model.path, or its {sizes[0]} "

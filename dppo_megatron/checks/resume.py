@@ -25,7 +25,7 @@ from dppo_megatron.weights.place import problem
 
 # Of a file of more than 256 MiB, its size, first piece (a header) and the beginnings of 255 other pieces are read.
 PIECE, PIECES, SAMPLE = 1 << 20, 256, 1 << 14
-_OF_MODELS = (".json", ".jinja", ".txt", ".model", ".safetensors", ".distcp", ".pt")  # others are not read
+_OF_MODELS = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".safetensors", ".distcp", ".metadata", ".pt")
 # These settings may change between attempts of a run. A change of another setting would make it a different run.
 RESUMABLE_CHANGES = (
     "run.dir", "train.steps", "tracking", "profile", "checkpoint", "eval.every", "engine", "parallel", "slurm",
@@ -108,10 +108,7 @@ def changed_settings(config: Config, saved: Config) -> list[str]:
         if value and files and (found := contents(key, Path(value))):
             if changed := sorted({name for name, _ in files.items() ^ found.items()}):
                 name = "the file" if changed[0] == "." else changed[0]
-                out.append(
-                    f"{key} = {value}: {name} is not as at the start of the run; restore it, or start a new run in "
-                    "another run.dir"
-                )
+                out.append(f"{key} = {value}: {name} is not as at the start; restore it, or use another run.dir")
         elif before.get(key) != value:
             out.append(f"{key} = {value!r}: the run was started with {before.get(key)!r}; use that or another run.dir")
     return out
@@ -149,13 +146,11 @@ def contents(setting: str, path: Path) -> dict[str, str]:
         if setting == "rollout.bank":
             with (index := segment_paths(path, 0)[1]).open("rb") as lines:
                 return {index.name: hashlib.blake2b(line).hexdigest()} if (line := lines.readline()) else {}
-        if setting.startswith(("data.", "eval.")):
-            files = data_files(path)
-        else:
-            files = [file for file in path.iterdir() if file.suffix in _OF_MODELS]
+        of_data = setting.startswith(("data.", "eval."))
+        files = data_files(path) if of_data else [*path.iterdir(), *path.glob("additional_chat_templates/*")]
+        kept = [f for f in files if f.is_file() and (of_data or (f.suffix or f.name) in _OF_MODELS)]
         base = path if path.exists() else files[0].parent
-        present = [(os.path.relpath(file, base), file, file.stat()) for file in files if file.is_file()]
-        return {name: _digest(file, stat.st_size, stat.st_mtime_ns) for name, file, stat in present}
+        return {os.path.relpath(f, base): _digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in kept}
     except (OSError, PromptFileError):  # reported by the checks of data and model
         return {}
 

@@ -149,7 +149,7 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
         out.append(f"{ADAPTER_CONFIG}: {chosen}: leaves out {left_out[0]}; name every layer of model.lora.targets")
     unlike = shape_problems(shapes, found)
     if unlike:
-        unlike[0] += "; use the model.lora.r and model.lora.targets that it was made with"
+        unlike[0] += "; use the model.lora.r and model.lora.targets that it was made with, and no other tensors"
     return out + unlike
 
 
@@ -158,15 +158,16 @@ def _is_chosen(tensor: str, saved: Mapping[str, Any], layers: int) -> bool:
     layer = tensor.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
     def named(by: Any) -> bool:
-        if not isinstance(by, str):
-            return is_target(layer, by or ())
-        try:
+        if isinstance(by, str):
             return by == "all-linear" or re.fullmatch(by, layer) is not None
-        except re.error:
-            return False
+        return is_target(layer, by or ())
 
-    everywhere = saved.get("layers_to_transform") in (None, [], list(range(layers)))
-    return everywhere and named(saved.get("target_modules")) and not named(saved.get("exclude_modules"))
+    chosen, every = saved.get("layers_to_transform"), set(range(layers))
+    try:
+        everywhere = chosen in (None, []) or every <= ({chosen} if isinstance(chosen, int) else {*chosen})
+        return everywhere and named(saved.get("target_modules")) and not named(saved.get("exclude_modules"))
+    except (TypeError, re.error):  # not of PEFT's types
+        return False
 
 
 def _join(staging: Path, parts: Sequence[Part]) -> None:

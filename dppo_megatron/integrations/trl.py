@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
 from dppo_megatron.objectives import (
@@ -23,17 +23,26 @@ from dppo_megatron.vocab_parallel import token_statistics
 
 from .padded import on_rows, refuse_unfit, resolve, unfit
 
-# Settings of GRPOConfig for the loss, which the objective defines here.
-_OF_THE_LOSS = (
-    "epsilon", "epsilon_high", "delta", "importance_sampling_level", "top_entropy_quantile", "entropy_coef",
-    "use_adaptive_entropy", "off_policy_mask_threshold", "sapo_temperature_neg", "sapo_temperature_pos",
-    "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+# Settings of GRPOConfig with an effect here. Its others belong to TRL's loss, which the objective replaces.
+_EFFECTIVE = (
+    "transformers_continuous_batching_config", "use_transformers_continuous_batching", "vllm_structured_outputs_regex",
+    "vllm_importance_sampling_correction", "multi_objective_aggregation", "max_tool_calling_iterations", "temperature",
+    "vllm_gpu_memory_utilization", "mask_truncated_completions", "ds3_gather_for_generation", "vllm_enable_sleep_mode",
+    "vllm_tensor_parallel_size", "log_completions_hub_repo", "num_completions_to_print", "use_transformers_paged",
+    "generation_batch_size", "vllm_max_model_length", "max_completion_length", "ref_model_mixup_alpha", "scale_rewards",
+    "num_generations_eval", "steps_per_generation", "vllm_server_base_url", "chat_template_kwargs", "model_init_kwargs",
+    "router_aux_loss_coef", "ref_model_sync_steps", "cast_lm_head_to_fp32", "cache_implementation", "generation_kwargs",
+    "vllm_server_timeout", "log_unique_prompts", "pad_to_multiple_of", "repetition_penalty", "trust_remote_code",
+    "vllm_server_port", "vllm_server_host", "vllm_model_impl", "disable_dropout", "vllm_group_port", "shuffle_dataset",
+    "log_completions", "num_generations", "num_iterations", "reward_weights", "log_multimodal", "sync_ref_model",
+    "loss_type", "vllm_mode", "use_vllm", "min_p", "top_p", "top_k", "beta",
 )  # fmt: skip
 # Settings of generation without effect on the distribution of a sampled token, and the values of others that have none.
 _FREE = (
     "max_length", "max_new_tokens", "max_tokens", "max_time", "stop", "stop_token_ids", "include_stop_str_in_output",
     "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "disable_compile", "compile_config",
-    "output_attentions", "output_hidden_states", "transformers_version", "_from_model_config",
+    "output_attentions", "output_hidden_states", "transformers_version", "_from_model_config", "early_stopping",
+    "length_penalty", "num_assistant_tokens", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "num_beams": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0, None), "typical_p": (1,),
@@ -85,7 +94,7 @@ class ObjectiveTrainer(GRPOTrainer):
             used, known = self.model._prepare_generation_config(self.generation_config)[0], GenerationConfig()
             settings |= {name: value for name, value in used.to_dict().items() if hasattr(known, name)}
             defaults = {name: (value, None) for name, value in known._get_default_generation_params().items()}
-            neutral = defaults | neutral | {"eos_token_id": (self.eos_token_ids,)}
+            neutral = defaults | neutral | {"eos_token_id": (self.eos_token_ids,), "top_k": (0,)}
             neutral["suppress_tokens"] = (None, [getattr(self.model.config, "image_token_id", None)])  # TRL's own
         wrong, remedies = [], []
         for name, value in settings.items():
@@ -224,12 +233,15 @@ def _whole(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 def _setting_problems(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss: bool) -> list[str]:
     default = {field.name: field.default for field in fields(GRPOConfig)}
+    of_the_loss = default.keys() - {field.name for field in fields(TrainingArguments)} - {*_EFFECTIVE}
     problems = [
-        f"{name} = {getattr(args, name)}: the loss is objective {objective.name}, on which it has no effect; remove it "
+        f"{name} = {getattr(args, name)}: the loss is objective {objective.name}, which has no such setting; remove it "
         "and set an axis of the objective in `settings`"
-        for name in _OF_THE_LOSS
+        for name in sorted(of_the_loss | {"label_smoothing_factor", "neftune_noise_alpha"})
         if getattr(args, name) != default[name] and not (name == "epsilon_high" and args.epsilon_high == args.epsilon)
     ]
+    if args.loss_type not in (sums := ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")):
+        problems.append(f"loss_type = {args.loss_type}: is not known; use one of {', '.join(sums)}")
     wanted = objective.settings.reference_kl_coefficient if objective.needs_reference else 0.0
     if args.beta != wanted:
         problems.append(

@@ -24,7 +24,7 @@ import numpy as np
 
 from dppo_megatron.common.retry import RetryBudget, retry_async
 from dppo_megatron.config import Config
-from dppo_megatron.data.prompts import renderer
+from dppo_megatron.data.prompts import PromptRow, renderer
 from dppo_megatron.data.rows import column
 from dppo_megatron.engines import protocol
 from dppo_megatron.engines.http import EngineCalls, decoded
@@ -45,6 +45,17 @@ WARN_EVERY_S = 30.0  # a teacher that restarts fails thousands of requests; one 
 TIMEOUT_REMEDY = " (distillation.request_timeout_s)"
 PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
 Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the first, named as those of an engine
+
+
+def teacher_prompt(config: Config, name: str, tokenizer: Any, prompt: Prompt | PromptRow) -> list[int]:
+    """Return the tokens before a response as teacher `name` reads them. Raises `EngineIncompatible`."""
+    if (template := config.distillation.teachers[name].prompt_template) is None:
+        return prompt.token_ids.tolist()
+    data = config.data.model_copy(update={"prompt_template": template.replace("{answer}", prompt.answer)})
+    (text,) = renderer(tokenizer, data)([column(prompt.columns, data.prompt_column, "data.prompt_column")])
+    if isinstance(text, ValueError):
+        raise protocol.EngineIncompatible(f"distillation.teachers.{name}.prompt_template: {text}")
+    return tokenizer.encode(text, add_special_tokens=not data.chat_template)
 
 
 class Teachers:
@@ -77,7 +88,7 @@ class Teachers:
             raise protocol.EngineIncompatible(
                 f"distillation.teachers: none has rows of source {prompt.source!r}; add it to the sources of one"
             )
-        opening = await asyncio.to_thread(self._opening, name, prompt)
+        opening = await asyncio.to_thread(teacher_prompt, self._config, name, self._tokenizer, prompt)
         responses = {r.token_ids.tobytes(): r.token_ids.tolist() for r in rollouts if len(r.versions)}
         asked = [self._ask(name, prompt, [*opening, *tokens]) for tokens in responses.values()]
         scored = dict(zip(responses, await asyncio.gather(*asked), strict=True))
@@ -92,17 +103,6 @@ class Teachers:
                 metrics |= {f"teacher/{name}/{of}": sums[f"{name}/{of}"] / tokens for of in ("kl", "tail_mass")}
         sums.clear()
         return metrics
-
-    def _opening(self, name: str, prompt: Prompt) -> list[int]:
-        """Return the tokens before a response as the teacher reads them."""
-        template, data = self._chosen.teachers[name].prompt_template, self._config.data
-        if template is None:
-            return prompt.token_ids.tolist()
-        data = data.model_copy(update={"prompt_template": template.replace("{answer}", prompt.answer)})
-        (text,) = renderer(self._tokenizer, data)([column(prompt.columns, data.prompt_column, "data.prompt_column")])
-        if isinstance(text, ValueError):
-            raise protocol.EngineIncompatible(f"distillation.teachers.{name}.prompt_template: row {prompt.row}: {text}")
-        return self._tokenizer.encode(text, add_special_tokens=not data.chat_template)
 
     async def _ask(self, name: str, prompt: Prompt, tokens: list[int]) -> Scores:
         """Return the scores of a sequence from the first server that answers."""

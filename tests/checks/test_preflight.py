@@ -21,7 +21,6 @@ from dppo_megatron.hf import make_random_hf_model
 from dppo_megatron.hf.small_model import CHAT_TEMPLATE, chat_tokenizer, write_small_model
 from dppo_megatron.trainer.batches import SupervisedBatches
 from tests.checks.conftest import changed_model
-from tests.support.tokenizers import save_character_model
 
 
 def found(tree: dict, place: str = "run") -> str:
@@ -398,30 +397,3 @@ def test_an_objective_that_cannot_describe_itself_is_named(tree, tmp_path, monke
     assert "objective.name = speechless:mine: describe() failed: AttributeError" in found(
         tree | {"objective": {"name": "speechless:mine"}}
     )
-
-
-def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, task, tmp_path):
-    taught = {"distillation": "forward_kl", "distillation_coefficient": 1.0}
-    tree["objective"] = {"settings": {"delta": 0.2, **taught}}
-    tree["distillation"] = {"topk": 4, "teachers": {"same": {"path": str(task / "random_model")}}}
-    assert "forward_kl" in "\n".join(preflight(Config.model_validate(tree), "config.yaml"))
-
-    del tree["distillation"]["teachers"]
-    assert "distillation.teachers = []: objective dppo_binary_tv learns from a teacher; add one" in found(tree)
-    tree["distillation"]["teachers"] = {"same": {"path": str(task / "random_model"), "sources": ["x"]}}
-    assert "distillation.teachers: data.train has rows of sources without one; name one for each" in found(tree)
-    other = save_character_model(tmp_path / "other")
-    tree["distillation"]["teachers"] = {"other": {"path": str(other)}}
-    assert "distillation.teachers.other: " in found(tree)  # its config.json is no model's
-    own = json.loads((task / "random_model" / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128}))
-    assert f"distillation.teachers.other.path = {other}: has another tokenizer than model.path" in found(tree)
-    (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128, "max_position_embeddings": 16}))
-    assert f"teachers.other.path = {other}: has 16 positions, data.max_prompt_tokens = 16 + rollout.max_r" in found(
-        tree
-    )
-    tree["distillation"]["teachers"] = {"small": {"path": str(task / "random_model")}}
-    tree["model"]["path"] = changed_model(task, tmp_path / "larger", vocab_size=own["vocab_size"] + 4)
-    assert "or its 16 tokens are less than those, 20, or distillation.topk" in found(tree)
-    tree["objective"] = {}
-    assert "uses none; set objective.settings.distillation, or remove it" in found(tree)

@@ -87,7 +87,8 @@ def damaged(path: Path) -> None:
 @pytest.fixture
 def named(tree, tmp_path) -> dict:
     """`tree` with files for every kind of setting that names some, recorded as at the start of a run."""
-    for name in ("model/config.json", "model/chat_template.jinja", "data/train-0.jsonl", "data/train-1.jsonl",
+    for name in ("model/config.json", "model/chat_template.jinja", "model/vocab.bpe", "model/.metadata",
+                 "model/additional_chat_templates/tool_use.jinja", "data/train-0.jsonl", "data/train-1.jsonl",
                  "more.jsonl", "bank/segment-000000.jsonl", "adapter/adapter_config.json"):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"a line of {name}\n")
@@ -106,6 +107,10 @@ def named(tree, tmp_path) -> dict:
         (lambda d: damaged(d / "data/train-0.jsonl"), "eval.sets.a.path = .*train-0.jsonl is not as"),
         (lambda d: damaged(d / "more.jsonl"), "data.more.0.path = .*: the file is not as"),
         (lambda d: damaged(d / "model/config.json"), "model.path = .*: config.json is not as"),
+        *(
+            (lambda d, name=name: damaged(d / "model" / name), f"model.path = .*: {name} is not as")
+            for name in ("vocab.bpe", ".metadata", "additional_chat_templates/tool_use.jinja")
+        ),
         (lambda d: (d / "model/tokenizer.json").touch(), "model.path = .*: tokenizer.json is not as"),
         (lambda d: (d / "model/chat_template.jinja").unlink(), "model.path = .*: chat_template.jinja is not as"),
         (lambda d: damaged(d / "adapter/adapter_config.json"), "model.lora.adapter = .*: adapter_config.json is not"),

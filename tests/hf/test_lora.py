@@ -194,6 +194,7 @@ LORA = LoraConfig(r=2, alpha=4, targets=("q_proj",))
                 {"target_modules": "all-linear"},
                 {"target_modules": r".*\.[qk]_proj", "exclude_modules": ["k_proj"]},
                 {"layers_to_transform": [0, 1, 2, 3], "layers_pattern": "layers"},
+                *({"layers_to_transform": layers} for layers in ([3, 2, 1, 0], [0, 0, 1, 2, 3], list(range(36)))),
                 {"lora_dropout": 0.1, "eva_config": {"rho": 2.0}, "loftq_config": {}, "of_a_later_peft": None},
             )
         ),
@@ -201,11 +202,11 @@ LORA = LoraConfig(r=2, alpha=4, targets=("q_proj",))
             (changes, "leaves out base_model.model.model.layers.")
             for changes in (
                 {"target_modules": None},
-                {"target_modules": "("},
                 {"target_modules": r".*\.1\..*q_proj"},
                 {"exclude_modules": ["q_proj"]},
                 {"layers_to_transform": [1]},
-                {"layers_to_transform": 0},
+                *({"layers_to_transform": layers} for layers in (0, True, 1.5, ["0", "1"], [[0, 1, 2, 3]])),
+                *({key: value} for key in ("target_modules", "exclude_modules") for value in (5, True, "(")),
             )
         ),
     ],

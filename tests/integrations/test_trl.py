@@ -200,6 +200,21 @@ def test_the_tokens_that_vllm_could_not_score_carry_no_loss(tmp_path):
         ("dppo_binary_tv", {"generation_kwargs": {"do_sample": False}}, "generation_kwargs: do_sample = False"),
         ("dppo_binary_tv", {"generation": {"min_p": 0.1}}, "min_p = 0.1"),  # GRPOConfig's None means the model's
         ("dppo_binary_tv", {"beta": 0.1}, "beta = 0.1: the objective computes the KL"),
+        ("dppo_binary_tv", {"top_k": -1}, "top_k = -1.*set top_k to 0"),  # vLLM's value, which `generate` rejects
+        ("dppo_binary_tv", {"loss_type": "dppo"}, "loss_type = dppo: is not known; use one of dapo, bnpo"),
+        *(
+            ("dppo_binary_tv", {name: value}, f"{name} = {value}: the loss is objective dppo_binary_tv")
+            for name, value in {
+                "vllm_importance_sampling_mode": "token_truncate",
+                "vllm_importance_sampling_clip_max": 2.0,
+                "vllm_importance_sampling_clip_min": 0.5,
+                "use_bias_correction_kl": False,
+                "entropy_target": 0.5,
+                "entropy_coef_max": 0.9,
+                "neftune_noise_alpha": 5.0,
+                "label_smoothing_factor": 0.1,
+            }.items()
+        ),
         ("m2po", {}, "m2po cannot be a loss of TRL: it takes a number of the whole batch"),
     ],
 )
@@ -232,7 +247,8 @@ def test_every_setting_of_another_sampling_distribution_is_named(tmp_path, place
 
 
 def test_settings_without_effect_on_the_sampling_distribution_are_accepted(tmp_path):
-    neutral = {"max_new_tokens": 4, "num_beams": 1, "top_p": 1.0, "min_p": 0.0, "use_cache": True, "typical_p": 1.0}
+    neutral = {"max_new_tokens": 4, "num_beams": 1, "top_p": 1.0, "min_p": 0.0, "use_cache": True, "typical_p": 1.0,
+               "length_penalty": 0.8, "early_stopping": True, "num_assistant_tokens": 5}  # fmt: skip
     models = TRLS_OWN | {"do_sample": False, "max_length": 99, "chat_format": "chatml"}  # TRL sets the first five
     trainer(tmp_path, own={"objective": "dppo_binary_tv"}, generation_kwargs=neutral, generation=models)
 
