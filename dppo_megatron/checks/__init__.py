@@ -15,13 +15,13 @@ from typing import Any, Literal
 from dppo_megatron.config import Config, ConfigError, read_config
 from dppo_megatron.observability.trackers import missing_packages
 
-from . import data, devices, distillation, engine, exact, model, sampling, slurm, training, user_code
+from . import data, devices, distillation, effects, engine, exact, model, sampling, slurm, training, user_code
 from .resume import check_run_dir, unusable_directory, unusable_weights_directory
 from .resume import problems as run_dir_problems
 
 __all__ = ["SETTINGS", "Place", "check_job", "check_run_dir", "load_config", "preflight", "settings_problems"]
 
-SETTINGS = (sampling, engine, exact, training, distillation)
+SETTINGS = (sampling, engine, exact, training, distillation, effects)
 
 Place = Literal["run", "node", "elsewhere", "unstaged"]
 

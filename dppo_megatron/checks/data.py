@@ -74,8 +74,8 @@ def problems(
             else:
                 files.append((file, reward))
                 if hf is not None and tokenizer is not None and setting in dict(named):
-                    if violations := [*_long_rows(config, hf, tokenizer, end, file)]:
-                        out.append(f"{setting} = {file.error(violations)}")
+                    long = list(_long_rows(config, hf, tokenizer, end, file))
+                    out += [f"{setting} = {file.error(long)}"] if long else []
                 prompts = {(repr(column(r.columns, data.prompt_column, "")), r.answer) for r in file.rows}
                 if setting in dict(named):
                     trained |= prompts

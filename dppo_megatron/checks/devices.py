@@ -49,8 +49,11 @@ def problems(config: Config) -> list[str]:
     """Return why ranks and the engines to start do not fit on this machine's GPUs, and ports that are taken."""
     from dppo_megatron.fleet.registry import port_in_use
 
-    engine = config.engine
-    ports = range(engine.port, min(engine.port + config.started_engines, LAST_PORT + 1)) if engine.port else ()
+    engine, started, agent = config.engine, config.started_engines, config.samples and config.environment.agent
+    hosts = {"engine.host": started and engine.host, "environment.host": agent and config.environment.host}
+    if absent := {name: host for name, host in hosts.items() if host and port_in_use(host, 0)}:
+        return [f"{name} = {host}: not an address of this machine; name one" for name, host in absent.items()]
+    ports = range(engine.port, min(engine.port + started, LAST_PORT + 1)) if engine.port else ()
     return gpu_problems(config, visible_devices()) + [
         f"engine.port = {port}: already in use on {engine.host}; choose another, or 0 for a free one"
         for port in ports

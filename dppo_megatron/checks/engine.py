@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dppo_megatron.common.environment import child_environment
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import kind_of
 
@@ -29,6 +30,8 @@ def problems(config: Config) -> Iterator[str]:
     e = config.engine
     if e.urls and e.count != 1 and e.count != len(e.urls):
         yield f"engine.count = {e.count}: engine.urls names {len(e.urls)} engines; remove engine.count"
+    if len(set(e.urls)) < len(e.urls):
+        yield f"engine.urls = {', '.join(e.urls)}: each must be another server; remove the repeated one"
     if e.port + config.started_engines - 1 > LAST_PORT:
         yield (
             f"engine.port = {e.port}: with engine.count = {e.count} the last port would be "
@@ -85,17 +88,12 @@ def _transport(config: Config) -> Iterator[str]:
         )
 
 
-def _directory(config: Config) -> list[str]:
-    w, nodes = config.weight_sync, config.slurm.trainer_nodes + config.slurm.engine_nodes
-    if not config.samples or w.directory is None:
-        return []
-    what, remedy = f"weight_sync.directory = {w.directory}", "remove it"
-    here = next((root for root in OF_ONE_MACHINE if w.directory.absolute().is_relative_to(root)), None)
-    why_not = (
-        (w.transport == "broadcast", "a broadcast writes no files (weight_sync.transport = broadcast)"),
-        (here is not None and nodes > 1, f"each machine has its own {here}, but the run has {nodes} nodes"),
-    )
-    return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
+def _directory(config: Config) -> Iterator[str]:
+    directory, nodes = config.weight_sync.directory, config.slurm.trainer_nodes + config.slurm.engine_nodes
+    for here in OF_ONE_MACHINE:
+        if config.samples and nodes > 1 and directory is not None and directory.absolute().is_relative_to(here):
+            why = f"each machine has its own {here}, but the run has {nodes} nodes"
+            yield f"weight_sync.directory = {directory}: {why}; remove it"
 
 
 def _deltas(config: Config) -> list[str]:
@@ -242,9 +240,9 @@ def environment_problems(config: Config, *, elsewhere: bool = False) -> list[str
 
 def _finds(python: str, package: str) -> bool:
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    null = subprocess.DEVNULL  # its output may be endless
+    null, environment = subprocess.DEVNULL, child_environment(server=True)  # its output may be endless
     with subprocess.Popen(
-        [python, "-c", look], stdin=null, stdout=null, stderr=null, start_new_session=True
+        [python, "-c", look], stdin=null, stdout=null, stderr=null, start_new_session=True, env=environment
     ) as process:
         try:
             return process.wait(ANSWER_S) == 0

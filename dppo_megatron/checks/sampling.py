@@ -12,9 +12,6 @@ from dppo_megatron.rewards import reward_range
 
 def problems(config: Config) -> Iterator[str]:
     yield from eval_problems(config)
-    if config.rollout.dynamic_sampling and not config.samples:
-        why = "objective.name is nll" if config.objective.supervised else "rollout.bank is given"
-        yield f"rollout.dynamic_sampling = true: nothing is sampled ({why}); set it to false"
     if config.rollout.dynamic_sampling and config.objective.advantage == "batch_mean":
         yield (
             "rollout.dynamic_sampling = true: objective.advantage = batch_mean uses the mean reward of all samples "
@@ -61,11 +58,6 @@ def _staleness(config: Config) -> Iterator[str]:
             f"rollout.on_update = wait: an update waits weight_sync.timeout_s = {waits:g} s for requests, which "
             f"may take engine.request_timeout_s = {request:g} s; raise the former, or set on_update to keep or abort"
         )
-    if r.max_staleness == 0 and r.beyond_bound != "wait":
-        yield (
-            f"rollout.beyond_bound = {r.beyond_bound}: with rollout.max_staleness = 0 every step waits for its own "
-            "groups; raise the latter or remove it"
-        )
 
 
 def lengths(config: Config) -> Iterator[str]:
@@ -80,8 +72,6 @@ def lengths(config: Config) -> Iterator[str]:
 
 def eval_problems(config: Config) -> Iterator[str]:
     yield from kind_of(config).eval_problems(config)
-    if config.eval.every and config.samples and not config.eval_sets:
-        yield f"eval.every = {config.eval.every}: there is nothing to evaluate; set data.eval, or set it to 0"
     if HELDOUT in config.eval.sets:
         yield f"eval.sets.{HELDOUT}: this name is reserved for data.eval; choose another"
     for name, chosen in config.eval_sets.items():

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 
 from dppo_megatron.config import Config
-from dppo_megatron.config.model import AcceptanceConfig
 from dppo_megatron.config.task import HELDOUT
 
 
@@ -25,23 +24,17 @@ def problems(config: Config) -> Iterator[str]:
         )
     if not config.objective.supervised and r.group_size == 1 and not config.distillation.teachers:
         yield "rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2"
+    if not (config.distillation.teachers or any(term.weight for term in config.reward.all_terms)):
+        yield "reward.terms: all weights are 0, so every reward is 0; set one to another number"
     if config.reward.overlong_buffer > r.max_response_tokens:
         buffer = f"reward.overlong_buffer = {config.reward.overlong_buffer}"
         yield f"{buffer}: longer than rollout.max_response_tokens = {r.max_response_tokens}; lower it"
-    if config.acceptance.bound is not None and config.objective.supervised:
-        bound = f"acceptance.bound = {config.acceptance.bound:g}"
-        yield f"{bound}: bounds the divergence from the rollout policy, and supervised training has none; remove it"
-    if config.acceptance.bound is None and config.acceptance != AcceptanceConfig():
-        yield "acceptance.bound = null: without it the section has no effect; set it, or remove the other settings"
     if absent := [rank for rank in config.profile.ranks if rank >= config.parallel.world_size]:
         size = config.parallel.world_size
         yield f"profile.ranks = {absent}: parallel.world_size = {size} has no such ranks; remove them"
     if late := [step for step in config.profile.steps if step > t.steps]:
         yield f"profile.steps = {late}: the run has only train.steps = {t.steps}; remove them"
     yield from _credit(config)
-    if config.checkpoint.keep_rollouts is not None and not config.samples:
-        kept = f"checkpoint.keep_rollouts = {config.checkpoint.keep_rollouts}"
-        yield f"{kept}: the run samples no rollouts of its own that it could delete; remove it"
     yield from _learning_rate(config)
     trained = {os.path.realpath(path) for path, _ in config.data.train_files}
     for name, one in config.eval_sets.items():
@@ -52,22 +45,18 @@ def problems(config: Config) -> Iterator[str]:
 
 def _learning_rate(config: Config) -> Iterator[str]:
     o, updates = config.optimizer, config.train.steps * config.train.updates_per_step
-    if o.min_lr > o.lr:
-        yield f"optimizer.min_lr = {o.min_lr}: above optimizer.lr = {o.lr}; lower it"
-    elif o.min_lr and o.decay == "constant":
-        yield f"optimizer.min_lr = {o.min_lr}: optimizer.decay = constant never reaches it; remove it or set a decay"
-    if o.decay_steps and o.decay == "constant":
-        yield f"optimizer.decay_steps = {o.decay_steps}: optimizer.decay = constant has no end; remove it"
-    if o.warmup_updates > updates:
-        yield f"optimizer.warmup_updates = {o.warmup_updates}: longer than the run of {updates} updates; lower it"
+    decays = o.decay != "constant"
+    if decays and o.min_lr >= o.lr:
+        yield f"optimizer.min_lr = {o.min_lr}: not below optimizer.lr = {o.lr}; lower it"
+    if o.warmup_updates > updates - (decays and updates > 1):
+        longer = f"longer than the run of {updates} updates" + ", whose last one must decay" * decays
+        yield f"optimizer.warmup_updates = {o.warmup_updates}: {longer}; lower it"
 
 
 def _credit(config: Config) -> Iterator[str]:
     """Return why turns cannot have rewards, and settings that would ignore them."""
     o = config.objective
     if o.credit == "trajectory":
-        if o.discount != 1:
-            yield f"objective.discount = {o.discount:g}: only returns of turns use it; set objective.credit to turn"
         return
     if config.objective.supervised or (config.samples and config.environment.name is None):
         yield (
@@ -96,11 +85,6 @@ def _layout(config: Config) -> Iterator[str]:
     if p.world_size % expert_ranks and (p.expert > 1 or p.expert_tensor):  # otherwise the rule above implies it
         size = f"parallel.world_size = {p.world_size}"
         yield f"{size}: not a multiple of expert_tensor x expert x pipeline = {expert_ranks}; change one of them"
-    if p.sequence and p.tensor == 1:
-        yield "parallel.sequence = true: needs parallel.tensor > 1; set it to false"
-    for name in ("virtual_pipeline", "first_stage_layers", "last_stage_layers"):
-        if getattr(p, name) and p.pipeline == 1:
-            yield f"parallel.{name} = {getattr(p, name)}: needs parallel.pipeline > 1; remove it"
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -125,14 +109,7 @@ def _precision(config: Config) -> Iterator[str]:
 
 def _loss_scale(config: Config) -> Iterator[str]:
     scale = config.optimizer.loss_scale
-    if config.model.dtype != "fp16":
-        yield from (
-            f"optimizer.loss_scale.{name} = {value:g}: model.dtype = {config.model.dtype} has no loss scale; remove it "
-            "or set model.dtype to fp16"
-            for name, value in scale.model_dump().items()
-            if value != type(scale).model_fields[name].default
-        )
-    elif scale.smallest > scale.initial:
+    if scale.smallest > scale.initial:
         yield (
             f"optimizer.loss_scale.smallest = {scale.smallest:g}: is more than optimizer.loss_scale.initial = "
             f"{scale.initial:g}; set it to that or less"

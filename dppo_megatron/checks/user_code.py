@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from dppo_megatron.config import Config
-from dppo_megatron.config.task import EnvironmentConfig
 
 
 def objective_problems(config: Config, notes: list[str]) -> list[str]:
@@ -115,11 +114,6 @@ def environment_problems(config: Config, tools: list[dict[str, Any]], notes: lis
     from dppo_megatron.environments.worker import environment_problem
 
     environment, data = config.environment, config.data
-    if environment.source is None and environment != EnvironmentConfig():
-        return [
-            "environment.name = null: without it or environment.agent the section has no effect; set one, or remove "
-            "the other settings"
-        ]
     if environment.source is None or not config.samples:
         return []
     if environment.name is not None and environment.agent is not None:
@@ -128,8 +122,6 @@ def environment_problems(config: Config, tools: list[dict[str, Any]], notes: lis
             "only one of them; remove the other"
         ]
     out = []
-    if environment.agent is None and environment.host != EnvironmentConfig().host:
-        out.append(f"environment.host = {environment.host}: has no effect without environment.agent; remove it")
     if environment.agent is not None and not data.chat_template:
         out.append(
             f"environment.agent = {environment.agent}: a chat template must format an agent's messages; set "

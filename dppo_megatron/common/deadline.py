@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
 
@@ -31,10 +32,11 @@ class Deadline:
 
 
 @contextlib.asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Cancel the body after `seconds` and raise `TimeoutError`, as `asyncio.timeout` does."""
-    loop, deadline = asyncio.get_running_loop(), Deadline(seconds)
+async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the body after `seconds`, if not None, and raise `TimeoutError`, as `asyncio.timeout` does."""
+    loop, deadline = asyncio.get_running_loop(), Deadline(math.inf if seconds is None else seconds)
     async with asyncio.timeout(None) as limit:
+        timer: asyncio.Handle = loop.call_soon(lambda: count())
 
         def count() -> None:
             nonlocal timer
@@ -43,7 +45,6 @@ async def time_limit(seconds: float) -> AsyncIterator[asyncio.Timeout]:
             except TimeoutError:
                 limit.reschedule(loop.time())
 
-        timer = loop.call_soon(count)
         try:
             yield limit
         finally:

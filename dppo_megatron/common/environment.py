@@ -17,7 +17,7 @@ _OF_OTHERS = (
     r"|PYCACHEPREFIX|DONTWRITEBYTECODE|UNBUFFERED|HASHSEED|FAULTHANDLER|UTF8|MALLOC|TRACEMALLOC|ASYNCIODEBUG)$)\w*"
 )
 # Servers get these from `server_environment` and `engine.env` only. VLLM_PORT is also a variable of Kubernetes.
-_OF_SERVERS = r"(VLLM|SGLANG|SGL|DPPO)_(?!\w*(CACHE|LOGGING|NCCL))\w*|PYTORCH(_CUDA)?_ALLOC_CONF"
+_OF_SERVERS = r"(VLLM|SGL(ANG)?|DPPO)_(?!\w*(CACHE(_DIR|_ROOT)?|LOGGING_\w+|NCCL_\w+_PATH)$)\w*|PYTORCH_\w*ALLOC_CONF"
 _LONGEST_TMPDIR = 64  # bytes; a socket's path has at most 107, and vLLM and multiprocessing append up to 37
 
 
@@ -34,10 +34,9 @@ def child_environment(
     # With a SOCKS proxy httpx opens no client without socksio. Clients differ in the form of IPv6 in no_proxy.
     if peer and (":" in peer or find_spec("socksio") is None):
         unusable = re.compile("(http|all)_proxy=" if ":" in peer else "(https?|all)_proxy=socks")
-        kept = {name: value for name, value in kept.items() if not unusable.match(f"{name.lower()}={value}")}
-    direct = kept.get("no_proxy") or kept.get("NO_PROXY") or ""
-    if direct.strip() != "*":
-        direct = ",".join(filter(None, (direct, *LOOPBACK, peer)))
+        kept = {name: value for name, value in kept.items() if not unusable.match(f"{name}={value}".lower())}
+    given = [value.strip() for name, value in kept.items() if name.lower() == "no_proxy"]
+    direct = "*" if "*" in given else ",".join(filter(None, dict.fromkeys((*given, *LOOPBACK, peer))))
     if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
         kept["TMPDIR"] = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", ".") if os.access(path, os.W_OK))
     return kept | {"no_proxy": direct, "NO_PROXY": direct, **(added or {})}

@@ -114,8 +114,8 @@ class LossScaleConfig(Section):
 
 
 def _adam_rate(value: float) -> float:
-    if value > 0.1:
-        raise refusal("Adam changes every weight by about lr in an update, and 0.1 destroys any model; use e.g. 1e-3")
+    if not 1e-12 <= value <= 0.1:
+        raise refusal("Adam changes every weight by about lr in an update; must be 1e-12 to 0.1, e.g. 1e-6")
     return value
 
 
@@ -127,7 +127,7 @@ class OptimizerConfig(Section):
     warmup_updates: CountFromZero = setting(0, "optimizer updates of linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = setting("constant", "form of the decay of lr to min_lr")
     decay_steps: Count | None = setting(None, "training step with which the decay ends; default: train.steps")
-    weight_decay: Float = setting(0.0, "AdamW's decoupled weight decay", ge=0, le=1e6)
+    weight_decay: Float = setting(0.0, "AdamW's decoupled weight decay", ge=0, le=10)
     beta1: Float = setting(0.9, "Adam's decay of the mean of gradients", ge=0, lt=1)
     beta2: Float = setting(0.95, "Adam's decay of the mean of their squares", ge=0, lt=1)
     eps: Float = setting(1e-8, "Adam's epsilon, which prevents 0 / 0", ge=1e-30, le=1)

@@ -50,20 +50,21 @@ def _a_path(value: Any) -> Any:
 def _a_url(value: str) -> str:
     try:
         parts = urlsplit(value)
-        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        start = f"{parts.scheme}://{host_and_port(_a_host(parts.hostname or ''), parts.port)}".removesuffix(":None")
+        valid = parts.scheme in ("http", "https") and parts.port != 0 and value.lower().startswith(start)
     except ValueError:  # urlsplit raises for an invalid port and half an IPv6 address
         valid = False
     if not valid:
-        raise refusal("must be http://HOST:PORT, with a port of at most 65535")
-    if parts.path.strip("/") or parts.query or parts.fragment:
-        raise refusal(f"must be http://HOST:PORT; remove {value.partition(parts.netloc)[2]}")
+        raise refusal("must be http://HOST:PORT, with a port of at most 65535 and without a user")
+    if rest := value.rstrip("/")[len(start) :]:
+        raise refusal(f"must be http://HOST:PORT; remove {rest}")
     return value.rstrip("/")
 
 
 def _a_host(value: str) -> str:
     """Accept a name, an IPv4 or an IPv6 address; URLs have no form for an IPv6 address with a zone, fe80::1%eth0."""
     try:
-        valid = re.fullmatch(r"[A-Za-z0-9._-]+", value) or not ipaddress.IPv6Address(value).scope_id
+        valid = re.fullmatch(r"\w(\.?[\w-])*\.?", value, re.ASCII) or not ipaddress.IPv6Address(value).scope_id
     except ValueError:
         valid = False
     if not valid:
@@ -71,7 +72,7 @@ def _a_host(value: str) -> str:
     return value
 
 
-def host_and_port(host: str, port: int) -> str:
+def host_and_port(host: str, port: int | None) -> str:
     """Return HOST:PORT for URLs, with an IPv6 address in brackets, e.g. [::1]:8000."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -55,6 +55,7 @@ class SuffixIndex:
     def __init__(self, overall: DraftRate | None = None) -> None:
         """Create an empty index. `overall` is the rate that the indexes of all prompts share."""
         self._sequences: list[np.ndarray] = []
+        self._size = 0  # tokens of all sequences
         self._indexed = 0  # number of sequences that are indexed
         self._tokens: list[int] = []  # indexed sequences end to end, each followed by _END
         self._begin = 0  # places before it belong to dropped sequences
@@ -65,8 +66,10 @@ class SuffixIndex:
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Add a response, preceded by the last tokens of its prompt. Drop the oldest sequences above `MOST_TOKENS`."""
         self._sequences.append(np.asarray(tokens, np.int32)[:MOST_TOKENS])
-        while sum(map(len, self._sequences)) > MOST_TOKENS:
+        self._size += len(self._sequences[-1])
+        while self._size > MOST_TOKENS:
             dropped = self._sequences.pop(0)
+            self._size -= len(dropped)
             if self._indexed:
                 self._indexed -= 1
                 self._begin += len(dropped) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -176,22 +176,27 @@ class Tools:
     """Stores functions by name, with JSON schemas of their arguments.
 
     Raises `TypeError` for a function that a call in JSON cannot reach: without a name of its own, or with an argument
-    without a name or a type. Raises pydantic's error for a type without a JSON schema.
+    without a name or a type, or with a type that has no JSON schema.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]]):
-        names = [getattr(function, "__name__", "") for function in functions]
-        for name, function in zip(names, functions, strict=True):
-            if not re.fullmatch(r"[\w.-]{1,64}", name) or names.count(name) > 1:
+    def __init__(self, functions: Iterable[Callable[..., Any]]):
+        self._functions: dict[str, TypeAdapter[Any]] = {}
+        self.schemas: list[Tool] = []
+        for function in functions:
+            name = getattr(function, "__name__", "")
+            if not re.fullmatch(r"(?!functions\.)[\w.-]{1,64}", name) or name in self._functions:
                 raise TypeError(f"tools: {name or function} is not the name of one function; write a def for each")
+            if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+                raise TypeError(f"tools: {name} yields; return the whole result")
             for argument in inspect.signature(function).parameters.values():
                 unnamed = argument.kind in (argument.POSITIONAL_ONLY, argument.VAR_POSITIONAL)
                 if unnamed or (argument.annotation is argument.empty and argument.kind is not argument.VAR_KEYWORD):
                     raise TypeError(f"tools: {name}({argument}): a call needs name and type; write it as (city: str)")
-        # pydantic's annotation lacks functions, which it documents.
-        self._functions = {f.__name__: TypeAdapter(f) for f in functions}  # type: ignore[arg-type]
-        schemas = (function.json_schema() for function in self._functions.values())
-        self.schemas = [tool(f.__name__, inspect.getdoc(f), s) for f, s in zip(functions, schemas, strict=True)]
+            try:
+                self._functions[name] = TypeAdapter(function)  # type: ignore[arg-type]  # documented by pydantic
+                self.schemas.append(tool(name, inspect.getdoc(function), self._functions[name].json_schema()))
+            except Exception as error:
+                raise TypeError(f"tools: {name}: {error}") from None
 
     def call(self, call: ToolCall) -> Any:
         """Return the function's result. Raises its errors, and `ValueError` with the problem of the call."""

@@ -120,6 +120,6 @@ def port_in_use(host: str, port: int) -> bool:
         with socket.socket(family, kind) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(place)
-    except OSError:
+    except (OSError, UnicodeError):  # a label of a name is too long
         return True
     return False

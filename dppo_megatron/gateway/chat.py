@@ -15,12 +15,15 @@ from .interface import MODEL, Body, arguments_of, call
 
 PATH = "/v1/chat/completions"
 SERVED: dict[str, Any] = {
-    "n": (None, 1),
-    "stop": (None, [], ""),
-    "tool_choice": (None, "auto"),
-    "response_format": (None, {"type": "text"}),
-    "logprobs": (None, False),
-    "logit_bias": (None, {}),
+    "n": (1,),
+    "stop": ([], ""),
+    "tool_choice": ("auto",),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "modalities": (["text"],),
 }
 
 

@@ -12,13 +12,21 @@ from dppo_megatron.environments.tools import ToolCall
 
 Body = dict[str, Any]
 MODEL = "policy"  # the policy's name in replies to requests that name no model
+# Fields that an interface reads, and fields that change no turn or are only hints. Sampling is that of the run.
+_KNOWN = (
+    "model messages input instructions system tools stream stream_options max_tokens max_completion_tokens include "
+    "max_output_tokens temperature top_p top_k min_p seed top_logprobs parallel_tool_calls max_tool_calls reasoning "
+    "reasoning_effort thinking verbosity prediction truncation store metadata user safety_identifier service_tier "
+    "cache_control prompt_cache_key prompt_cache_options prompt_cache_retention"
+)
+KNOWN = frozenset(_KNOWN.split())
 
 
 class Interface(Protocol):
     """Declares the functions of an interface, which each of the three modules implements."""
 
     PATH: str
-    SERVED: dict[str, Any]  # setting -> collection of the values that change nothing; others are rejected
+    SERVED: dict[str, Any]  # field -> values that change nothing; other values, and unknown fields, are rejected
 
     def read(self, body: Body) -> TurnRequest:
         """Return the turn that a request asks for.

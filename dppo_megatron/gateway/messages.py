@@ -13,7 +13,7 @@ from dppo_megatron.environments.tools import tool
 from .interface import MODEL, Body, call, system
 
 PATH = "/v1/messages"
-SERVED: dict[str, Any] = {"stop_sequences": (None, []), "tool_choice": (None, {"type": "auto"})}
+SERVED: dict[str, Any] = {"stop_sequences": ([],), "tool_choice": ({"type": "auto"},)}
 
 
 def read(body: Body) -> TurnRequest:

@@ -17,12 +17,9 @@ __all__ = ["PATH", "SERVED", "error", "events", "read", "reply"]
 
 PATH = "/v1/responses"
 SERVED: dict[str, Any] = {
-    "tool_choice": (None, "auto"),
-    "text": (None, {}, {"format": {"type": "text"}}),
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "background": (None, False),
-    "prompt": (None,),
+    "tool_choice": ("auto",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "background": (False,),
 }
 
 

@@ -17,7 +17,7 @@ from dppo_megatron.environments.conversation import Conversation, RequestRejecte
 from dppo_megatron.errors import ExpectedError
 
 from . import chat, messages, responses
-from .interface import MODEL, Body, Interface
+from .interface import KNOWN, MODEL, Body, Interface
 
 INTERFACES: tuple[Interface, ...] = (chat, responses, messages)
 LARGEST_REQUEST = 64 << 20  # bytes
@@ -101,9 +101,9 @@ class Gateway:
         session = self._session(request, interface)
         try:
             body = await request.json()
-            for name, values in interface.SERVED.items():
-                if name in body and body[name] not in values:
-                    raise RequestRejected(f"{name} = {json.dumps(body[name])[:100]}: not supported; omit it")
+            for name, value in body.items():
+                if value is not None and name not in KNOWN and value not in interface.SERVED.get(name, ()):
+                    raise RequestRejected(f"{name} = {json.dumps(value)[:100]}: not supported; omit it")
             ask = interface.read(body)
         except RequestRejected as refused:
             return _error(interface, str(refused))

@@ -90,7 +90,7 @@ def _verl_arguments(prompt: Prompt, text: str) -> dict[str, Any]:
 
 def _verl_value(returned: Any) -> Any:
     if isinstance(returned, dict):
-        return returned["score"]
+        return returned.get("score")
     return returned[0] if isinstance(returned, (tuple, list)) else returned
 
 

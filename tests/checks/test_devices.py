@@ -5,6 +5,7 @@ import socket
 import pytest
 import torch
 
+from dppo_megatron.checks import devices
 from dppo_megatron.checks.devices import engine_devices, fit_engines, gpu_problems, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
@@ -56,6 +57,20 @@ def test_a_run_for_gpus_is_refused_on_a_machine_without():
     assert problem.startswith(f"slurm.gpu = h100-80: the run needs GPUs, and {socket.gethostname()} shows none")
     assert gpu_problems(for_gpus, EIGHT) == []
     assert engine_devices(for_gpus, 0, []) == []
+
+
+def test_a_host_is_an_address_of_this_machine():
+    for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0"):
+        assert devices.problems(make_config(engine={"host": host}, environment={"agent": "a:b", "host": host})) == []
+    for host in ("192.0.2.1", "no-such-host.invalid", "256.1.1.1", "x" * 80):
+        found = devices.problems(make_config(engine={"host": host}, environment={"agent": "a:b", "host": host}))
+        assert found == [
+            f"{name}.host = {host}: not an address of this machine; name one" for name in ("engine", "environment")
+        ]
+        assert (
+            devices.problems(make_config(engine={"host": host, "urls": ["http://a:1"]}, environment={"host": host}))
+            == []
+        )
 
 
 def test_cpus_compute_gated_delta_net_in_bf16(tmp_path):

@@ -39,6 +39,7 @@ def problems(config: Config, device: str, monkeypatch, **where: bool) -> list[st
 
 def test_sglang_engines_that_sleep_on_gpus_need_the_memory_saver(environment, monkeypatch):
     environment("sglang", "vllm")
+    monkeypatch.setenv("PYTHONINSPECT", "1")  # with it a missing package would not change the exit code
     (told,) = problems(config("sglang"), "cuda", monkeypatch)
     assert told.startswith(f"engine.placement = colocated: {sys.executable} has no package torch_memory_saver")
     assert "engine.python" in told

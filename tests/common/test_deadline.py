@@ -17,7 +17,7 @@ from dppo_megatron.common.deadline import Deadline, time_limit
 TOKEN = b"t" * TOKEN_BYTES
 
 
-async def limited(seconds: float, work_s: float) -> None:
+async def limited(seconds: float | None, work_s: float) -> None:
     async with time_limit(seconds):
         await asyncio.sleep(work_s)
 
@@ -30,8 +30,9 @@ def test_a_limit_ends_on_time(seconds):
     assert seconds <= time.monotonic() - start < seconds + 1
 
 
-def test_a_body_that_ends_in_time_is_not_cancelled():
-    asyncio.run(limited(0.2, 0.01))
+@pytest.mark.parametrize("seconds", [0.2, None])
+def test_a_body_that_ends_in_time_is_not_cancelled(seconds):
+    asyncio.run(limited(seconds, 0.01))
 
 
 def test_a_limit_tells_its_expiry_from_a_timeout_of_the_body():

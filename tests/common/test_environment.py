@@ -31,7 +31,7 @@ NO_CHILD = (
 NO_SERVER = (
     "VLLM_PORT VLLM_HOST_IP VLLM_SERVICE_HOST VLLM_DP_RANK_LOCAL VLLM_RPC_BASE_PATH VLLM_USE_FLASHINFER_SAMPLER "
     "SGLANG_PORT SGLANG_RETURN_ORIGINAL_LOGPROB SGL_ANYTHING DPPO_EXACT DPPO_SECRET PYTORCH_CUDA_ALLOC_CONF "
-    "PYTORCH_ALLOC_CONF "
+    "PYTORCH_ALLOC_CONF VLLM_CPU_KVCACHE_SPACE VLLM_KV_CACHE_LAYOUT VLLM_DISABLE_PYNCCL "
 )
 ALL = (
     "NCCL_SOCKET_IFNAME UCX_TLS LD_LIBRARY_PATH LD_PRELOAD CUDA_VISIBLE_DEVICES OMP_NUM_THREADS MKL_NUM_THREADS "
@@ -57,6 +57,8 @@ def test_a_child_gets_all_variables_but_those_of_other_programs(monkeypatch):
         ({}, "node1", {"no_proxy": "127.0.0.1,localhost,::1,node1"}),
         ({"NO_PROXY": "a.b"}, "", {"no_proxy": "a.b,127.0.0.1,localhost,::1"}),
         ({"no_proxy": "*"}, "node1", {"no_proxy": "*"}),
+        ({"NO_PROXY": "judge", "no_proxy": "a.b"}, "::1", {"no_proxy": "judge,a.b,127.0.0.1,localhost,::1"}),
+        ({"HTTP_PROXY": "SOCKS5://p"}, "node1", {"HTTP_PROXY": None}),
         (
             {"ALL_PROXY": "socks5://p", "HTTPS_PROXY": "http://p"},
             "node1",
@@ -95,7 +97,7 @@ def test_sockets_of_a_child_fit_below_its_directory_of_temporary_files(tmp_path,
 
 
 def test_every_process_of_the_package_gets_its_environment_from_one_function():
-    others = {"environments/python_tool.py", "slurm/step.py", "checks/engine.py"}  # a sandbox, srun, and a look-up
+    others = {"environments/python_tool.py", "slurm/step.py"}  # a sandbox, and srun
     root = Path(dppo_megatron.__file__).parent
     for file in root.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())) if "subprocess.Popen" in file.read_text() else ():
@@ -109,9 +111,33 @@ def test_every_process_of_the_package_gets_its_environment_from_one_function():
 def test_a_host_is_a_name_or_an_address(section):
     for host in ("127.0.0.1", "localhost", "node-1.cluster", "::1", "::", "fd00::2", "FD00::2"):
         assert section(host=host).host == host
-    for host in ("", "[::1]", "::1:8000:x", "node:1", "127.0.0.1:80", "http://node", "a,b", "fe80::1%eth0", "a/b"):
+    for host in (
+        "",
+        "[::1]",
+        "::1:8000:x",
+        "node:1",
+        "127.0.0.1:80",
+        "http://node",
+        "a,b",
+        "fe80::1%eth0",
+        "a/b",
+        ".",
+        "a..b",
+        "-a",
+    ):
         with pytest.raises(ValidationError, match="must be a host name or an IP address"):
             section(host=host)
+
+
+@pytest.mark.parametrize(
+    "rest", ["u:p@a:1", "[fe80::1%25eth0]:1", "a b:1", "*:1", "a..b:1", "a:1#", "a:1/?", "a:1\n", "a:"]
+)
+def test_a_url_has_only_a_host_and_a_port(rest):
+    for url in ("http://a:1", "https://a", "http://[::1]:80", "HTTP://A:1"):
+        assert EngineConfig(urls=[f"{url}/"]).urls == (url,)
+    for url in (f"http://{rest}", " http://a:1"):
+        with pytest.raises(ValidationError, match="must be http://HOST:PORT"):
+            EngineConfig(urls=[url])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])

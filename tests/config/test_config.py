@@ -218,7 +218,7 @@ def test_a_file_without_a_tree_of_settings_is_named(tmp_path):
             {"rollout": {"routing_replay": True, "max_staleness": 1}, "engine": {"kind": "sglang"}},
             "rollout.on_update = keep: SGLang returns the experts of a request's last prefill",
         ),
-        ({"optimizer": {"min_lr": 1.0}}, "above optimizer.lr"),
+        ({"optimizer": {"min_lr": 1.0, "decay": "linear"}}, "not below optimizer.lr"),
         ({"acceptance": {"share": 0.5}}, "acceptance.bound = null"),
         ({"acceptance": {"bound": 0.1}, "objective": {"name": "nll"}}, "supervised training has none"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature = 0"),

@@ -80,6 +80,8 @@ def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(s
         ("engine.urls=[127.0.0.1]", "http://HOST:PORT"),
         ("engine.urls=[http://127.0.0.1:8000/v1]", "must be http://HOST:PORT; remove /v1"),
         ("slurm.time=12", 'slurm.time = 12: would be 12 minutes for sbatch; write "12:00:00" for hours'),
+        ("optimizer.lr=1e-30", "must be 1e-12 to 0.1"),
+        ("optimizer.weight_decay=11", "optimizer.weight_decay = 11: Input should be less than or equal to 10"),
         ("optimizer.lr=1e3", "optimizer.lr = 1000.0: Adam changes every weight by about lr in an update"),
         ("eval.sets={a: {path: x, samples: 8}}", "eval.sets.a.samples: unknown setting; valid here: path, prompt_"),
         ("data.more=[{path: x, wieght: 2}]", "data.more.0.wieght: unknown setting; did you mean data.more.0.weight?"),

@@ -34,7 +34,7 @@ def config_of(task: Path, directory: Path, draft_tokens: int) -> Path:
     tree = config_tree(task, directory)
     tree["data"]["train"] = str(rows)  # two epochs
     tree["rollout"] |= {"max_response_tokens": 24, "temperature": 0.2, "topk_logprobs": 4}
-    tree["engine"] |= {"exact": True, "draft_tokens": draft_tokens, "draft_batch": 64}
+    tree["engine"] |= {"exact": True, "draft_tokens": draft_tokens, "draft_batch": 64 if draft_tokens else 8}
     return write_config(tree, directory.parent / f"{directory.name}.yaml")
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -79,6 +80,14 @@ def test_the_memory_of_a_prompt_is_bounded_and_the_oldest_sequences_go():
     index.shrink()
     assert not index._places
     assert index.draft(np.array([10**6 + 7, 10**6 + 8], np.int32), 1)[0] == [10**6 + 9]
+
+
+def test_many_short_sequences_take_no_time():
+    index, before = SuffixIndex(), time.process_time()
+    for _ in range(20_000):
+        index.add([])
+        index.add([1, 2])
+    assert time.process_time() - before < 5  # 0.3 s; with a sum over all sequences minutes
 
 
 def test_an_index_that_dropped_sequences_drafts_as_a_new_one_and_is_not_rebuilt(monkeypatch):

@@ -14,7 +14,9 @@ from aiohttp.test_utils import TestServer
 
 from dppo_megatron.config.schema import RewardConfig
 from dppo_megatron.rewards import RewardError, RewardPool, build_rewards
+from dppo_megatron.rewards.conventions import adapt
 from dppo_megatron.rewards.dapo import normal_form
+from dppo_megatron.rewards.outcome import UNFIT, attempt
 from dppo_megatron.rewards.registry import load_reward
 
 FOREIGN = "tests.rewards.foreign_rewards"
@@ -64,6 +66,11 @@ def test_multiple_choice_reads_a_letter(prompt, text, right):
     assert [grader(prompt(answer), text) for answer in ("B", "(B)", "b.")] == [right] * 3
     with pytest.raises(ValueError, match="is none of the choices"):
         grader.check_answer("E")
+
+
+def test_a_result_in_the_form_of_verl_has_a_score(prompt):
+    function = adapt(lambda data_source, solution_str, ground_truth, extra_info: {"acc": 1.0}, "mine:score")
+    assert attempt(function, prompt("1"), "1").detail.endswith(UNFIT)
 
 
 def test_exact_and_regex(prompt):

@@ -1,0 +1,55 @@
+"""Checks that settings that differ from their defaults have an effect with the other settings.
+
+Limits and sizes of a feature may stay when the feature is switched off, as methods are compared by switching them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dppo_megatron.config import Config
+from dppo_megatron.errors import shown
+
+# Settings or sections -> (whether they have an effect, why not). `{.a.b}` is replaced by the value of the setting a.b.
+_NEEDS: dict[str, tuple[Callable[[Config], object], str]] = {
+    "model.lora": (lambda c: c.model.lora.r, "model.lora.r = 0 trains all weights and no adapter"),
+    "parallel.sequence": (lambda c: c.parallel.tensor > 1, "needs parallel.tensor > 1"),
+    "parallel.virtual_pipeline": (lambda c: c.parallel.pipeline > 1, "needs parallel.pipeline > 1"),
+    "parallel.first_stage_layers": (lambda c: c.parallel.pipeline > 1, "needs parallel.pipeline > 1"),
+    "parallel.last_stage_layers": (lambda c: c.parallel.pipeline > 1, "needs parallel.pipeline > 1"),
+    "optimizer.min_lr": (lambda c: c.optimizer.decay != "constant", "optimizer.decay = constant never reaches it"),
+    "optimizer.decay_steps": (lambda c: c.optimizer.decay != "constant", "optimizer.decay = constant has no end"),
+    "optimizer.loss_scale": (lambda c: c.model.dtype == "fp16", "model.dtype = {.model.dtype} has no loss scale"),
+    "objective.discount": (lambda c: c.objective.credit == "turn", "needs objective.credit = turn"),
+    "objective.horizon": (lambda c: c.objective.aggregation.endswith("norm"), "needs seq_mean_token_sum_norm"),
+    "acceptance": (lambda c: c.acceptance.bound, "acceptance.bound = null measures nothing"),
+    "acceptance.bound": (lambda c: not c.objective.supervised, "bounds a divergence, and supervised training has none"),
+    "reward.name": (lambda c: not c.reward.terms, "reward.terms replace it"),
+    "reward.settings": (lambda c: not c.reward.terms, "each of reward.terms has its own"),
+    "environment": (lambda c: c.environment.source, "neither environment.name nor environment.agent is set"),
+    "environment.host": (lambda c: c.environment.agent or not c.environment.source, "needs environment.agent"),
+    "rollout.dynamic_sampling": (lambda c: c.samples, "the run samples no rollouts of its own"),
+    "rollout.beyond_bound": (lambda c: c.rollout.max_staleness, "with rollout.max_staleness = 0 every step waits"),
+    "weight_sync.directory": (lambda c: c.weight_sync.transport != "broadcast", "a broadcast writes no files"),
+    "checkpoint.keep_rollouts": (lambda c: c.samples, "the run samples no rollouts of its own that it could delete"),
+    "profile.memory": (lambda c: c.profile.steps, "profile.steps is empty"),
+    "eval.every": (lambda c: c.eval_sets, "there is nothing to evaluate; set data.eval"),
+    "eval.pass_reward": (lambda c: c.data.eval, "only data.eval uses it; each of eval.sets has its own"),
+}
+
+
+def problems(config: Config) -> Iterator[str]:
+    for name, value in _changed(config.model_dump(mode="json", exclude_defaults=True)):
+        for part, (has_effect, why) in _NEEDS.items():
+            if f"{name}.".startswith(f"{part}.") and not has_effect(config):
+                yield f"{name} = {value}: {why.format(config)}, so it has no effect; remove it"
+
+
+def _changed(tree: dict[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and value of each setting."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _changed(value, f"{section}{name}.")
+        else:
+            yield section + name, f"{value:g}" if isinstance(value, float) else shown(value)
