@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import numpy as np
 
@@ -189,25 +191,24 @@ class World:
             {"layer 0": version},
         ).write(RunDir(self.config.run.dir).published)
 
-    def live(
-        self, use: Callable[[Sampler], Awaitable[None]], check=None, timeout_s: float = 20.0, trainer: bool = True
-    ) -> None:
-        async def suits(engine: FakeEngine) -> None:
-            pass
-
-        async def main() -> None:
-            self.pool = EnginePool(
-                self.config,
-                services=self.services,
-                published=PublishedFollower(RunDir(self.config.run.dir).published, 5.0),
-                build=self.build,
-                check=check or suits,
-                trainer=trainer,
-            )
-            async with asyncio.timeout(timeout_s), self.pool:
-                await use(Sampler(self.pool))
-
-        asyncio.run(main())
+    @asynccontextmanager
+    async def live(
+        self,
+        check: Callable[[FakeEngine], Awaitable[None]] | None = None,
+        timeout_s: float = 20.0,
+        trainer: bool = True,
+    ) -> AsyncIterator[Sampler]:
+        """Inside, a pool monitors the servers, and the sampler asks it. By default all engines suit the run."""
+        self.pool = EnginePool(
+            self.config,
+            services=self.services,
+            published=PublishedFollower(RunDir(self.config.run.dir).published, 5.0),
+            build=self.build,
+            check=check or AsyncMock(),
+            trainer=trainer,
+        )
+        async with asyncio.timeout(timeout_s), self.pool:
+            yield Sampler(self.pool)
 
 
 def tokens(rollouts: Sequence[Rollout]) -> list[list[int]]:
