@@ -159,23 +159,14 @@ async def test_a_request_that_ends_every_engine_is_given_up(world):
         assert len(w.servers[A].asked) == 8
 
 
-class FailingEngine:
-    def __init__(self):
-        self.requests: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        self.requests.append(request)
-        raise EngineUnavailable("gone")
-
-
-def test_fixed_engines_get_a_request_once_each():
-    failing, working = FailingEngine(), InterruptingEngine([2])
-    sampler = Sampler(FixedEngines([failing, working]))
-    asyncio.run(sampler.generate(request()))
-    assert failing.requests[0].seeds == working.requests[0].seeds
+async def test_fixed_engines_get_a_request_once_each():
+    gone, working = FakeServer(up=False), InterruptingEngine([2])
+    sampler = Sampler(FixedEngines([FakeEngine(A, gone), working]))
+    await sampler.generate(request())
+    assert gone.asked[0].seeds == working.requests[0].seeds
     assert sampler.take_metrics()["engine/retried_requests"] == 1
 
-    failing = FailingEngine()
-    with pytest.raises(EngineUnavailable, match="gone"):
-        asyncio.run(Sampler(FixedEngines([failing])).generate(request()))
-    assert len(failing.requests) == 1
+    gone.asked.clear()
+    with pytest.raises(EngineUnavailable, match="connection refused"):
+        await Sampler(FixedEngines([FakeEngine(A, gone)])).generate(request())
+    assert len(gone.asked) == 1

@@ -20,6 +20,7 @@ from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
+from tests.support.fakes.engine import engine_info
 
 PROBE = [1, 2, 3]
 A, B = "http://a", "http://b"
@@ -87,20 +88,7 @@ class FakeEngine:
 
     async def info(self) -> EngineInfo:
         await self._reach()
-        server = self._server
-        return EngineInfo(
-            version=server.claims,
-            vocab_size=100,
-            max_model_len=64,
-            max_logprobs=8,
-            logprobs_mode="processed_logprobs",
-            dtype="float32",
-            model="m",
-            engine="fake",
-            running=0,
-            instance=server.instance,
-            updating_s=None if server.began is None else time.monotonic() - server.began,
-        )
+        return engine_info(self._server.claims, self._server.instance, self._server.began)
 
     async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
         self._server.loads.append(version)
