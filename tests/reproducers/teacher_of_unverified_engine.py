@@ -18,10 +18,7 @@ from tests.support.fakes.fleet import A, B, FakeServer, World
 with tempfile.TemporaryDirectory() as directory:
     config = make_config(
         run={"dir": directory + "/run"},
-        objective={
-            "name": "dppo_binary_tv",
-            "settings": {"distillation": "sampled", "distillation_coefficient": 1.0},
-        },
+        objective={"name": "dppo_binary_tv", "settings": {"distillation": "sampled", "distillation_coefficient": 1.0}},
         distillation={"topk": 1, "teachers": {"self": {"prompt_template": "{prompt}{answer} "}}},
     )
     checks = {"health_interval_s": 0.05, "health_timeout_s": 0.5, "health_failures": 2, "unavailable_timeout_s": 5.0}
