@@ -20,7 +20,9 @@ from dppo_megatron.engines.vllm.extension.routes import _reporting_errors
 from tests.support.engines import engine_config, group
 from tests.support.fakes.http_server import against, http
 
-BREAKS = RuntimeError("the worker does not answer")
+
+def breaks(*_):
+    raise RuntimeError("the worker does not answer")
 
 
 async def waits(*_):
@@ -33,7 +35,7 @@ class Server:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("read", "ends"), [(BREAKS, RuntimeError), (waits, asyncio.CancelledError)])
+@pytest.mark.parametrize(("read", "ends"), [(breaks, RuntimeError), (waits, asyncio.CancelledError)])
 async def test_a_group_that_ends_while_its_experts_are_read_leaves_no_sampling_masks(read, ends):
     """The worker would keep them until its end."""
     experts, kept = (AsyncMock(native=False, **{"read.side_effect": each}) for each in (read, waits))
