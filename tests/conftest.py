@@ -1,7 +1,9 @@
 """Every process that a test starts finds this repository, `tests` included, before anything else."""
 
+import asyncio
 import functools
 import gc
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -52,6 +54,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
             return schedule.group(nodeid)
 
     return ByFolder(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -66,6 +66,7 @@ class MonitoredEngine:
         self._follow_policy = follow_policy  # calls `serve` if a policy was published
         self._epoch = 0  # counts deaths, restarts and exclusions: an earlier request does not count for its health
         self._service = service
+        self._registered = True
         self._client = build(config, service.url)
         self._lost = asyncio.Event()  # set when the running requests are abandoned
         self._wake = asyncio.Event()  # set to check the engine at once
@@ -84,6 +85,7 @@ class MonitoredEngine:
 
     def move_to(self, service: Service) -> bool:
         """Follow the registry. Return True if the address changed, which means a new instance."""
+        self._registered = True
         if service == self._service:
             return False
         self._counts["engine/restarts"] += 1
@@ -93,7 +95,8 @@ class MonitoredEngine:
         return True
 
     def withdraw(self) -> None:
-        """Mark the engine as no longer registered."""
+        """Mark the engine as no longer registered. Its answers do not count until it is registered again."""
+        self._registered = False
         if self.health.state is not State.DEAD:
             self.apply(EngineHealth.vanished)
 
@@ -245,6 +248,8 @@ class MonitoredEngine:
             info = await check_health(self._client, self._config)
         except EngineError as error:
             problem = str(error)
+        if not self._registered:
+            return False
         if service != self._service or policy is not self.policy:
             self._wake.set()
             return False  # the answer is from a replaced instance, or about another policy

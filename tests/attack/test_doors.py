@@ -9,6 +9,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -272,31 +273,18 @@ def test_a_resolved_config_holds_no_secret(tmp_path):
 
 
 @pytest.mark.parametrize(("secret", "why"), [("x", "it has another secret than this run"), (None, "sends none")])
-def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
-    async def call():
-        calls = EngineCalls("http://engine", secret, "")
-
-        async def refuse(*_):
-            return 401, b'{"error": "not authorized"}'
-
-        calls._request = refuse
-        await calls.json("its description", "/info")
-
+async def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
+    calls = EngineCalls("http://engine", secret, "")
+    calls._request = AsyncMock(return_value=(401, b'{"error": "not authorized"}'))
     with pytest.raises(EngineIncompatible, match=rf"status 401: not authorized \(.*{why}"):
-        asyncio.run(call())
+        await calls.json("its description", "/info")
 
 
 def test_a_server_that_never_lets_its_own_launcher_in_is_said_to(tmp_path, monkeypatch):
     """A container without the environment has no secret and rejects all requests."""
-
-    class Refused:
-        async def health(self):
-            raise EngineIncompatible("status 401: this server was started without DPPO_SECRET")
-
-        async def close(self):
-            pass
-
+    error = EngineIncompatible("status 401: this server was started without DPPO_SECRET")
+    engine = Mock(return_value=AsyncMock(**{"health.side_effect": error}))
     config = run_config(tmp_path, start_timeout_s=0.2)
-    monkeypatch.setattr("dppo_megatron.launch.engine.build_engine", lambda *_: Refused())
+    monkeypatch.setattr("dppo_megatron.launch.engine.build_engine", engine)
     with pytest.raises(EngineStartError, match=r"\(engine.start_timeout_s\); at last: status 401: .*DPPO_SECRET"):
         _wait_healthy(config, "http://engine", SimpleNamespace(poll=lambda: None, kill=lambda: None), tmp_path)

@@ -13,7 +13,8 @@ import pytest
 
 from dppo_megatron.bank import BankCorruption, BankLocked, BankReader, BankWriteError, BankWriter
 from dppo_megatron.bank.files import Head
-from tests.support.bank import as_killed, assert_same_group, files, fill, flip, make_group, read_all
+from tests.support import bank
+from tests.support.bank import append, as_killed, assert_same_group, files, fill, flip, make_group, whole_groups
 
 
 @pytest.mark.parametrize(("write", "share"), [(0, 0.0), (0, 0.5), (0, 1.0), (1, 0.0), (1, 0.5), (1, 1.0)])
@@ -40,13 +41,11 @@ def test_a_writer_killed_in_the_middle_of_a_record(tmp_path, write, share):
     process = subprocess.run([sys.executable, "-c", textwrap.dedent(program)])
     assert process.returncode == -signal.SIGKILL
     whole = 6 if (write, share) == (1, 1.0) else 5
-    assert len(read_all(tmp_path)) == whole
+    assert len(bank.read_all(tmp_path)) == whole
     with BankWriter(tmp_path, 4) as writer:
         assert writer.done_positions() == set(range(whole))
-        for p in range(whole, 7):
-            writer.append(make_group(p))
-    for p, group in enumerate(read_all(tmp_path)):
-        assert_same_group(group, make_group(p))
+        append(writer, range(whole, 7))
+    assert whole_groups(tmp_path) == 7
     reader = BankReader(tmp_path)
     stored = sum(entry.size for entry in reader.entries(0, reader.refresh()))
     assert sum(path.stat().st_size for path in tmp_path.glob("*.bin")) == stored
@@ -62,14 +61,13 @@ def test_every_incomplete_index_line_is_truncated(tmp_path, caplog):
         shutil.copytree(tmp_path / "whole", directory)
         _, incomplete = files(directory, 0)
         incomplete.write_bytes(lines[0] + lines[1] + lines[2][:kept])
-        assert len(read_all(directory)) == 1, "a reader must not take half a line"
+        assert len(bank.read_all(directory)) == 1, "a reader must not take half a line"
         caplog.clear()
         with caplog.at_level(logging.WARNING), BankWriter(directory, 3) as writer:
             assert writer.done_positions() == {0}
             assert "truncated a record" in caplog.text
             writer.append(make_group(1))
-        for p, group in enumerate(read_all(directory)):
-            assert_same_group(group, make_group(p))
+        assert whole_groups(directory) == 2
         assert files(directory, 0)[0].stat().st_size == data.stat().st_size
 
 
@@ -108,8 +106,7 @@ def zero_data(data, _index, entries):
 def test_a_tail_lost_in_a_power_failure_is_truncated(tmp_path, caplog, damage, left):
     """Without a flush per record, a power failure can take data of several records and leave their lines."""
     with BankWriter(tmp_path, 5, fsync=False) as writer:
-        for p in range(4):
-            writer.append(make_group(p))
+        append(writer, range(4))
         writer.drop(9, 0, "aborted")
     as_killed(tmp_path)
     reader = BankReader(tmp_path)
@@ -118,10 +115,7 @@ def test_a_tail_lost_in_a_power_failure_is_truncated(tmp_path, caplog, damage, l
         assert "truncated a record" in caplog.text
         assert writer.done_positions() == set(range(left))
         writer.append(make_group(left))
-    groups = read_all(tmp_path)
-    assert len(groups) == left + 1
-    for p, group in enumerate(groups):
-        assert_same_group(group, make_group(p))
+    assert whole_groups(tmp_path) == left + 1
 
 
 def test_a_damaged_group_before_a_whole_one_is_refused(tmp_path):
@@ -149,7 +143,7 @@ def test_a_crash_between_the_files_of_a_new_segment_is_repaired(tmp_path):
     fill(tmp_path, 3)
     files(tmp_path, 1)[0].write_bytes(b"half a blob")
     fill(tmp_path, 2, start=3)
-    assert [g.prompt.position for g in read_all(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [g.prompt.position for g in bank.read_all(tmp_path)] == [0, 1, 2, 3, 4]
 
 
 def test_a_record_is_whole_though_one_read_does_not_give_all_of_it(tmp_path, monkeypatch, caplog):
@@ -323,13 +317,10 @@ def test_a_writer_killed_between_the_begin_line_and_the_head(tmp_path, segment):
     """
     process = subprocess.run([sys.executable, "-c", textwrap.dedent(program)])
     assert process.returncode == -signal.SIGKILL
-    assert len(read_all(tmp_path)) == 3 * segment
+    assert len(bank.read_all(tmp_path)) == 3 * segment
     with BankWriter(tmp_path, 3) as writer:
-        for p in range(3 * segment, 3 * segment + 2):
-            writer.append(make_group(p))
-        for p, group in enumerate(read_all(tmp_path)):  # by a trainer beside it
-            assert_same_group(group, make_group(p))
-        assert p == 3 * segment + 1
+        append(writer, range(3 * segment, 3 * segment + 2))
+        assert whole_groups(tmp_path) == 3 * segment + 2  # by a trainer beside it
 
 
 def test_a_begin_line_is_on_the_device_before_the_head_names_its_segment(tmp_path, monkeypatch):
@@ -350,6 +341,5 @@ def test_a_begin_line_is_on_the_device_before_the_head_names_its_segment(tmp_pat
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     monkeypatch.setattr(Head, "write", check)
     with BankWriter(tmp_path, 1, fsync=False) as writer:
-        for p in range(3):
-            writer.append(make_group(p))
+        append(writer, range(3))
     assert named == [True] * 4

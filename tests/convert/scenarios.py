@@ -6,6 +6,7 @@ import torch
 
 from dppo_megatron import hf
 from tests.hf.scenarios import Case
+from tests.support.actor_ranks import started_actor
 from tests.support.configs import make_config
 from tests.support.models import build_gpt
 from tests.support.ranks import megatron_group, rendezvous
@@ -40,7 +41,6 @@ def load_with_megatron(rank: int, case: Case, root: Path) -> None:
 
 def save_with_actor(rank: int, case: Case, root: Path) -> None:
     """A training checkpoint in this layout, and the HF directory that the same actor exports."""
-    from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.hf import save_hf
 
     model, out = root / "models" / case.family, root / "runs" / case.name
@@ -51,11 +51,7 @@ def save_with_actor(rank: int, case: Case, root: Path) -> None:
     )
     out.mkdir(parents=True, exist_ok=True)
     rendezvous(out)
-    layout = init_layout(config)
-    try:
-        actor = Actor(config, layout)
+    with started_actor(config) as actor:
         actor.load_hf(config.model.start)
         actor.save_checkpoint(out / "checkpoints", 3, {}, keep=1)
         save_hf(actor.model_chunks, out / "exported", model)
-    finally:
-        layout.close()

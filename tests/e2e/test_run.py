@@ -12,18 +12,6 @@ import pytest
 
 from dppo_megatron.bank import BankReader
 from tests.support import runs
-from tests.support.runs import (
-    GROUPS,
-    descendants,
-    environment,
-    records,
-    run,
-    start,
-    steps_done,
-    wait_until,
-    weights_digest,
-    write_config,
-)
 
 STEPS = 10  # so many that a run can be ended in each of two lives
 
@@ -39,23 +27,23 @@ def config_tree(task, run_dir, *, urls=()):
 def uninterrupted(task, engine, tmp_path_factory):
     """An undisturbed run with processes as a user starts them, which every resumed one must equal."""
     directory = tmp_path_factory.mktemp("uninterrupted")
-    config = write_config(config_tree(task, directory / "run", urls=(engine.url,)), directory / "c.yaml")
-    run("train", config, real=True)
+    config = runs.write_config(config_tree(task, directory / "run", urls=(engine.url,)), directory / "c.yaml")
+    runs.run("train", config, real=True)
     return directory / "run"
 
 
 def check_complete(run_dir, reference):
     """Every step trained once, every prompt sampled once, and the weights those of an undisturbed run."""
-    assert steps_done(run_dir) == list(range(1, STEPS + 1))
+    assert runs.steps_done(run_dir) == list(range(1, STEPS + 1))
     reader = BankReader(run_dir / "bank")
-    assert reader.refresh() == STEPS * GROUPS
-    assert sorted(e.position for e in reader.entries(0, STEPS * GROUPS)) == list(range(STEPS * GROUPS))
-    assert weights_digest(run_dir) == weights_digest(reference)
+    assert reader.refresh() == STEPS * runs.GROUPS
+    assert sorted(e.position for e in reader.entries(0, STEPS * runs.GROUPS)) == list(range(STEPS * runs.GROUPS))
+    assert runs.weights_digest(run_dir) == runs.weights_digest(reference)
 
 
 @pytest.mark.slow
 def test_a_run_trains_publishes_evaluates_and_reports(uninterrupted):
-    everything = records(uninterrupted)
+    everything = runs.records(uninterrupted)
     assert [r["step"] for r in everything if "eval/accuracy" in r] == [0, STEPS]
     probes = [r["probe/max_abs_logprob_difference"] for r in everything if "probe/max_abs_logprob_difference" in r]
     assert len(probes) == STEPS + 1
@@ -76,26 +64,26 @@ def test_a_run_trains_publishes_and_deletes_rollouts_that_no_checkpoint_needs(ta
     """It ends with the same bits, and so does a resume from the older of the checkpoints that are kept."""
     tree = config_tree(task, tmp_path / "run", urls=(engine.url,))
     tree["checkpoint"] = {"every": 1, "keep": 2, "keep_rollouts": 0}
-    config = write_config(tree, tmp_path / "c.yaml")
-    run("train", config)
+    config = runs.write_config(tree, tmp_path / "c.yaml")
+    runs.run("train", config)
     check_complete(tmp_path / "run", uninterrupted)
     left = sorted(path.name for path in (tmp_path / "run/bank").glob("*.bin"))
     assert "segment-000000.bin" not in left
     assert left[-1] == f"segment-{STEPS - 1:06d}.bin"
     shutil.rmtree(tmp_path / "run/checkpoints" / f"step-{STEPS:06d}")
-    run("train", config, "--resume")
+    runs.run("train", config, "--resume")
     check_complete(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_is_evaluated_by_a_running_engine_as_the_final_model_is(task, engine, uninterrupted, tmp_path):
     """Without --url the command starts an engine of its own."""
-    config = write_config(config_tree(task, uninterrupted, urls=(engine.url,)), tmp_path / "c.yaml")
+    config = runs.write_config(config_tree(task, uninterrupted, urls=(engine.url,)), tmp_path / "c.yaml")
     checkpoint, shown = uninterrupted / "checkpoints" / f"step-{STEPS:06d}", []
     for model, options in ((uninterrupted / "model", ()), (checkpoint, ("--url", engine.url))):
-        (line,) = run("eval", config, "--model", model, *options).stdout.splitlines()[-1:]
+        (line,) = runs.run("eval", config, "--model", model, *options).stdout.splitlines()[-1:]
         shown.append(line.removeprefix(f"{model}: "))
-    last = next(r for r in records(uninterrupted) if r.get("step") == STEPS and "eval/accuracy" in r)
+    last = next(r for r in runs.records(uninterrupted) if r.get("step") == STEPS and "eval/accuracy" in r)
     accuracy, reward = last["eval/accuracy"], last["eval/reward_mean"]
     assert shown == [f"greedy accuracy {accuracy:.4f}, mean reward {reward:.4f} on 16 held-out prompts"] * 2
 
@@ -112,12 +100,12 @@ def test_the_secret_is_in_no_file_of_a_run_or_of_its_engine(task, engine, uninte
 def start_until_a_step(config, run_dir, output, *options):
     """Starts a run, or goes on with it, and returns when it has trained a step."""
     begun = time.time()
-    process = start("train", config, *options, output=output)
+    process = runs.start("train", config, *options, output=output)
 
     def trained():
-        return any(r["time"] > begun for r in records(run_dir) if "time/step_s" in r)
+        return any(r["time"] > begun for r in runs.records(run_dir) if "time/step_s" in r)
 
-    wait_until(trained, "a step", process, output)
+    runs.wait_until(trained, "a step", process, output)
     return process
 
 
@@ -138,23 +126,23 @@ def test_ended_by_a_dead_engine_then_by_a_signal_it_goes_on_and_equals_an_undist
     run_dir, outputs = tmp_path / "run", [tmp_path / f"out-{life}" for life in range(2)]
     tree = config_tree(task, run_dir)
     tree["engine"]["restarts"] = 0
-    process = start_until_a_step(write_config(tree, tmp_path / "own.yaml"), run_dir, outputs[0])
-    others = descendants(process)
+    process = start_until_a_step(runs.write_config(tree, tmp_path / "own.yaml"), run_dir, outputs[0])
+    others = runs.descendants(process)
     next(p for p in others if "api_server" in " ".join(p.cmdline())).kill()
     assert process.wait(60) == 1
     assert not still_there(others)
     assert "engine-0 ended" in shown(outputs[0])
     assert "SIGKILL" in shown(outputs[0])
 
-    config = write_config(config_tree(task, run_dir, urls=(engine.url,)), tmp_path / "c.yaml")
+    config = runs.write_config(config_tree(task, run_dir, urls=(engine.url,)), tmp_path / "c.yaml")
     process = start_until_a_step(config, run_dir, outputs[1], "--resume")
-    others = descendants(process)
+    others = runs.descendants(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert not still_there(others)
     assert "--resume" in shown(outputs[1])
 
-    run("train", config, "--resume")
+    runs.run("train", config, "--resume")
     check_complete(run_dir, uninterrupted)
 
 
@@ -166,8 +154,8 @@ def test_ended_by_a_dead_engine_then_by_a_signal_it_goes_on_and_equals_an_undist
     ],
 )
 def test_the_directory_of_another_run_is_refused(task, engine, uninterrupted, tmp_path, options, problem):
-    config = write_config(config_tree(task, uninterrupted, urls=(engine.url,)), tmp_path / "c.yaml")
-    refused = run("train", config, *options, check=False)
+    config = runs.write_config(config_tree(task, uninterrupted, urls=(engine.url,)), tmp_path / "c.yaml")
+    refused = runs.run("train", config, *options, check=False)
     assert refused.returncode == 2
     assert problem in refused.stderr
 
@@ -176,14 +164,14 @@ def test_the_directory_of_another_run_is_refused(task, engine, uninterrupted, tm
 def test_an_engine_that_dies_while_starting_shows_its_last_lines(task, tmp_path):
     tree = config_tree(task, tmp_path / "run")
     tree["engine"]["extra_args"] = ["--no-such-flag"]
-    result = run("train", write_config(tree, tmp_path / "c.yaml"), check=False)
+    result = runs.run("train", runs.write_config(tree, tmp_path / "c.yaml"), check=False)
     assert result.returncode == 1
     assert "no-such-flag" in result.stdout
 
 
 def test_commands_explain_themselves():
     for name in ("train", "trainer", "orchestrator", "engine", "eval", "validate", "objectives", "report"):
-        assert "--help" in run(name, "--help").stdout
+        assert "--help" in runs.run(name, "--help").stdout
 
 
 def test_objectives_and_vocab_parallel_import_with_torch_alone():
@@ -193,4 +181,4 @@ def test_objectives_and_vocab_parallel_import_with_torch_alone():
         "heavy = {'megatron', 'transformers', 'vllm', 'pydantic', 'yaml', 'jaxtyping'} & set(sys.modules); "
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+    subprocess.run([sys.executable, "-c", code], env=runs.environment(), check=True)

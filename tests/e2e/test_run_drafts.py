@@ -11,31 +11,19 @@ import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankReader
-from tests.support.runs import (
-    GROUPS,
-    STEPS,
-    config_tree,
-    descendants,
-    records,
-    run,
-    start,
-    steps_done,
-    wait_until,
-    weights_digest,
-    write_config,
-)
+from tests.support import runs
 
 pytestmark = pytest.mark.engines
 
 
 def config_of(task: Path, directory: Path, draft_tokens: int) -> Path:
     rows = directory.parent / "rows.jsonl"
-    rows.write_text("".join((task / "train.jsonl").read_text().splitlines(keepends=True)[: 2 * GROUPS]))
-    tree = config_tree(task, directory)
+    rows.write_text("".join((task / "train.jsonl").read_text().splitlines(keepends=True)[: 2 * runs.GROUPS]))
+    tree = runs.config_tree(task, directory)
     tree["data"]["train"] = str(rows)  # two epochs
     tree["rollout"] |= {"max_response_tokens": 24, "temperature": 0.2, "topk_logprobs": 4}
-    tree["engine"] |= {"exact": True, "draft_tokens": draft_tokens, "draft_batch": 64 if draft_tokens else 8}
-    return write_config(tree, directory.parent / f"{directory.name}.yaml")
+    tree["engine"] |= {"exact": True, "draft_tokens": draft_tokens, "draft_batch": 64}
+    return runs.write_config(tree, directory.parent / f"{directory.name}.yaml")
 
 
 def stored(directory: Path) -> dict[int, list]:
@@ -47,23 +35,23 @@ def stored(directory: Path) -> dict[int, list]:
 
 def test_a_run_with_drafts_that_is_killed_has_the_bits_of_one_without(task, tmp_path):
     without, drafted = tmp_path / "without", tmp_path / "drafted"
-    run("train", config_of(task, without, 0))
+    runs.run("train", config_of(task, without, 0))
     config = config_of(task, drafted, 4)
-    process = start("train", config, output=tmp_path / "out")
-    wait_until(lambda: len(steps_done(drafted)) >= STEPS // 2, "two steps", process, tmp_path / "out")
-    for member in [*descendants(process), process]:
+    process = runs.start("train", config, output=tmp_path / "out")
+    runs.wait_until(lambda: len(runs.steps_done(drafted)) >= runs.STEPS // 2, "two steps", process, tmp_path / "out")
+    for member in [*runs.descendants(process), process]:
         os.kill(member.pid, signal.SIGKILL)
     process.wait()
-    run("train", config, "--resume")
+    runs.run("train", config, "--resume")
 
     expected, found = stored(without), stored(drafted)
-    assert len(expected) == STEPS * GROUPS == len(found)
+    assert len(expected) == runs.STEPS * runs.GROUPS == len(found)
     for position, samples in expected.items():
         for sample, same in zip(samples, found[position], strict=True):
             for column, other in zip(sample, same, strict=True):
                 np.testing.assert_array_equal(column, other)
-    assert weights_digest(without) == weights_digest(drafted)
-    assert {record["mismatch/kl"] for record in records(drafted) if "mismatch/kl" in record} == {0}
-    accepted = [r["drafts/accepted_share"] for r in records(drafted) if "drafts/accepted_share" in r]
+    assert runs.weights_digest(without) == runs.weights_digest(drafted)
+    assert {record["mismatch/kl"] for record in runs.records(drafted) if "mismatch/kl" in record} == {0}
+    accepted = [r["drafts/accepted_share"] for r in runs.records(drafted) if "drafts/accepted_share" in r]
     assert max(accepted) > 0
-    assert not any("drafts/accepted_share" in record for record in records(without))
+    assert not any("drafts/accepted_share" in record for record in runs.records(without))

@@ -10,19 +10,8 @@ from safetensors import safe_open
 
 from dppo_megatron.bank import BankReader
 from dppo_megatron.data.tokenizer import load_tokenizer
+from tests.support import runs
 from tests.support.audit import audit
-from tests.support.runs import (
-    GROUPS,
-    SAMPLES,
-    STEPS,
-    config_tree,
-    records,
-    run,
-    start_engine,
-    steps_done,
-    train_to_end,
-    write_config,
-)
 from tests.support.teachers import check_scores
 
 pytestmark = pytest.mark.engines
@@ -85,7 +74,7 @@ SHARED = {
 
 @pytest.fixture(scope="module")
 def engine_in_bf16(task, tmp_path_factory):
-    server = start_engine(task, tmp_path_factory.mktemp("bf16_engine"), dtype="bf16")
+    server = runs.start_engine(task, tmp_path_factory.mktemp("bf16_engine"), dtype="bf16")
     yield server
     server.end()
 
@@ -95,10 +84,10 @@ def engine_in_bf16(task, tmp_path_factory):
 )
 def test_a_run_trains_to_its_end(task, tmp_path, request, name):
     urls = (request.getfixturevalue(SHARED[name]).url,) if name in SHARED else ()
-    tree = config_tree(task, tmp_path / "run", urls=urls)
+    tree = runs.config_tree(task, tmp_path / "run", urls=urls)
     for section, settings in VARIANTS[name].items():
         tree[section] = tree.get(section, {}) | settings
-    trained = train_to_end(tree)
+    trained = runs.train_to_end(tree)
     assert all(("train/loss_scale" in r) == (tree["model"]["dtype"] == "fp16") for r in trained)
     lag = max(r["rollout/staleness_max"] for r in trained)
     assert lag <= tree["rollout"].get("max_staleness", 0)
@@ -115,17 +104,17 @@ def test_a_run_trains_to_its_end(task, tmp_path, request, name):
         stored = {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
     assert stored == {{"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[tree["model"]["dtype"]]}
     reader = BankReader(tmp_path / "run" / "bank")
-    assert reader.refresh() == STEPS * GROUPS
-    entries = list(reader.entries(0, STEPS * GROUPS))
+    assert reader.refresh() == runs.STEPS * runs.GROUPS
+    entries = list(reader.entries(0, runs.STEPS * runs.GROUPS))
     assert all("abort" not in entry.finish_reasons for entry in entries)
     if name == "turns":
-        found = records(tmp_path / "run")
+        found = runs.records(tmp_path / "run")
         assert all(1 <= r["environment/turns_mean"] <= 3 for r in found if "environment/turns_mean" in r)
-        assert {r["step"] for r in found if "eval/accuracy" in r} >= {0, STEPS}
+        assert {r["step"] for r in found if "eval/accuracy" in r} >= {0, runs.STEPS}
         checked = audit(map(reader.read, entries))
         assert checked.problems == []
-        assert checked.counts["turns"] > checked.counts["trajectories"] == STEPS * GROUPS * SAMPLES
-        tokens = sum(r["rollout/response_tokens_mean"] for r in trained) * GROUPS * SAMPLES
+        assert checked.counts["turns"] > checked.counts["trajectories"] == runs.STEPS * runs.GROUPS * runs.SAMPLES
+        tokens = sum(r["rollout/response_tokens_mean"] for r in trained) * runs.GROUPS * runs.SAMPLES
         assert tokens == pytest.approx(checked.counts["policy tokens"])
 
 
@@ -138,35 +127,35 @@ def test_each_data_source_has_its_teacher(task, engine, tmp_path):
         "same": {"prompt_template": "{prompt}", "sources": [SOURCES[0]]},
         "helped": {"prompt_template": "{answer}={prompt}", "sources": [SOURCES[1]]},
     }
-    tree = config_tree(task, tmp_path / "run", urls=(engine.url,))
+    tree = runs.config_tree(task, tmp_path / "run", urls=(engine.url,))
     tree["data"]["train"] = str(tmp_path / "train.jsonl")
     tree["distillation"] = {"topk": 5, "teachers": teachers}
     tree["objective"]["settings"] |= {"distillation": "forward_kl", "distillation_coefficient": 0.5}
-    run("train", write_config(tree, tmp_path / "c.yaml"))
-    assert steps_done(tmp_path / "run") == list(range(1, STEPS + 1))
+    runs.run("train", runs.write_config(tree, tmp_path / "c.yaml"))
+    assert runs.steps_done(tmp_path / "run") == list(range(1, runs.STEPS + 1))
     reader, helped = BankReader(tmp_path / "run" / "bank"), []
-    assert reader.refresh() == STEPS * GROUPS
+    assert reader.refresh() == runs.STEPS * runs.GROUPS
     tokenizer = load_tokenizer(task / "random_model")
-    for number, entry in enumerate(reader.entries(0, STEPS * GROUPS)):
+    for number, entry in enumerate(reader.entries(0, runs.STEPS * runs.GROUPS)):
         group = reader.read(entry)
         gaps = np.concatenate([r.teacher_logprob - r.rollout_logprob for r in group.rollouts])
         source = SOURCES[group.prompt.row % 2]
         assert (np.abs(gaps).max() < 1e-4) == (source == SOURCES[0])
-        if source == SOURCES[1] and number < GROUPS:  # sampled by the start policy
+        if source == SOURCES[1] and number < runs.GROUPS:  # sampled by the start policy
             ids = tokenizer.encode(f"{group.prompt.answer}={group.prompt.text}", add_special_tokens=False)
             helped += [(replace(group.prompt, token_ids=np.array(ids)), rollout) for rollout in group.rollouts]
     assert helped
     check_scores(helped, task / "random_model")
-    last = [r for r in records(tmp_path / "run") if "teacher/helped/kl" in r][-1]
+    last = [r for r in runs.records(tmp_path / "run") if "teacher/helped/kl" in r][-1]
     assert abs(last["teacher/same/kl"]) < 1e-4 < last["teacher/helped/kl"]
 
 
 def test_a_mismatch_beyond_the_limit_ends_the_run(task, engine_in_bf16, tmp_path):
-    tree = config_tree(task, tmp_path / "run", urls=(engine_in_bf16.url,))
+    tree = runs.config_tree(task, tmp_path / "run", urls=(engine_in_bf16.url,))
     tree["engine"]["dtype"] = "bf16"
     tree["weight_sync"] = {"probe_tolerance": 0.3}
     tree["rollout"]["max_mismatch_kl"] = 1e-9
-    result = run("train", write_config(tree, tmp_path / "c.yaml"), check=False)
+    result = runs.run("train", runs.write_config(tree, tmp_path / "c.yaml"), check=False)
     assert result.returncode == 1
     assert "rollout.max_mismatch_kl = 1e-09" in result.stdout
-    assert steps_done(tmp_path / "run") == []
+    assert runs.steps_done(tmp_path / "run") == []

@@ -23,73 +23,61 @@ def started(call) -> asyncio.Task:
     return asyncio.get_running_loop().create_task(call)
 
 
-def test_room_is_given_in_the_order_it_was_asked_for():
-    async def main():
-        budget = ByteBudget(100)
-        await budget.reserve(60)
-        large, small = started(budget.reserve(50)), started(budget.reserve(10))
-        await settled()
-        assert not large.done()
-        assert not small.done()  # it would fit, and the large one never would
-        budget.release(60)
-        await settled()
-        assert large.done()
-        assert small.done()
-        assert budget.reserved == 60
-
-    asyncio.run(main())
+async def test_room_is_given_in_the_order_it_was_asked_for():
+    budget = ByteBudget(100)
+    await budget.reserve(60)
+    large, small = started(budget.reserve(50)), started(budget.reserve(10))
+    await settled()
+    assert not large.done()
+    assert not small.done()  # it would fit, and the large one never would
+    budget.release(60)
+    await settled()
+    assert large.done()
+    assert small.done()
+    assert budget.reserved == 60
 
 
-def test_one_reply_is_always_read_whatever_is_kept():
+async def test_one_reply_is_always_read_whatever_is_kept():
     """Groups are kept until another one has arrived, and a reply may be larger than the bound."""
 
-    async def main():
-        budget = ByteBudget(100)
-        budget.charge(500)
-        async with asyncio.timeout(5):
-            await budget.reserve(300)
-        second = started(budget.reserve(1))
-        await settled()
-        assert not second.done()
-        budget.release(300)
-        await settled()
-        assert second.done()
-
-    asyncio.run(main())
+    budget = ByteBudget(100)
+    budget.charge(500)
+    async with asyncio.timeout(5):
+        await budget.reserve(300)
+    second = started(budget.reserve(1))
+    await settled()
+    assert not second.done()
+    budget.release(300)
+    await settled()
+    assert second.done()
 
 
-def test_one_that_is_cancelled_leaves_no_hole():
-    async def main():
-        budget = ByteBudget(100)
-        await budget.reserve(90)
-        waiting, behind = started(budget.reserve(50)), started(budget.reserve(10))
-        await settled()
-        waiting.cancel()
-        await settled()
-        assert behind.done()  # for whom there was room behind it
-        admitted = started(budget.reserve(80))
-        await settled()
-        budget.release(90)
-        admitted.cancel()  # at the very moment at which its turn came
-        await settled()
-        assert budget.reserved == 10
-
-    asyncio.run(main())
+async def test_one_that_is_cancelled_leaves_no_hole():
+    budget = ByteBudget(100)
+    await budget.reserve(90)
+    waiting, behind = started(budget.reserve(50)), started(budget.reserve(10))
+    await settled()
+    waiting.cancel()
+    await settled()
+    assert behind.done()  # for whom there was room behind it
+    admitted = started(budget.reserve(80))
+    await settled()
+    budget.release(90)
+    admitted.cancel()  # at the very moment at which its turn came
+    await settled()
+    assert budget.reserved == 10
 
 
-def test_what_is_given_back_lets_others_in():
-    async def main():
-        budget = ByteBudget(100)
-        budget.charge(80)
-        await budget.reserve(20)
-        waiting = started(budget.reserve(30))
-        await settled()
-        assert not waiting.done()
-        budget.refund(80)
-        await settled()
-        assert waiting.done()
-
-    asyncio.run(main())
+async def test_what_is_given_back_lets_others_in():
+    budget = ByteBudget(100)
+    budget.charge(80)
+    await budget.reserve(20)
+    waiting = started(budget.reserve(30))
+    await settled()
+    assert not waiting.done()
+    budget.refund(80)
+    await settled()
+    assert waiting.done()
 
 
 class Server:
@@ -118,36 +106,33 @@ class Server:
             writer.close()
 
 
-def test_a_client_reads_a_reply_only_while_there_is_room(config):  # noqa: F811
+async def test_a_client_reads_a_reply_only_while_there_is_room(config):  # noqa: F811
     """Three replies of 32 MB and room for one and a half: the others wait in the server, which cannot send them."""
 
-    async def main():
-        server = Server(padding=32 << 20)
-        budget = ByteBudget(48 << 20)
-        listening = await asyncio.start_server(server.answer, "127.0.0.1", 0)
-        engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", budget)
-        engine._suffix = "~00000000"  # as GOOD_HEADER names the request
-        engine._generate_timeout_s = 60
-        held = []
-        decode = engine._decode_samples
+    server = Server(padding=32 << 20)
+    budget = ByteBudget(48 << 20)
+    listening = await asyncio.start_server(server.answer, "127.0.0.1", 0)
+    engine = VllmEngine(config, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", budget)
+    engine._suffix = "~00000000"  # as GOOD_HEADER names the request
+    engine._generate_timeout_s = 60
+    held = []
+    decode = engine._decode_samples
 
-        def note(*arguments):
-            held.append((budget.reserved, sum(sent > 16 << 20 for sent in server.sent)))
-            return decode(*arguments)
+    def note(*arguments):
+        held.append((budget.reserved, sum(sent > 16 << 20 for sent in server.sent)))
+        return decode(*arguments)
 
-        engine._decode_samples = note
-        try:
-            async with asyncio.timeout(60):
-                groups = await asyncio.gather(*(engine.generate(REQUEST) for _ in range(3)))
-        finally:
-            await engine.close()
-            listening.close()
-        assert all(len(group) == 2 for group in groups)
-        assert [sent for _, sent in held] == [1, 2, 3]  # one after the other
-        assert {reading for reading, _ in held} == {len(server.reply)}
-        assert budget.reserved == 0
-
-    asyncio.run(main())
+    engine._decode_samples = note
+    try:
+        async with asyncio.timeout(60):
+            groups = await asyncio.gather(*(engine.generate(REQUEST) for _ in range(3)))
+    finally:
+        await engine.close()
+        listening.close()
+    assert all(len(group) == 2 for group in groups)
+    assert [sent for _, sent in held] == [1, 2, 3]  # one after the other
+    assert {reading for reading, _ in held} == {len(server.reply)}
+    assert budget.reserved == 0
 
 
 def test_a_reply_that_breaks_off_gives_its_room_back(config):  # noqa: F811

@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -20,26 +21,11 @@ from tests.support.engines import engine_config, group
 from tests.support.fakes.http_server import against, http
 
 
-class Recorder:
-    """A fake reader of recorded experts or sampling masks."""
-
-    native = False
-
-    def __init__(self, read):
-        self._read, self.forgotten = read, []
-
-    async def read(self, samples, names, prompt_tokens):
-        return await self._read()
-
-    async def forget(self, names):
-        self.forgotten += names
-
-
-async def breaks():
+def breaks(*_):
     raise RuntimeError("the worker does not answer")
 
 
-async def waits():
+async def waits(*_):
     await asyncio.sleep(60)
 
 
@@ -50,20 +36,17 @@ class Server:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("read", "ends"), [(breaks, RuntimeError), (waits, asyncio.CancelledError)])
-def test_a_group_that_ends_while_its_experts_are_read_leaves_no_sampling_masks(read, ends):
+async def test_a_group_that_ends_while_its_experts_are_read_leaves_no_sampling_masks(read, ends):
     """The worker would keep them until its end."""
-    experts, kept = Recorder(read), Recorder(waits)
+    experts, kept = (AsyncMock(native=False, **{"read.side_effect": each}) for each in (read, waits))
     request = group("lost", n=2, top_k=5, sampling_mask=True, experts=True)
-
-    async def main():
-        running = asyncio.create_task(sample_group(Server(), request, experts, kept, None))
-        await asyncio.sleep(0.05)
-        running.cancel()
-        await running
-
+    running = asyncio.create_task(sample_group(Server(), request, experts, kept, None))
+    await asyncio.sleep(0.05)
+    running.cancel()
     with pytest.raises(ends):
-        asyncio.run(main())
-    assert kept.forgotten == experts.forgotten == [f"lost/{index}/experts" for index in range(request.n)]
+        await running
+    for told in (experts, kept):
+        told.forget.assert_awaited_once_with([f"lost/{index}/experts" for index in range(request.n)])
 
 
 @pytest.mark.parametrize("error", [RetryableRequestError("paused"), QueueOverflowError()])

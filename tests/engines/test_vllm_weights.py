@@ -91,15 +91,12 @@ def load(updater, policy, mode="keep", wait_s=5.0, version=4):
     return updater.load(policy, version, mode, wait_s)
 
 
-def test_order(policy):
-    async def twice():
-        engine = FakeEngine()
-        updater = WeightUpdater(engine, policy)
-        await load(updater, policy)
-        await load(updater, policy, "abort", version=5)
-        return engine.calls
-
-    assert asyncio.run(twice()) == [
+async def test_order(policy):
+    engine = FakeEngine()
+    updater = WeightUpdater(engine, policy)
+    await load(updater, policy)
+    await load(updater, policy, "abort", version=5)
+    assert engine.calls == [
         *("pause keep", "update 1", "version 4", "reset True", "resume"),
         *("pause abort", "update 1", "version 5", "reset False", "resume"),
     ]
@@ -110,17 +107,14 @@ def plan(name="group", **shapes):
     return WeightGroupPlan(name, "127.0.0.1", 1, "gloo", 5.0, 1, ((specs,),))
 
 
-def test_order_of_a_broadcast(policy):
-    async def join_and_receive():
-        engine = FakeEngine()
-        updater = WeightUpdater(engine, policy)
-        await updater.join(plan())
-        assert updater.group == "group"
-        await updater.receive("group", "step-1", 4, "keep", 5.0)
-        return engine.calls
-
+async def test_order_of_a_broadcast(policy):
+    engine = FakeEngine()
+    updater = WeightUpdater(engine, policy)
+    await updater.join(plan())
+    assert updater.group == "group"
+    await updater.receive("group", "step-1", 4, "keep", 5.0)
     steps = ["join group", "pause keep", "update step-1", "version 4", "reset True", "resume"]
-    assert asyncio.run(join_and_receive()) == steps
+    assert engine.calls == steps
 
 
 def test_what_the_model_does_not_need_may_be_left_out_of_a_policy(tmp_path):
@@ -156,49 +150,39 @@ def test_a_group_over_another_nccl_is_refused_before_anybody_waits(policy, monke
     assert updater.group == "group"
 
 
-def test_a_broadcast_needs_a_joined_group_and_one_that_fails_leaves_it(policy):
-    async def fail():
-        engine = FakeEngine()
-        updater = WeightUpdater(engine, policy)
-        with pytest.raises(BadWeights, match="in none; join it first"):
-            await updater.receive("group", "step-1", 4, "keep", 5.0)
-        assert engine.calls == []
-        await updater.join(plan())
-        engine.fails_at = "update"
-        with pytest.raises(WeightsInconsistent):
-            await updater.receive("group", "step-1", 4, "keep", 5.0)
-        assert updater.group == ""
-
-    asyncio.run(fail())
+async def test_a_broadcast_needs_a_joined_group_and_one_that_fails_leaves_it(policy):
+    engine = FakeEngine()
+    updater = WeightUpdater(engine, policy)
+    with pytest.raises(BadWeights, match="in none; join it first"):
+        await updater.receive("group", "step-1", 4, "keep", 5.0)
+    assert engine.calls == []
+    await updater.join(plan())
+    engine.fails_at = "update"
+    with pytest.raises(WeightsInconsistent):
+        await updater.receive("group", "step-1", 4, "keep", 5.0)
+    assert updater.group == ""
 
 
-def test_updates_do_not_overlap(policy):
-    async def both():
-        engine = FakeEngine()
-        updater = WeightUpdater(engine, policy)
-        await asyncio.gather(load(updater, policy), load(updater, policy))
-        return engine.calls
-
-    calls = asyncio.run(both())
-    assert [call for call in calls if call in ("pause keep", "resume")] == ["pause keep", "resume"] * 2
+async def test_updates_do_not_overlap(policy):
+    engine = FakeEngine()
+    updater = WeightUpdater(engine, policy)
+    await asyncio.gather(load(updater, policy), load(updater, policy))
+    assert [call for call in engine.calls if call in ("pause keep", "resume")] == ["pause keep", "resume"] * 2
 
 
 @pytest.mark.parametrize("step", ["update", "version", "reset"])
-def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
-    async def fail_then_succeed():
-        engine = FakeEngine(fails_at=step)
-        updater = WeightUpdater(engine, policy)
-        updater.check_consistent()
-        with pytest.raises(WeightsInconsistent, match="out of memory"):
-            await load(updater, policy)
-        assert engine.calls[-2:] == ["pause abort", "resume"]
-        with pytest.raises(WeightsInconsistent, match="load them again"):
-            updater.check_consistent()
-        engine.fails_at = ""
+async def test_a_step_that_fails_refuses_generation_until_one_succeeds(policy, step):
+    engine = FakeEngine(fails_at=step)
+    updater = WeightUpdater(engine, policy)
+    updater.check_consistent()
+    with pytest.raises(WeightsInconsistent, match="out of memory"):
         await load(updater, policy)
+    assert engine.calls[-2:] == ["pause abort", "resume"]
+    with pytest.raises(WeightsInconsistent, match="load them again"):
         updater.check_consistent()
-
-    asyncio.run(fail_then_succeed())
+    engine.fails_at = ""
+    await load(updater, policy)
+    updater.check_consistent()
 
 
 class Worker(WorkerExtension):
@@ -243,7 +227,7 @@ def test_a_worker_returns_why_it_could_not_join():
     assert Worker(fails_in="join").dppo_join_weight_group({}) == "join: connection closed"
 
 
-def test_the_description_does_not_wait_for_an_engine_core_that_loads(policy):
+async def test_the_description_does_not_wait_for_an_engine_core_that_loads(policy):
     """It would make a load of a minute look like a frozen server."""
     ended = asyncio.Event()
 
@@ -263,19 +247,15 @@ def test_the_description_does_not_wait_for_an_engine_core_that_loads(policy):
         reply = json.loads((await asyncio.wait_for(routes._info(None), 1)).body)
         return reply["version"], reply["updating_s"]
 
-    async def while_it_loads():
-        routes, engine = DppoRoutes(), Loading()
-        routes._engine, routes._experts, routes._masks = engine, Mock(available=False), Mock(available=False)
-        routes._updater = WeightUpdater(engine, policy, version=4)
-        loading = asyncio.create_task(load(routes._updater, policy, version=5))
-        while "pause keep" not in engine.calls:
-            await asyncio.sleep(0.001)
-        during = await describe(routes)
-        ended.set()
-        await loading
-        return during, await describe(routes)
-
-    (version, updating_s), after = asyncio.run(while_it_loads())
+    routes, engine = DppoRoutes(), Loading()
+    routes._engine, routes._experts, routes._masks = engine, Mock(available=False), Mock(available=False)
+    routes._updater = WeightUpdater(engine, policy, version=4)
+    loading = asyncio.create_task(load(routes._updater, policy, version=5))
+    while "pause keep" not in engine.calls:
+        await asyncio.sleep(0.001)
+    version, updating_s = await describe(routes)
+    ended.set()
+    await loading
     assert version == 4
     assert 0 <= updating_s < 1
-    assert after == (5, None)
+    assert await describe(routes) == (5, None)

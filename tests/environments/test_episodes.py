@@ -319,7 +319,7 @@ def test_one_that_hangs_is_ended_in_time(tokenizer):
 
 
 @pytest.mark.slow
-def test_a_cancelled_trajectory_gives_its_place_back():
+async def test_a_cancelled_trajectory_gives_its_place_back():
     config = EnvironmentConfig(name=f"{WORLDS}:Hostile", workers=1)
 
     async def hold(pool: EnvironmentPool, how: str) -> None:
@@ -327,23 +327,20 @@ def test_a_cancelled_trajectory_gives_its_place_back():
             await session.reset(Prompt(0, 0, np.zeros(1, np.int32), "", how), 0)
             await session.step("a")
 
-    async def run() -> None:
-        with EnvironmentPool(config) as pool:
-            hanging = asyncio.create_task(hold(pool, "hang step"))
-            await asyncio.sleep(2.0)
-            waiting = asyncio.create_task(hold(pool, "well"))
-            hanging.cancel()
-            await asyncio.wait_for(waiting, 30)
-            # A worker that dies between two trajectories fails neither.
-            async with pool.session() as session:
-                await session.tools()
-                pid = session._worker._process.pid
-            os.kill(pid, signal.SIGKILL)
-            await asyncio.wait_for(hold(pool, "well"), 30)
-            with pytest.raises(EnvironmentFailed, match="no such thing"):
-                await hold(pool, "raise step")
-
-    asyncio.run(run())
+    with EnvironmentPool(config) as pool:
+        hanging = asyncio.create_task(hold(pool, "hang step"))
+        await asyncio.sleep(2.0)
+        waiting = asyncio.create_task(hold(pool, "well"))
+        hanging.cancel()
+        await asyncio.wait_for(waiting, 30)
+        # A worker that dies between two trajectories fails neither.
+        async with pool.session() as session:
+            await session.tools()
+            pid = session._worker._process.pid
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(hold(pool, "well"), 30)
+        with pytest.raises(EnvironmentFailed, match="no such thing"):
+            await hold(pool, "raise step")
 
 
 @pytest.mark.slow

@@ -15,17 +15,7 @@ from dppo_megatron.fleet.registry import free_port
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import is_delta
 from dppo_megatron.weights.published import PublishedPolicy
-from tests.support.faults import (
-    NOTICED_S,
-    SLOWLY,
-    STEPS,
-    Proxy,
-    frozen,
-    info,
-    kill,
-    lose_a_request,
-    wait_while_generating,
-)
+from tests.support import faults
 from tests.support.runs import end_session, engine_tree, records, start, steps_done, wait_until, write_config
 
 pytestmark = pytest.mark.faults
@@ -44,17 +34,17 @@ def test_killed_while_it_generates(start_run, undisturbed):
     def kill_it(times: int) -> None:
         nonlocal last
         pid = run.engine_pid("engine-1")
-        wait_while_generating(run, run.engine_url("engine-1"))
-        kill(pid)
+        faults.wait_while_generating(run, run.engine_url("engine-1"))
+        faults.kill(pid)
         last = max(steps_done(run.dir)) + 1
         with run.held():
             run.wait_for_log("orchestrator", "engine-1 loaded policy", RESTART_S, times)
             run.wait_for_log("train", "engine-1 serves again", 5, times)
 
-    kills = lose_a_request(run, kill_it)
+    kills = faults.lose_a_request(run, kill_it)
     run.wait_to_end(REST_S)
     assert run.total("engine/retried_requests") >= 1
-    if last < STEPS:  # no step records what happens in the last one
+    if last < faults.STEPS:  # no step records what happens in the last one
         assert run.total("engine/restarts") == kills
     assert "engine-1 ended: " in run.output.read_text()
     run.check_equals(undisturbed)
@@ -65,16 +55,16 @@ def test_the_only_engine_is_killed_where_what_changed_is_published(start_run, un
     orchestrator wait for the launcher to bring it back. It starts with the last whole model and loads the changes
     since. The run that nothing disturbs publishes all of the weights."""
     memory = tmp_path / "memory"
-    run = start_run(optimizer=SLOWLY, weight_sync={"full_every": 4, "directory": str(memory)})
+    run = start_run(optimizer=faults.SLOWLY, weight_sync={"full_every": 4, "directory": str(memory)})
     weights = RunDir(run.dir).weights_of
     run.wait_for_step(2)
     with run.held():
         assert is_delta(weights(1))
         assert weights(1).resolve().parent == memory.resolve()
-        kill(run.engine_pid("engine-0"))
+        faults.kill(run.engine_pid("engine-0"))
     run.wait_until(lambda: 4 in steps_done(run.dir), "step 4", RESTART_S + REST_S)
     run.wait_until(weights(5).exists, "the next delta", REST_S)
-    kill(run.engine_pid("engine-0"))
+    faults.kill(run.engine_pid("engine-0"))
     run.wait_to_end(RESTART_S + REST_S)
     assert run.total("engine/restarts") == 2
     assert sum(0 < record.get("publish/changed_share", 0) < 0.5 for record in records(run.dir)) >= 3
@@ -88,9 +78,9 @@ def test_frozen_while_it_generates(start_run, engines, undisturbed):
     pid = json.loads((engines[1].directory / "services" / "engine-0.json").read_text())["pid"]
 
     def freeze(times: int) -> None:
-        with frozen(pid, lambda: wait_while_generating(run, engines[1].url)):
+        with faults.frozen(pid, lambda: faults.wait_while_generating(run, engines[1].url)):
             with run.held():  # if the engine had answered, the run could end before the engine is noticed
-                run.wait_for_log("orchestrator", "-> dead", NOTICED_S + 10, times)
+                run.wait_for_log("orchestrator", "-> dead", faults.NOTICED_S + 10, times)
             # Publishing waits for it once for health_timeout_s and then for a second each time.
             run.wait_for_log("trainer-0", "without engine-1", 30, times)
             holding = run.held()
@@ -98,7 +88,7 @@ def test_frozen_while_it_generates(start_run, engines, undisturbed):
         run.wait_for_log("orchestrator", "engine-1 loaded policy", 30, times)
         holding.__exit__(None, None, None)
 
-    lose_a_request(run, freeze)
+    faults.lose_a_request(run, freeze)
     run.wait_to_end(REST_S)
     assert run.total("engine/retried_requests") >= 1
     assert run.total("engine/unconfirmed") >= 1
@@ -137,7 +127,7 @@ class Garbler:
 def test_garbage(start_run, engines, undisturbed):
     """Invalid samples are refused, counted, and sampled by the other engine with the same seeds."""
     garbler = Garbler()
-    with Proxy(engines[1].url, garbler) as proxy:
+    with faults.Proxy(engines[1].url, garbler) as proxy:
         # So many failures allowed that it gets requests again and again.
         run = start_run(urls=[engines[0].url, proxy.url], health_failures=10)
         run.wait_to_end(REST_S + 30)
@@ -158,7 +148,7 @@ class KillsAtUpdate:
     async def __call__(self, path, body, forward):
         if path == "/dppo/load_weights" and json.loads(body)["version"] == self.version and not self.killed:
             self.killed = True
-            kill(self.victim)
+            faults.kill(self.victim)
         return await forward()
 
 
@@ -180,7 +170,7 @@ def test_killed_during_an_update_and_restarted_with_old_weights(task, start_run,
     killer = KillsAtUpdate(version=2)
     try:
         killer.victim = registered["pid"]
-        with Proxy(registered["url"], killer) as proxy:
+        with faults.Proxy(registered["url"], killer) as proxy:
             run = start_run(urls=[engines[0].url, proxy.url])
             run.wait_for_step(2)
             with run.held():
@@ -190,7 +180,7 @@ def test_killed_during_an_update_and_restarted_with_old_weights(task, start_run,
                 old = PublishedPolicy(current, str(task / "random_model"), time.time())
                 old.write(RunDir(home).published)  # the engine's start weights
                 process, registered = serve()
-                assert info(run, registered["url"])["version"] == current
+                assert faults.info(run, registered["url"])["version"] == current
                 back = len(proxy.seen)
                 run.wait_for_log("orchestrator", f"engine-1 loaded policy {current}", 30)
             run.wait_to_end(REST_S)

@@ -53,27 +53,24 @@ LATER = ("dies", "restarts", "reports an older policy", "loads a policy that exc
 
 @pytest.mark.parametrize("kind", REQUESTS)
 @pytest.mark.parametrize("fault", EXCLUDED)
-def test_no_request_reaches_an_engine_that_is_not_verified(world, kind, fault):
+async def test_no_request_reaches_an_engine_that_is_not_verified(world, kind, fault):
     w = world(FakeServer(), FakeServer(**EXCLUDED[fault]), health_interval_s=0.01)
     w.publish(3, to=(A,))
-
-    async def use(sampler):
+    async with w.live() as sampler:
         for i in range(4):
             await asyncio.sleep(0.03)  # several health checks and verifications
             results = await asyncio.gather(*(sampler.generate(REQUESTS[kind](f"{i}.{j}")) for j in range(4)))
             assert all(from_policy(3, rollouts) for rollouts in results)
 
-    w.live(use)
     assert w.servers[B].asked == []
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
 @pytest.mark.parametrize("fault", LATER)
-def test_no_reply_counts_of_weights_that_are_not_verified(world, kind, fault):
+async def test_no_reply_counts_of_weights_that_are_not_verified(world, kind, fault):
     w = world(FakeServer(), FakeServer(generate_s=0.2), health_interval_s=0.5)
     w.publish(3)
-
-    async def use(sampler):
+    async with w.live() as sampler:
         await sampler.generate(request())  # reads the published policy
         await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
         calls = [asyncio.ensure_future(sampler.generate(REQUESTS[kind](str(i)))) for i in range(4)]
@@ -81,12 +78,11 @@ def test_no_reply_counts_of_weights_that_are_not_verified(world, kind, fault):
         results = await asyncio.gather(*calls)
         assert all(from_policy(3, rollouts) or from_policy(4, rollouts) for rollouts in results)
 
-    w.live(use)
     assert w.servers[B].asked
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "file of an earlier version"])
-def test_the_pool_compares_the_fingerprints_of_the_published_policy(world, recorded):
+async def test_the_pool_compares_the_fingerprints_of_the_published_policy(world, recorded):
     """A file without fingerprints is readable; the pool then compares only log-probs."""
     w = world(FakeServer(up=False), FakeServer(misloads=True))
     w.publish(3, to=())
@@ -95,12 +91,9 @@ def test_the_pool_compares_the_fingerprints_of_the_published_policy(world, recor
     assert fields.pop("fingerprint") == {"layer 0": 3}
     if not recorded:
         path.write_text(json.dumps(fields))
-
-    async def use(sampler):
+    async with w.live() as sampler:
         await until(lambda: w.servers[B].loads)
         await asyncio.sleep(0.1)
         assert sampler.take_metrics()["engine/serving"] == (0 if recorded else 1)
         described = w.pool._why_none("g")
         assert ("not admitted: has other weights than the trainer sent: layer 0" in described) == recorded
-
-    w.live(use)

@@ -101,10 +101,9 @@ def test_interrupted_at_the_very_end_is_the_length_limit():
     assert (len(rollout.token_ids), rollout.finish_reason) == (12, "length")
 
 
-def test_invalid_samples_are_asked_of_another_engine(world):
+async def test_invalid_samples_are_asked_of_another_engine(world):
     w = world(FakeServer(corrupts=True), FakeServer())
-
-    async def use(sampler):
+    async with w.live() as sampler:
         await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
         results = await many(sampler, 8)
         assert all(tokens(result) == tokens(results[0]) for result in results)
@@ -112,22 +111,17 @@ def test_invalid_samples_are_asked_of_another_engine(world):
         assert metrics["rollout/invalid_samples"] == metrics["engine/retried_requests"] > 0
         assert metrics["engine/deaths"] >= 1  # an engine with invalid samples again and again is no longer asked
 
-    w.live(use)
 
-
-def test_samples_that_are_invalid_from_every_engine_are_an_error(world):
+async def test_samples_that_are_invalid_from_every_engine_are_an_error(world):
     w = world(FakeServer(corrupts=True), FakeServer(corrupts=True))
-
-    async def use(sampler):
+    async with w.live() as sampler:
         await until(lambda: sampler.take_metrics()["engine/serving"] == 2)
         with pytest.raises(InvalidSample, match="NaN"):
             await sampler.generate(request())
         assert [len(server.asked) for server in w.servers.values()] == [1, 1]
 
-    w.live(use)
 
-
-def test_requests_that_take_too_long_are_no_failures_while_health_checks_pass(world):
+async def test_requests_that_take_too_long_are_no_failures_while_health_checks_pass(world):
     class Impatient(FakeEngine):
         async def generate(self, request):
             try:
@@ -138,8 +132,7 @@ def test_requests_that_take_too_long_are_no_failures_while_health_checks_pass(wo
 
     w = world(FakeServer(generate_s=30))
     w.build = lambda config, url: Impatient(url, w.servers[url])
-
-    async def use(sampler):
+    async with w.live() as sampler:
         calls = asyncio.ensure_future(many(sampler, 3))
         await until(lambda: len(w.servers[A].asked) >= 6)
         w.servers[A].generate_s = 0.0
@@ -147,13 +140,11 @@ def test_requests_that_take_too_long_are_no_failures_while_health_checks_pass(wo
         metrics = sampler.take_metrics()
         assert (metrics["engine/deaths"], metrics["engine/retried_requests"] >= 3) == (0, True)
 
-    w.live(use)
 
-
-def test_a_request_that_ends_every_engine_is_given_up(world):
+async def test_a_request_that_ends_every_engine_is_given_up(world):
     w = world(FakeServer())
+    async with w.live() as sampler:
 
-    async def use(sampler):
         async def dies_of_it():
             while True:
                 if w.servers[A].running:
@@ -167,26 +158,15 @@ def test_a_request_that_ends_every_engine_is_given_up(world):
         killer.cancel()
         assert len(w.servers[A].asked) == 8
 
-    w.live(use)
 
-
-class FailingEngine:
-    def __init__(self):
-        self.requests: list[GenerateRequest] = []
-
-    async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        self.requests.append(request)
-        raise EngineUnavailable("gone")
-
-
-def test_fixed_engines_get_a_request_once_each():
-    failing, working = FailingEngine(), InterruptingEngine([2])
-    sampler = Sampler(FixedEngines([failing, working]))
-    asyncio.run(sampler.generate(request()))
-    assert failing.requests[0].seeds == working.requests[0].seeds
+async def test_fixed_engines_get_a_request_once_each():
+    gone, working = FakeServer(up=False), InterruptingEngine([2])
+    sampler = Sampler(FixedEngines([FakeEngine(A, gone), working]))
+    await sampler.generate(request())
+    assert gone.asked[0].seeds == working.requests[0].seeds
     assert sampler.take_metrics()["engine/retried_requests"] == 1
 
-    failing = FailingEngine()
-    with pytest.raises(EngineUnavailable, match="gone"):
-        asyncio.run(Sampler(FixedEngines([failing])).generate(request()))
-    assert len(failing.requests) == 1
+    gone.asked.clear()
+    with pytest.raises(EngineUnavailable, match="connection refused"):
+        await Sampler(FixedEngines([FakeEngine(A, gone)])).generate(request())
+    assert len(gone.asked) == 1

@@ -57,14 +57,11 @@ def check(conversation, policy) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streaming"])
 @pytest.mark.parametrize("talk", [clients.chat, clients.responses, clients.messages])
-def test_a_published_client_holds_a_conversation_with_a_tool(serve, tokenizer, talk, stream):
-    async def main():
-        async with serve(looks_up) as (gateway, key, conversation, policy):
-            assert await talk(gateway.url, key, stream) == ["tool_calls: wait", "stop: it is 1"]
-            check(conversation, policy)
-            return group_of(conversation)
-
-    (row,) = asyncio.run(main()).rollouts
+async def test_a_published_client_holds_a_conversation_with_a_tool(serve, tokenizer, talk, stream):
+    async with serve(looks_up) as (gateway, key, conversation, policy):
+        assert await talk(gateway.url, key, stream) == ["tool_calls: wait", "stop: it is 1"]
+        check(conversation, policy)
+        (row,) = group_of(conversation).rollouts
     assert tokenizer.decode(row.token_ids) == f"a thought</think> wait  {CALL}<eos><tool>1<assistant>it is 1<eos>"
     assert row.spans[:, 0].tolist() == [0, 1, 0]
 
@@ -75,23 +72,20 @@ async def connected(gateway, key):
         yield Client(http, gateway.url, key)
 
 
-def test_histories_that_differ_are_branches_and_none_is_sampled_twice(serve, tokenizer):
-    async def main():
-        async with (
-            serve(lambda before: f"r{before.count('<user>')}") as (gateway, key, conversation, policy),
-            connected(gateway, key) as client,
-        ):
-            first = await client.say([user("one")])
-            second = await client.say([*first, user("two")])
-            await client.say([user("one")])  # again: another sample of the same turn
-            edited = [user("one"), {"role": "assistant", "content": "edited"}, user("two")]
-            await client.say(edited)
-            await asyncio.gather(*(client.say([*second, user(text)]) for text in ("three", "tres")))
-            await client.say([user("summary of all"), user("four")])  # compaction
-            check(conversation, policy)
-            return group_of(conversation)
-
-    group = asyncio.run(main())
+async def test_histories_that_differ_are_branches_and_none_is_sampled_twice(serve, tokenizer):
+    async with (
+        serve(lambda before: f"r{before.count('<user>')}") as (gateway, key, conversation, policy),
+        connected(gateway, key) as client,
+    ):
+        first = await client.say([user("one")])
+        second = await client.say([*first, user("two")])
+        await client.say([user("one")])  # again: another sample of the same turn
+        edited = [user("one"), {"role": "assistant", "content": "edited"}, user("two")]
+        await client.say(edited)
+        await asyncio.gather(*(client.say([*second, user(text)]) for text in ("three", "tres")))
+        await client.say([user("summary of all"), user("four")])  # compaction
+        check(conversation, policy)
+        group = group_of(conversation)
     texts = [tokenizer.decode(np.concatenate([group.prompt.token_ids, r.token_ids])) for r in group.rollouts]
     assert texts[0].startswith("<user>one<assistant>r1<eos><user>two<assistant>r2<eos><user>t")
     assert texts[1] == "<user>one<assistant>r1<eos>"
@@ -173,7 +167,7 @@ def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream, ended):
     assert said == []  # agents may do so
 
 
-def test_what_cannot_be_had_is_refused_with_a_line(serve):
+async def test_what_cannot_be_had_is_refused_with_a_line(serve):
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     wrong = [
         ({"n": 2}, "n = 2: not supported"),
@@ -189,25 +183,22 @@ def test_what_cannot_be_had_is_refused_with_a_line(serve):
         ({"tools": [{}]}, "KeyError: 'function'"),
     ]
 
-    async def main():
-        async with (
-            serve(lambda before: "yes") as (gateway, key, conversation, policy),
-            connected(gateway, key) as client,
-            connected(gateway, "guessed") as stranger,
-        ):
-            assert conversation.finished() == []
-            for more, says in wrong:
-                status, reply = await client.post(**{"messages": [user("a")], **more})
-                assert (status, says in reply["error"]["message"]) == (400, True), reply
-            status, reply = await client.post([user("a")], "/chat/completions")
-            assert status == 404
-            assert (
-                "/chat/completions: no such route; set the base URL of OpenAI's client to url/v1"
-                in reply["error"]["message"]
-            )
-            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/sessions/x/v1/messages", "/x"):
-                status, reply = await stranger.post([user("a")], path)
-                assert (status, "no such session" in json.dumps(reply)) == (401, True)
-            assert policy.turns == []
-
-    asyncio.run(main())
+    async with (
+        serve(lambda before: "yes") as (gateway, key, conversation, policy),
+        connected(gateway, key) as client,
+        connected(gateway, "guessed") as stranger,
+    ):
+        assert conversation.finished() == []
+        for more, says in wrong:
+            status, reply = await client.post(**{"messages": [user("a")], **more})
+            assert (status, says in reply["error"]["message"]) == (400, True), reply
+        status, reply = await client.post([user("a")], "/chat/completions")
+        assert status == 404
+        assert (
+            "/chat/completions: no such route; set the base URL of OpenAI's client to url/v1"
+            in reply["error"]["message"]
+        )
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/sessions/x/v1/messages", "/x"):
+            status, reply = await stranger.post([user("a")], path)
+            assert (status, "no such session" in json.dumps(reply)) == (401, True)
+        assert policy.turns == []

@@ -41,7 +41,7 @@ class Policy:
 
 
 @pytest.mark.parametrize("waits_for", ["environment", "engine", "engine of an agent", "agent"])
-def test_nothing_of_it_is_left(tmp_path, waits_for):
+async def test_nothing_of_it_is_left(tmp_path, waits_for):
     tokenizer = AutoTokenizer.from_pretrained(save_character_model(tmp_path / "m"))
     tokenizer.chat_template = TOOLS
     policy, agent = Policy(waits_for.startswith("engine")), "agent" in waits_for
@@ -55,45 +55,42 @@ def test_nothing_of_it_is_left(tmp_path, waits_for):
         reward={"name": "tests.support.rewards:even_digits"},
     )
 
-    async def run() -> None:
-        async with AsyncExitStack() as pools:
-            environments = pools.enter_context(EnvironmentPool(config.environment))
-            gateway = await pools.enter_async_context(Gateway("127.0.0.1"))
-            journals = Journals(tmp_path / "journals", ())
-            episodes = Episodes(
-                config, sample=policy.sample, environments=environments, tokenizer=tokenizer, tools=[],
-                stop_token_ids=(EOS,), routing=None, journals=journals, gateway=gateway if agent else None,
-            )  # fmt: skip
-            rewards = pools.enter_context(RewardPool(config.reward))
-            text = "<user>Hi<assistant>"
-            ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
-            prompt = Prompt(0, 0, ids, text, "hang step", {"prompt": "Hi"})
-            playing = asyncio.create_task(episodes.play(prompt, rewards))
-            async with asyncio.timeout(60):
-                while policy.asked < SAMPLES:
-                    await asyncio.sleep(0.01)
-                await asyncio.sleep(0.3)  # the policy's turns are on their way
-            processes = [worker._process for worker in environments._pool._all]
-            assert len(processes) == SAMPLES
-            given_up = time.monotonic()
-            playing.cancel()
-            await asyncio.wait([playing])
-            journals.remove(0)
-            alive = waits_for == "engine"  # its environments wait for a turn, and serve other trajectories next
-
-            def left() -> bool:
-                kept = any(process.poll() is None for process in processes)
-                return kept != alive or environments._free._count < SAMPLES or any((tmp_path / "journals").iterdir())
-
-            while left():
-                assert time.monotonic() - given_up < 1
+    async with AsyncExitStack() as pools:
+        environments = pools.enter_context(EnvironmentPool(config.environment))
+        gateway = await pools.enter_async_context(Gateway("127.0.0.1"))
+        journals = Journals(tmp_path / "journals", ())
+        episodes = Episodes(
+            config, sample=policy.sample, environments=environments, tokenizer=tokenizer, tools=[],
+            stop_token_ids=(EOS,), routing=None, journals=journals, gateway=gateway if agent else None,
+        )  # fmt: skip
+        rewards = pools.enter_context(RewardPool(config.reward))
+        text = "<user>Hi<assistant>"
+        ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        prompt = Prompt(0, 0, ids, text, "hang step", {"prompt": "Hi"})
+        playing = asyncio.create_task(episodes.play(prompt, rewards))
+        async with asyncio.timeout(60):
+            while policy.asked < SAMPLES:
                 await asyncio.sleep(0.01)
-            assert policy.cancelled == (SAMPLES if policy.hangs else 0)
-            assert gateway._sessions == {}
-            if waits_for == "engine of an agent":  # and another group finds its places
-                policy.hangs = False
-                group = await asyncio.wait_for(episodes.play(prompt, rewards), 60)
-                assert not group.reward_failed.any()
-            journals.close()
+            await asyncio.sleep(0.3)  # the policy's turns are on their way
+        processes = [worker._process for worker in environments._pool._all]
+        assert len(processes) == SAMPLES
+        given_up = time.monotonic()
+        playing.cancel()
+        await asyncio.wait([playing])
+        journals.remove(0)
+        alive = waits_for == "engine"  # its environments wait for a turn, and serve other trajectories next
 
-    asyncio.run(run())
+        def left() -> bool:
+            kept = any(process.poll() is None for process in processes)
+            return kept != alive or environments._free._count < SAMPLES or any((tmp_path / "journals").iterdir())
+
+        while left():
+            assert time.monotonic() - given_up < 1
+            await asyncio.sleep(0.01)
+        assert policy.cancelled == (SAMPLES if policy.hangs else 0)
+        assert gateway._sessions == {}
+        if waits_for == "engine of an agent":  # and another group finds its places
+            policy.hangs = False
+            group = await asyncio.wait_for(episodes.play(prompt, rewards), 60)
+            assert not group.reward_failed.any()
+        journals.close()

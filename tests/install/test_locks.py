@@ -29,12 +29,7 @@ def test_every_line_of_a_lock_pins_a_package_once(name):
 
 @pytest.mark.parametrize(
     ("locks", "names"),
-    [
-        (["gpu"], GPU),
-        (["gpu", "te"], [*GPU, "te"]),
-        (["sglang-gpu"], ["sglang"]),
-        (["cpu"], ["cpu", "dev", "wandb"]),
-    ],
+    [(["gpu"], GPU), (["gpu", "te"], [*GPU, "te"]), (["sglang-gpu"], ["sglang"]), (["cpu"], ["cpu", "dev", "wandb"])],
 )
 def test_a_lock_satisfies_the_extras_it_is_for(locks, names):
     pins = {name: version for lock in locks for name, version in LOCKS[lock].items()}

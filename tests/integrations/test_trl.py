@@ -69,12 +69,7 @@ def trainer(tmp_path, cls=ObjectiveTrainer, /, *, own=None, generation=None, **s
     model = policy(f"{tmp_path}/policy")
     model.generation_config.update(**(generation or {}))
     return cls(
-        model,
-        odd,
-        args=GRPOConfig(**arguments),
-        train_dataset=prompts,
-        processing_class=tokenizer(),
-        **(own or {}),
+        model, odd, args=GRPOConfig(**arguments), train_dataset=prompts, processing_class=tokenizer(), **(own or {})
     )
 
 

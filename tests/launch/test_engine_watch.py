@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -116,14 +117,8 @@ def test_one_that_updates_its_weights_is_killed_only_when_that_takes_too_long(se
 
 
 def test_a_server_that_ends_while_starting_names_the_cause(monkeypatch, tmp_path):
-    class Dead:
-        async def health(self):
-            raise EngineTimeout("no answer")
-
-        async def close(self):
-            pass
-
-    monkeypatch.setattr(launched, "build_engine", lambda config, url: Dead())
+    dead = AsyncMock(**{"health.side_effect": EngineTimeout("no answer")})
+    monkeypatch.setattr(launched, "build_engine", lambda config, url: dead)
     log = tmp_path / "engine-0.log"
     log.write_text("x\nValueError: No available memory\nRuntimeError: See root cause above.\n")
     settings = SimpleNamespace(engine=SimpleNamespace(start_timeout_s=5))

@@ -1,6 +1,7 @@
 """`eval` with children that start nothing: which engines it queries, and which GPUs it gives them."""
 
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -28,26 +29,13 @@ def queried(monkeypatch) -> list[str]:
     """URLs of the engines that evaluations query."""
     urls = []
 
-    class Child:
-        def __init__(self, name, command, log, env, lock):
-            register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}.{env['CUDA_VISIBLE_DEVICES']}", 1)
+    def child(name, command, log, env, lock):
+        register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}.{env['CUDA_VISIBLE_DEVICES']}", 1)
+        return Mock()
 
-        def signal(self, number):
-            pass
-
-        def end(self, grace_s):
-            pass
-
-    class Engine:
-        async def close(self):
-            pass
-
-    async def evaluate_once(config, engines, policy, version):
-        return {"heldout": {"eval/accuracy": 0.5}}
-
-    monkeypatch.setattr(local_processes, "Child", Child)
-    monkeypatch.setattr(evaluate, "build_engine", lambda config, url: urls.append(url) or Engine())
-    monkeypatch.setattr(evaluate, "evaluate_once", evaluate_once)
+    monkeypatch.setattr(local_processes, "Child", child)
+    monkeypatch.setattr(evaluate, "build_engine", lambda config, url: urls.append(url) or AsyncMock())
+    monkeypatch.setattr(evaluate, "evaluate_once", AsyncMock(return_value={"heldout": {"eval/accuracy": 0.5}}))
     for module in (evaluate, local_processes):
         monkeypatch.setattr(module, "visible_devices", lambda: ["4", "6"])
     return urls

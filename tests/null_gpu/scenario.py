@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dppo_megatron.types import TokenBatch
+from tests.actor.scenarios.parts import same, weights
 from tests.null_gpu import te_extension
 from tests.null_gpu.host_ops import HostOperators
 from tests.support.actor_cases import micro_batches, pack, sequences
@@ -202,11 +203,10 @@ def offload(actor: Any) -> int:
             assert torch.equal(torch.cat(pieces), kept[key]), "the host's copy differs from the memory that is freed"
         return freed
 
-    before = [p.detach().clone() for chunk in actor.model_chunks for p in chunk.parameters()]
+    before = weights(actor)
     with mock.patch.object(module._Storages, "empty", checked), actor.offloaded() as freed:
         pass
-    after = [p.detach() for chunk in actor.model_chunks for p in chunk.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert same(before, weights(actor))
     return freed
 
 
@@ -225,15 +225,14 @@ def export(actor: Any) -> int:
 
 
 def checkpoint(actor: Any, directory: Path) -> None:
-    before = [p.detach().clone() for chunk in actor.model_chunks for p in chunk.parameters()]
+    before = weights(actor)
     actor.save_checkpoint(directory, 1, {}, 1)
     actor.finish_checkpoint()
     for chunk in actor.model_chunks:
         for p in chunk.parameters():
             p.data.zero_()
     actor.load_checkpoint(directory)
-    after = [p.detach() for chunk in actor.model_chunks for p in chunk.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert same(before, weights(actor))
 
 
 if __name__ == "__main__":

@@ -73,8 +73,7 @@ ASKED = ("generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd", "fused_attn_fwd", "fused_
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.smoke if case in SMOKE else (), id=case.name) for case in CASES],
+    "case", [pytest.param(case, marks=pytest.mark.smoke if case in SMOKE else (), id=case.name) for case in CASES]
 )
 def test_every_step_of_a_run(run_case, case):
     results = run_case(case)

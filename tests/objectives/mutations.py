@@ -14,19 +14,7 @@ from types import ModuleType
 
 import torch
 
-from dppo_megatron.objectives import (
-    advantages,
-    aggregation,
-    batch_statistic,
-    centering,
-    controls,
-    corrections,
-    divergence,
-    objective,
-    policy_term,
-    sequences,
-    trust_region,
-)
+from dppo_megatron import objectives
 from tests.objectives import test_objective_advantages as by_hand
 from tests.objectives.centred import VOCAB, dense_gradient, given, gradient_through_kernels
 from tests.objectives.published_axes import check
@@ -69,7 +57,7 @@ def _in(module: ModuleType, *rows: tuple[str, str, str, str]) -> list[Mutation]:
 
 MUTATIONS = [
     *_in(
-        controls,
+        objectives.controls,
         ("sigmoid_gate", "* sigma * rest", "* sigma * sigma", "sapo"),
         ("sigmoid_gate", "s.gate_positive, s.gate_negative", "s.gate_negative, s.gate_positive", "sapo"),
         ("sigmoid_gate", "sigma * 4 / tau", "sigma * 4 * tau", "sapo"),
@@ -86,7 +74,7 @@ MUTATIONS = [
         ("_by_sign", "at.advantage > 0", "at.advantage < 0", "sapo"),
     ),
     *_in(
-        trust_region,
+        objectives.trust_region,
         ("beyond_threshold", "where(ratio < 1", "where(ratio > 1", "delta_low"),
         ("beyond_threshold", "weighted > threshold", "divergence > threshold", "cppo_tight"),
         ("position_weights", "(1 - least)", "least", "cppo_tight"),
@@ -103,7 +91,7 @@ MUTATIONS = [
         ("exempt", "rare & (", "rare | (", "exempt_low"),
     ),
     *_in(
-        sequences,
+        objectives.sequences,
         ("sum_before", "- units", "", "cppo_tight"),
         ("sum_before", "before - before[first]", "before", "cppo_tight"),
         ("least_before", "place > first, least", "place >= first, least", "minpro"),
@@ -112,7 +100,7 @@ MUTATIONS = [
         ("quantile_of_sequence", "first + high", "first + low", "cppo_middle"),
     ),
     *_in(
-        trust_region,
+        objectives.trust_region,
         ("_diverging", '== "negative" else', '== "positive" else', "negative_tight"),
         ("_diverging", "raises < 0", "raises > 0", "negative_tight"),
         ("_diverging", "(advantage > 0) & (raises > 0)", "(advantage > 0)", "binary_tv"),
@@ -122,7 +110,7 @@ MUTATIONS = [
         ("ratio_to", "log_ratio + torch.where", "log_ratio - torch.where", "minpro"),
     ),
     *_in(
-        policy_term,
+        objectives.policy_term,
         ("truncated", "advantage < 0", "advantage > 0", "topr"),
         ("truncated", "ratio.clamp(*negative_bounds(s))", "ratio", "dispo"),
         ("truncated", "torch.minimum", "torch.maximum", "ess_adaptive"),
@@ -133,7 +121,7 @@ MUTATIONS = [
         ("policy_term", 's.path == "ratio"', 's.path != "ratio"', "score_centering_tis"),
     ),
     *_in(
-        controls,
+        objectives.controls,
         ("dppo_mask", "at.beyond & at.diverging", "at.beyond", "cppo_tight"),
         ("dppo_mask", "torch.where(outside, 0.0, r)", "torch.where(outside, 1.0, r)", "binary_tv"),
         ("dppo_mask", "(~outside)", "(outside)", "topk_kl"),
@@ -149,14 +137,14 @@ MUTATIONS = [
         ("_penalised", '== "advantage"', '!= "advantage"', "penalty_tv"),
     ),
     *_in(
-        trust_region,
+        objectives.trust_region,
         ("outside_response_region", "mean=True", "mean=False", "trm_mean"),
         ("outside_response_region", "> s.response_delta", "< s.response_delta", "flash_reinforce"),
         ("outside_response_region", "tokens.advantage < 0", "tokens.advantage > 0", "opsm"),
         ("outside_response_region", "tokens.rollout_logprob) > 0", "tokens.rollout_logprob) < 0", "vaco"),
     ),
     *_in(
-        divergence,
+        objectives.divergence,
         ("of_token", "-log_ratio,", "log_ratio,", "opsm"),
         ("of_token", "0.5 * log_ratio", "log_ratio", "response_k2"),
         ("of_token", "torch.expm1(log_ratio) - log_ratio", "torch.expm1(log_ratio) + log_ratio", "trm_mean"),
@@ -179,7 +167,7 @@ MUTATIONS = [
         ),
     ),
     *_in(
-        corrections,
+        objectives.corrections,
         ("rejected", "dropped | _any_outside", "dropped & _any_outside", "rejections"),
         ("_any_outside", "> 0", "> 1", "rejections"),
         ("_expected_square", "buckets.anchor * gap", "buckets.policy * gap", "distributional_ipo"),
@@ -190,7 +178,7 @@ MUTATIONS = [
         ("rollout_kl", "tokens.logprob -", "tokens.detached_logprob -", "rollout_kl"),
     ),
     *_in(
-        batch_statistic,
+        objectives.batch_statistic,
         ("statistic_value", "budget * counts.clamp", "2 * budget * counts.clamp", "m2po"),
         ("statistic_value", "total * total", "total", "ess_adaptive"),
         ("statistic_value", "edges * (", "2 * edges * (", "m2po_clip"),
@@ -201,7 +189,7 @@ MUTATIONS = [
         ("statistic_sums", "mask & _moving_away(log_ratio, advantage)", "mask", "m2po"),
     ),
     *_in(
-        advantages,
+        objectives.advantages,
         ("_centred", "mean = ", "mean = 0 * ", "advantages"),
         ("group_advantages", "keepdim=True) / (count - 1)", "keepdim=True) / count", "advantages"),
         ("group_advantages", "torch.where(signal, std, torch.ones_like(std))", "torch.ones_like(std)", "advantages"),
@@ -212,7 +200,7 @@ MUTATIONS = [
         ("turn_advantages", "counts = compared[:, :, k]", "counts = compared[:, :, 0]", "turns"),
     ),
     *_in(
-        aggregation,
+        objectives.aggregation,
         ("sequence_weights", "max(int(response_lengths.sum()), 1)", "len(lengths)", "aggregation"),
         ("sequence_weights", "1 / max(int((response_lengths > 0).sum()), 1)", "1 / len(lengths)", "aggregation"),
         ("sequence_weights", "weights / lengths", "weights * lengths", "aggregation"),
@@ -220,13 +208,13 @@ MUTATIONS = [
         ("sequence_weights", "torch.where(response_lengths > 0, weights, 0.0)", "weights", "aggregation"),
     ),
     *_in(
-        objective.Objective,
+        objectives.objective.Objective,
         ("__call__", "1 - effective_size", "1 + effective_size", "ess_adaptive"),
         ("__call__", "loss + tokens.advantage *", "loss - tokens.advantage *", "score_centering"),
         ("_outside_region", "outside | (beyond", "outside & (beyond", "m2po"),
     ),
     *_in(
-        centering,
+        objectives.centering,
         ("expected_score", "- alpha[:, None] * pi", "+ alpha[:, None] * pi", "centred alone"),
         ("expected_score", "mu_tail / pi_tail", "pi_tail / mu_tail", "centred tis"),
         ("expected_score", "mu_tail / tail_tokens", "mu_tail", "centred tis"),

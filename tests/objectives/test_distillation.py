@@ -10,13 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from dppo_megatron.actor import apply_objective, forward
-from dppo_megatron.objectives import (
-    ObjectiveError,
-    ObjectiveSettings,
-    TopKLogprobs,
-    build_objective,
-    reduce_metrics,
-)
+from dppo_megatron.objectives import ObjectiveError, ObjectiveSettings, TopKLogprobs, build_objective, reduce_metrics
 from dppo_megatron.types import TokenBatch
 from dppo_megatron.vocab_parallel import linear_token_statistics, token_statistics
 from tests.support.divergences import dense_loss
@@ -266,11 +260,7 @@ def test_it_is_zero_with_zero_gradient_at_the_teacher_in_single_precision(label)
     stats = token_statistics(logits.requires_grad_(), target, ids)
     teacher = TopKLogprobs(ids, ln_t.gather(1, ids), stats.topk_logprob, stats.other_logprob, target)
     out = build_objective("pg_is", **settings(label))(
-        logprob=stats.logprob,
-        mask=torch.ones(2),
-        advantage=torch.zeros(2),
-        teacher=teacher,
-        teacher_logprob=sampled,
+        logprob=stats.logprob, mask=torch.ones(2), advantage=torch.zeros(2), teacher=teacher, teacher_logprob=sampled
     )
     out.loss.sum().backward()
     assert out.loss.abs().max() < 1e-6

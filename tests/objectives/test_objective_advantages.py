@@ -5,20 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dppo_megatron.objectives import (
-    ADVANTAGE_KINDS,
-    ObjectiveError,
-    group_advantages,
-    group_has_signal,
-    reward_moments,
-    sequence_weights,
-    turn_advantages,
-)
+from dppo_megatron import objectives
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
 
 
-OF_GROUPS = [kind for kind in ADVANTAGE_KINDS if kind != "batch_mean"]
+OF_GROUPS = [kind for kind in objectives.ADVANTAGE_KINDS if kind != "batch_mean"]
 
 
 def test_kinds_by_their_formulas():
@@ -31,57 +23,57 @@ def test_kinds_by_their_formulas():
         "batch_normalised": centred / centred.std(),
         "batch_mean": REWARDS - REWARDS.mean(),
     }
-    assert set(expected) == set(ADVANTAGE_KINDS)
+    assert set(expected) == set(objectives.ADVANTAGE_KINDS)
     for kind, wanted in expected.items():
-        torch.testing.assert_close(group_advantages(REWARDS, kind=kind), wanted, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(objectives.group_advantages(REWARDS, kind=kind), wanted, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", OF_GROUPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_group_without_signal_gets_exactly_zero(kind, dtype):
     rewards = REWARDS.to(dtype)
-    out = group_advantages(rewards, kind=kind)
+    out = objectives.group_advantages(rewards, kind=kind)
     assert out.dtype == dtype
     assert (out[2] == 0).all()
     assert (out[:2] != 0).all()
-    assert (group_advantages(rewards[2:], kind=kind) == 0).all()
+    assert (objectives.group_advantages(rewards[2:], kind=kind) == 0).all()
     for n in range(2, 20):  # sums of these round, and so do their means
         equal = torch.tensor([0.1, 0.7, 1 / 3], dtype=dtype)[:, None].expand(3, n)
-        assert (group_advantages(equal, kind=kind) == 0).all()
-    assert group_has_signal(rewards).tolist() == [True, True, False]
+        assert (objectives.group_advantages(equal, kind=kind) == 0).all()
+    assert objectives.group_has_signal(rewards).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("kind", OF_GROUPS)
 def test_failed_samples_leave_the_statistics(kind):
     valid = torch.tensor([[True, True, False, True], [False, False, False, True], [False] * 4])
     corrupted = torch.where(valid, REWARDS, torch.nan)
-    out = group_advantages(corrupted, valid, kind)
+    out = objectives.group_advantages(corrupted, valid, kind)
     assert (out[~valid] == 0).all()
     assert (out[1:] == 0).all(), "a lone sample has no baseline"
-    expected = group_advantages(REWARDS[:1, [0, 1, 3]], kind=kind)[0]
+    expected = objectives.group_advantages(REWARDS[:1, [0, 1, 3]], kind=kind)[0]
     if kind == "batch_normalised":  # the lone sample is a valid zero of the batch's spread
         centred = torch.tensor([2, -4, 2, 0], dtype=torch.float64) / 6
         expected = centred[:3] / centred.std()
     torch.testing.assert_close(out[0, [0, 1, 3]], expected.abs() * (REWARDS[0, [0, 1, 3]] * 2 - 1))
-    assert group_has_signal(corrupted, valid).tolist() == [True, False, False]
+    assert objectives.group_has_signal(corrupted, valid).tolist() == [True, False, False]
 
 
 def test_batch_mean_takes_failed_samples_out_and_needs_no_signal_in_a_group():
     valid = torch.tensor([[True, True, False, True], [True] * 4, [True] * 4])
-    out = group_advantages(torch.where(valid, REWARDS, torch.nan), valid, "batch_mean")
+    out = objectives.group_advantages(torch.where(valid, REWARDS, torch.nan), valid, "batch_mean")
     torch.testing.assert_close(out[valid], REWARDS[valid] - REWARDS[valid].mean())
     assert out[0, 2] == 0
     assert (out[2] != 0).all()
-    assert (group_advantages(torch.full((2, 3), 0.1), kind="batch_mean") == 0).all()
+    assert (objectives.group_advantages(torch.full((2, 3), 0.1), kind="batch_mean") == 0).all()
 
 
 def test_batch_normalised_over_ranks_equals_the_whole():
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(7, 4, generator=generator, dtype=torch.float64)
     parts = rewards[:3], rewards[3:]
-    moments = reward_moments(parts[0]) + reward_moments(parts[1])
-    split = [group_advantages(part, kind="batch_normalised", moments=moments) for part in parts]
-    torch.testing.assert_close(torch.cat(split), group_advantages(rewards, kind="batch_normalised"))
+    moments = objectives.reward_moments(parts[0]) + objectives.reward_moments(parts[1])
+    split = [objectives.group_advantages(part, kind="batch_normalised", moments=moments) for part in parts]
+    torch.testing.assert_close(torch.cat(split), objectives.group_advantages(rewards, kind="batch_normalised"))
 
 
 @settings(max_examples=30, deadline=None)
@@ -93,26 +85,26 @@ def test_batch_normalised_over_ranks_equals_the_whole():
 def test_shift_and_scale(rewards, shift, scale):
     group = torch.tensor([rewards], dtype=torch.float64)
     for kind in ("group_mean", "group_mean_std", "leave_one_out"):
-        out = group_advantages(group, kind=kind)
+        out = objectives.group_advantages(group, kind=kind)
         assert out.sum().abs() < 1e-8
         if not (group.max() - group.min() > 1e-3):
             continue
-        torch.testing.assert_close(group_advantages(group + shift, kind=kind), out, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(objectives.group_advantages(group + shift, kind=kind), out, atol=1e-6, rtol=1e-6)
         scaled = out if kind == "group_mean_std" else scale * out
-        torch.testing.assert_close(group_advantages(scale * group, kind=kind), scaled, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(objectives.group_advantages(scale * group, kind=kind), scaled, atol=1e-6, rtol=1e-6)
 
 
 def test_refusals():
-    with pytest.raises(ObjectiveError, match="did you mean 'group_mean'"):
-        group_advantages(REWARDS, kind="group_men")
-    with pytest.raises(ObjectiveError, match=r"rewards must be \[G, n\]"):
-        group_advantages(REWARDS[0])
-    with pytest.raises(ObjectiveError, match="valid has shape"):
-        group_advantages(REWARDS, torch.ones(2, 2))
-    with pytest.raises(ObjectiveError, match="did you mean 'token_mean'"):
-        sequence_weights("tokn_mean", torch.tensor([1]))
-    with pytest.raises(ObjectiveError, match="needs a horizon"):
-        sequence_weights("seq_mean_token_sum_norm", torch.tensor([1]))
+    with pytest.raises(objectives.ObjectiveError, match="did you mean 'group_mean'"):
+        objectives.group_advantages(REWARDS, kind="group_men")
+    with pytest.raises(objectives.ObjectiveError, match=r"rewards must be \[G, n\]"):
+        objectives.group_advantages(REWARDS[0])
+    with pytest.raises(objectives.ObjectiveError, match="valid has shape"):
+        objectives.group_advantages(REWARDS, torch.ones(2, 2))
+    with pytest.raises(objectives.ObjectiveError, match="did you mean 'token_mean'"):
+        objectives.sequence_weights("tokn_mean", torch.tensor([1]))
+    with pytest.raises(objectives.ObjectiveError, match="needs a horizon"):
+        objectives.sequence_weights("seq_mean_token_sum_norm", torch.tensor([1]))
 
 
 def test_sequences_without_loss_count_nowhere():
@@ -124,8 +116,8 @@ def test_sequences_without_loss_count_nowhere():
         "seq_mean_token_sum": [1 / 2, 0, 1 / 2],
     }
     for kind, wanted in expected.items():
-        torch.testing.assert_close(sequence_weights(kind, lengths, horizon=10), torch.tensor(wanted))
-    assert sequence_weights("token_mean", torch.tensor([0, 0])).tolist() == [0, 0]
+        torch.testing.assert_close(objectives.sequence_weights(kind, lengths, horizon=10), torch.tensor(wanted))
+    assert objectives.sequence_weights("token_mean", torch.tensor([0, 0])).tolist() == [0, 0]
 
 
 # Trajectories of three turns, two (one has a reward; at the end the trajectory has one more), and one.
@@ -144,7 +136,7 @@ OF_TRAJECTORIES = torch.tensor([[3.0, 2.0, 4.0]], dtype=torch.float64)
     ],
 )
 def test_turns_are_compared_with_those_of_the_same_number(kind, expected):
-    found = turn_advantages(OF_TRAJECTORIES, TURN_REWARDS, TURNS, None, kind, 0.5)
+    found = objectives.turn_advantages(OF_TRAJECTORIES, TURN_REWARDS, TURNS, None, kind, 0.5)
     torch.testing.assert_close(found, torch.tensor([expected], dtype=torch.float64), atol=1e-6, rtol=1e-6)
 
 
@@ -156,8 +148,8 @@ def test_without_a_discount_the_first_turn_has_the_trajectorys_advantage(kind):
     turns = torch.randint(0, 7, (5, 4), generator=generator)
     valid = torch.rand(5, 4, generator=generator) < 0.8
     corrupted = torch.where(valid, rewards, torch.nan)
-    found = turn_advantages(corrupted, turn_rewards, turns, valid, kind)
-    of_trajectories = group_advantages(rewards, valid, kind)
+    found = objectives.turn_advantages(corrupted, turn_rewards, turns, valid, kind)
+    of_trajectories = objectives.group_advantages(rewards, valid, kind)
     torch.testing.assert_close(found[:, :, 0], of_trajectories)
     assert (found[~valid] == 0).all()
     unrewarded = turns == 0  # these are credited as a whole
@@ -168,14 +160,16 @@ def test_without_a_discount_the_first_turn_has_the_trajectorys_advantage(kind):
             assert (found[g, ~reached & ~unrewarded[g], k] == 0).all()
             if k and reached.sum() > 1:
                 returns = torch.stack([rewards[g, i] - turn_rewards[g, i, :k].sum() for i in reached.nonzero()[:, 0]])
-                torch.testing.assert_close(found[g, reached, k], group_advantages(returns[None], kind=kind)[0])
+                torch.testing.assert_close(
+                    found[g, reached, k], objectives.group_advantages(returns[None], kind=kind)[0]
+                )
 
 
 def test_returns_that_only_rounding_tells_apart_give_no_advantage():
     """Equal sums, earned in different turns: the quotient by their spread would make 1 of 1e-8."""
     turn_rewards = torch.tensor([[[0.1, 0.2, 0.3], [0.3, 0.3, 0.0], [0.2, 0.1, 0.3]]], dtype=torch.float32)
     rewards = torch.full((1, 3), 0.1 + 0.2 + 0.3)
-    found = turn_advantages(rewards, turn_rewards, torch.full((1, 3), 3), None, "group_mean_std")
+    found = objectives.turn_advantages(rewards, turn_rewards, torch.full((1, 3), 3), None, "group_mean_std")
     assert (found[0, :, 0] == 0).all()
     assert found[0, :, 1].sign().tolist() == [1.0, -1.0, 1.0]
     assert found[0, 1, 2] < 0 < found[0, 0, 2] == found[0, 2, 2]
@@ -192,5 +186,5 @@ def test_rewards_that_only_rounding_tells_apart_are_equal(kind, scale, signal, l
 
 def test_baselines_of_the_batch_are_none_of_turns():
     for kind in ("batch_mean", "batch_normalised"):
-        with pytest.raises(ObjectiveError, match="compares over the batch, but turns compare in groups"):
-            turn_advantages(OF_TRAJECTORIES, TURN_REWARDS, TURNS, None, kind)
+        with pytest.raises(objectives.ObjectiveError, match="compares over the batch, but turns compare in groups"):
+            objectives.turn_advantages(OF_TRAJECTORIES, TURN_REWARDS, TURNS, None, kind)

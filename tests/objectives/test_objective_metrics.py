@@ -5,19 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from dppo_megatron.objectives import (
-    build_objective,
-    effective_size_metric,
-    flatten_metrics,
-    max_metric,
-    mean_metric,
-    merge_metrics,
-    min_metric,
-    quantiles_metric,
-    reduce_metrics,
-    sum_metric,
-    unflatten_metrics,
-)
+from dppo_megatron import objectives
 from tests.objectives.cases import random_case
 
 ALL = torch.ones(1000, dtype=torch.bool)
@@ -30,13 +18,13 @@ def samples(seed: int) -> torch.Tensor:
 
 def every_kind(value: torch.Tensor, where: torch.Tensor):
     return {
-        "mean": mean_metric(value, where),
-        "share": mean_metric(value > 0.1, where),
-        "sum": sum_metric(value, where),
-        "max": max_metric(value, where),
-        "min": min_metric(value, where),
-        "d": quantiles_metric(value, where),
-        "ess": effective_size_metric(value, where),
+        "mean": objectives.mean_metric(value, where),
+        "share": objectives.mean_metric(value > 0.1, where),
+        "sum": objectives.sum_metric(value, where),
+        "max": objectives.max_metric(value, where),
+        "min": objectives.min_metric(value, where),
+        "d": objectives.quantiles_metric(value, where),
+        "ess": objectives.effective_size_metric(value, where),
     }
 
 
@@ -44,7 +32,7 @@ def test_each_kind_has_its_value():
     value = samples(0)
     where = torch.arange(1000) % 3 > 0
     kept = value[where]
-    reduced = reduce_metrics(every_kind(torch.where(where, value, torch.nan), where))
+    reduced = objectives.reduce_metrics(every_kind(torch.where(where, value, torch.nan), where))
     for name, wanted in {
         "mean": kept.mean(),
         "share": (kept > 0.1).double().mean(),
@@ -61,36 +49,36 @@ def test_each_kind_has_its_value():
 
 def test_quantiles_at_the_ends():
     value = torch.tensor([0.0, 1e-12, torch.inf, 5e3])
-    reduced = reduce_metrics({"d": quantiles_metric(value, torch.ones(4, dtype=torch.bool))})
+    reduced = objectives.reduce_metrics({"d": objectives.quantiles_metric(value, torch.ones(4, dtype=torch.bool))})
     assert reduced == {"d/p50": 0.0, "d/p90": 100.0, "d/p99": 100.0, "d/p999": 100.0}
 
 
 def test_ranks_reduce_with_one_sum_and_one_max():
     ranks = [every_kind(samples(i), ALL) for i in range(3)]
-    flat = [flatten_metrics(metrics) for metrics in ranks]
+    flat = [objectives.flatten_metrics(metrics) for metrics in ranks]
     sums = torch.stack([s for s, _ in flat]).sum(0)  # what all_reduce(SUM) and all_reduce(MAX) give
     maxima = torch.stack([m for _, m in flat]).amax(0)
-    over_ranks = reduce_metrics(unflatten_metrics(ranks[0], sums, maxima))
+    over_ranks = objectives.reduce_metrics(objectives.unflatten_metrics(ranks[0], sums, maxima))
     whole = torch.cat([samples(i) for i in range(3)])
-    assert over_ranks == pytest.approx(reduce_metrics(every_kind(whole, ALL.repeat(3))), rel=1e-12)
-    assert over_ranks == pytest.approx(reduce_metrics(merge_metrics(ranks)), rel=1e-12)
+    assert over_ranks == pytest.approx(objectives.reduce_metrics(every_kind(whole, ALL.repeat(3))), rel=1e-12)
+    assert over_ranks == pytest.approx(objectives.reduce_metrics(objectives.merge_metrics(ranks)), rel=1e-12)
 
 
 def test_nothing_to_reduce_is_left_out_not_nan():
-    reduced = reduce_metrics(every_kind(samples(0), ~ALL))
+    reduced = objectives.reduce_metrics(every_kind(samples(0), ~ALL))
     assert reduced == {"sum": 0.0}
-    assert reduce_metrics({}) == {}
+    assert objectives.reduce_metrics({}) == {}
 
 
 def test_different_metrics_do_not_merge():
     one, other = every_kind(samples(0), ALL), every_kind(samples(1), ALL)
     del other["max"]
     with pytest.raises(ValueError, match="differ between the parts to merge: max"):
-        merge_metrics([one, other])
+        objectives.merge_metrics([one, other])
     with pytest.raises(ValueError, match="at least one"):
-        merge_metrics([])
+        objectives.merge_metrics([])
     with pytest.raises(ValueError, match="expected"):
-        unflatten_metrics(other, *flatten_metrics(one))
+        objectives.unflatten_metrics(other, *objectives.flatten_metrics(one))
 
 
 @pytest.mark.parametrize(("name", "outside"), [("dppo_binary_tv", [0, 1, 3]), ("ppo", [0, 1, 2, 3])])
@@ -101,10 +89,10 @@ def test_what_is_outside_does_not_ask_where_a_token_moves(name, outside):
     advantage = torch.tensor([1.0, 1.0, -1.0, 0.0, -2.0, 1.0], dtype=torch.float64)
     mask = torch.arange(6) < 5
     entropy = torch.arange(6.0, dtype=torch.float64)
-    out = build_objective(name)(
+    out = objectives.build_objective(name)(
         logprob=pi.log(), rollout_logprob=mu.log(), advantage=advantage, mask=mask, entropy=entropy
     )
-    found = reduce_metrics(out.metrics)
+    found = objectives.reduce_metrics(out.metrics)
     beyond = torch.isin(torch.arange(6), torch.tensor(outside)).double()
     ratio = pi / mu
     divergence = (ratio - 1).abs() if name == "ppo" else (pi - mu).abs()
@@ -121,22 +109,22 @@ def test_the_total_variation_of_samples_is_that_of_the_policies():
     mu, pi = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.4, 0.1]).double()
     tokens = mu.multinomial(200_000, replacement=True, generator=torch.Generator().manual_seed(0))
     ones = torch.ones(len(tokens), dtype=torch.float64)
-    out = build_objective("pg_is")(
+    out = objectives.build_objective("pg_is")(
         logprob=pi.log()[tokens], rollout_logprob=mu.log()[tokens], advantage=ones, mask=ones.bool()
     )
-    assert reduce_metrics(out.metrics)["mismatch/total_variation"] == pytest.approx(0.2, rel=0.01)
+    assert objectives.reduce_metrics(out.metrics)["mismatch/total_variation"] == pytest.approx(0.2, rel=0.01)
 
 
 def test_masked_share_by_sign_leaves_out_zero_advantages():
     case = random_case(6, tokens=60, drift=2.0)
-    out = build_objective("dppo_binary_tv")(**case.call)
+    out = objectives.build_objective("dppo_binary_tv")(**case.call)
     advantage, masked = case.call["advantage"], out.masked_tokens
     assert (advantage == 0).sum() == 12
-    reduced = reduce_metrics(out.metrics)
+    reduced = objectives.reduce_metrics(out.metrics)
     for sign, where in {"": advantage != 0, "_positive": advantage > 0, "_negative": advantage < 0}.items():
         assert 0 < reduced[f"policy/masked_share{sign}"] == pytest.approx(masked[where].double().mean().item())
     assert reduced["advantage/zero_share"] == pytest.approx(0.2)
-    symmetric = build_objective("ipo")(**case.call)
+    symmetric = objectives.build_objective("ipo")(**case.call)
     assert not symmetric.masked_tokens[advantage == 0].any()
 
 
@@ -152,14 +140,14 @@ def test_masked_share_by_sign_leaves_out_zero_advantages():
 def test_effective_sample_size_of_ratios_that_overflow(ratios, share):
     """Over two micro-batches."""
     weight, where = torch.tensor(ratios, dtype=torch.float64), torch.ones(2, dtype=torch.bool)
-    halves = [{"ess": effective_size_metric(half, where)} for half in weight.view(2, 2)]
-    assert reduce_metrics(merge_metrics(halves))["ess"] == pytest.approx(share)
+    halves = [{"ess": objectives.effective_size_metric(half, where)} for half in weight.view(2, 2)]
+    assert objectives.reduce_metrics(objectives.merge_metrics(halves))["ess"] == pytest.approx(share)
 
 
 def test_effective_sample_size_is_a_number_where_an_uncapped_ratio_is_infinite():
     case = random_case(7, tokens=50, drift=1.0)
     case.call["rollout_logprob"][3] -= 800
-    reduced = reduce_metrics(build_objective("pg_is")(**case.call).metrics)
+    reduced = objectives.reduce_metrics(objectives.build_objective("pg_is")(**case.call).metrics)
     assert reduced["policy/ratio_max"] == torch.inf
     assert reduced["ratio/effective_sample_size"] == pytest.approx(1 / 50)
 
@@ -168,10 +156,10 @@ def test_mismatch_ratio_and_tail_by_their_formulas():
     case = random_case(7, tokens=50, drift=1.0)
     mu, pi = case.call["rollout_logprob"], case.call["logprob"].detach()
     ratio = (pi - mu).exp()
-    out = build_objective("dppo_topk_tv", ratio_cap=1.5)(**case.call)
-    reduced = reduce_metrics(out.metrics)
+    out = objectives.build_objective("dppo_topk_tv", ratio_cap=1.5)(**case.call)
+    reduced = objectives.reduce_metrics(out.metrics)
     used = ratio.clamp(max=1.5)
-    binary = build_objective("dppo_binary_tv")(**case.call).divergence
+    binary = objectives.build_objective("dppo_binary_tv")(**case.call).divergence
     signed = case.call["advantage"] != 0
     wanted = {
         "train/tokens": 50.0,
@@ -205,14 +193,14 @@ def test_padding_topk_log_probs_of_zero_do_not_pollute_the_metrics():
         for f in dataclasses.fields(case.topk)
         if f.name in ("ids", "rollout_logprob", "logprob")
     }
-    objective = build_objective("dppo_topk_kl")
+    objective = objectives.build_objective("dppo_topk_kl")
     clean = objective(**{**case.call, "mask": keep})
     dirty = objective(**{**case.call, "mask": keep, "topk": dataclasses.replace(case.topk, **padded)})
-    assert reduce_metrics(clean.metrics) == reduce_metrics(dirty.metrics)
+    assert objectives.reduce_metrics(clean.metrics) == objectives.reduce_metrics(dirty.metrics)
 
 
 def test_non_finite_losses_are_counted():
     case = random_case(8, tokens=10)
     broken = torch.where(torch.arange(10) == 3, torch.nan, case.call["rollout_logprob"])
-    out = build_objective("dppo_binary_tv")(**{**case.call, "rollout_logprob": broken})
-    assert reduce_metrics(out.metrics)["train/nonfinite_tokens"] == 1
+    out = objectives.build_objective("dppo_binary_tv")(**{**case.call, "rollout_logprob": broken})
+    assert objectives.reduce_metrics(out.metrics)["train/nonfinite_tokens"] == 1

@@ -8,15 +8,7 @@ import types
 import pytest
 import torch
 
-from dppo_megatron.objectives import (
-    AXES,
-    PRESETS,
-    Objective,
-    ObjectiveError,
-    ObjectiveProtocol,
-    ObjectiveSettings,
-    build_objective,
-)
+from dppo_megatron import objectives
 from dppo_megatron.objectives.contract import FLAGS
 from tests.objectives.cases import random_case
 from tests.objectives.published import PUBLISHED
@@ -26,35 +18,35 @@ OF_RESPONSES += ["vespo", "topr", "seq_tis", "seq_mis", "minpro"]
 
 
 def refusal(name: str = "dppo_binary_tv", **overrides) -> str:
-    with pytest.raises(ObjectiveError) as caught:
-        build_objective(name, **overrides)
+    with pytest.raises(objectives.ObjectiveError) as caught:
+        objectives.build_objective(name, **overrides)
     return str(caught.value)
 
 
 def test_every_published_method_is_a_preset_and_ours_is_named_experimental():
-    ours = {name for name, preset in PRESETS.items() if preset.source == "this project"}
-    assert ours == {name for name in PRESETS if name.startswith("experimental_")}
-    assert set(PRESETS) >= set(PUBLISHED)
+    ours = {name for name, preset in objectives.PRESETS.items() if preset.source == "this project"}
+    assert ours == {name for name in objectives.PRESETS if name.startswith("experimental_")}
+    assert set(objectives.PRESETS) >= set(PUBLISHED)
     with pytest.raises(TypeError):
-        PRESETS["mine"] = PRESETS["ppo"]
+        objectives.PRESETS["mine"] = objectives.PRESETS["ppo"]
 
 
 def test_overrides_replace_axes_and_leave_the_preset_alone():
-    objective = build_objective("dppo_topk_tv", delta=0.2, ratio_cap=5)
+    objective = objectives.build_objective("dppo_topk_tv", delta=0.2, ratio_cap=5)
     assert (objective.settings.delta, objective.settings.ratio_cap) == (0.2, 5)
     assert objective.settings.path == "logprob"
-    assert PRESETS["dppo_topk_tv"].settings.delta == 0.15
-    assert build_objective("ppo", epsilon=0.1).settings.epsilon_high == 0.1
-    assert build_objective("ppo", epsilon=0.1, epsilon_high=0.3).settings.epsilon_high == 0.3
+    assert objectives.PRESETS["dppo_topk_tv"].settings.delta == 0.15
+    assert objectives.build_objective("ppo", epsilon=0.1).settings.epsilon_high == 0.1
+    assert objectives.build_objective("ppo", epsilon=0.1, epsilon_high=0.3).settings.epsilon_high == 0.3
 
 
 def test_thresholds_of_a_replaced_axis_fall_away():
-    settings = build_objective("ppo", divergence="binary_tv", delta=0.2).settings
+    settings = objectives.build_objective("ppo", divergence="binary_tv", delta=0.2).settings
     assert (settings.epsilon_low, settings.epsilon_high, settings.delta) == (None, None, 0.2)
-    settings = build_objective("dppo_predictive", control="none").settings
+    settings = objectives.build_objective("dppo_predictive", control="none").settings
     assert (settings.direction, settings.delta) == ("sampled", None)
-    assert build_objective("minirl", control="none").settings.anchor == "rollout"
-    assert build_objective("minirl", importance="none").settings.gradient_path == "auto"
+    assert objectives.build_objective("minirl", control="none").settings.anchor == "rollout"
+    assert objectives.build_objective("minirl", importance="none").settings.gradient_path == "auto"
 
 
 def test_unknown_names_suggest_the_nearest():
@@ -63,8 +55,8 @@ def test_unknown_names_suggest_the_nearest():
     assert "known: aspo, bandpo_tv, cispo" in refusal("xyzzy")
     assert "did you mean 'ratio_cap'" in refusal(ratio_caps=5.0)
     assert "did you mean 'topk_tv'" in refusal(divergence="top_tv")
-    with pytest.raises(ObjectiveError, match="name is a string"):
-        build_objective(7)
+    with pytest.raises(objectives.ObjectiveError, match="name is a string"):
+        objectives.build_objective(7)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +115,9 @@ def test_all_problems_are_reported_at_once():
     assert all(axis in refusal(aaa=1, bbb=2) for axis in ("'aaa'", "'bbb'"))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", objectives.PRESETS)
 def test_first_line_names_the_method_and_its_thresholds_are_in_the_words(name):
-    objective = build_objective(name)
+    objective = objectives.build_objective(name)
     text, s = objective.describe(), objective.settings
     assert text.splitlines()[0].startswith(f"objective {name}: ")
     if s.control != "none":
@@ -140,7 +132,7 @@ def test_first_line_names_the_method_and_its_thresholds_are_in_the_words(name):
 
 
 def test_description_covers_the_corrections():
-    text = build_objective(
+    text = objectives.build_objective(
         "ppo",
         importance="old",
         mismatch="truncate",
@@ -158,7 +150,7 @@ def test_description_covers_the_corrections():
 def test_what_each_method_needs():
     needs = {
         name: [f for f in ("topk", "topk_gradient", "old", "sequences", "entropy") if getattr(o, f"needs_{f}")]
-        for name, o in ((name, build_objective(name)) for name in PRESETS)
+        for name, o in ((name, objectives.build_objective(name)) for name in objectives.PRESETS)
     }
     assert {name: what for name, what in needs.items() if what} == {
         "dppo_topk_tv": ["topk"],
@@ -176,8 +168,8 @@ def test_what_each_method_needs():
         "distributional_ipo": ["topk", "topk_gradient"],
         **{name: ["sequences"] for name in OF_RESPONSES},
     }
-    assert build_objective("ppo", entropy_coefficient=0.1).needs_entropy
-    assert not build_objective("nll").needs_rollout
+    assert objectives.build_objective("ppo", entropy_coefficient=0.1).needs_entropy
+    assert not objectives.build_objective("nll").needs_rollout
 
 
 @pytest.mark.parametrize(
@@ -194,8 +186,8 @@ def test_what_each_method_needs():
 )
 def test_missing_inputs_are_named(name, left_out, says):
     call = {key: value for key, value in random_case(0).call.items() if key != left_out}
-    with pytest.raises(ObjectiveError, match=says):
-        build_objective(name)(**call)
+    with pytest.raises(objectives.ObjectiveError, match=says):
+        objectives.build_objective(name)(**call)
 
 
 def test_an_axis_under_the_name_of_another_trainer_leads_to_ours():
@@ -203,34 +195,34 @@ def test_an_axis_under_the_name_of_another_trainer_leads_to_ours():
 
 
 def test_misnamed_misshapen_and_coarse_inputs_are_refused():
-    call, objective = random_case(0).call, build_objective("dppo_topk_tv")
+    call, objective = random_case(0).call, objectives.build_objective("dppo_topk_tv")
     needs = r"'advantages': did you mean 'advantage'.*needs, by name and each \[T\]: logprob, mask"
-    with pytest.raises(ObjectiveError, match=f"unknown input {needs}"):
+    with pytest.raises(objectives.ObjectiveError, match=f"unknown input {needs}"):
         objective(**call, advantages=call["advantage"])
-    with pytest.raises(ObjectiveError, match=r"advantage is a float; pass a tensor \[T\]"):
+    with pytest.raises(objectives.ObjectiveError, match=r"advantage is a float; pass a tensor \[T\]"):
         objective(**{**call, "advantage": 1.0})
-    with pytest.raises(ObjectiveError, match=r"advantage has shape \(3,\)"):
+    with pytest.raises(objectives.ObjectiveError, match=r"advantage has shape \(3,\)"):
         objective(**{**call, "advantage": torch.ones(3)})
-    with pytest.raises(ObjectiveError, match=r"rollout_logprob is torch\.bfloat16"):
+    with pytest.raises(objectives.ObjectiveError, match=r"rollout_logprob is torch\.bfloat16"):
         objective(**{**call, "rollout_logprob": call["rollout_logprob"].bfloat16()})
-    with pytest.raises(ObjectiveError, match=r"logprob must be \[T\]"):
+    with pytest.raises(objectives.ObjectiveError, match=r"logprob must be \[T\]"):
         objective(**{**call, "logprob": call["logprob"][None]})
     topk = call["topk"]
-    with pytest.raises(ObjectiveError, match=r"topk.rollout_logprob is torch.float16"):
+    with pytest.raises(objectives.ObjectiveError, match=r"topk.rollout_logprob is torch.float16"):
         objective(**{**call, "topk": dataclasses.replace(topk, rollout_logprob=topk.rollout_logprob.half())})
-    with pytest.raises(ObjectiveError, match=r"topk.logprob has shape"):
+    with pytest.raises(objectives.ObjectiveError, match=r"topk.logprob has shape"):
         objective(**{**call, "topk": dataclasses.replace(topk, logprob=topk.logprob[:, :2])})
-    uniform = build_objective("dppo_predictive", tail="uniform")
-    with pytest.raises(ObjectiveError, match="vocab_size"):
+    uniform = objectives.build_objective("dppo_predictive", tail="uniform")
+    with pytest.raises(objectives.ObjectiveError, match="vocab_size"):
         uniform(**{**call, "topk": dataclasses.replace(topk, vocab_size=None)})
-    ours = build_objective("experimental_topk_quadratic")
-    with pytest.raises(ObjectiveError, match="gradient through topk"):
+    ours = objectives.build_objective("experimental_topk_quadratic")
+    with pytest.raises(objectives.ObjectiveError, match="gradient through topk"):
         ours(**{**call, "topk": dataclasses.replace(topk, logprob=topk.logprob.detach())})
 
 
 def test_nll_needs_only_logprob_and_mask():
     logprob = torch.tensor([-1.0, -2.0, -torch.inf], requires_grad=True)
-    out = build_objective("nll")(logprob=logprob, mask=torch.tensor([1, 1, 0]))
+    out = objectives.build_objective("nll")(logprob=logprob, mask=torch.tensor([1, 1, 0]))
     out.loss.sum().backward()
     assert out.loss.tolist() == [1.0, 2.0, 0.0]
     assert logprob.grad.tolist() == [-1.0, -1.0, 0.0]
@@ -238,26 +230,28 @@ def test_nll_needs_only_logprob_and_mask():
 
 
 def test_the_old_policy_may_be_written_by_its_former_name():
-    former = build_objective("minirl", anchor="recomputed")
-    assert former.settings == build_objective("minirl").settings
+    former = objectives.build_objective("minirl", anchor="recomputed")
+    assert former.settings == objectives.build_objective("minirl").settings
     assert former.settings.anchor == "old"
-    assert build_objective("pg_is", importance="recomputed") == build_objective("pg_is", importance="old")
+    assert objectives.build_objective("pg_is", importance="recomputed") == objectives.build_objective(
+        "pg_is", importance="old"
+    )
 
 
 def test_old_anchor_moves_the_region_but_not_the_importance_ratio():
     case = random_case(2, tokens=40)
     drifted = case.call["logprob"].detach() + 0.05  # within 1.2 of the old policy everywhere
     call = {**case.call, "old_logprob": drifted}
-    out = build_objective("minirl")(**call)
+    out = objectives.build_objective("minirl")(**call)
     assert not out.masked_tokens.any()
     assert torch.equal(out.weight, torch.ones(40, dtype=torch.float64))
-    assert build_objective("grpo", epsilon_high=0.27)(**call).masked_tokens.any()
+    assert objectives.build_objective("grpo", epsilon_high=0.27)(**call).masked_tokens.any()
 
 
 def test_old_anchor_of_a_topk_method_needs_its_own_list():
     case = random_case(2)
-    objective = build_objective("dppo_topk_tv", anchor="old")
-    with pytest.raises(ObjectiveError, match=r"topk\.old_logprob"):
+    objective = objectives.build_objective("dppo_topk_tv", anchor="old")
+    with pytest.raises(objectives.ObjectiveError, match=r"topk\.old_logprob"):
         objective(**case.call)
     here = case.topk.logprob.detach()
     topk = dataclasses.replace(case.topk, old_logprob=here)
@@ -268,9 +262,9 @@ def test_old_anchor_of_a_topk_method_needs_its_own_list():
 @pytest.fixture
 def user_module():
     module = types.ModuleType("users_own_objectives")
-    module.settings = ObjectiveSettings(divergence="binary_tv", delta=0.3)
-    module.ready = Objective("mine", ObjectiveSettings(delta=0.3))
-    module.factory = lambda delta=0.1: Objective("made", ObjectiveSettings(delta=delta))
+    module.settings = objectives.ObjectiveSettings(divergence="binary_tv", delta=0.3)
+    module.ready = objectives.Objective("mine", objectives.ObjectiveSettings(delta=0.3))
+    module.factory = lambda delta=0.1: objectives.Objective("made", objectives.ObjectiveSettings(delta=delta))
     module.useless = lambda: 3
     module.bare = lambda: types.SimpleNamespace(
         name="bare", settings=None, describe=str, __call__=None, **dict.fromkeys(["needs_topk", "needs_old"], False)
@@ -281,11 +275,11 @@ def user_module():
 
 
 def test_a_users_own_by_dotted_path(user_module):
-    own = build_objective(f"{user_module}:settings", delta=0.4)
+    own = objectives.build_objective(f"{user_module}:settings", delta=0.4)
     assert own.settings.delta == 0.4
     assert own.name == f"{user_module}:settings"
-    assert build_objective(f"{user_module}:ready").name == "mine"
-    assert build_objective(f"{user_module}:factory", delta=0.5).settings.delta == 0.5
+    assert objectives.build_objective(f"{user_module}:ready").name == "mine"
+    assert objectives.build_objective(f"{user_module}:factory", delta=0.5).settings.delta == 0.5
     needs = "needs_rollout, needs_reference, needs_topk_gradient"
     for path, overrides, says in (
         ("ready", {"delta": 0.1}, "remove the settings delta"),
@@ -294,22 +288,22 @@ def test_a_users_own_by_dotted_path(user_module):
         ("bare", {}, f"lacks needs_columns, {needs}, .*needs_statistic, moves_without"),
         ("absent", {}, "cannot be loaded"),
     ):
-        with pytest.raises(ObjectiveError, match=says):
-            build_objective(f"{user_module}:{path}", **overrides)
-    with pytest.raises(ObjectiveError, match="cannot be loaded"):
-        build_objective("no_such_package.module:thing")
+        with pytest.raises(objectives.ObjectiveError, match=says):
+            objectives.build_objective(f"{user_module}:{path}", **overrides)
+    with pytest.raises(objectives.ObjectiveError, match="cannot be loaded"):
+        objectives.build_objective("no_such_package.module:thing")
 
 
 def test_every_need_is_declared_and_follows_from_the_settings_or_a_class_attribute():
-    class OwnEntropyBonus(Objective):
+    class OwnEntropyBonus(objectives.Objective):
         needs_entropy = True
 
-    plain = OwnEntropyBonus("own", ObjectiveSettings(control="none"))
+    plain = OwnEntropyBonus("own", objectives.ObjectiveSettings(control="none"))
     assert len(FLAGS) == 11
     set_here = {"needs_rollout", "needs_entropy", "moves_without_advantage"}
     assert {name for name in FLAGS if getattr(plain, name)} == set_here
     with pytest.raises(NotImplementedError, match="needs_statistic; implement with_statistic"):
-        ObjectiveProtocol.with_statistic(plain, torch.zeros(1))
+        objectives.ObjectiveProtocol.with_statistic(plain, torch.zeros(1))
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise GeneratorExit", "undefined()"])
@@ -318,17 +312,17 @@ def test_a_users_module_or_factory_may_raise_anything(tmp_path, monkeypatch, end
     name = f"ends_{abs(hash(end))}"
     (tmp_path / f"{name}_on_import.py").write_text(f"import sys\n{end}\n")
     (tmp_path / f"{name}_when_called.py").write_text(f"import sys\ndef factory():\n    {end}\n")
-    with pytest.raises(ObjectiveError, match=f"'{name}_on_import:factory' cannot be loaded: "):
-        build_objective(f"{name}_on_import:factory")
-    with pytest.raises(ObjectiveError, match=f"'{name}_when_called:factory' rejected its settings: "):
-        build_objective(f"{name}_when_called:factory")
+    with pytest.raises(objectives.ObjectiveError, match=f"'{name}_on_import:factory' cannot be loaded: "):
+        objectives.build_objective(f"{name}_on_import:factory")
+    with pytest.raises(objectives.ObjectiveError, match=f"'{name}_when_called:factory' rejected its settings: "):
+        objectives.build_objective(f"{name}_when_called:factory")
 
 
 def test_settings_are_frozen_values_with_a_word_on_every_axis():
-    settings = build_objective("ppo").settings
+    settings = objectives.build_objective("ppo").settings
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.epsilon_low = 1.0
-    assert settings == build_objective("grpo").settings
-    assert hash(settings) == hash(build_objective("grpo").settings)
-    assert ObjectiveSettings(**dataclasses.asdict(settings)) == settings
-    assert all(field.metadata["doc"] for field in AXES.values())
+    assert settings == objectives.build_objective("grpo").settings
+    assert hash(settings) == hash(objectives.build_objective("grpo").settings)
+    assert objectives.ObjectiveSettings(**dataclasses.asdict(settings)) == settings
+    assert all(field.metadata["doc"] for field in objectives.AXES.values())

@@ -9,15 +9,7 @@ from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator, describe, scores
 from dppo_megatron.weights.published import PublishedPolicy
-from tests.support.fakes.orchestrator import (
-    STOP,
-    Prompts,
-    Rewards,
-    ScriptedEngine,
-    Tokenizer,
-    World,
-    sampling_config,
-)
+from tests.support.fakes import orchestrator
 
 SETS = {
     "aime": {"path": "a.jsonl", "n": 4, "temperature": 0.7, "top_p": 0.95, "max_response_tokens": 6},
@@ -31,7 +23,7 @@ class Stopped(Exception):
 
 @pytest.fixture
 def config(tmp_path):
-    return sampling_config(tmp_path / "run", sets=SETS)
+    return orchestrator.sampling_config(tmp_path / "run", sets=SETS)
 
 
 def evaluate(config, engine, policy="a", *, count=5, names=("aime", "math")):
@@ -39,13 +31,13 @@ def evaluate(config, engine, policy="a", *, count=5, names=("aime", "math")):
     PublishedPolicy(0, "unused", 0.0).write(engine.published)
     directory = config.run.dir
     (directory / "records.jsonl").unlink(missing_ok=True)
-    prompts = [Prompts().prompt(position) for position in range(count)]
-    rewards = Rewards(lambda position: False, lambda position: position == 1)
+    prompts = [orchestrator.Prompts().prompt(position) for position in range(count)]
+    rewards = orchestrator.Rewards(lambda position: False, lambda position: position == 1)
     evaluator = Evaluator(
         config,
         sets={name: Evaluated(config.eval_sets[name], prompts, rewards) for name in names},
-        tokenizer=Tokenizer(),
-        stop_token_ids=(STOP,),
+        tokenizer=orchestrator.Tokenizer(),
+        stop_token_ids=(orchestrator.STOP,),
         output=directory / "records.jsonl",
         answers=directory / "answers",
     )
@@ -58,7 +50,7 @@ def evaluate(config, engine, policy="a", *, count=5, names=("aime", "math")):
 
 def engine_of(config, **script):
     (config.run.dir / "weights").mkdir(parents=True, exist_ok=True)
-    return ScriptedEngine(config.run.dir / "weights" / "published.json", **script)
+    return orchestrator.ScriptedEngine(config.run.dir / "weights" / "published.json", **script)
 
 
 def without_seconds(metrics):
@@ -90,7 +82,7 @@ def test_every_set_is_sampled_as_it_says(config):
 
 @pytest.mark.parametrize(("right", "wrong"), [(1.0, 0.0), (1.0, -1.0), (1.0, 0.1), (2.0, 1.5)])
 def test_accuracy_is_the_share_of_right_answers_and_not_the_mean_reward(tmp_path, right, wrong):
-    config = sampling_config(tmp_path / "run")
+    config = orchestrator.sampling_config(tmp_path / "run")
     tree = config.model_dump(mode="json") | {"eval": {"pass_reward": right}}
     chosen = type(config).model_validate(tree).eval_sets["heldout"]
     given = [(right, False)] * 81 + [(wrong, False)] * 18 + [(right, True)]  # the last one was not graded
@@ -106,7 +98,7 @@ def test_accuracy_is_the_share_of_right_answers_and_not_the_mean_reward(tmp_path
 
 @pytest.mark.parametrize("after", [0, 1, 4, 9])
 def test_an_evaluation_that_was_killed_goes_on_and_reports_the_same(config, tmp_path, after):
-    undisturbed = sampling_config(tmp_path / "undisturbed", sets=SETS)
+    undisturbed = orchestrator.sampling_config(tmp_path / "undisturbed", sets=SETS)
     expected = evaluate(undisturbed, engine_of(undisturbed))
     first = engine_of(config, delay=lambda r: 0.002 * len(first.requests))
     first.fails = lambda r: Stopped() if len(first.requests) - first.running >= after else None
@@ -164,8 +156,8 @@ def test_a_prompt_whose_record_is_damaged_is_answered_again(config, path, value)
 
 
 def test_a_run_evaluates_every_set_on_schedule_and_once(tmp_path):
-    config = sampling_config(tmp_path / "run", sets=SETS)
-    w = World(config)
+    config = orchestrator.sampling_config(tmp_path / "run", sets=SETS)
+    w = orchestrator.World(config)
     engine = w.engine()
     w.run_attempt(engine, until_groups=8)
     w.run_attempt(w.engine())
@@ -179,8 +171,10 @@ def test_a_run_evaluates_every_set_on_schedule_and_once(tmp_path):
 
 def test_in_an_asynchronous_run_each_set_is_of_the_policy_that_answered_it(tmp_path):
     """The second set is answered when the next policy is there."""
-    config = sampling_config(tmp_path / "run", steps=6, sets=SETS, max_staleness=1, max_concurrent_groups=1)
-    w = World(config, training_s=0.03)
+    config = orchestrator.sampling_config(
+        tmp_path / "run", steps=6, sets=SETS, max_staleness=1, max_concurrent_groups=1
+    )
+    w = orchestrator.World(config, training_s=0.03)
     w.run_attempt(w.engine(delay=lambda r: 0.2 if r.request_id.startswith("eval-0-aime") else 0.0))
     first = {}
     for record in w.records():

@@ -366,15 +366,14 @@ def test_settings_that_teach_nothing_are_named():
     assert "a.in_trainer = true: excludes other teachers" in problems({"a": {**url, "in_trainer": True}})
 
 
-def test_a_policy_that_teaches_itself_is_scored_by_verified_engines_only(tmp_path):
+async def test_a_policy_that_teaches_itself_is_scored_by_verified_engines_only(tmp_path):
     """Of two registered engines one has other bits; no teacher's route of a stock server is asked."""
     config = teaching(tmp_path, {"self": {"prompt_template": "{prompt}{answer} "}}, topk=1)
     config = with_settings(config, engine={"health_interval_s": 0.05, "unavailable_timeout_s": 5.0})
     RunDir(config.run.dir).make()
     engines = Fleet(config, {A: FakeServer(), B: FakeServer(misloads=True)})
     engines.publish(5, to=(A,))
-
-    async def use(sampler):
+    async with engines.live() as sampler:
         teachers = Teachers(config, Encoder(), VOCAB, sampler)
         for position in range(8):
             (taught,) = await teachers.add(prompt(position=position), [rollout([3, 4])])
@@ -383,7 +382,6 @@ def test_a_policy_that_teaches_itself_is_scored_by_verified_engines_only(tmp_pat
             await asyncio.sleep(0.02)
         await teachers.close()
 
-    engines.live(use)
     read = Encoder().encode("12+34=46 ")
     assert [request.token_ids.tolist() for request in engines.servers[A].asked] == [[*read, 3, 4]] * 8
     assert engines.servers[B].asked == []

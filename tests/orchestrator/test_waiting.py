@@ -1,6 +1,5 @@
 """Groups between sampling and the bank: counted while in memory, spilled beyond that, and stored the same."""
 
-import asyncio
 import os
 import threading
 from dataclasses import fields
@@ -45,40 +44,34 @@ def test_what_is_laid_aside_is_the_same_and_leaves_no_file(tmp_path):
     assert not mapped()  # the file is gone with its group
 
 
-def test_beyond_half_of_the_room_groups_are_laid_aside(tmp_path):
+async def test_beyond_half_of_the_room_groups_are_laid_aside(tmp_path):
     first, second = (make_group(p, samples=4, longest=50, topk=3).rollouts for p in (1, 2))
     size = sum(array.nbytes for r in first for _, array in waiting._arrays(r))
 
-    async def main():
-        budget = ByteBudget(2 * size)
-        groups = WaitingGroups(budget, tmp_path)
-        kept = await groups.keep(1, first)
-        assert kept == first
-        assert budget.charged == size
-        aside = await groups.keep(2, second)
-        assert budget.charged == size
-        assert not in_memory(aside)
-        assert_equal(aside, second)
-        groups.release(2)
-        groups.release(1)
-        groups.release(1)  # as where a run ends while a record is being written
-        assert budget.charged == 0
-
-    asyncio.run(main())
+    budget = ByteBudget(2 * size)
+    groups = WaitingGroups(budget, tmp_path)
+    kept = await groups.keep(1, first)
+    assert kept == first
+    assert budget.charged == size
+    aside = await groups.keep(2, second)
+    assert budget.charged == size
+    assert not in_memory(aside)
+    assert_equal(aside, second)
+    groups.release(2)
+    groups.release(1)
+    groups.release(1)  # as where a run ends while a record is being written
+    assert budget.charged == 0
 
 
-def test_where_nothing_can_be_laid_aside_it_waits_in_memory(tmp_path, caplog):
+async def test_where_nothing_can_be_laid_aside_it_waits_in_memory(tmp_path, caplog):
     rollouts = make_group(0).rollouts
 
-    async def main():
-        budget = ByteBudget(1)
-        groups = WaitingGroups(budget, tmp_path / "gone")
-        assert await groups.keep(3, rollouts) == rollouts
-        assert budget.charged > 0
-        groups.release(3)
-        assert budget.charged == 0
-
-    asyncio.run(main())
+    budget = ByteBudget(1)
+    groups = WaitingGroups(budget, tmp_path / "gone")
+    assert await groups.keep(3, rollouts) == rollouts
+    assert budget.charged > 0
+    groups.release(3)
+    assert budget.charged == 0
     assert "prompt 3 waits in memory" in caplog.text
 
 

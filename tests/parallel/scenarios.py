@@ -1,6 +1,7 @@
 """The ranks of the parity suite train on the bank in one layout."""
 
 from functools import partial
+from typing import Any
 from unittest import mock
 
 from dppo_megatron.actor import forward, optimizer
@@ -9,6 +10,13 @@ from dppo_megatron.objectives import build_objective
 from dppo_megatron.trainer.batches import BankBatches, parts_of
 from tests.parallel.cases import CASES, DIVERGENCES, STEPS, bank_of, sections
 from tests.support.actor_ranks import Rank
+
+
+def batches_of(actor: Any, objective: Any) -> BankBatches:
+    """The rank's share of the bank of its config."""
+    place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
+    bank, share = BankReader(actor.config.rollout.bank), actor.shares_prefixes
+    return BankBatches(actor.config, bank, objective, *place, parts_of(actor, objective), share_prefixes=share)
 
 
 def train(rank: Rank, case: str) -> dict[str, list]:
@@ -34,11 +42,7 @@ def train(rank: Rank, case: str) -> dict[str, list]:
         method = actor.config.objective
         changes = [{"distillation": kind} for kind in DIVERGENCES] if variant == "taught" else [{}] * STEPS
         objectives = [build_objective(method.name, **{**method.settings, **change}) for change in changes]
-        place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
-        share = actor.shares_prefixes
-        batches = BankBatches(
-            actor.config, BankReader(bank), objectives[0], *place, parts_of(actor, objectives[0]), share_prefixes=share
-        )
+        batches = batches_of(actor, objectives[0])
         stats = []
         for step in range(STEPS):
             (update,) = batches.read(step).updates

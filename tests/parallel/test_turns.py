@@ -46,7 +46,7 @@ def method_sections(bank: Path, method: str, **rollout: Any) -> dict[str, dict]:
 
 def turns_update(rank: Rank, methods: tuple[str, ...], replay: bool, layouts: dict[str, dict]) -> dict:
     """(layout, method) -> loss, gradient norm before clipping, and counts of one step on the bank of turns."""
-    from dppo_megatron.trainer.batches import BankBatches, parts_of
+    from tests.parallel.scenarios import batches_of
 
     model = "qwen3_moe" if replay else "qwen3"
     bank = rank.models.parent / "turns" / model
@@ -56,12 +56,7 @@ def turns_update(rank: Rank, methods: tuple[str, ...], replay: bool, layouts: di
             settings = method_sections(bank, method, routing_replay=replay)
             with rank.actor(model, sections=settings, **layout) as actor:
                 objective = build_objective(actor.config.objective.name, **actor.config.objective.settings)
-                place = actor.layout.data_parallel_rank, actor.layout.data_parallel_size
-                share = actor.shares_prefixes
-                batches = BankBatches(
-                    actor.config, BankReader(bank), objective, *place, parts_of(actor, objective), share_prefixes=share
-                )
-                (update,) = batches.read(0).updates
+                (update,) = batches_of(actor, objective).read(0).updates
                 stats = actor.train_update(update.micro_batches, objective)
             found[name, method] = {
                 "loss": stats.loss,

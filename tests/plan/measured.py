@@ -11,6 +11,7 @@ import torch
 
 from dppo_megatron.config import Config
 from dppo_megatron.types import TokenBatch
+from tests.support.actor_ranks import started_actor
 from tests.support.ranks import Ranks, rendezvous
 
 if TYPE_CHECKING:
@@ -28,21 +29,20 @@ def measure_updates(config: Config, sequences: int, micro_batches: int, director
 
 def _measure(rank: int, config: Config, sequences: int, micro_batches: int, directory: Path) -> int:
     rendezvous(directory)
-    from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.objectives import build_objective
 
-    layout = init_layout(config)
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            actor = Actor(config, layout)
-            batch = _batch(config.train.micro_batch_tokens, sequences, actor.hf.vocab_size, layout.data_parallel_rank)
-            objective = build_objective(config.objective.name)
-            for _ in range(UPDATES):
-                with torch.profiler.record_function(_UPDATE):
-                    actor.train_update([batch] * micro_batches, objective)
-        return _peak(profile, _state_bytes(actor))
-    finally:
-        layout.close()
+    with memory_profile() as profile, started_actor(config) as actor:
+        place = actor.layout.data_parallel_rank
+        batch = _batch(config.train.micro_batch_tokens, sequences, actor.hf.vocab_size, place)
+        objective = build_objective(config.objective.name)
+        for _ in range(UPDATES):
+            with torch.profiler.record_function(_UPDATE):
+                actor.train_update([batch] * micro_batches, objective)
+    return _peak(profile, _state_bytes(actor))
+
+
+def memory_profile() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
 def _batch(tokens: int, sequences: int, vocab: int, seed: int) -> TokenBatch:
@@ -97,25 +97,20 @@ def measure_checkpoints(config: Config, directory: Path) -> list[tuple[int, int]
 
 def _measure_checkpoints(rank: int, config: Config, directory: Path) -> tuple[int, int]:
     rendezvous(directory)
-    from dppo_megatron.actor import Actor, init_layout
     from dppo_megatron.actor.checkpoint.optimizer_state import materialise_state
 
-    layout = init_layout(config)
-    try:
-        actor = Actor(config, layout)
+    with started_actor(config) as actor:
         materialise_state(actor.optimizer)
         actor.save_checkpoint(directory, 1, {}, keep=1)  # what is made once and kept
         actor.finish_checkpoint()
         save = _growth(lambda: actor.save_checkpoint(directory, 2, {}, keep=1), files=True)
         actor.finish_checkpoint()
         return save, _growth(lambda: actor.load_checkpoint(directory))
-    finally:
-        layout.close()
 
 
 def _growth(act: Callable[[], object], *, files: bool = False) -> int:
     """Return the peak of tensor bytes, with `files` also of Python's memory, such as files in memory."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with memory_profile() as profile:
         if files:
             tracemalloc.start()
         act()

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from dppo_megatron.bank import BankWriter, EarlierSamples
-from dppo_megatron.plan.drafts import (
-    DraftsError,
-    StoredGroup,
-    decode,
-    drafts_report,
-    gain,
-    parse_step_times,
-    read_groups,
-)
+from dppo_megatron.plan import drafts
 from tests.support.bank import make_group
 from tests.support.configs import make_config
 
@@ -29,11 +21,11 @@ def alike(rows):
 def stored(*samples, earlier=()):
     arrays = [np.array(sample, np.int32) for sample in samples]
     before = [np.concatenate([PROMPT, np.array(sample, np.int32)]) for sample in earlier]
-    return StoredGroup(PROMPT, arrays, before, 1 if earlier else 0)
+    return drafts.StoredGroup(PROMPT, arrays, before, 1 if earlier else 0)
 
 
 def seconds(*groups, together=1, running=8, batch=8, most=4, step_s=alike):
-    return decode(groups, together=together, running=running, batch=batch, most=most, step_s=step_s).seconds
+    return drafts.decode(groups, together=together, running=running, batch=batch, most=most, step_s=step_s).seconds
 
 
 def test_without_drafts_a_step_gives_each_running_sample_a_token():
@@ -49,7 +41,7 @@ def test_without_drafts_a_step_gives_each_running_sample_a_token():
 
 def test_right_drafts_save_steps_and_the_rows_are_paid():
     group = stored(range(10), earlier=[range(10)])
-    found = decode([group], together=1, running=1, batch=1, most=4, step_s=float)
+    found = drafts.decode([group], together=1, running=1, batch=1, most=4, step_s=float)
     assert found.accepted == {(1, 0): [4, 4]}  # 4 + 1, 4 + 1 tokens
     assert (found.seconds, found.drafted) == (10, 8)
     assert seconds(group, batch=0) == 10  # above the batch size of the gate
@@ -58,7 +50,7 @@ def test_right_drafts_save_steps_and_the_rows_are_paid():
 def test_wrong_drafts_cost_rows_and_stop():
     wrong = [np.arange(100) + 2 * (np.arange(100) % 2) for _ in range(1)]
     group = stored(range(100), earlier=[tokens.tolist() for tokens in wrong])
-    found = decode([group], together=1, running=1, batch=1, most=4, step_s=alike)
+    found = drafts.decode([group], together=1, running=1, batch=1, most=4, step_s=alike)
     assert found.seconds == 100 - sum(map(sum, found.accepted.values()))
 
 
@@ -68,16 +60,16 @@ def test_finished_samples_of_the_group_are_followed():
 
 
 def test_times_of_a_step_are_interpolated():
-    step_s = parse_step_times("8:12 1:9 32:24")
+    step_s = drafts.parse_step_times("8:12 1:9 32:24")
     assert [1e3 * step_s(rows) for rows in (1, 8, 20, 40)] == pytest.approx([9, 12, 18, 28])
-    assert parse_step_times("4:10")(9) == 0.01
-    assert [parse_step_times(text)(0) for text in ("4:10", "0:70 4:10")] == [0, 0.07]
+    assert drafts.parse_step_times("4:10")(9) == 0.01
+    assert [drafts.parse_step_times(text)(0) for text in ("4:10", "0:70 4:10")] == [0, 0.07]
 
 
 @pytest.mark.parametrize("text", ["", "1", "1:x", "0:4", "1:0", "a:b", "-1:4", "0:-1 1:1"])
 def test_other_times_are_refused(text):
-    with pytest.raises(DraftsError, match="--step-ms"):
-        parse_step_times(text)
+    with pytest.raises(drafts.DraftsError, match="--step-ms"):
+        drafts.parse_step_times(text)
 
 
 def two_epochs(directory):
@@ -90,7 +82,7 @@ def two_epochs(directory):
 
 def test_a_run_is_read_with_its_earlier_samples(tmp_path):
     two_epochs(tmp_path / "bank")
-    groups = read_groups(tmp_path)
+    groups = drafts.read_groups(tmp_path)
     assert [(group.epoch, len(group.samples), len(group.earlier)) for group in groups] == [(0, 4, 0)] * 2 + [
         (1, 4, 4)
     ] * 2
@@ -98,15 +90,15 @@ def test_a_run_is_read_with_its_earlier_samples(tmp_path):
         for tokens, earlier in zip(group.samples, group.earlier, strict=True):
             np.testing.assert_array_equal(earlier, np.concatenate([group.prompt, tokens]))
     config = make_config(engine={"draft_tokens": 4}, rollout={"prompts_per_step": 2, "group_size": 4})
-    lines = "\n".join(drafts_report(tmp_path, config, "1:10 40:10"))
+    lines = "\n".join(drafts.drafts_report(tmp_path, config, "1:10 40:10"))
     assert "4 groups" in lines
     assert "1 earlier   0: " in lines
-    plain, drafted = gain(groups, config, alike, 4)
+    plain, drafted = drafts.gain(groups, config, alike, 4)
     assert plain / drafted > 1.3
     assert f"{plain / drafted:.2f} x as fast" in lines
-    assert "name the engine's step times" in "\n".join(drafts_report(tmp_path, config, None))
-    with pytest.raises(DraftsError, match="no bank with groups"):
-        read_groups(tmp_path / "none")
+    assert "name the engine's step times" in "\n".join(drafts.drafts_report(tmp_path, config, None))
+    with pytest.raises(drafts.DraftsError, match="no bank with groups"):
+        drafts.read_groups(tmp_path / "none")
 
 
 def test_the_bank_gives_the_earlier_samples_of_a_prompt(tmp_path):

@@ -42,11 +42,12 @@ with tempfile.TemporaryDirectory() as directory:
     world.publish(1, to=confirmed)
     asked.clear()
 
-    async def use(sampler):
-        await asyncio.sleep(1.0)
-        await many(sampler, 20)
+    async def use():
+        async with world.live() as sampler:
+            await asyncio.sleep(1.0)
+            await many(sampler, 20)
 
-    world.live(use)
+    asyncio.run(use())
     print("fingerprints that the pool requested:", len(asked))
     print("groups sampled by A and B:", [len(world.servers[url].asked) for url in (A, B)])
     sys.exit(bool(world.servers[B].asked) or not asked)

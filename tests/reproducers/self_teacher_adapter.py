@@ -10,7 +10,6 @@ import json
 import sys
 import tempfile
 
-import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -22,16 +21,8 @@ from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.orchestrator.teachers import Teachers
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.types import Prompt, Rollout
+from tests.orchestrator.test_teachers import VOCAB, Encoder, prompt, rollout
 from tests.support.configs import make_config
-
-
-class Tokenizer:
-    chat_template = None
-
-    def encode(self, text, add_special_tokens=False):
-        return [7, 8]
-
 
 INFO = {
     "version": 3, "vocab_size": 100, "max_model_len": 64, "max_logprobs": 64, "logprobs_mode": "processed_logprobs",
@@ -54,11 +45,9 @@ async def paths_of(config):
     app.router.add_route("*", "/{path:.*}", reply)
     async with TestServer(app) as server:
         engine = build_engine(config, str(server.make_url("")))
-        teachers = Teachers(config, Tokenizer(), 100, Sampler(FixedEngines([engine])))
-        prompt = Prompt(0, 0, np.array([7, 8], np.int32), "12+34=", "46", {"prompt": "12+34="})
-        sample = Rollout(np.array([3, 4], np.int32), np.full(2, -1, np.float32), np.full(2, 3, np.int32), "stop")
+        teachers = Teachers(config, Encoder(), VOCAB, Sampler(FixedEngines([engine])))
         with contextlib.suppress(EngineError):
-            await teachers.add(prompt, [sample])
+            await teachers.add(prompt(), [rollout([3, 4])])
         await teachers.close()
         await engine.close()
     return asked

@@ -1,6 +1,7 @@
 """restarts.jsonl: causes, counts and crash loops."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,15 +66,12 @@ def test_a_requeued_job_goes_on_with_its_run_whatever_became_of_the_file(tmp_pat
     """The user writes the next experiment into the file that was submitted, or removes it."""
     attempts = []
 
-    class Attempt:
-        def __init__(self, config, allocation, *, resume):
-            attempts.append((config.run.dir, config.optimizer.lr, resume))
-
-        def run(self):
-            return 0
+    def attempt(config, allocation, *, resume):
+        attempts.append((config.run.dir, config.optimizer.lr, resume))
+        return Mock(**{"run.return_value": 0})
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "Job", Attempt)
+    monkeypatch.setattr(job, "Job", attempt)
     monkeypatch.setattr(job, "refuse_second_job", lambda *_: None)
     file = tmp_path / "config.yaml"
 

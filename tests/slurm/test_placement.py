@@ -9,25 +9,10 @@ from dppo_megatron.config import ConfigError, save_resolved
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout
 from dppo_megatron.run_dir import RunDir
-from dppo_megatron.slurm import task
+from dppo_megatron.slurm import placement, task
 from dppo_megatron.slurm.allocation import Allocation
-from dppo_megatron.slurm.placement import (
-    check_plan,
-    job_plan,
-    preflight_plans,
-    server_plans,
-    trainer_plan,
-)
 from dppo_megatron.slurm.step import srun_command, step_environment
 from dppo_megatron.slurm.submit import prepare, scale_to_nodes
-from dppo_megatron.slurm.task import (
-    Task,
-    engine_environment,
-    engine_host,
-    kernel_cache_environment,
-    node_address,
-    rendezvous,
-)
 from tests.support.slurm.config import config
 
 ONE = Allocation("7", 0, (("a", "b", "c"),))
@@ -37,7 +22,7 @@ HETEROGENEOUS = Allocation("7", 0, (("a", "b"), ("x",)))
 
 @pytest.mark.parametrize(("allocation", "group", "node"), [(ONE, 0, "c"), (HETEROGENEOUS, 1, "x")])
 def test_engines_on_nodes_of_their_own(allocation, group, node):
-    plans = server_plans(config(), allocation)
+    plans = placement.server_plans(config(), allocation)
     assert [(p.name, p.nodes, p.group) for p in plans] == [(f"engine-{i}", (node,), group) for i in range(4)]
     assert [p.arguments[-1] for p in plans] == ["0", "2", "4", "6"]
 
@@ -56,7 +41,7 @@ SPANNING = {"engine": {"nodes": 2}}
 def test_engines_on_the_ranks_nodes_take_the_gpus_after_the_ranks_or_if_colocated_theirs(changes, places):
     shared = config(engine_nodes=0, **changes)
     assert slurm_problems(shared) == []
-    plans = server_plans(shared, Allocation("7", 0, (("a", "b"),)))
+    plans = placement.server_plans(shared, Allocation("7", 0, (("a", "b"),)))
     assert ["".join((*p.nodes, p.arguments[-1])) for p in plans] == places
 
 
@@ -83,7 +68,7 @@ def test_teachers_take_free_gpus_of_the_serving_nodes(changes, places):
     taught = config(engines=changes.pop("engines", 2), sections=sections, **changes)
     assert slurm_problems(taught) == []
     allocation = Allocation("7", 0, (tuple("abcd"),))
-    plans = {plan.name.partition("-")[2]: plan for plan in server_plans(taught, allocation) if plan.home}
+    plans = {plan.name.partition("-")[2]: plan for plan in placement.server_plans(taught, allocation) if plan.home}
     assert {name: (*plan.nodes, plan.arguments[-1]) for name, plan in plans.items()} == places
     for name, plan in plans.items():
         assert plan.arguments[:3] == ("engine", "--index", "0")
@@ -96,7 +81,7 @@ def test_engines_over_two_nodes_each():
     """Their nodes follow one another; four GPUs on each of two nodes, twice."""
     spanning = config(engines=4, engine_nodes=4, tensor_parallel=8, sections=SPANNING)
     assert slurm_problems(spanning) == []
-    plans = server_plans(spanning, Allocation("7", 0, (tuple("abcdef"),)))
+    plans = placement.server_plans(spanning, Allocation("7", 0, (tuple("abcdef"),)))
     places = [(plan.nodes, plan.arguments[-1], plan.tasks, plan.tasks_per_node) for plan in plans]
     pairs = [(("c", "d"), "0"), (("e", "f"), "0"), (("c", "d"), "4"), (("e", "f"), "4")]
     assert places == [(*pair, 2, 1) for pair in pairs]
@@ -107,9 +92,9 @@ def test_engines_over_two_nodes_each():
 @pytest.mark.parametrize(("rank", "log"), [(0, "engine-3"), (1, "engine-3.1")])
 def test_each_node_of_an_engine_runs_its_part(child_environments, monkeypatch, rank, log):
     spanning = config(engines=4, engine_nodes=4, tensor_parallel=8, sections=SPANNING)
-    place = Task(rank=rank, size=2, local_rank=0, local_size=1, node="c", step="7.5-0")
+    place = task.Task(rank=rank, size=2, local_rank=0, local_size=1, node="c", step="7.5-0")
     monkeypatch.setattr(task, "load_config", lambda path: spanning)
-    monkeypatch.setattr(Task, "of_this_process", lambda: place)
+    monkeypatch.setattr(task.Task, "of_this_process", lambda: place)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     task.run_task("engine", "config.yaml", resume=False, index=3, first_gpu=4)
     (child,) = child_environments
@@ -120,12 +105,12 @@ def test_each_node_of_an_engine_runs_its_part(child_environments, monkeypatch, r
 
 
 def test_the_config_is_checked_beside_the_gpus_it_is_for():
-    plans = check_plan(config(), ONE), job_plan(config(), ONE, resume=False).orchestrator
+    plans = placement.check_plan(config(), ONE), placement.job_plan(config(), ONE, resume=False).orchestrator
     assert [(plan.nodes, plan.tasks, plan.gpus_per_node) for plan in plans] == [(("a",), 1, 8), (("a",), 1, 0)]
 
 
 def test_a_preflight_has_the_trainers_places_and_one_on_each_node_that_only_serves():
-    trains, serves = preflight_plans(config(), HETEROGENEOUS, "host,1")
+    trains, serves = placement.preflight_plans(config(), HETEROGENEOUS, "host,1")
     assert trains.arguments == ("trains", "--meeting", "host,1,17")
     assert (trains.nodes, trains.tasks, trains.gpus_per_node) == (("a", "b"), 16, 8)
     assert serves.arguments == ("serves", "--first-gpu", "0", "--meeting", "host,1,17")
@@ -137,13 +122,15 @@ def test_a_preflight_has_the_trainers_places_and_one_on_each_node_that_only_serv
 def test_a_preflight_has_a_place_at_an_engine_beside_ranks_where_weights_are_broadcast():
     two = Allocation("7", 0, (("a", "b"),))
     shared = {"world_size": 8, "engine_nodes": 0}
-    assert len(preflight_plans(config(**shared), two, "")) == 1
-    _, serves = preflight_plans(config(**shared, sections={"weight_sync": {"transport": "broadcast"}}), two, "")
+    assert len(placement.preflight_plans(config(**shared), two, "")) == 1
+    _, serves = placement.preflight_plans(
+        config(**shared, sections={"weight_sync": {"transport": "broadcast"}}), two, ""
+    )
     assert (serves.nodes, serves.tasks, serves.arguments[2]) == (("a", "b"), 2, "4")
 
 
 def test_one_task_per_rank_on_the_first_nodes():
-    plan = trainer_plan(config(), ONE, resume=True)
+    plan = placement.trainer_plan(config(), ONE, resume=True)
     assert (plan.nodes, plan.tasks, plan.tasks_per_node, plan.gpus_per_node) == (("a", "b"), 16, 8, 8)
     command = srun_command(config(srun_args=["--export=ALL"]), "run/config.yaml", plan, ONE)
     layout = {"--distribution=block", "--ntasks=16", "--ntasks-per-node=8", "--nodelist=a,b", "--overlap"}
@@ -248,15 +235,15 @@ def test_a_scaled_run_obeys_the_rules_between_settings(tmp_path):
 
 def test_an_engine_takes_its_gpus_of_those_slurm_shows(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
-    assert engine_environment(config(), 1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert task.engine_environment(config(), 1, 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # as where Slurm does not constrain devices
     monkeypatch.setattr(task, "visible_devices", lambda: ["0", "1", "2", "3"])
-    assert engine_environment(config(), 1, 2)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert task.engine_environment(config(), 1, 2)["CUDA_VISIBLE_DEVICES"] == "2,3"
     with pytest.raises(ExpectedError, match="GPUs are 4 to 5 of its node, and Slurm shows the step 4"):
-        engine_environment(config(), 2, 4)
+        task.engine_environment(config(), 2, 4)
     monkeypatch.setattr(task, "visible_devices", lambda: ["0"])  # as under --gpus-per-task=1
     with pytest.raises(ExpectedError, match=r"GPUs are 2 to 3 of its node, .* shows the step 1; .*--gpus-per-task"):
-        engine_environment(config(), 1, 2)
+        task.engine_environment(config(), 1, 2)
 
 
 def test_options_of_the_batch_script_do_not_reach_its_steps():
@@ -268,37 +255,37 @@ def test_options_of_the_batch_script_do_not_reach_its_steps():
 def test_nodes_compile_kernels_apart(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    (directory,) = kernel_cache_environment().values()
+    (directory,) = task.kernel_cache_environment().values()
     assert directory.startswith(f"{tempfile.gettempdir()}/")
     assert directory.endswith("-7")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch/mine")
-    assert kernel_cache_environment() == {}
+    assert task.kernel_cache_environment() == {}
 
 
 def test_the_address_is_that_of_the_interface():
-    assert node_address(config(interface="lo")) == "127.0.0.1"
+    assert task.node_address(config(interface="lo")) == "127.0.0.1"
     with pytest.raises(ExpectedError, match=r"slurm.interface = ib7: no such interface .* it has .*lo"):
-        node_address(config(interface="ib7"))
+        task.node_address(config(interface="ib7"))
 
 
 def test_engines_listen_beyond_their_node_only_for_others_of_the_run():
-    assert engine_host(config(trainer_nodes=1, engine_nodes=0), "10.0.0.7") == "127.0.0.1"
-    assert engine_host(config(trainer_nodes=1, engine_nodes=1), "10.0.0.7") == "10.0.0.7"
-    assert engine_host(config(trainer_nodes=2, engine_nodes=0), "10.0.0.7") == "10.0.0.7"
+    assert task.engine_host(config(trainer_nodes=1, engine_nodes=0), "10.0.0.7") == "127.0.0.1"
+    assert task.engine_host(config(trainer_nodes=1, engine_nodes=1), "10.0.0.7") == "10.0.0.7"
+    assert task.engine_host(config(trainer_nodes=2, engine_nodes=0), "10.0.0.7") == "10.0.0.7"
 
 
 def test_ranks_rendezvous_where_rank_0_wrote_and_nowhere_an_earlier_attempt_wrote(tmp_path):
     run = RunDir(tmp_path)
 
     def of_rank(rank, step):
-        return Task(rank, size=2, local_rank=0, local_size=1, node="a", step=step)
+        return task.Task(rank, size=2, local_rank=0, local_size=1, node="a", step=step)
 
-    place = rendezvous(run, of_rank(0, "7.2-0"), "127.0.0.1", 1)
-    assert rendezvous(run, of_rank(1, "7.2-0"), "127.0.0.1", 1) == place
+    place = task.rendezvous(run, of_rank(0, "7.2-0"), "127.0.0.1", 1)
+    assert task.rendezvous(run, of_rank(1, "7.2-0"), "127.0.0.1", 1) == place
     with pytest.raises(ServiceTimeout, match=r"waited 0 s \(slurm.start_timeout_s\) .*trainer-0.log"):
-        rendezvous(run, of_rank(1, "7.2-1"), "127.0.0.1", 0.1)
+        task.rendezvous(run, of_rank(1, "7.2-1"), "127.0.0.1", 0.1)
 
 
 def test_a_task_outside_srun_says_so():
     with pytest.raises(ExpectedError, match="SLURM_NTASKS is not set"):
-        Task.of_this_process({})
+        task.Task.of_this_process({})

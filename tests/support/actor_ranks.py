@@ -3,7 +3,7 @@
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dppo_megatron.config import Config
 from tests.support.actor_cases import actor_config
 from tests.support.ranks import Ranks, rendezvous
 
@@ -35,8 +36,6 @@ class Rank:
         **parallel,
     ):
         """An Actor in the layout `parallel` of these ranks, with the model's weights; closed afterwards."""
-        from dppo_megatron.actor import Actor, init_layout
-
         config = actor_config(
             self.models / model,
             parallel={"world_size": self.world_size, **parallel},
@@ -45,17 +44,25 @@ class Rank:
             **(settings or {}),
         )
         self.rendezvous()
-        layout = init_layout(config)
-        try:
-            actor = Actor(config, layout)
+        with started_actor(config) as actor:
             actor.load_hf(config.model.path)
             yield actor
-        finally:
-            layout.close()
 
     def rendezvous(self) -> None:
         """Agree on the port of the next layout."""
         rendezvous(self.directory)
+
+
+@contextmanager
+def started_actor(config: Config) -> Iterator[Any]:
+    """An Actor without weights, whose ranks have met; its layout is closed afterwards."""
+    from dppo_megatron.actor import Actor, init_layout
+
+    layout = init_layout(config)
+    try:
+        yield Actor(config, layout)
+    finally:
+        layout.close()
 
 
 def on_ranks(*sizes: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

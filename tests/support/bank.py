@@ -37,15 +37,27 @@ def make_group(
     return RolloutGroup(prompt, tuple(rollouts), rewards * ~failed, failed, temperature=0.75)
 
 
+def append(writer, positions):
+    for position in positions:
+        writer.append(make_group(position))
+
+
 def fill(directory, count, start=0):
     with BankWriter(directory, 3) as writer:
-        for p in range(start, start + count):
-            writer.append(make_group(p))
+        append(writer, range(start, start + count))
 
 
 def read_all(directory):
     reader = BankReader(directory)
     return [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+
+
+def whole_groups(directory) -> int:
+    """How many groups the bank has, which must be those of positions 0, 1, ..."""
+    groups = read_all(directory)
+    for position, group in enumerate(groups):
+        assert_same_group(group, make_group(position))
+    return len(groups)
 
 
 def files(directory, number):

@@ -19,17 +19,7 @@ import psutil
 from aiohttp import web
 
 from dppo_megatron.bank import BankReader
-from tests.support.runs import (
-    GROUPS,
-    config_tree,
-    descendants,
-    end_session,
-    records,
-    start,
-    steps_done,
-    weights_digest,
-    write_config,
-)
+from tests.support import runs
 
 STEPS = 6
 PROBES = {"health_interval_s": 0.5, "health_timeout_s": 2.0, "health_failures": 3}
@@ -40,7 +30,7 @@ NOTICED_S = 3 * (0.5 + 2.0)  # until an engine that answers nothing is dead: hea
 
 def fault_config(task: Path, run_dir: Path, *, urls: list[str], **engine: Any) -> dict:
     """Six steps of four groups of four on one trainer rank; responses long enough to be caught at."""
-    tree = config_tree(task, run_dir, urls=tuple(urls))
+    tree = runs.config_tree(task, run_dir, urls=tuple(urls))
     tree["parallel"] = {"world_size": 1, "timeout_s": 120}
     tree["rollout"]["max_response_tokens"] = 48
     tree["train"] = {"steps": STEPS, "updates_per_step": 2}
@@ -57,10 +47,10 @@ class Run:
         self.dir = Path(tree["run"]["dir"])
         self.secret = Path(tree["engine"].get("secret_file", self.dir / "secret"))
         self.output = directory / "out"
-        self.process = start(command, write_config(tree, directory / "c.yaml"), *options, output=self.output)
+        self.process = runs.start(command, runs.write_config(tree, directory / "c.yaml"), *options, output=self.output)
 
     def wait_for_step(self, step: int) -> None:
-        self.wait_until(lambda: step in steps_done(self.dir), f"step {step}", 120)
+        self.wait_until(lambda: step in runs.steps_done(self.dir), f"step {step}", 120)
 
     def wait_for_log(self, process: str, text: str, timeout_s: float, times: int = 1) -> None:
         self.wait_until(lambda: self.logged(process, text) >= times, f"{text!r} in {process}.log", timeout_s)
@@ -84,7 +74,7 @@ class Run:
     @contextlib.contextmanager
     def held(self):
         """Inside, the trainer stands still: the run cannot end, and everything else goes on."""
-        (trainer,) = [p for p in descendants(self.process) if "dppo_megatron trainer" in command_line(p)]
+        (trainer,) = [p for p in runs.descendants(self.process) if "dppo_megatron trainer" in command_line(p)]
         trainer.suspend()
         try:
             yield
@@ -98,7 +88,7 @@ class Run:
         return json.loads((self.dir / "services" / f"{name}.json").read_text())["url"]
 
     def total(self, metric: str) -> float:
-        return sum(record.get(metric, 0) for record in records(self.dir))
+        return sum(record.get(metric, 0) for record in runs.records(self.dir))
 
     def story(self) -> str:
         logs = [self.output, *sorted((self.dir / "logs").glob("*.log"))]
@@ -107,21 +97,21 @@ class Run:
     def check_equals(self, reference: Path) -> None:
         """Do `check_whole`, and compare the weights with those of the undisturbed run."""
         self.check_whole()
-        assert weights_digest(self.dir) == weights_digest(reference), self.story()
+        assert runs.weights_digest(self.dir) == runs.weights_digest(reference), self.story()
 
     def check_whole(self) -> None:
         """Every step trained once, every prompt sampled once, by the policy of its step."""
-        assert steps_done(self.dir) == list(range(1, STEPS + 1))
+        assert runs.steps_done(self.dir) == list(range(1, STEPS + 1))
         reader = BankReader(self.dir / "bank")
-        assert reader.refresh() == STEPS * GROUPS
-        assert sorted(e.position for e in reader.entries(0, STEPS * GROUPS)) == list(range(STEPS * GROUPS))
-        for index, entry in enumerate(reader.entries(0, STEPS * GROUPS)):
+        assert reader.refresh() == STEPS * runs.GROUPS
+        assert sorted(e.position for e in reader.entries(0, STEPS * runs.GROUPS)) == list(range(STEPS * runs.GROUPS))
+        for index, entry in enumerate(reader.entries(0, STEPS * runs.GROUPS)):
             versions = {int(v) for rollout in reader.read(entry).rollouts for v in rollout.versions}
-            assert versions == {index // GROUPS}, "stale samples"
+            assert versions == {index // runs.GROUPS}, "stale samples"
 
     def end(self) -> None:
         if self.process.poll() is None:
-            end_session(self.process)
+            runs.end_session(self.process)
 
 
 def command_line(process: psutil.Process) -> str:

@@ -26,10 +26,7 @@ def trained(ranks, task, tmp_path_factory):
     """The records of both ranks for a run without and one with `profile`, and the run's directory."""
     directory = tmp_path_factory.mktemp("ranks")
     shared = {"objective": {"name": "dppo_topk_tv", "settings": {"anchor": "old"}}, "parallel": {"world_size": 2}}
-    cases = {
-        "plain": shared,
-        "traced": shared | {"profile": {"steps": [STEPS], "ranks": [1], "memory": True}},
-    }
+    cases = {"plain": shared, "traced": shared | {"profile": {"steps": [STEPS], "ranks": [1], "memory": True}}}
     return ranks(2).run(train_cases, cases=cases, task=task, directory=directory), task / "run" / "profile"
 
 

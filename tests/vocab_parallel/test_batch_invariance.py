@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dppo_megatron.vocab_parallel import (
-    batch_invariant_logits,
-    collectives,
-    linear,
-    linear_token_statistics,
-    merge,
-    token_statistics,
-)
+from dppo_megatron import vocab_parallel
 
 TOKENS, PARTS = 257, ((0, 257), (5, 1), (6, 2), (100, 3), (17, 7), (1, 32), (101, 83))  # start, rows
 HEADS = ("logits", "stored", "fused")
@@ -50,10 +43,10 @@ def rows_of(g: dict[str, torch.Tensor], rows: slice, head: str, entropy: str) ->
     leaf = (g["logits"] if head == "logits" else g["hidden"])[rows].clone().requires_grad_()
     common = {"target_ids": g["target"][rows], "topk_ids": g["topk"][rows], "temperature": 0.7, "entropy": entropy}
     if head == "fused":
-        found = linear_token_statistics(leaf, g["weight"], **common, batch_invariant=True)
+        found = vocab_parallel.linear_token_statistics(leaf, g["weight"], **common, batch_invariant=True)
     else:
-        logits = leaf if head == "logits" else batch_invariant_logits(leaf, g["weight"])
-        found = token_statistics(logits, **common, inplace=None if head == "logits" else True)
+        logits = leaf if head == "logits" else vocab_parallel.batch_invariant_logits(leaf, g["weight"])
+        found = vocab_parallel.token_statistics(logits, **common, inplace=None if head == "logits" else True)
     losses = found.logprob + found.other_logprob + found.topk_logprob.sum(dim=1)
     losses = losses + found.entropy if entropy == "differentiable" else losses
     (losses * g["gradient"][rows]).sum().backward()
@@ -84,9 +77,9 @@ def test_rows_alone_and_beside_others(head: str, width: int, columns: int, dtype
 @pytest.mark.parametrize("blocks", [2, 5, 16])
 def test_blocks_are_joined_in_order(blocks: int) -> None:
     sums = torch.rand(blocks, 4096, 3, generator=torch.Generator().manual_seed(0))
-    whole = merge.join_sums(sums, 0.7)
+    whole = vocab_parallel.merge.join_sums(sums, 0.7)
     for size in (1, 2, 3, 7, 32):
-        assert torch.equal(whole[:size], merge.join_sums(sums[:, :size], 0.7))
+        assert torch.equal(whole[:size], vocab_parallel.merge.join_sums(sums[:, :size], 0.7))
 
 
 @pytest.mark.parametrize("options", [{"block_columns": 100}, {"tiles": 4}, {"temperature": 0.7}])
@@ -97,11 +90,11 @@ def test_it_is_the_same_function(options: dict[str, Any]) -> None:
         leaves = [g[name].clone().requires_grad_() for name in ("hidden", "weight")]
         bias = torch.linspace(-1, 1, 300, dtype=torch.float64, requires_grad=True)
         target, topk, mask = g["target"] % 290, g["topk"] % 290, torch.arange(TOKENS) % 3 > 0
-        found = linear_token_statistics(
+        found = vocab_parallel.linear_token_statistics(
             *leaves, target, topk, 290, **options, bias=bias, loss_mask=mask, batch_invariant=invariant
         )  # fmt: skip
         (found.logprob + found.other_logprob).sum().backward()
-        logits = (batch_invariant_logits if invariant else torch.nn.functional.linear)(*leaves)
+        logits = (vocab_parallel.batch_invariant_logits if invariant else torch.nn.functional.linear)(*leaves)
         own = torch.autograd.grad((logits * torch.linspace(0, 1, 300, dtype=torch.float64)).sum(), leaves)
         gradients = [leaf.grad for leaf in (*leaves, bias)]
         results.append([found.logprob.detach(), found.entropy, *gradients, logits.detach(), *own])
@@ -110,7 +103,7 @@ def test_it_is_the_same_function(options: dict[str, Any]) -> None:
 
 
 def test_no_rows() -> None:
-    logits = batch_invariant_logits(torch.zeros(0, 4), torch.zeros(9, 4))
+    logits = vocab_parallel.batch_invariant_logits(torch.zeros(0, 4), torch.zeros(9, 4))
     assert logits.shape == (0, 9)
 
 
@@ -118,9 +111,9 @@ def test_without_it_nothing_of_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any, **_options: Any) -> None:
         raise AssertionError("ran without batch_invariant")
 
-    monkeypatch.setattr(linear, "invariant_mm", refuse)
-    monkeypatch.setattr(collectives, "_ordered_reduce_scatter", refuse)
+    monkeypatch.setattr(vocab_parallel.linear, "invariant_mm", refuse)
+    monkeypatch.setattr(vocab_parallel.collectives, "_ordered_reduce_scatter", refuse)
     g = given(64, 300, torch.float32)
     hidden = g["hidden"].requires_grad_()
-    linear_token_statistics(hidden, g["weight"], g["target"]).logprob.sum().backward()
+    vocab_parallel.linear_token_statistics(hidden, g["weight"], g["target"]).logprob.sum().backward()
     assert hidden.grad is not None

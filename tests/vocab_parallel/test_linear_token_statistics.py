@@ -44,13 +44,7 @@ def stored(dtype: torch.dtype, use_mask: bool, bias: bool, kept: bool) -> dict[s
 
 
 def fused(
-    rank: int,
-    dtype: torch.dtype,
-    use_mask: bool,
-    bias: bool,
-    sequence_parallel: bool,
-    block: int | None,
-    kept: bool,
+    rank: int, dtype: torch.dtype, use_mask: bool, bias: bool, sequence_parallel: bool, block: int | None, kept: bool
 ) -> dict[str, Any]:
     inputs, leaves, mask = build(dtype, kept)
     world = dist.get_world_size() if dist.is_initialized() else 1

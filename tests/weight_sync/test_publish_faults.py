@@ -233,10 +233,7 @@ def receive_fails(engine: FakeEngine, error: type[EngineError], text: str, after
 
 
 FAILURES: dict[str, tuple[Callable[[FakeEngine], None], list[str]]] = {
-    "dead": (
-        partial(change, down=True),
-        ["waited 2 s (engine.unavailable_timeout_s)", FIRST, "connection failed"],
-    ),
+    "dead": (partial(change, down=True), ["waited 2 s (engine.unavailable_timeout_s)", FIRST, "connection failed"]),
     "dies_for_good": (partial(change, dies_at=2), ["waited 2 s", FIRST]),
     "frozen": (
         partial(receive_fails, error=EngineTimeout, text="no answer", after_s=TIMEOUT_S / 4),

@@ -183,10 +183,7 @@ def publish_frozen(
     ("transport", "phases"),
     [
         ({"transport": "shared_storage"}, ("load_weights", "score")),
-        (
-            {"transport": "broadcast", "bucket_bytes": 4096},
-            ("join_weight_group", "receive_weights", "fingerprint"),
-        ),
+        ({"transport": "broadcast", "bucket_bytes": 4096}, ("join_weight_group", "receive_weights", "fingerprint")),
     ],
     ids=["shared_storage", "broadcast"],
 )

@@ -55,7 +55,7 @@ def publisher(world: World, engines: Engines) -> Publisher:
 @pytest.mark.parametrize("restarted", ["nothing", "wrong engine", "right engine", "pool", "publisher", "all"])
 @pytest.mark.parametrize("transport", ["shared_storage", "broadcast"])
 @pytest.mark.parametrize("instance", ["named", ""], ids=["vllm", "sglang"])
-def test_no_sample_is_of_an_engine_with_a_wrong_loader(tmp_path, restarted, transport, instance):
+async def test_no_sample_is_of_an_engine_with_a_wrong_loader(tmp_path, restarted, transport, instance):
     """Samples and scores are requested all the time, also while a policy is loaded but not published."""
     checks = {"health_interval_s": 0.02, "health_timeout_s": 0.2, "health_failures": 2, "unavailable_timeout_s": 5.0}
     config = with_settings(sampling_config(tmp_path / "run"), engine=checks, weight_sync={"transport": transport})
@@ -101,15 +101,11 @@ def test_no_sample_is_of_an_engine_with_a_wrong_loader(tmp_path, restarted, tran
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
 
-    async def all_steps(sampler) -> None:
-        for version in range(1, STEPS + 1):
-            await step(sampler, version)
-
-    if restarted in ("pool", "all"):
-        for version in range(1, STEPS + 1):
-            world.live(lambda sampler, version=version: step(sampler, version))
-    else:
-        world.live(all_steps)
+    pools = [[version] for version in range(1, STEPS + 1)] if restarted in ("pool", "all") else [range(1, STEPS + 1)]
+    for versions in pools:
+        async with world.live() as sampler:
+            for version in versions:
+                await step(sampler, version)
     seen = set()
     for rollouts in results:
         version = int(rollouts[0].versions[0])

@@ -9,16 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dppo_megatron.weights.delta import (
-    FAR,
-    DamagedDelta,
-    PrefetchedVersion,
-    Version,
-    chain,
-    change,
-    checksum,
-    write_base,
-)
+from dppo_megatron.weights import delta
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,13 +18,13 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def stored(directory: Path, base: Path, version: dict[str, torch.Tensor]) -> Path:
     directory.mkdir()
-    before, tensors = Version(base), {}
+    before, tensors = delta.Version(base), {}
     for name, tensor in version.items():
-        if (found := change(before.tensor(name), tensor)) is not None:
+        if (found := delta.change(before.tensor(name), tensor)) is not None:
             tensors |= found.stored(name)
     if tensors:
         save_file(tensors, directory / "part.safetensors")
-    write_base(directory, base.name)
+    delta.write_base(directory, base.name)
     return directory
 
 
@@ -84,7 +75,7 @@ def test_bytes_are_at_most_a_fifth_more_than_values_and_indices(tmp_path, share,
     (tmp_path / "v0").mkdir()
     save_file(old, tmp_path / "v0" / "model.safetensors")
     stored(tmp_path / "v1", tmp_path / "v0", new)
-    assert all(torch.equal(tensor, new[name]) for name, tensor in Version(tmp_path / "v1").tensors())
+    assert all(torch.equal(tensor, new[name]) for name, tensor in delta.Version(tmp_path / "v1").tensors())
     nbytes = sum(file.stat().st_size for file in (tmp_path / "v1").iterdir())
     assert nbytes <= 1.2 * changed * (2 + 2)
 
@@ -96,29 +87,31 @@ def test_a_chain_reads_as_the_bits_of_its_last_version(tmp_path, model, share):
         versions.append(moved(versions[-1], share if number != 3 else 1.0, number))
         stored(tmp_path / f"v{number}", tmp_path / f"v{number - 1}", versions[-1])
     for number, expected in enumerate(versions):
-        read = dict(Version(tmp_path / f"v{number}").tensors())
+        read = dict(delta.Version(tmp_path / f"v{number}").tensors())
         assert read.keys() == expected.keys()
         for name, tensor in expected.items():
             assert read[name].shape == tensor.shape
             assert torch.equal(bits(read[name]), bits(tensor)), (number, name)
-    assert chain(tmp_path / "v4") == (tmp_path / "v0", [tmp_path / f"v{n}" for n in range(1, 5)])
+    assert delta.chain(tmp_path / "v4") == (tmp_path / "v0", [tmp_path / f"v{n}" for n in range(1, 5)])
 
 
 def test_bits_count_and_not_values():
     old, new = torch.tensor([0.0, float("nan"), 1.0]), torch.tensor([-0.0, float("nan"), 1.0])
-    assert change(old, new).changed == 1
-    assert change(old, old.clone()) is None
+    assert delta.change(old, new).changed == 1
+    assert delta.change(old, old.clone()) is None
     old = torch.zeros(400_000).bfloat16()
-    assert set(change(old, old + 1).stored("w")) == {"w", "w:checks"}, "all of it: as a whole"
+    assert set(delta.change(old, old + 1).stored("w")) == {"w", "w:checks"}, "all of it: as a whole"
 
 
-@pytest.mark.parametrize("place", [0, FAR - 1, FAR, FAR + 1, 2 * FAR, 3 * FAR + 1, 149_999])
+@pytest.mark.parametrize(
+    "place", [0, delta.FAR - 1, delta.FAR, delta.FAR + 1, 2 * delta.FAR, 3 * delta.FAR + 1, 149_999]
+)
 def test_entries_far_apart_are_reached(place):
     old = torch.zeros(150_000, dtype=torch.int16)
     new = old.clone()
     new[place] = 5
     new[-1] = 7
-    found = change(old, new)
+    found = delta.change(old, new)
     gaps = found.stored("w")["w:gaps"]
     assert int(gaps.min()) >= 0
     assert torch.equal(gaps.long().cumsum(0), found.positions)
@@ -132,8 +125,10 @@ def test_the_checksum_sees_a_single_bit_and_places():
         for place in range(0, numel, 97):
             other = tensor.clone()
             other.view(torch.int16)[place] ^= 1
-            assert checksum(other) != checksum(tensor)
-    assert checksum(torch.arange(9, dtype=torch.int16)[1:]) == checksum(torch.arange(1, 9, dtype=torch.int16))
+            assert delta.checksum(other) != delta.checksum(tensor)
+    assert delta.checksum(torch.arange(9, dtype=torch.int16)[1:]) == delta.checksum(
+        torch.arange(1, 9, dtype=torch.int16)
+    )
     tensor = torch.randn(1 << 18).bfloat16()
     blocks, spans = (
         tensor.view(-1, size)[[1, 0, *range(2, len(tensor) // size)]].reshape(-1) for size in (512, 1 << 17)
@@ -142,10 +137,10 @@ def test_the_checksum_sees_a_single_bit_and_places():
     up_and_down.view(torch.int16)[0] += 1
     up_and_down.view(torch.int16)[4] -= 1  # the next word
     signs[3], signs[100_003] = -signs[3], -signs[100_003]  # the uppermost bit of two words
-    assert checksum(tensor) not in map(checksum, (blocks, spans, up_and_down, signs, tensor.roll(4)))
+    assert delta.checksum(tensor) not in map(delta.checksum, (blocks, spans, up_and_down, signs, tensor.roll(4)))
     half = slice(0, 100_000)
-    assert {type(checksum(t)) for t in (tensor, tensor[half], tensor[:0])} == {int}
-    assert -(2**63) <= checksum(tensor) < 2**63
+    assert {type(delta.checksum(t)) for t in (tensor, tensor[half], tensor[:0])} == {int}
+    assert -(2**63) <= delta.checksum(tensor) < 2**63
 
 
 def shortened(file: str, *names: str):
@@ -159,7 +154,7 @@ def shortened(file: str, *names: str):
 def of_another_shape(root: Path) -> None:
     tensors = load_file(root / "v1/part.safetensors")
     tensors["norm"] = torch.zeros(8)
-    tensors["norm:checks"] = torch.tensor([0, checksum(tensors["norm"])])
+    tensors["norm:checks"] = torch.tensor([0, delta.checksum(tensors["norm"])])
     save_file(tensors, root / "v1/part.safetensors")
     (root / "v2/part.safetensors").unlink()
 
@@ -187,7 +182,7 @@ def gone(file: str):
 
 def test_a_delta_that_was_written_again_as_a_whole_is_another_version(tmp_path, model):
     directory = stored(tmp_path / "v1", tmp_path / "v0", {**model, "norm": model["norm"] + 1})
-    version = Version(directory)
+    version = delta.Version(directory)
     assert version.changed == {"norm"}
     assert version.is_in(directory)
     assert not version.is_in(tmp_path / "v0")
@@ -195,7 +190,7 @@ def test_a_delta_that_was_written_again_as_a_whole_is_another_version(tmp_path, 
     assert not version.is_in(directory)
     shutil.copytree(tmp_path / "v0", directory)
     assert not version.is_in(directory)
-    assert Version(directory).is_in(directory)
+    assert delta.Version(directory).is_in(directory)
 
 
 DAMAGE = {
@@ -224,8 +219,8 @@ def test_damage_is_refused(tmp_path, model, damage):
     stored(tmp_path / "v1", tmp_path / "v0", one)
     stored(tmp_path / "v2", tmp_path / "v1", moved(one, 0.01, 2))
     DAMAGE[damage](tmp_path)
-    with pytest.raises(DamagedDelta):
-        for _ in Version(tmp_path / "v2").tensors():
+    with pytest.raises(delta.DamagedDelta):
+        for _ in delta.Version(tmp_path / "v2").tensors():
             pass
 
 
@@ -253,7 +248,7 @@ def directories(tmp_path) -> list[Path]:
     return [tmp_path / f"v{number}" for number in range(3)]
 
 
-def waited(prefetched: PrefetchedVersion) -> PrefetchedVersion:
+def waited(prefetched: delta.PrefetchedVersion) -> delta.PrefetchedVersion:
     deadline = time.monotonic() + 10
     while not prefetched.finished():
         assert time.monotonic() < deadline
@@ -261,15 +256,15 @@ def waited(prefetched: PrefetchedVersion) -> PrefetchedVersion:
     return prefetched
 
 
-def same(prefetched: PrefetchedVersion, directory: Path) -> bool:
-    expected = dict(Version(directory).tensors())
+def same(prefetched: delta.PrefetchedVersion, directory: Path) -> bool:
+    expected = dict(delta.Version(directory).tensors())
     read = dict(prefetched.tensors())
     return list(read) == list(expected) and all(torch.equal(tensor, read[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5000, 1 << 30])
 def test_no_more_is_kept_than_the_budget_and_one_tensor(directories, budget):
-    prefetched = waited(PrefetchedVersion(Version(directories[2]), budget))
+    prefetched = waited(delta.PrefetchedVersion(delta.Version(directories[2]), budget))
     kept = sum(tensor.nbytes for tensor in prefetched._kept.values())
     assert min(budget, 2000 * len(PREFETCHED)) <= kept < budget + 2000
     assert same(prefetched, directories[2])
@@ -278,22 +273,22 @@ def test_no_more_is_kept_than_the_budget_and_one_tensor(directories, budget):
 
 
 def test_tensors_that_the_model_has_are_not_kept(directories, tmp_path):
-    model = dict(Version(directories[0]).tensors())
+    model = dict(delta.Version(directories[0]).tensors())
     stored(tmp_path / "v3", directories[0], {name: tensor + (name in CHANGED) for name, tensor in model.items()})
-    prefetched = waited(PrefetchedVersion(Version(tmp_path / "v3"), 1 << 30))
+    prefetched = waited(delta.PrefetchedVersion(delta.Version(tmp_path / "v3"), 1 << 30))
     assert sorted(prefetched._kept) == sorted(CHANGED), "the others are mapped files"
     assert same(prefetched, tmp_path / "v3")
 
 
 def test_damage_is_found_before_the_pause(directories):
     times_two("v2/part.safetensors", "model.norm.weight")(directories[2].parent)
-    prefetched = PrefetchedVersion(Version(directories[2]), 1 << 30)
+    prefetched = delta.PrefetchedVersion(delta.Version(directories[2]), 1 << 30)
     for look in (lambda: waited(prefetched), lambda: next(prefetched.tensors())):
-        with pytest.raises(DamagedDelta):
+        with pytest.raises(delta.DamagedDelta):
             look()
 
 
 def test_a_dropped_one_keeps_nothing(directories):
-    prefetched = PrefetchedVersion(Version(directories[2]), 1 << 30)
+    prefetched = delta.PrefetchedVersion(delta.Version(directories[2]), 1 << 30)
     prefetched.drop()
     assert not prefetched._kept

@@ -7,19 +7,7 @@ import pytest
 import torch
 
 from dppo_megatron.engines.sglang.plugin.dppo_sglang_plugin import weights_fingerprint
-from dppo_megatron.weights.fingerprint import (
-    CHUNK,
-    add,
-    add_shares,
-    bit_sum,
-    differing,
-    group_of,
-    module_shares,
-    of_workers,
-    part_of,
-    sum_of,
-    untold,
-)
+from dppo_megatron.weights import fingerprint
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 
@@ -34,7 +22,7 @@ def module(kind: str = "Module", **attributes: Any) -> torch.nn.Module:
 
 def summed(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the sum with places and the sum without."""
-    return sum_of(NAME, tensor), bit_sum(tensor)
+    return fingerprint.sum_of(NAME, tensor), fingerprint.bit_sum(tensor)
 
 
 @pytest.fixture
@@ -59,15 +47,15 @@ def test_changes_of_opposite_elements_do_not_cancel(weight):
     pair = torch.tensor(
         [0.00140380859375, -0.0035552978515625]
     ).bfloat16()  # signs that cost a sum without places as much
-    assert bit_sum(pair) == bit_sum(-pair)
-    assert sum_of("model.norm.weight", pair) != sum_of("model.norm.weight", -pair)
+    assert fingerprint.bit_sum(pair) == fingerprint.bit_sum(-pair)
+    assert fingerprint.sum_of("model.norm.weight", pair) != fingerprint.sum_of("model.norm.weight", -pair)
 
 
 def test_it_is_the_same_padded_upcast_and_from_any_memory(weight):
-    whole = sum_of(NAME, weight)
-    assert sum_of(NAME, torch.nn.functional.pad(weight, (0, 8, 0, 4))) == whole
-    assert sum_of(NAME, weight.t().contiguous().t()) == whole
-    assert sum_of(NAME, weight.bfloat16().float()) == sum_of(NAME, weight.bfloat16())
+    whole = fingerprint.sum_of(NAME, weight)
+    assert fingerprint.sum_of(NAME, torch.nn.functional.pad(weight, (0, 8, 0, 4))) == whole
+    assert fingerprint.sum_of(NAME, weight.t().contiguous().t()) == whole
+    assert fingerprint.sum_of(NAME, weight.bfloat16().float()) == fingerprint.sum_of(NAME, weight.bfloat16())
 
 
 def exchanged(tensors: list[torch.Tensor], size: int) -> dict[str, list[torch.Tensor]]:
@@ -100,7 +88,7 @@ def test_places_and_parts_that_are_exchanged_show(dtype):
     def of(parts: list[torch.Tensor]) -> dict[str, int]:
         out: dict[str, int] = {}
         for part, tensor in zip(("mlp.gate", "mlp.up", "self_attn.q", "self_attn.k"), parts, strict=True):
-            add(out, f"model.layers.3.{part}_proj.weight", tensor)
+            fingerprint.add(out, f"model.layers.3.{part}_proj.weight", tensor)
         return out
 
     blind = [what for what, other in exchanged(tensors, 2).items() if of(other) == of(tensors)]
@@ -108,12 +96,16 @@ def test_places_and_parts_that_are_exchanged_show(dtype):
 
 
 def test_large_tensors_are_taken_in_pieces(monkeypatch):
-    large = torch.arange(2 * CHUNK["cpu"] + 5, dtype=torch.float32)
-    assert sum(map(bit_sum, large.split(1000))) % 2**64 == bit_sum(large) == bit_sum(large.flip(0))
+    large = torch.arange(2 * fingerprint.CHUNK["cpu"] + 5, dtype=torch.float32)
+    assert (
+        sum(map(fingerprint.bit_sum, large.split(1000))) % 2**64
+        == fingerprint.bit_sum(large)
+        == fingerprint.bit_sum(large.flip(0))
+    )
     shapes = (large[None], large[:, None])
-    in_pieces = [sum_of(NAME, tensor) for tensor in shapes]
-    monkeypatch.setitem(CHUNK, "cpu", 1 << 30)
-    assert [sum_of(NAME, tensor) for tensor in shapes] == in_pieces
+    in_pieces = [fingerprint.sum_of(NAME, tensor) for tensor in shapes]
+    monkeypatch.setitem(fingerprint.CHUNK, "cpu", 1 << 30)
+    assert [fingerprint.sum_of(NAME, tensor) for tensor in shapes] == in_pieces
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -128,35 +120,35 @@ def test_every_16_bit_value_counts_as_the_fp32_of_the_same_value(dtype):
 def test_the_value_is_what_it_always_was():
     """Checkpoints of adapters store the sum without places; a server that stays up uses the one with places."""
     values = torch.tensor([1.0, -2.5, 3e-5])
-    assert bit_sum(values) == 0xD820159E0E9791F2
-    assert bit_sum(values.bfloat16()) == 0x19716438A7AE3560
-    assert sum_of(NAME, values[None]) == 0x4A1FE12C2F6688E3
-    assert sum_of("model.norm.weight", values) == 0x19D4AEE6C970019E
+    assert fingerprint.bit_sum(values) == 0xD820159E0E9791F2
+    assert fingerprint.bit_sum(values.bfloat16()) == 0x19716438A7AE3560
+    assert fingerprint.sum_of(NAME, values[None]) == 0x4A1FE12C2F6688E3
+    assert fingerprint.sum_of("model.norm.weight", values) == 0x19D4AEE6C970019E
 
 
 def test_groups():
-    assert group_of("model.layers.3.self_attn.q_proj.weight_scale_inv") == "layer 3"
-    assert group_of("model.layers.12.mlp.experts.7.up_proj.weight") == "layer 12 expert 7"
-    assert group_of("model.layers.12.mlp.shared_experts.up_proj.weight") == "layer 12"
-    assert group_of("lm_head.weight") == "lm_head"
+    assert fingerprint.group_of("model.layers.3.self_attn.q_proj.weight_scale_inv") == "layer 3"
+    assert fingerprint.group_of("model.layers.12.mlp.experts.7.up_proj.weight") == "layer 12 expert 7"
+    assert fingerprint.group_of("model.layers.12.mlp.shared_experts.up_proj.weight") == "layer 12"
+    assert fingerprint.group_of("lm_head.weight") == "lm_head"
     prefix = "base_model.model.model.layers.3.self_attn."
     parts = {"q_proj.weight_scale_inv", "q_proj.bias", "q_proj.lora_A.weight", "q_proj.base_layer.weight"}
-    assert {part_of(prefix + name) for name in parts} == {"q_proj"}
-    assert part_of("lm_head.weight") == part_of("model.embed_tokens.weight") == ""
+    assert {fingerprint.part_of(prefix + name) for name in parts} == {"q_proj"}
+    assert fingerprint.part_of("lm_head.weight") == fingerprint.part_of("model.embed_tokens.weight") == ""
 
 
 def test_what_differs_is_named_in_order(weight):
     expected, held = {}, {}
     for layer in (10, 2):
         for side in (expected, held):
-            add(side, f"model.layers.{layer}.norm.weight", weight)
-    add(expected, "model.embed_tokens.weight", weight)
-    add(held, "model.embed_tokens.weight", weight)
-    add(held, "lm_head.weight", weight)
-    assert differing(expected, held) == [], "a tied head"
+            fingerprint.add(side, f"model.layers.{layer}.norm.weight", weight)
+    fingerprint.add(expected, "model.embed_tokens.weight", weight)
+    fingerprint.add(held, "model.embed_tokens.weight", weight)
+    fingerprint.add(held, "lm_head.weight", weight)
+    assert fingerprint.differing(expected, held) == [], "a tied head"
     held["layer 10"] += 1
     del held["layer 2"]
-    assert differing(expected, held) == ["layer 2", "layer 10"]
+    assert fingerprint.differing(expected, held) == ["layer 2", "layer 10"]
 
 
 PLACES = {
@@ -174,10 +166,10 @@ def test_the_workers_of_an_engine_add_up(weight, place):
     expected: dict[str, int] = {}
     sent = (("q_proj", query), ("k_proj", key), ("v_proj", value), ("o_proj", out), ("norm", weight[70]))
     for name, tensor in sent:
-        add(expected, f"model.layers.0.{name}.weight", tensor)
-    add(expected, "model.embed_tokens.weight", weight[71:])
+        fingerprint.add(expected, f"model.layers.0.{name}.weight", tensor)
+    fingerprint.add(expected, "model.embed_tokens.weight", weight[71:])
     for name, tensor in scales.items():
-        add(expected, f"model.layers.0.{name}.weight_scale_inv", tensor)
+        fingerprint.add(expected, f"model.layers.0.{name}.weight_scale_inv", tensor)
 
     def shard(rank: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return torch.cat([queries.chunk(4)[rank], keys.chunk(2)[rank // 2], values.chunk(2)[rank // 2]])
@@ -194,20 +186,20 @@ def test_the_workers_of_an_engine_add_up(weight, place):
         table = module("VocabParallelEmbedding", weight=rows, tp_size=4, shard_indices=first)
         shares: dict[str, tuple[int, int]] = {}
         for name, part in (("qkv_proj", fused), ("o_proj", row), ("norm", norm)):
-            add_shares(shares, module_shares(f"model.layers.0.{name}", part, set()))
-        return shares | module_shares("model.embed_tokens", table, set())
+            fingerprint.add_shares(shares, fingerprint.module_shares(f"model.layers.0.{name}", part, set()))
+        return shares | fingerprint.module_shares("model.embed_tokens", table, set())
 
     workers = [worker(rank) for rank in range(4)]
-    assert of_workers(workers) == (expected, [])
+    assert fingerprint.of_workers(workers) == (expected, [])
     faults = {
         "shards of q": [worker(rank, query=query.roll(8, 0)) for rank in range(4)],
         "shards of o": [worker(rank, out=out.roll(10, 1)) for rank in range(4)],
         "a head of k": [worker(rank, key=key.roll(4, 0)) for rank in range(4)],
         "rows of q": [worker(rank, query=query.flip(0)) for rank in range(4)],
     }
-    assert [fault for fault, wrong in faults.items() if of_workers(wrong) == (expected, [])] == []
+    assert [fault for fault, wrong in faults.items() if fingerprint.of_workers(wrong) == (expected, [])] == []
     workers[3]["layer 0"] = (workers[3]["layer 0"][0], 1)
-    assert of_workers(workers)[1] == ["layer 0"]
+    assert fingerprint.of_workers(workers)[1] == ["layer 0"]
 
 
 def test_gated_delta_net_is_summed_like_the_tensors_that_vllm_fuses(weight):
@@ -217,9 +209,9 @@ def test_gated_delta_net_is_summed_like_the_tensors_that_vllm_fuses(weight):
     names = {"in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": b, "in_proj_a": a}
     expected: dict[str, int] = {}
     for name, tensor in names.items():
-        add(expected, f"model.layers.2.linear_attn.{name}.weight", tensor)
+        fingerprint.add(expected, f"model.layers.2.linear_attn.{name}.weight", tensor)
     for name, tensor in {"A_log": logs, "dt_bias": bias}.items():
-        add(expected, f"model.layers.2.linear_attn.{name}", tensor)
+        fingerprint.add(expected, f"model.layers.2.linear_attn.{name}", tensor)
 
     def worker(rank: int, size: int, qkv=qkv, a=a, b=b, logs=logs, bias=bias) -> dict[str, tuple[int, int]]:
         parts = [*qkv.split([8, 8, 16]), z]
@@ -234,22 +226,22 @@ def test_gated_delta_net_is_summed_like_the_tensors_that_vllm_fuses(weight):
         }
         shares: dict[str, tuple[int, int]] = {}
         for name, part in modules.items():
-            add_shares(shares, module_shares(f"model.layers.2.linear_attn{name}", part, set()))
+            fingerprint.add_shares(shares, fingerprint.module_shares(f"model.layers.2.linear_attn{name}", part, set()))
         return shares
 
     for size in (1, 2):
-        assert of_workers([worker(rank, size) for rank in range(size)]) == (expected, [])
+        assert fingerprint.of_workers([worker(rank, size) for rank in range(size)]) == (expected, [])
         for wrong in ({"qkv": qkv.roll(8, 0)}, {"a": b, "b": a}, {"logs": bias, "bias": logs}):
-            assert of_workers([worker(rank, size, **wrong) for rank in range(size)])[0] != expected
+            assert fingerprint.of_workers([worker(rank, size, **wrong) for rank in range(size)])[0] != expected
     convolution = module("ColumnParallelLinear", weight=weight[:, None], tp_rank=0, tp_size=2)
-    assert module_shares("model.layers.2.linear_attn.conv1d", convolution, set()) == {"layer 2": None}
+    assert fingerprint.module_shares("model.layers.2.linear_attn.conv1d", convolution, set()) == {"layer 2": None}
 
 
 def test_what_every_worker_of_sglang_has_is_a_copy(weight):
     """A linear layer that is not sharded names no group."""
     linear = module("ColumnParallelLinear", weight=weight, tp_group=None)
-    assert module_shares("model.layers.0.shared", linear, set()) == {
-        "layer 0": (0, sum_of("layers.0.shared.weight", weight))
+    assert fingerprint.module_shares("model.layers.0.shared", linear, set()) == {
+        "layer 0": (0, fingerprint.sum_of("layers.0.shared.weight", weight))
     }
 
 
@@ -261,18 +253,21 @@ def test_parameters_that_nobody_sends_do_not_count(weight):
     attention.k_scale._skip_weight_check = True
     experts = module("RoutedExperts", e_score_correction_bias=weight[0])
     for name, part in (("self_attn.mla_attn", latent), ("self_attn.attn", attention), ("mlp.experts", experts)):
-        assert module_shares(f"model.layers.0.{name}", part, set()) == {}
+        assert fingerprint.module_shares(f"model.layers.0.{name}", part, set()) == {}
 
 
 def fused(gate_up: torch.Tensor) -> int:
     """Return the sum of an expert's gate and up projection."""
-    sums = [sum_of(f"layers.0.{n}_proj.weight", part) for n, part in zip(("gate", "up"), gate_up.chunk(2), strict=True)]
+    sums = [
+        fingerprint.sum_of(f"layers.0.{n}_proj.weight", part)
+        for n, part in zip(("gate", "up"), gate_up.chunk(2), strict=True)
+    ]
     return sum(sums) % 2**64
 
 
 def test_experts_have_the_numbers_of_the_model(weight):
     experts = module("FusedMoE", w13_weight=weight.view(4, 24, 40).clone(), moe_ep_rank=2, num_fused_shared_experts=1)
-    shares = module_shares("model.layers.5.mlp.experts", experts, set())
+    shares = fingerprint.module_shares("model.layers.5.mlp.experts", experts, set())
     numbers = {f"layer 5 expert {6 + place}": (fused(weight.view(4, 24, 40)[place]), 0) for place in range(3)}
     assert shares == numbers, "the shared one counts on the first worker"
 
@@ -283,9 +278,9 @@ def test_shared_experts_that_every_worker_has_count_once(weight):
     for rank in range(2):
         weights = torch.cat([routed[rank : rank + 1], shared])
         experts = module("FusedMoE", w13_weight=weights, moe_ep_rank=rank, num_fused_shared_experts=1)
-        workers.append(module_shares("model.layers.5.mlp.experts", experts, set()))
+        workers.append(fingerprint.module_shares("model.layers.5.mlp.experts", experts, set()))
     expected = {f"layer 5 expert {rank}": fused(routed[rank]) for rank in range(2)} | {"layer 5": fused(shared[0])}
-    assert of_workers(workers) == (expected, [])
+    assert fingerprint.of_workers(workers) == (expected, [])
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -303,12 +298,12 @@ def test_shards_of_experts_add_up_without_what_pads_them(weight, gated, size):
         w2[..., :used] = down[..., rank * used :][..., :used]
         config = {"intermediate_size_per_partition_unpadded": used, "is_act_and_mul": gated, "tp_rank": rank}
         experts = module("RoutedExperts", w13_weight=w13, w2_weight=w2, moe_config=SimpleNamespace(**config))
-        workers.append(module_shares("model.layers.3.mlp.experts", experts, set()))
+        workers.append(fingerprint.module_shares("model.layers.3.mlp.experts", experts, set()))
     expected: dict[str, int] = {}
     for expert in range(2):
         for name, tensor in (("gate", gate), ("up", up), ("down", down))[0 if gated else 1 :]:
-            add(expected, f"model.layers.3.mlp.experts.{expert}.{name}_proj.weight", tensor[expert])
-    assert of_workers(workers) == (expected, [])
+            fingerprint.add(expected, f"model.layers.3.mlp.experts.{expert}.{name}_proj.weight", tensor[expert])
+    assert fingerprint.of_workers(workers) == (expected, [])
 
 
 def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
@@ -332,15 +327,15 @@ def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
         "model.layers.3.packed": packed,
         "model.layers.4.first": first,
     }.items():
-        add_shares(shares, module_shares(name, part, set()))
-    held, unequal = of_workers([shares, shares])
+        fingerprint.add_shares(shares, fingerprint.module_shares(name, part, set()))
+    held, unequal = fingerprint.of_workers([shares, shares])
     assert unequal == []
     moved = [f"layer {number}" for number in (3, 4)]
-    assert untold(held) == ["layer 0", *(f"layer 2 expert {number}" for number in range(4)), *moved]
-    norm = sum_of("layers.1.norm.weight", weight[1])
+    assert fingerprint.untold(held) == ["layer 0", *(f"layer 2 expert {number}" for number in range(4)), *moved]
+    norm = fingerprint.sum_of("layers.1.norm.weight", weight[1])
     assert held["layer 1"] == norm
-    assert differing({"layer 0": 1, "layer 1": norm}, held) == []
-    assert differing({"layer 0": 1, "layer 1": 2}, held) == ["layer 1"]
+    assert fingerprint.differing({"layer 0": 1, "layer 1": norm}, held) == []
+    assert fingerprint.differing({"layer 0": 1, "layer 1": 2}, held) == ["layer 1"]
 
 
 def test_latent_attention_is_split_where_sglang_does_not_tell(weight):
@@ -348,8 +343,8 @@ def test_latent_attention_is_split_where_sglang_does_not_tell(weight):
     linear = module("ReplicatedLinear", weight=weight, weight_scale_inv=weight[:6], output_size=96)
     expected: dict[str, int] = {}
     for name, rows, scales in (("q_a_proj", weight[:32], weight[:2]), ("kv_a_proj_with_mqa", weight[32:], weight[2:6])):
-        add(expected, f"model.layers.1.self_attn.{name}.weight", rows)
-        add(expected, f"model.layers.1.self_attn.{name}.weight_scale_inv", scales)
+        fingerprint.add(expected, f"model.layers.1.self_attn.{name}.weight", rows)
+        fingerprint.add(expected, f"model.layers.1.self_attn.{name}.weight_scale_inv", scales)
     layers = torch.nn.ModuleList([module(), module(fused_qkv_a_proj_with_mqa=linear)])
     model = module(layers=layers, config=SimpleNamespace(q_lora_rank=32))
-    assert of_workers([weights_fingerprint(model)]) == (expected, [])
+    assert fingerprint.of_workers([weights_fingerprint(model)]) == (expected, [])

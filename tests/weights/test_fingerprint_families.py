@@ -8,16 +8,7 @@ import torch
 
 from dppo_megatron import hf
 from dppo_megatron.hf.families import FAMILIES
-from dppo_megatron.weights.fingerprint import (
-    _FUSED,
-    _salt,
-    add,
-    add_shares,
-    group_of,
-    module_shares,
-    of_workers,
-    part_of,
-)
+from dppo_megatron.weights import fingerprint
 from tests.support.models import CONFIGS
 from tests.weights.test_fingerprint import module
 
@@ -42,7 +33,7 @@ def layers_of(family: str) -> list[Tensors]:
 def sums(tensors: Tensors) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, tensor in tensors.items():
-        add(found, name, tensor)
+        fingerprint.add(found, name, tensor)
     return found
 
 
@@ -52,8 +43,8 @@ def held(tensors: Tensors, mla: str) -> dict[str, int | None]:
     left = dict(tensors)
     for fused in ("qkv_proj", "gate_up_proj", mla, "in_proj_ba"):
         for name in tensors:
-            head, dot, rest = name.rpartition(f"{_FUSED[fused][0]}.")
-            names = [f"{head}{part}.{rest}" for part in _FUSED[fused]]
+            head, dot, rest = name.rpartition(f"{fingerprint._FUSED[fused][0]}.")
+            names = [f"{head}{part}.{rest}" for part in fingerprint._FUSED[fused]]
             if dot and ".experts." not in name and all(each in left for each in names):
                 parts = [left.pop(each) for each in names]
                 of_name = modules.setdefault(f"{head}{fused}", module("ColumnParallelLinear"))
@@ -79,8 +70,8 @@ def held(tensors: Tensors, mla: str) -> dict[str, int | None]:
         head, _, rest = name.rpartition(".")
         setattr(modules.setdefault(head, module()), rest, torch.nn.Parameter(tensor))
     for name, each in modules.items():
-        add_shares(shares, module_shares(name, each, set()))
-    return of_workers([shares])[0]
+        fingerprint.add_shares(shares, fingerprint.module_shares(name, each, set()))
+    return fingerprint.of_workers([shares])[0]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -114,10 +105,10 @@ def test_tensors_of_a_layer_have_different_factors_whatever_their_sizes(family):
     for layer in layers_of(family):
         modules = {
             (
-                group_of(name),
+                fingerprint.group_of(name),
                 name.removesuffix("_scale_inv").removesuffix("_bias").removesuffix(".bias").removesuffix(".weight"),
             )
             for name in layer
         }
-        factors = [(group, _salt(part_of(f"{name}.weight"))) for group, name in modules]
+        factors = [(group, fingerprint._salt(fingerprint.part_of(f"{name}.weight"))) for group, name in modules]
         assert len(set(factors)) == len(factors), sorted(modules)

@@ -48,11 +48,15 @@ def of_each_sequence(
     return torch.cat(logprobs), loss
 
 
+def weights(actor) -> dict[str, torch.Tensor]:
+    """Copies of the parameters of this rank."""
+    chunks = enumerate(actor.model_chunks)
+    return {f"{n}.{name}": p.detach().clone() for n, chunk in chunks for name, p in chunk.named_parameters()}
+
+
 def fingerprint(actor) -> dict[str, torch.Tensor]:
     """Every weight and every optimizer tensor of this rank, bit for bit."""
-    out = {}
-    for chunk in actor.model_chunks:
-        out |= {name: p.detach().clone() for name, p in chunk.named_parameters()}
+    out = weights(actor)
     for index, part in enumerate(actor.optimizer.chained_optimizers):
         for g, group in enumerate(part.optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):

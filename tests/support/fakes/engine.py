@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ READ_AHEAD = 20_000  # bytes: some tensors, and not all
 SCORES = np.linspace(-3, -1, 7, dtype=np.float32)
 
 Result = TypeVar("Result")
+
+
+def engine_info(version: int, instance: str, began: float | None, **more: Any) -> EngineInfo:
+    """What a fake engine reports; `began` is when the update began that runs."""
+    more |= {"instance": instance, "updating_s": None if began is None else time.monotonic() - began}
+    return EngineInfo(version, 100, 64, 20, "processed_logprobs", "float32", "m", "fake", 0, **more)
 
 
 class FakeEngine:
@@ -66,21 +72,7 @@ class FakeEngine:
 
     async def info(self) -> EngineInfo:
         await self.health()
-        return EngineInfo(
-            self.served,
-            61,
-            64,
-            20,
-            "processed_logprobs",
-            "float32",
-            "m",
-            "fake",
-            0,
-            workers=1,
-            weight_group=self._group,
-            instance=self.instance,
-            updating_s=None if self._updating is None else time.monotonic() - self._updating,
-        )
+        return engine_info(self.served, self.instance, self._updating, workers=1, weight_group=self._group)
 
     async def load_weights(self, path: Path, version: int, mode: str = "keep") -> float:
         def load() -> dict[str, torch.Tensor]:

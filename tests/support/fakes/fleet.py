@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Rollout
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
+from tests.support.fakes.engine import engine_info
 
 PROBE = [1, 2, 3]
 A, B = "http://a", "http://b"
@@ -85,20 +88,7 @@ class FakeEngine:
 
     async def info(self) -> EngineInfo:
         await self._reach()
-        server = self._server
-        return EngineInfo(
-            version=server.claims,
-            vocab_size=100,
-            max_model_len=64,
-            max_logprobs=8,
-            logprobs_mode="processed_logprobs",
-            dtype="float32",
-            model="m",
-            engine="fake",
-            running=0,
-            instance=server.instance,
-            updating_s=None if server.began is None else time.monotonic() - server.began,
-        )
+        return engine_info(self._server.claims, self._server.instance, self._server.began)
 
     async def load_weights(self, path: Path, version: int, mode: str = "keep") -> None:
         self._server.loads.append(version)
@@ -189,25 +179,24 @@ class World:
             {"layer 0": version},
         ).write(RunDir(self.config.run.dir).published)
 
-    def live(
-        self, use: Callable[[Sampler], Awaitable[None]], check=None, timeout_s: float = 20.0, trainer: bool = True
-    ) -> None:
-        async def suits(engine: FakeEngine) -> None:
-            pass
-
-        async def main() -> None:
-            self.pool = EnginePool(
-                self.config,
-                services=self.services,
-                published=PublishedFollower(RunDir(self.config.run.dir).published, 5.0),
-                build=self.build,
-                check=check or suits,
-                trainer=trainer,
-            )
-            async with asyncio.timeout(timeout_s), self.pool:
-                await use(Sampler(self.pool))
-
-        asyncio.run(main())
+    @asynccontextmanager
+    async def live(
+        self,
+        check: Callable[[FakeEngine], Awaitable[None]] | None = None,
+        timeout_s: float = 20.0,
+        trainer: bool = True,
+    ) -> AsyncIterator[Sampler]:
+        """Inside, a pool monitors the servers, and the sampler asks it. By default all engines suit the run."""
+        self.pool = EnginePool(
+            self.config,
+            services=self.services,
+            published=PublishedFollower(RunDir(self.config.run.dir).published, 5.0),
+            build=self.build,
+            check=check or AsyncMock(),
+            trainer=trainer,
+        )
+        async with asyncio.timeout(timeout_s), self.pool:
+            yield Sampler(self.pool)
 
 
 def tokens(rollouts: Sequence[Rollout]) -> list[list[int]]:
