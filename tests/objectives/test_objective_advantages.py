@@ -181,7 +181,11 @@ def test_returns_that_only_rounding_tells_apart_give_no_advantage():
 def test_rewards_that_only_rounding_tells_apart_are_equal(kind, scale, signal, largest):
     """As a reward model gives them, whose last bits depend on its batch."""
     rewards = largest * (1 - scale * torch.tensor([[0.0, 0.3, 1.0, 0.0]], dtype=torch.float64))
-    assert bool(group_advantages(rewards, kind=kind).any()) == signal == group_has_signal(rewards).item()
+    assert (
+        bool(objectives.group_advantages(rewards, kind=kind).any())
+        == signal
+        == objectives.group_has_signal(rewards).item()
+    )
 
 
 def test_baselines_of_the_batch_are_none_of_turns():
