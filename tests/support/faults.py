@@ -23,7 +23,7 @@ from tests.support import runs
 
 STEPS = 6
 PROBES = {"health_interval_s": 0.5, "health_timeout_s": 2.0, "health_failures": 3}
-PATIENCE = 4  # limits of waits are for two quiet cores; other machines are slower or busy
+LIMIT_FACTOR = 4  # limits of waits are for two quiet cores; other machines are slower or busy
 SLOWLY = {"lr": 1e-10}  # a step moves less than the last bit of most fp32 weights
 NOTICED_S = 3 * (0.5 + 2.0)  # until an engine that answers nothing is dead: health_failures checks
 
@@ -60,7 +60,7 @@ class Run:
         return path.read_text().count(text) if path.exists() else 0
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        longest_s = PATIENCE * timeout_s
+        longest_s = LIMIT_FACTOR * timeout_s
         deadline = time.monotonic() + longest_s
         while not condition():
             assert self.process.poll() is None, f"the run ended while waiting for {what}:\n{self.story()}"
@@ -68,7 +68,7 @@ class Run:
             time.sleep(0.005)
 
     def wait_to_end(self, timeout_s: float) -> None:
-        code = self.process.wait(PATIENCE * timeout_s)
+        code = self.process.wait(LIMIT_FACTOR * timeout_s)
         assert code == 0, self.story()
 
     @contextlib.contextmanager
