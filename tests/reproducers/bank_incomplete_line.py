@@ -1,6 +1,6 @@
 """A power failure that keeps only some pages of the last index line must leave a bank that can be opened.
 
-Run from a clone's root: PYTHONPATH=. python tests/reproducers/bank_torn_line.py
+Run from a clone's root: PYTHONPATH=. python tests/reproducers/bank_incomplete_line.py
 """
 
 import shutil
@@ -26,8 +26,8 @@ with tempfile.TemporaryDirectory() as directory:
     )
     for page in range(start // 4096, (len(whole) - 1) // 4096 + 1):
         begin, end = max(start, page * 4096), min(len(whole), (page + 1) * 4096)
-        for what, torn in (("zeros", whole[:begin] + bytes(end - begin) + whole[end:]), ("cut", whole[:begin])):
-            index.write_bytes(torn)
+        for what, incomplete in (("zeros", whole[:begin] + bytes(end - begin) + whole[end:]), ("cut", whole[:begin])):
+            index.write_bytes(incomplete)
             try:
                 with BankWriter(bank, 64, fsync=True) as writer:
                     found = f"opens, {len(writer.done_positions())} groups"
