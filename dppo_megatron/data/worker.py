@@ -141,8 +141,8 @@ class Tables:
             if str(field.type) == "float":  # of 32 bits; as text first, or 0.1 would become 0.10000000149
                 short = batch.column(number).cast("string").cast("float64")
                 batch = batch.set_column(number, field.name, short)
-        coarse = [field.with_type(self._microseconds(field.type)) for field in batch.schema]
-        batch = batch.cast(self._pa.schema(coarse), safe=False)
+            if (coarse := self._microseconds(field.type)) != field.type:
+                batch = batch.set_column(number, field.name, batch.column(number).cast(coarse, safe=False))
         batch.to_pylist(maps_as_pydicts="strict")
         sink = self._pa.BufferOutputStream()
         with self._pa.ipc.new_stream(sink, batch.schema) as out:

@@ -40,7 +40,7 @@ def bank(tmp_path_factory) -> Path:
                     token_ids=generator.integers(1, 16, size, dtype=np.int32),
                     rollout_logprob=generator.normal(-2.8, 0.3, size).astype(np.float32),
                     versions=np.zeros(size, np.int32),
-                    finish_reason="length",
+                    finish_reason="length" if size == LONGEST else "stop",
                 )
                 for size in generator.integers(8, LONGEST + 1, SAMPLES)
             )

@@ -99,7 +99,6 @@ def test_it_goes_on_where_a_process_died(tokenizer, tmp_path):
         ({"agent": f"{agents.__name__}:talks"}, False, "set data.chat_template = true"),
         ({"agent": f"{agents.__name__}:talk"}, True, "environment.agent = .*did you mean 'talks'"),
         ({"agent": "a:b", "name": "c:d"}, True, "remove the other"),
-        ({"host": "10.0.0.1", "name": "tests.environments.worlds:Echo"}, True, "no effect without environment.agent"),
     ],
 )
 def test_settings_that_no_agent_can_have_are_refused(environment, chat, says):

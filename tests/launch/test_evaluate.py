@@ -30,7 +30,8 @@ def queried(monkeypatch) -> list[str]:
     urls = []
 
     def child(name, command, log, env, lock):
-        register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}.{env['CUDA_VISIBLE_DEVICES']}", 1)
+        gpus = env["CUDA_VISIBLE_DEVICES"].replace(",", "-")
+        register(RunDir(log.parents[1]), name, f"http://{log.parents[1].name}.{gpus}", 1)
         return Mock()
 
     monkeypatch.setattr(local_processes, "Child", child)
@@ -65,7 +66,7 @@ def test_runs_without_engines_of_their_own_are_evaluated(config, queried, tmp_pa
 
 @pytest.mark.parametrize(
     ("engine", "each"),
-    [({"count": 3}, ["4", "6"]), ({"count": 8, "tensor_parallel": 2}, ["4,6"]), ({"tensor_parallel": 3}, None)],
+    [({"count": 3}, ["4", "6"]), ({"count": 8, "tensor_parallel": 2}, ["4-6"]), ({"tensor_parallel": 3}, None)],
 )
 def test_as_many_engines_start_as_the_gpus_hold(config, queried, tmp_path, capsys, engine, each):
     config = evaluate.with_settings(config, engine=engine)
