@@ -41,7 +41,7 @@ def left(logprobs: np.ndarray, kind: str) -> tuple[set[int], set[int]]:
 
 
 def test_log_probs_are_over_the_reported_sets(served):
-    """Log-probs are the reference's, normalized over the reported mask, to 1e-5 in fp32."""
+    """Log-probs are the reference's, normalized over the reported mask, to 2e-5 in fp32."""
     request = group("kept", n=8, max_tokens=40, temperature=0.8, topk=5, **truncated(served))
     rollouts = served.use(lambda engine: engine.generate(request))
     plain = served.use(lambda engine: engine.generate(group("plain", n=1, topk=5)))
@@ -60,11 +60,11 @@ def test_log_probs_are_over_the_reported_sets(served):
             over = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
             over[ids] = torch.from_numpy(row[ids]).double()
             over = over.log_softmax(0).numpy()
-            assert abs(over[token] - logprob) < 1e-5
+            assert abs(over[token] - logprob) < 2e-5
             listed = topk[topk >= 0]
             assert len(listed) == min(5, len(ids))
             assert set(listed.tolist()) <= set(ids.tolist())
-            assert np.abs(over[listed] - topk_logprob[: len(listed)]).max() < 1e-5
+            assert np.abs(over[listed] - topk_logprob[: len(listed)]).max() < 2e-5
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.support.slurm.rewards import GROUPS
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4
-TIMEOUT_S = 240
+TIMEOUT_S = 900
 
 
 def quickstart(task: Path, run_dir: Path, **changes: dict) -> dict:
