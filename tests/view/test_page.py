@@ -11,6 +11,7 @@ import pytest
 from dppo_megatron.bank import allow_deletion
 from dppo_megatron.view import write_view
 from dppo_megatron.view.tokens import RETIRED
+from tests.support.speed import copying_s
 
 from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TOPK, TURNS_AT, write_bank, write_run, write_trained_tokens
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.browser
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 TRAINED_AT = 8
-ROLLOUTS, WRITE_S, SHOW_MS = 10_000, 2.0, 1000.0
+ROLLOUTS, WRITE_COPIES, SHOW_MS = 10_000, 800, 1000.0
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +271,7 @@ def test_ten_thousand_rollouts_are_written_and_shown_in_time(show, tmp_path):
     bank = write_bank(tmp_path / "bank", ROLLOUTS // samples // groups, groups, samples=samples, length=60)
     started = time.process_time()  # the machine may be busy with other tests
     path = write_view(bank)
-    assert time.process_time() - started <= WRITE_S
+    assert time.process_time() - started <= WRITE_COPIES * copying_s()  # 3 s on two quiet cores
     took = []
     for _ in range(3):
         page = show(path)
