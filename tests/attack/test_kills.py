@@ -7,12 +7,11 @@ import psutil
 import pytest
 
 from tests.attack import cases, generator
-from tests.support.runs import config_tree, descendants, run, start, steps_done, write_config, write_task
+from tests.support.runs import TIMEOUT_S, config_tree, descendants, run, start, steps_done, write_config, write_task
 
 GONE_S = 10.0
 # Events, and the most seconds from each to the kill of the launcher. Most of a run's processes start then.
 MOMENTS = {"command": 0.5, "processes": 6.0, "imports": 25.0, "step": 2.0}
-LONGEST_S = 120.0
 
 
 def of_the_run(directory: Path) -> list[psutil.Process]:
@@ -51,10 +50,10 @@ def test_nothing_outlives_a_killed_launcher(tmp_path, monkeypatch):
         with monkeypatch.context() as inside:
             inside.chdir(directory)
             launcher = start("train", config, output=directory / "out", real=True)
-        deadline = time.monotonic() + LONGEST_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not reached(moment, launcher, directory / "run"):
             assert launcher.poll() is None, (directory / "out").read_text()
-            assert time.monotonic() < deadline, f"case {case}: no {moment} within {LONGEST_S:g} s"
+            assert time.monotonic() < deadline, f"case {case}: no {moment} within {TIMEOUT_S:g} s"
             time.sleep(0.01)
         after = 0.1 + draw.uniform(0.0, MOMENTS[moment])
         time.sleep(after)

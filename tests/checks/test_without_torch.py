@@ -17,5 +17,5 @@ def test_settings_are_checked_without_torch(tmp_path):
     (tmp_path / "config.yaml").write_text(
         "run: {dir: run}\nmodel: {path: m}\ndata: {train: t}\ntrain: {steps: 1}\nslurm: {gpus_per_node: 2}\n"
     )
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

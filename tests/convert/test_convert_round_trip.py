@@ -121,7 +121,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 )
 def test_several_processes_by_the_command_itself(models, tmp_path, command, options):
     arguments = [sys.executable, *command, str(models / "llama"), str(tmp_path / "m"), *options]
-    subprocess.run(arguments, env=environment(), check=True, timeout=120)
+    subprocess.run(arguments, env=environment(), check=True, timeout=900)
     config = hf.read_hf_config(models / "llama")
     read, source = TorchDistWeights(tmp_path / "m", config), hf.SafetensorsDirectory(models / "llama")
     assert all(torch.equal(read.tensor(name), source.tensor(name)) for name in source.tensors)

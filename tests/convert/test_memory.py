@@ -42,7 +42,7 @@ def test_peak_is_a_few_weights(tmp_path):
     small = write_model(tmp_path / "small", CONFIGS["qwen2"])
     large = write_model(tmp_path / "large", config)
     command = [sys.executable, "-c", _MEASURED, str(small), str(large), str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True, timeout=120)
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, check=True, timeout=900)
     peak = json.loads(done.stdout)
     shard = max(file.stat().st_size for file in (tmp_path / "out" / "large").rglob("*.distcp"))
     weight = 2 * 2048 * 512 * 2  # gate and up in bf16

@@ -67,7 +67,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
         env=environment(),
         stdout=subprocess.PIPE,
         check=True,
-        timeout=180,
+        timeout=900,
     )
     lines = [json.loads(line) for line in done.stdout.decode().splitlines() if line.startswith("{")]
     return dict(zip(pairs, lines, strict=True))

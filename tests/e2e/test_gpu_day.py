@@ -16,7 +16,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu_day.py"
 
 def day(*arguments: str | Path) -> subprocess.CompletedProcess:
     command = [sys.executable, SCRIPT, *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device: `make test-gpu` runs all of it")

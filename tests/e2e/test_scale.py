@@ -15,7 +15,7 @@ SMALL = ("--samples", "64", "--tokens", "1024", "--engines", "4", "--readers", "
 
 def measured(directory: Path, *arguments: str) -> str:
     command = [sys.executable, ROOT / "benchmarks" / "scale.py", "--directory", directory, *SMALL, *arguments]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -40,7 +40,7 @@ def problems_of_sglang() -> dict[str, str | None]:
         pytest.fail(f"{python} is not there; `make sglang` builds it")
     command = [str(python), internals.__file__, "sglang"]
     environment = kind.environment(config, 0, device="cpu")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

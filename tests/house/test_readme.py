@@ -30,7 +30,7 @@ for name in ("yaml", "pydantic", "rich", "typer", "transformers", "megatron", "s
 
 
 def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def test_there_is_a_block():

@@ -28,7 +28,7 @@ def why_not() -> str | None:
     command = [str(uv()), "--no-config", "pip", "compile", "--quiet", "--refresh-package", "six"]
     command += ["--python", sys.executable, "--no-python-downloads", "-"]
     environment = {**os.environ, "UV_HTTP_TIMEOUT": "10", "UV_HTTP_RETRIES": "0"}
-    done = subprocess.run(command, input="six", capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, input="six", capture_output=True, text=True, timeout=900, env=environment)
     return f"no package index is reachable: {' '.join(done.stderr.split())[-200:]}" if done.returncode else None
 
 

@@ -50,7 +50,7 @@ def install(tmp_path) -> Callable[..., Done]:
                 (stubs / name).chmod(0o755)
         environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "FAIL": fail, "TMPDIR": str(tmp_path)}
         command = ["bash", str(SCRIPT), "--venv", str(tmp_path / "env"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=tmp_path)
         commands = record.read_text().splitlines() if record.exists() else []
         return Done(
             done.returncode, done.stdout + done.stderr, [c for c in commands if " -c import ensurepip" not in c]
@@ -178,7 +178,7 @@ def test_the_last_check_names_a_wrong_torch_and_what_cannot_be_imported(tmp_path
     cuda = None if "cpu" in build else "13.0"
     (tmp_path / "torch.py").write_text(f"__version__ = {build!r}\nclass version:\n    cuda = {cuda!r}\n")
     command = [sys.executable, SCRIPT.parent / "verify.py", "json", "gone"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1
     assert done.stderr.startswith("ERROR: ")
     assert says in done.stderr
@@ -192,12 +192,12 @@ def test_a_second_run_uses_the_environment_of_the_first(install):
 
 
 def test_the_help_names_every_option():
-    text = subprocess.run(["bash", SCRIPT, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    text = subprocess.run(["bash", SCRIPT, "--help"], capture_output=True, text=True, timeout=900, check=True).stdout
     source = SCRIPT.read_text()
     options = re.findall(r"^ +(?:-h \| )?(--[a-z-]+)\)", source, re.MULTILINE)
     assert len(options) >= 9
     assert all(re.search(rf"^  {option}\b", text, re.MULTILINE) for option in options)
-    done = subprocess.run(["bash", SCRIPT, "--nope"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", SCRIPT, "--nope"], capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stderr) == (1, "install.sh: ERROR: --nope: no such option; see --help\n")
 
 

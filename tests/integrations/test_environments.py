@@ -75,7 +75,7 @@ def test_trl_offers_the_same_tools_and_reward(tmp_path):
 def openenv_url(tmp_path_factory):
     """A server with the environment that `openenv init` writes, which echoes each message."""
     directory, binaries = tmp_path_factory.mktemp("openenv"), Path(sys.executable).parent
-    subprocess.run([binaries / "openenv", "init", "parrot"], cwd=directory, check=True, timeout=120)
+    subprocess.run([binaries / "openenv", "init", "parrot"], cwd=directory, check=True, timeout=900)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         descriptor, url = listening.fileno(), f"http://127.0.0.1:{listening.getsockname()[1]}"
         command = [sys.executable, "-m", "uvicorn", "server.app:app", "--fd", str(descriptor)]

@@ -113,7 +113,7 @@ def test_verl_finds_the_losses_by_the_name_of_the_module():
         "assert not {'megatron', 'vllm', 'pydantic_settings'} & set(sys.modules)"
     )
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "dppo_megatron.integrations.verl"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
 
 

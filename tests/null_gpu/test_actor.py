@@ -137,6 +137,6 @@ def test_without_transformer_engine(models, tmp_path):
     """Megatron then takes torch's optimizer. In a process of its own: the ranks' has TransformerEngine imported."""
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, "-m", "tests.null_gpu.scenario", str(models), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "'te': {}" in done.stdout

@@ -19,7 +19,7 @@ def test_gpu_day_runs_on_device_cuda(tmp_path):
         env=os.environ | {"NULL_GPU_DEVICES": "2"},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = tmp_path.iterdir()

@@ -35,7 +35,7 @@ def test_two_ranks_and_a_place_that_gets_weights(config, tmp_path):
     """`--json`, as a user calls it."""
     save_resolved(config, tmp_path / "config.yaml")
     command = [sys.executable, "-m", "dppo_megatron", "preflight", str(tmp_path / "config.yaml"), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
     report = json.loads(result.stdout)
     assert (result.returncode, report["ok"], report["bad_nodes"]) == (0, True, [])
     assert len(report["nodes"]) == 1

@@ -43,7 +43,7 @@ def preflight(lab, task, tmp_path_factory):
         environment |= {"SLURM_JOB_ID": run.job, "SLURM_JOB_NODELIST": ",".join(nodes)}
         command = [sys.executable, "-m", "dppo_megatron", "preflight", str(run.config), "--json"]
         command += [word for override in overrides for word in ("--set", override)]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
         assert result.stdout, result.stderr
         report = json.loads(result.stdout)
         assert result.returncode == (0 if report["ok"] else 1)
