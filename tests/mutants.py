@@ -30,13 +30,17 @@ def read() -> list[tuple[Path, str, str, str]]:
 def run(tree: Path, log: Path, *tests: str) -> bool:
     """Return whether the tests pass. Raises if anything other than a test fails."""
     if not (pid := os.fork()):
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("dppo_megatron", "tests")]:
-            del sys.modules[name]  # imported again, from the copy
-        os.chdir(tree)
-        os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
-        for stream in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os._exit(pytest.main(["-x", "-q", "-m", "", "-p", "no:cacheprovider", *tests]))
+        code = pytest.ExitCode.INTERNAL_ERROR
+        try:
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("dppo_megatron", "tests")]:
+                del sys.modules[name]  # imported again, from the copy
+            os.chdir(tree)
+            os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
+            for stream in (1, 2):
+                os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            code = pytest.main(["-x", "-q", "-m", "", "-p", "no:cacheprovider", *tests])
+        finally:
+            os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), log.read_text()[-3000:]
     return code == pytest.ExitCode.OK
