@@ -132,6 +132,12 @@ def test_a_rank_is_not_bound_if_told_or_if_slurm_shows_it_one_gpu(node, children
     assert children[0]["OMP_NUM_THREADS"] == "8"  # 16 CPUs, two tasks
 
 
+def test_the_first_of_two_tasks_that_sees_only_its_own_gpu_is_not_bound(node, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert not binding.bind_to_gpus("trainer-0", 0, 1, 2)
+    assert node == []
+
+
 def test_tasks_without_gpus_are_not_bound(node, children, monkeypatch):
     start(monkeypatch, "orchestrator")
     assert node == []
