@@ -66,8 +66,10 @@ class Examination:
         if restarted:  # a resumed run repeats steps; earlier findings stay
             self._begin()
         for record in records:
-            if isinstance(step := record.get("step"), int) and step > self.examined:
-                self._rows.setdefault(step, {}).update(record)
+            step = record["step"]
+            if step <= self.examined:  # an evaluation ends after its step, which was examined already
+                step, record = self.examined + 1, {n: v for n, v in record.items() if n.startswith("eval/")}
+            self._rows.setdefault(step, {}).update(record)
         new = []
         for number in sorted(step for step, row in self._rows.items() if is_step_record(row)):
             new += self._examine(number, self._rows.pop(number), rollouts)
