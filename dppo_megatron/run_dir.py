@@ -43,6 +43,7 @@ class RunDir:
     quantized_start = _Below("weights/start")  # the quantised copy of the start model, with which engines start
     checkpoints = _Below("checkpoints")
     logs = _Below("logs")
+    flight_recorder = _Below("logs/nccl_trace_rank_")  # with the rank: torch's record of its last collectives
     services = _Below("services")
     metrics = _Below("metrics.jsonl")
     rollout_metrics = _Below("rollout_metrics.jsonl")
@@ -50,7 +51,8 @@ class RunDir:
     answers = _Below("answers")  # answers of evaluations, by set and policy version
     tokens = _Below("tokens")  # per-token values of some sequences, see `trainer/token_log.py`
     profile = _Below("profile")
-    restarts = _Below("restarts.jsonl")
+    restarts = _Below("restarts.jsonl")  # the start and the end of each attempt
+    heartbeats = _Below("heartbeats")  # of the trainer's ranks, see `common/heartbeat.py`
     final_model = _Below("model")
     final_adapter = _Below("adapter")  # the adapter of a run with `model.lora`; the final model has it merged
 
@@ -76,7 +78,8 @@ class RunDir:
             try:
                 return FileLock(path, needed=False)
             except LockHeld as held:
-                if time.monotonic() - started > max(wait_s, ENDING_S if held.ended else 0.0):
+                # `FileLock.is_held` in another process holds the lock for a moment.
+                if time.monotonic() - started > max(wait_s, ENDING_S if held.ended else POLL_S):
                     ended = ", which ended, but processes that it started still run" if held.ended else ""
                     raise ExpectedError(
                         f"run.dir = {self.root}: this run is in use by {held}{ended}; stop it (`kill PID` on that "

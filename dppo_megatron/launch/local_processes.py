@@ -19,7 +19,7 @@ from dppo_megatron.fleet.registry import engine_names, forget_all, free_port
 from dppo_megatron.run_dir import RunDir
 
 from .launcher import Launcher, RunPlan
-from .rank_environment import connection_environment
+from .rank_environment import connection_environment, trace_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[Pr
         # The ranks share the machine's cores, so each gets its part of the threads.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))),
         **connection_environment(config),
+        **trace_environment(RunDir(config.run.dir)),
     }
     return [
         ProcessPlan(f"{name}-{rank}", arguments, {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})

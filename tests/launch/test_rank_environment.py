@@ -49,6 +49,7 @@ def test_every_rank_of_a_local_run_has_it(gpus):
     gpus("9.0\\n")
     plan = local_plan(make_config(parallel=LAYOUTS["tensor"]), resume=False)
     assert [rank.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for rank in plan.trainers] == ["1", "1"]
+    assert all(rank.environment["TORCH_FR_DUMP_TEMP_FILE"].endswith("logs/nccl_trace_rank_") for rank in plan.trainers)
 
 
 @pytest.mark.parametrize(

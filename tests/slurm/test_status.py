@@ -57,6 +57,7 @@ def test_a_run_in_its_second_life(run, squeue):
     run.log("orchestrator").write_text("INFO fine: 0 errors\n")
     status = read_status(run.root)
     assert (status.step, status.checkpoint, status.policy_version, status.restarts) == (3, 2, 3, 1)
+    assert (status.state, "the launcher on a node was killed" in status.state_text) == ("queued", True)
     assert (status.metrics["rollout/reward_mean"], status.accuracy) == (0.5, 0.25)
     assert 19 < status.updated_s < 60
     assert [(j.id, j.state, j.reason, j.name) for j in status.jobs] == [
@@ -99,7 +100,7 @@ def test_what_the_queue_says_when_it_says_nothing(run, squeue, answer, code, not
 
 
 def test_a_run_that_slurm_never_saw_and_a_directory_without_a_run(run, tmp_path):
-    assert read_status(run.root).queue_note == "no job of this run has started"
+    assert read_status(run.root).queue_note == ""
     with pytest.raises(NotARun, match=r"no run with a config.yaml"):
         read_status(tmp_path)
     with run.take(), pytest.raises(NotARun, match=rf"did you mean {run.root}\?"):
