@@ -73,6 +73,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(data.problems, config, hf, notes, absent, tools),
         partial(user_code.reward_problems, config),
     ]
+    notes += training.precision_notes(config, here=place == "run")
     if place == "run":
         rules.append(partial(devices.problems, config))
         notes += devices.unreached(config)

@@ -89,13 +89,19 @@ def group(model: Path, position: int, step: int, *, length: int = 40, topk: int 
 
 
 def write_run(
-    root: Path, model: Path, change: Callable[[int, Row, Groups], Groups | None] = lambda step, row, groups: None
+    root: Path,
+    model: Path,
+    change: Callable[[int, Row, Groups], Groups | None] = lambda step, row, groups: None,
+    *,
+    trainer: str = "bf16",
+    engine: str = "bf16",
 ) -> Path:
-    """`change(step, row, groups)` alters the row in place and may return other groups."""
+    """`change(step, row, groups)` alters the row in place and may return other groups. trainer, engine: dtypes."""
     run = root / "run"
     run.mkdir()
     config = {
-        "model": {"path": str(model)},
+        "model": {"path": str(model), "dtype": trainer},
+        "engine": {"dtype": engine},
         "objective": {"name": "dppo_binary_tv"},
         "optimizer": {"lr": 1e-4},
         "rollout": {"prompts_per_step": GROUPS, "temperature": 1.0, "max_staleness": 1, "routing_replay": True},
@@ -215,6 +221,16 @@ def test_a_sampled_row_of_padding_is_of_this_model(tmp_path, model, token, named
 def test_engine_and_trainer_that_differ_from_the_start(tmp_path, model):
     run = write_run(tmp_path, model, lambda step, row, groups: row.update({"mismatch/kl": 0.3}))
     assert diagnose(run).findings["engine and trainer differ from the start"].since == 1
+
+
+@pytest.mark.parametrize(("dtype", "since"), [("bf16", 2), ("fp32", None)])
+def test_engines_that_round_updates_away_are_named_after_the_first_update(tmp_path, model, dtype, since):
+    def rounding(step, row, groups):
+        row["mismatch/kl"] = 1.2e-3 if step == 1 else 7.4e-3
+
+    findings = diagnose(write_run(tmp_path, model, rounding, trainer="fp32", engine=dtype)).findings
+    assert {name: found.since for name, found in findings.items()} == ({"mismatch grows": since} if since else {})
+    assert since is None or "bf16 engines round small updates" in findings["mismatch grows"].evidence
 
 
 def of_metrics(tmp_path: Path, rewards: list[float]) -> Path:
