@@ -307,6 +307,12 @@ def mismatch_grows(step: ExaminedStep, past: Past) -> Evidence:
     return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps{why}"
 
 
+@check("short lists of a teacher", "raise distillation.topk, and the teacher's --max-logprobs with it")
+def short_teacher_lists(step: ExaminedStep, past: Past) -> Evidence:
+    mass = step.value("distillation/tail_mass_teacher")
+    return None if mass is None or mass < 0.05 else f"{mass:.0%} of the teacher's mass is outside its list"
+
+
 def _some(step: ExaminedStep) -> list[tuple[BankEntry, list[int]]]:
     """Return the first groups with their first samples, up to TOKENS tokens in all."""
     left, found = TOKENS, []

@@ -201,6 +201,7 @@ PLANTED_FAULTS = [
     ("weights did not arrive", metric(mismatch__kl=0.4)),
     ("weights did not arrive", old_versions),
     ("mismatch grows", drift),
+    ("short lists of a teacher", metric(distillation__tail_mass_teacher=0.11)),
 ]
 
 
