@@ -342,6 +342,8 @@ def test_a_command_in_another_directory_is_answered_with_where_to_start_it(tree,
         f"working directory = {tmp_path}/first: relative paths begin there; "
         f"first/model, first/reward.py: in {tmp_path}; start the command there"
     )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert f": relative paths begin there; first/model: in {tmp_path}; " in found(tree)  # its reward can be imported
     monkeypatch.chdir(tmp_path)
     assert "working directory" not in found(tree)
 
