@@ -102,6 +102,8 @@ class LocalRun:
         for name in engine_names(self._config):
             if not (self._run.services / f"{name}.json").exists():
                 return f"{name} loads the model and warms up; see {self._run.log(name)}"
+        if not self._plan.trainers:
+            return f"the engines sample; see {self._run.log('orchestrator')}"
         return f"the trainer loads the model, and on GPUs compiles kernels; see {self._run.log('trainer-0')}"
 
     def _report(self, line: str) -> None:

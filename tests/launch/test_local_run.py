@@ -18,7 +18,8 @@ from dppo_megatron.cli import runs
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.launch.local_run import finished
+from dppo_megatron.launch.launcher import RunPlan
+from dppo_megatron.launch.local_run import LocalRun, finished
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
@@ -282,3 +283,13 @@ def test_without_locks_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunDir(tmp_path).take(), RunDir(tmp_path).take():
         pass
+
+
+def test_a_run_without_a_trainer_waits_for_its_engines(tmp_path):
+    """As `dppo-megatron sample` starts it."""
+    config = make_config(run={"dir": tmp_path})
+    waits = LocalRun(config, RunPlan([], None, []))._waits_for
+    assert "engine-0 loads the model" in waits()
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "engine-0.json").touch()
+    assert waits() == f"the engines sample; see {tmp_path / 'logs' / 'orchestrator.log'}"
