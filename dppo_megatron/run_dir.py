@@ -51,6 +51,7 @@ class RunDir:
     tokens = _Below("tokens")  # per-token values of some sequences, see `trainer/token_log.py`
     profile = _Below("profile")
     restarts = _Below("restarts.jsonl")
+    finished = _Below("finished")  # number of steps, if the run ended without a checkpoint (`checkpoint.final`)
     final_model = _Below("model")
     final_adapter = _Below("adapter")  # the adapter of a run with `model.lora`; the final model has it merged
 
@@ -89,14 +90,17 @@ class RunDir:
     @property
     def checkpoint_step(self) -> int | None:
         """Return the finished steps of the newest checkpoint, by its name; None if none is readable."""
+        return self._steps(self.checkpoints / "latest")
+
+    def _steps(self, file: Path) -> int | None:
         try:
-            return int(read_regular(self.checkpoints / "latest", 100).rpartition(b"-")[2])
+            return int(read_regular(file, 100).rpartition(b"-")[2])
         except (FileNotFoundError, ValueError):
             return None
 
     def done(self, steps: int) -> bool:
         """Return whether a run of `steps` steps is complete. A trainer that is stopped exits with 0 too."""
-        return (self.checkpoint_step or 0) >= steps
+        return max(self.checkpoint_step or 0, self._steps(self.finished) or 0) >= steps
 
     def teacher(self, name: str) -> Path:
         """Return the run directory of a teacher that the run serves."""

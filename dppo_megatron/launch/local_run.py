@@ -29,7 +29,9 @@ def finished(config: Config) -> bool:
     """Return whether the run is complete: its last checkpoint, the final model and its evaluations exist."""
     run, steps = RunDir(config.run.dir), config.train.steps
     last, latest = run.final_adapter if config.model.lora.r else run.final_model, run.checkpoints / "latest"
-    if not run.done(steps) or not last.exists() or last.stat().st_mtime < latest.stat().st_mtime:  # it has fewer steps
+    if not run.done(steps) or not last.exists():
+        return False
+    if latest.exists() and last.stat().st_mtime < latest.stat().st_mtime:  # the model has fewer steps
         return False
     evaluated = {n for record in read_metrics(run.metrics) if record["step"] == steps for n in evaluated_sets(record)}
     return not config.samples or config.eval_sets.keys() <= evaluated
