@@ -53,6 +53,7 @@ class RunDir:
     profile = _Below("profile")
     restarts = _Below("restarts.jsonl")  # the start and the end of each attempt
     heartbeats = _Below("heartbeats")  # of the trainer's ranks, see `common/heartbeat.py`
+    finished = _Below("finished")  # number of steps, if the run ended without a checkpoint (`checkpoint.final`)
     final_model = _Below("model")
     final_adapter = _Below("adapter")  # the adapter of a run with `model.lora`; the final model has it merged
 
@@ -92,14 +93,18 @@ class RunDir:
     @property
     def checkpoint_step(self) -> int | None:
         """Return the finished steps of the newest checkpoint, by its name; None if none is readable."""
+        return self._steps(self.checkpoints / "latest")
+
+    def _steps(self, file: Path) -> int | None:
         try:
-            return int(read_regular(self.checkpoints / "latest", 100).rpartition(b"-")[2])
+            return int(read_regular(file, 100).rpartition(b"-")[2])
         except (FileNotFoundError, ValueError):
             return None
 
-    def done(self, steps: int) -> bool:
-        """Return whether a run of `steps` steps is complete. A trainer that is stopped exits with 0 too."""
-        return (self.checkpoint_step or 0) >= steps
+    @property
+    def done(self) -> int:
+        """Return the finished steps that a resume need not repeat. A trainer that is stopped exits with 0, too."""
+        return max(self.checkpoint_step or 0, self._steps(self.finished) or 0)
 
     def teacher(self, name: str) -> Path:
         """Return the run directory of a teacher that the run serves."""

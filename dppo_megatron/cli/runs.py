@@ -35,7 +35,7 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     if run.config.exists():  # reports a run in use before errors about its ports
         run.take().release()
     if resume and finished(config):
-        done, steps = run.checkpoint_step, config.train.steps
+        done, steps = run.done, config.train.steps
         typer.echo(f"{done} steps are done, train.steps = {steps}; raise it above {done} to continue")
         typer.echo(f"report: {write_report(run.root)}")
         return

@@ -347,11 +347,19 @@ def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
     "mismatch grows", "objective.mismatch: truncate, routing replay with experts, or a higher precision in the engine"
 )
 def mismatch_grows(step: ExaminedStep, past: Past) -> Evidence:
-    name = "mismatch/kl"
+    name, steps, factor, why = "mismatch/kl", 3, 10, ""
+    if step.setting("model.dtype", str) == "fp32" and (dtype := step.setting("engine.dtype", str)) in ("bf16", "fp16"):
+        steps, factor, why = 1, 4, f"; {dtype} engines round small updates of an fp32 trainer away"
     now, first = step.value(name), past.at_start(name)
-    if now is None or first is None or past.steps < 3 or now < 1e-3 or now < 10 * first:
+    if now is None or first is None or past.steps < steps or now < 1e-3 or now < factor * first:
         return None
-    return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps"
+    return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps{why}"
+
+
+@check("short lists of a teacher", "raise distillation.topk, and the teacher's --max-logprobs with it")
+def short_teacher_lists(step: ExaminedStep, past: Past) -> Evidence:
+    mass = step.value("distillation/tail_mass_teacher")
+    return None if mass is None or mass < 0.05 else f"{mass:.0%} of the teacher's mass is outside its list"
 
 
 @check("gradient norm spikes", "a smaller optimizer.lr or optimizer.grad_clip; read the step's rollouts by `view`")

@@ -184,7 +184,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
     @property
     def trained(self) -> bool:
         """Return whether the trainer ended after its last step. The rest of the run then takes no time."""
-        return self._trainers_ended and self._run.done(self._config.train.steps)
+        return self._trainers_ended and self._run.done >= self._config.train.steps
 
     def end_all(self) -> None:
         """End all processes. Workers come first, because a rank may need the engines to finish its step.

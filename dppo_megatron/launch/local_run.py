@@ -30,7 +30,9 @@ def finished(config: Config) -> bool:
     """Return whether the run is complete: its last checkpoint, the final model and its evaluations exist."""
     run, steps = RunDir(config.run.dir), config.train.steps
     last, latest = run.final_adapter if config.model.lora.r else run.final_model, run.checkpoints / "latest"
-    if not run.done(steps) or not last.exists() or last.stat().st_mtime < latest.stat().st_mtime:  # it has fewer steps
+    if run.done < steps or not last.exists():
+        return False
+    if latest.exists() and last.stat().st_mtime < latest.stat().st_mtime:  # the model has fewer steps
         return False
     evaluated = {n for record in read_metrics(run.metrics) if record["step"] == steps for n in evaluated_sets(record)}
     return not config.samples or config.eval_sets.keys() <= evaluated
@@ -97,7 +99,7 @@ class LocalRun:
                     record_attempt(self._run, "completed", "")
                     return 0
                 case TrainerStopped():
-                    done, steps = self._run.checkpoint_step or 0, self._config.train.steps
+                    done, steps = self._run.done, self._config.train.steps
                     cause = (
                         f"the trainer was asked to stop, not by this command, at step {done} of {steps}; "
                         f"resume with {self._resume_command}"
@@ -115,6 +117,8 @@ class LocalRun:
         for name in engine_names(self._config):
             if not (self._run.services / f"{name}.json").exists():
                 return f"{name} loads the model and warms up; see {self._run.log(name)}"
+        if not self._plan.trainers:
+            return f"the engines sample; see {self._run.log('orchestrator')}"
         return f"the trainer loads the model, and on GPUs compiles kernels; see {self._run.log('trainer-0')}"
 
     def _report(self, line: str) -> None:

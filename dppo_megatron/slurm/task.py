@@ -15,6 +15,7 @@ import psutil
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.checks.devices import visible_devices
+from dppo_megatron.common.environment import cpu_threads
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config
@@ -155,12 +156,9 @@ def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound:
 
     If `bound`, the CPUs of this process belong only to this rank. Otherwise the ranks of the node share them.
     """
-    preset = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (1 if bound else task.local_size))),
-    }
     return (
         trace_environment(run)
-        | {name: value for name, value in preset.items() if name not in os.environ}
+        | cpu_threads(1 if bound else task.local_size)
         | {
             "RANK": str(task.rank),
             "WORLD_SIZE": str(task.size),

@@ -8,6 +8,7 @@ from functools import cache
 from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.bank import BankReader
 from dppo_megatron.common import heartbeat
+from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import raise_open_files_limit
 from dppo_megatron.common.ranks import Ranks, authenticate
 from dppo_megatron.config import Config
@@ -126,6 +127,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
             if config.model.lora.r:
                 base = config.model.start.absolute()
                 save_peft(actor.model_chunks, run.final_adapter, actor.hf, config.model.lora, base, overwrite=True)
+            if layout.rank == 0 and not config.checkpoint.final:
+                write_json(run.finished, done)
             recorder.wait_for_last_evaluation()
     if publisher is not None:
         publisher.close()

@@ -71,13 +71,19 @@ def group(model: Path, position: int, step: int, *, length: int = 40, topk: int 
 
 
 def write_run(
-    root: Path, model: Path, change: Callable[[int, Row, Groups], Groups | None] = lambda step, row, groups: None
+    root: Path,
+    model: Path,
+    change: Callable[[int, Row, Groups], Groups | None] = lambda step, row, groups: None,
+    *,
+    trainer: str = "bf16",
+    engine: str = "bf16",
 ) -> Path:
-    """`change(step, row, groups)` alters the row in place and may return other groups."""
+    """`change(step, row, groups)` alters the row in place and may return other groups. trainer, engine: dtypes."""
     run = root / "run"
     run.mkdir()
     config = {
-        "model": {"path": str(model)},
+        "model": {"path": str(model), "dtype": trainer},
+        "engine": {"dtype": engine},
         "objective": {"name": "dppo_binary_tv"},
         "optimizer": {"lr": 1e-4},
         "rollout": {"prompts_per_step": GROUPS, "temperature": 1.0, "max_staleness": 1, "routing_replay": True},

@@ -120,6 +120,7 @@ PLANTED_FAULTS = [
     ("weights did not arrive", metric(mismatch__kl=0.4)),
     ("weights did not arrive", old_versions),
     ("mismatch grows", drift),
+    ("short lists of a teacher", metric(distillation__tail_mass_teacher=0.11)),
 ]
 
 
@@ -140,6 +141,16 @@ def test_a_sampled_row_of_padding_is_of_this_model(tmp_path, model, token, named
 def test_engine_and_trainer_that_differ_from_the_start(tmp_path, model):
     run = write_run(tmp_path, model, lambda step, row, groups: row.update({"mismatch/kl": 0.3}))
     assert diagnose(run).findings["engine and trainer differ from the start"].since == 1
+
+
+@pytest.mark.parametrize(("dtype", "since"), [("bf16", 2), ("fp32", None)])
+def test_engines_that_round_updates_away_are_named_after_the_first_update(tmp_path, model, dtype, since):
+    def rounding(step, row, groups):
+        row["mismatch/kl"] = 1.2e-3 if step == 1 else 7.4e-3
+
+    findings = diagnose(write_run(tmp_path, model, rounding, trainer="fp32", engine=dtype)).findings
+    assert {name: found.since for name, found in findings.items()} == ({"mismatch grows": since} if since else {})
+    assert since is None or "bf16 engines round small updates" in findings["mismatch grows"].evidence
 
 
 def of_metrics(tmp_path: Path, rewards: list[float]) -> Path:

@@ -9,20 +9,24 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import typer
 
 from dppo_megatron.cli import runs
+from dppo_megatron.common.files import write_json
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.launch.local_run import finished
+from dppo_megatron.launch.launcher import RunPlan
+from dppo_megatron.launch.local_run import LocalRun, finished
 from dppo_megatron.observability.run_state import heartbeats, run_state
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
+from dppo_megatron.trainer.checkpoints import Checkpoints
 from tests.support.configs import make_config
 
 # Runs the config with children that write down their process id and then behave as the test asks.
@@ -311,3 +315,32 @@ def test_without_locks_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunDir(tmp_path).take(), RunDir(tmp_path).take():
         pass
+
+
+def test_a_run_without_a_trainer_waits_for_its_engines(tmp_path):
+    """As `dppo-megatron sample` starts it."""
+    config = make_config(run={"dir": tmp_path})
+    waits = LocalRun(config, RunPlan([], None, []))._waits_for
+    assert "engine-0 loads the model" in waits()
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "engine-0.json").touch()
+    assert waits() == f"the engines sample; see {tmp_path / 'logs' / 'orchestrator.log'}"
+
+
+def test_a_run_without_a_last_checkpoint_is_finished_when_its_model_is_written(tmp_path):
+    config = make_config(
+        run={"dir": tmp_path}, train={"steps": 3}, checkpoint={"final": False, "every": 1}, data={"eval": None}
+    )
+    run = RunDir(tmp_path)
+    due = Checkpoints(config, Mock()).due
+    assert [due(step) for step in (1, 2, 3)] == [True, True, False]
+    run.final_model.mkdir()
+    assert not finished(config)
+    write_json(run.finished, 3)
+    assert run.done(3)
+    assert not run.done(4)
+    assert finished(config)
+    run.checkpoints.mkdir()
+    (run.checkpoints / "latest").write_text("step-000002")
+    os.utime(run.final_model, (1, 1))  # of an earlier attempt
+    assert not finished(config)
