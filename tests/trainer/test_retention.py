@@ -153,6 +153,7 @@ def test_a_new_segment_lists_no_directory(tmp_path, monkeypatch):
         assert len(listed) == 1  # for a permission of an earlier version
         allow_deletion(tmp_path, 3)
         bank.append(make_group(4, **SIZES))
+        assert retired_segments(tmp_path, [0, 1, 2]) == {0, 1, 2}
         assert len(listed) == 1
     assert sorted(path.name for path in tmp_path.glob("*.bin")) == ["segment-000003.bin", "segment-000004.bin"]
 
