@@ -9,10 +9,10 @@ is a process of its own, as in a run:
 - orchestrator: opens the bank and starts the draft index, then writes groups and finds the earlier samples of prompts
 - rank 0 and rank 1: open trackers and bank, then read the batches of these groups
 
-Times are seconds of CPU, because other programs may use the cores. The resume is from the process's start to its first
-group, with imports; a group is the mean of `--groups`. A real resume also starts engines and loads a model, meanwhile
-on other cores, so its ratio is smaller. Rounds alternate the two sizes, and a figure is the smallest of the rounds. Memory is the highest of
-a process. The exit code is the number of ratios above 1.2.
+Times are seconds of CPU, because other programs may use the cores. The resume is from the process's start to its
+first group, with imports; a group is the mean of `--groups`. A real resume also starts engines and loads a model,
+meanwhile on other cores, so its ratio is smaller. Rounds alternate the two sizes, and a figure is the smallest of the
+rounds. Memory is the highest of a process. The exit code is the number of ratios above 1.2.
 """
 
 from __future__ import annotations
