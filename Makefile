@@ -1,4 +1,5 @@
 # make quickstart     train a small policy end to end on this machine's CPU, about three minutes on two cores
+# make language-model a language model of 135 M parameters from the package index learns sums; TASK=reasoning_gym, TASK=gsm8k
 # make test           the tests to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
 # make test-all       every test: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-verifiers,
 #                     test-browser, test-install, test-slurm, test-null-gpu, test-language-model
@@ -43,10 +44,15 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules. If the environment says not to keep compiled ones, each compiles them all.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu test-language-model attack lint types docs docs-check format install sglang clean
+.PHONY: quickstart language-model study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu test-language-model attack lint types docs docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
+
+TASK ?= sums
+GYM := $(VENV)/reasoning-gym
+language-model: install $(if $(filter reasoning_gym,$(TASK)),$(GYM)/.installed)
+	$(if $(filter reasoning_gym,$(TASK)),PYTHONPATH=$(CURDIR)/$(GYM) )$(BIN)/python examples/language_model/run.py --task $(TASK)
 
 # Of the slow tests, SHARD=0, 1 or 2 runs a third and one case of each kind (tests/schedule.py). RESULTS=DIRECTORY keeps JUnit files.
 SHARD ?= all

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from model import ModelUnavailable, model_directory
 
+from examples.language_model.model import ROOT, ModelUnavailable, model_directory
 from tests.engines.conftest import Served
 from tests.support import runs
 from tests.support.engines import engine_config, running_server
@@ -50,7 +50,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 def task(tmp_path_factory) -> Path:
     """A directory with the model as `random_model`, eight sums to train on, an epoch a step, and eight others."""
     try:
-        model = model_directory(REPOSITORY / "runs" / "language_model")
+        model = model_directory(REPOSITORY / ROOT)
     except ModelUnavailable as error:
         if "LANGUAGE_MODEL_REQUIRED" in os.environ:  # `.ci/run` knows that the index has it
             raise

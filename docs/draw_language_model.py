@@ -1,0 +1,41 @@
+"""Draw the held-out accuracy of the language model over minutes, from stored rows: docs/language_model.png.
+
+for seed in 1 2 3 4 5; do .venv/bin/python examples/language_model/run.py --seed $seed --rows ROWS; done
+.venv/bin/python docs/draw_language_model.py ROWS [output.png]    # ROWS: one JSON line per seed, and comments
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def main(rows: Path, output: Path) -> None:
+    runs = [json.loads(line) for line in rows.read_text().splitlines() if line.startswith("{")]
+    figure, axis = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
+    for run in runs:
+        axis.plot(run["minutes"], run["accuracy"], color="#56B4E9", lw=1)
+    minutes, accuracy = (np.mean([run[name] for run in runs], axis=0) for name in ("minutes", "accuracy"))
+    axis.plot(minutes, accuracy, "o-", color="#0072B2", lw=2, label=f"mean of {len(runs)} seeds")
+    for at, place, align in ((0, (8, -4), "left"), (-1, (-8, -16), "right")):
+        axis.annotate(
+            f"{accuracy[at]:.0%}", (minutes[at], accuracy[at]), place, textcoords="offset points", ha=align, fontsize=9
+        )
+    axis.set(xlabel="minutes from the command, without installation", xlim=(0, None), ylim=(0, 1.05))
+    axis.set_ylabel("held-out accuracy, greedy")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", color="#EEEEEE")
+    axis.legend(frameon=False, fontsize=9, loc="lower right")
+    figure.savefig(output, dpi=100)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent / "language_model.png")
