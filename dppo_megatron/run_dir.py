@@ -43,6 +43,7 @@ class RunDir:
     quantized_start = _Below("weights/start")  # the quantised copy of the start model, with which engines start
     checkpoints = _Below("checkpoints")
     logs = _Below("logs")
+    flight_recorder = _Below("logs/nccl_trace_rank_")  # with the rank: torch's record of its last collectives
     services = _Below("services")
     metrics = _Below("metrics.jsonl")
     rollout_metrics = _Below("rollout_metrics.jsonl")
@@ -50,7 +51,9 @@ class RunDir:
     answers = _Below("answers")  # answers of evaluations, by set and policy version
     tokens = _Below("tokens")  # per-token values of some sequences, see `trainer/token_log.py`
     profile = _Below("profile")
-    restarts = _Below("restarts.jsonl")
+    restarts = _Below("restarts.jsonl")  # the start and the end of each attempt
+    heartbeats = _Below("heartbeats")  # of the trainer's ranks, see `common/heartbeat.py`
+    finished = _Below("finished")  # number of steps, if the run ended without a checkpoint (`checkpoint.final`)
     final_model = _Below("model")
     final_adapter = _Below("adapter")  # the adapter of a run with `model.lora`; the final model has it merged
 
@@ -76,7 +79,8 @@ class RunDir:
             try:
                 return FileLock(path, needed=False)
             except LockHeld as held:
-                if time.monotonic() - started > max(wait_s, ENDING_S if held.ended else 0.0):
+                # `FileLock.is_held` in another process holds the lock for a moment.
+                if time.monotonic() - started > max(wait_s, ENDING_S if held.ended else POLL_S):
                     ended = ", which ended, but processes that it started still run" if held.ended else ""
                     raise ExpectedError(
                         f"run.dir = {self.root}: this run is in use by {held}{ended}; stop it (`kill PID` on that "
@@ -89,14 +93,18 @@ class RunDir:
     @property
     def checkpoint_step(self) -> int | None:
         """Return the finished steps of the newest checkpoint, by its name; None if none is readable."""
+        return self._steps(self.checkpoints / "latest")
+
+    def _steps(self, file: Path) -> int | None:
         try:
-            return int(read_regular(self.checkpoints / "latest", 100).rpartition(b"-")[2])
+            return int(read_regular(file, 100).rpartition(b"-")[2])
         except (FileNotFoundError, ValueError):
             return None
 
-    def done(self, steps: int) -> bool:
-        """Return whether a run of `steps` steps is complete. A trainer that is stopped exits with 0 too."""
-        return (self.checkpoint_step or 0) >= steps
+    @property
+    def done(self) -> int:
+        """Return the finished steps that a resume need not repeat. A trainer that is stopped exits with 0, too."""
+        return max(self.checkpoint_step or 0, self._steps(self.finished) or 0)
 
     def teacher(self, name: str) -> Path:
         """Return the run directory of a teacher that the run serves."""

@@ -1,22 +1,26 @@
-"""Generate documentation from the code: `python tools/tables.py` writes docs/settings.md and a table of objectives.md.
+"""Generate documentation: `python tools/tables.py` writes docs/settings.md and tables of objectives.md and tested.md.
 
-`make docs-check` fails if either is out of date.
+Settings and presets come from the code, layouts from tests/parallel/cases.py, and GPU results from benchmarks/results.
+`make docs-check` fails if a page is out of date.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.objectives.describe import additions, axes
 from dppo_megatron.objectives.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "benchmarks")]  # tests.parallel and gpu_day
 LARGE = 65536  # larger limits only catch typing errors and are not printed
-BEGIN, END = "<!-- presets -->\n", "\n<!-- end of presets -->"
 HEAD = """\
 # All settings
 
@@ -100,14 +104,78 @@ def objectives_table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def layouts_table() -> str:
+    """Return the layouts in which tests/parallel/test_parity.py trains each model as one process does."""
+    from tests.parallel.cases import CASES
+
+    rows: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for world, cases in CASES.items():
+        for case, layout in cases.items():
+            rows[case.partition(":")[0]][world].append(layout_in_words(layout, world))
+    lines = ["| model of the cases | two processes | four processes |", "|---|---|---|"]
+    lines += [f"| {model} | {'; '.join(of[2]) or '-'} | {'; '.join(of[4]) or '-'} |" for model, of in rows.items()]
+    return "\n".join(lines)
+
+
+def layout_in_words(layout: Mapping[str, Any], world: int) -> str:
+    """Return a layout in words. Example: {"tensor": 2, "sequence": True} of 4 is "tensor 2, sequence, data 2"."""
+    sizes = {name: layout.get(name, 1) for name in ("tensor", "pipeline", "context")}
+    sizes["data"] = world // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    for name, value in {**layout, **layout.get("settings", {})}.items():
+        if name not in ("settings", *sizes):
+            shown = name.replace("_", " ")
+            words.append(shown if value is True else f"no {shown}" if value is False else f"{shown} {value}")
+    return ", ".join(words)
+
+
+class Ran(NamedTuple):
+    """Contains one part of a GPU result file that was not skipped."""
+
+    part: str
+    result: str
+    file: str
+    device: str
+
+
+def gpu_results(root: Path) -> Iterator[Ran]:
+    """Yield the parts that benchmarks/gpu_day.py ran on GPUs, by the result files."""
+    for file in sorted((root / "benchmarks" / "results").glob("*-gpu-day*.txt")):
+        text = file.read_text()
+        device = re.search(r"^chip 0: ([^,]+)", text, re.MULTILINE)
+        for part, result in re.findall(r"^(\w+) +[\d.]+ s  (ok|failed: .*?)  ", text, re.MULTILINE):
+            yield Ran(part, result, file.name, device[1] if device else "unknown device")
+
+
+def gpu_table(root: Path) -> str:
+    """Return a row for each part of `make test-gpu`, with its results on GPUs."""
+    from gpu_day import PARTS
+
+    ran: dict[str, list[str]] = defaultdict(list)
+    for one in gpu_results(root):
+        ran[one.part].append(f"{one.result}, {one.device}, [{one.file[:10]}](../benchmarks/results/{one.file})")
+    lines = ["| part | test | on GPUs |", "|---|---|---|"]
+    lines += [f"| `{part.name}` | {part.what} | {'; '.join(ran[part.name]) or 'not run'} |" for part in PARTS]
+    return "\n".join(lines)
+
+
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Return the generated content of every file."""
-    page = root / "docs" / "objectives.md"
-    before, _, rest = page.read_text().partition(BEGIN)
+    docs = root / "docs"
+    objectives, tested = docs / "objectives.md", docs / "tested.md"
+    rows = _with_table(tested.read_text(), "layouts", layouts_table())
     return {
-        root / "docs" / "settings.md": settings_page(),
-        page: before + BEGIN + objectives_table() + END + rest.partition(END)[2],
+        docs / "settings.md": settings_page(),
+        objectives: _with_table(objectives.read_text(), "presets", objectives_table()),
+        tested: _with_table(rows, "gpu parts", gpu_table(root)),
     }
+
+
+def _with_table(text: str, name: str, table: str) -> str:
+    """Replace the table between the comments `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    return before + begin + table + end + rest.partition(end)[2]
 
 
 def stale(root: Path = ROOT) -> list[str]:

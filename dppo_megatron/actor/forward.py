@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from dppo_megatron.common.heartbeat import moved
 from dppo_megatron.objectives import (
     Metric,
     ObjectiveOutput,
@@ -250,6 +251,7 @@ class MostLikelyStep(LogprobStep):
 
 def run_model(model: Any, batch: MicroBatch) -> Tensor:
     """Run the forward pass of one chunk, wrapped or not; the last stage returns the head's output (`PolicyModel`)."""
+    moved()
     return model(
         input_ids=batch.token_ids,
         position_ids=batch.position_ids,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+NORM_PART = 1 << 14  # values
 _cuda: Any = torch.cuda  # replacements need not have the types of the originals
 
 
@@ -28,6 +30,7 @@ def install() -> None:
     _patch_devices()
     _patch_generators()
     _patch_streams()
+    _patch_norm()
     _patch_experts()
     _patch_uneven_exchange()
     _patch_exchange_with_oneself()
@@ -58,6 +61,16 @@ def _patch_streams() -> None:
     _cuda.Event = _Stream
     _cuda.current_stream = functools.partial(_Stream)
     _cuda.stream = contextlib.nullcontext
+
+
+def _patch_norm() -> None:
+    """Sum the squares of gradients by parts. In fp32 torch's norm of 28 M values on a CPU is .16 % too low.
+
+    Other layouts have smaller tensors, and would clip less.
+    """
+    from megatron.core.optimizer import clip_grads
+
+    clip_grads.l2_norm_impl = _l2_norm
 
 
 def _patch_experts() -> None:
@@ -137,6 +150,11 @@ def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool =
 
 def _set_rng_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
+
+
+def _l2_norm(_chunk: int, _flag: Tensor, tensors: Sequence[Sequence[Tensor]], _each: bool) -> tuple[Tensor, None]:
+    parts = (part for tensor in tensors[0] for part in tensor.flatten().split(NORM_PART))
+    return torch.tensor([math.hypot(*(float(part.norm()) for part in parts))]), None
 
 
 def _gather_unevenly(

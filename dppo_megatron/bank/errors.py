@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dppo_megatron.common.files import NO_ROOM, DiskFull
+from dppo_megatron.common.files import NO_ROOM, disk_full
 from dppo_megatron.errors import ExpectedError
 
 RESTORE = "restore it from a copy, or start a new run directory"
@@ -39,7 +39,7 @@ class BankTimeout(BankError, TimeoutError):
 
 def write_error(path: Path, error: OSError, needed: int) -> BankWriteError:
     """Return the error for a failed write of `needed` bytes."""
-    why = DiskFull(path, error, needed) if error.errno in NO_ROOM else f"{path}: {error.strerror}"
+    why = disk_full(path, error, needed) if error.errno in NO_ROOM else f"{path}: {error.strerror}"
     return BankWriteError(f"writing a record failed: {why}. Every record written before is intact", error.errno)
 
 

@@ -68,6 +68,7 @@ class BankWriter:
             self._lock.release()
             raise
         self._done = self._ledger.positions.all()
+        self._deleted = 0  # segments before this have no data that the trainer released
         # Groups begun here, changed only by the caller's thread, and failed ones, only by the writer's: no lock.
         self._stored_before, self._begun, self._failed = self._ledger.total_groups, 0, 0
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "bank-writer")
@@ -190,7 +191,7 @@ class BankWriter:
             ledger.next_segment()
         if self._segment.number != ledger.segment:
             self._segment = self._begin_segment(ledger)
-            delete_unneeded(self._directory, ledger.segment)
+            self._deleted = delete_unneeded(self._directory, self._deleted, ledger.segment)
         return self._segment
 
     def _begin_segment(self, ledger: Ledger) -> Segment:

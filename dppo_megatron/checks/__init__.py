@@ -7,6 +7,7 @@ it, because the node that drives a Slurm job may have no torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,7 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(data.problems, config, hf, notes, absent, tools),
         partial(user_code.reward_problems, config),
     ]
+    notes += training.precision_notes(config, here=place == "run")
     if place == "run":
         rules.append(partial(devices.problems, config))
         notes += devices.unreached(config)
@@ -104,8 +106,9 @@ def _started_elsewhere(config: Config, source: str) -> list[str]:
     """Return a problem if relative paths and modules exist only in a directory above the config."""
     names = (config.reward.name, config.objective.name, config.environment.source)
     modules = [Path(f"{name.partition(':')[0].replace('.', '/')}.py") for name in names if name and ":" in name]
-    paths = [config.model.path, config.model.weights, config.data.train, config.data.eval, *modules]
+    paths = [config.model.path, config.model.weights, config.data.train, config.data.eval]
     absent = [path for path in paths if path and not path.exists()]
+    absent += [path for path in modules if not any(Path(start, path).exists() for start in (".", *sys.path))]
     for directory in Path(source).absolute().parents:
         if found := [str(path) for path in absent if not path.is_absolute() and (directory / path).exists()]:
             why = f"relative paths begin there; {', '.join(found)}: in {directory}"

@@ -71,6 +71,7 @@ def model_problems(config: Config) -> Iterator[str]:
     from dppo_megatron.hf import read_hf_config
 
     given = {name: t.path for name, t in config.distillation.teachers.items() if t.path is not None}
+    topk = config.distillation.topk
     for name, path in given.items():
         try:
             models = [read_hf_config(model) for model in (path, config.model.path)]
@@ -83,11 +84,13 @@ def model_problems(config: Config) -> Iterator[str]:
         if config.samples and (why := config.too_long(positions - served, prompt, config.rollout.max_response_tokens)):
             remedy = "lower data.max_prompt_tokens or rollout.max_response_tokens"
             yield f"distillation.teachers.{name}.path = {path}: {why}{' and one to sample' * served}; {remedy}"
-        if not same or sizes[0] < max(sizes[1], config.distillation.topk):
-            yield (
-                f"distillation.teachers.{name}.path = {path}: has another tokenizer than model.path, or its {sizes[0]} "
-                f"tokens are less than those, {sizes[1]}, or distillation.topk; use a teacher of the same family"
-            )
+        wrong = {
+            "has another tokenizer than model.path; use a teacher of the same family": not same,
+            f"has {sizes[0]} tokens, model.path {sizes[1]}; use a teacher with at least as many": sizes[0] < sizes[1],
+            f"has {sizes[0]} tokens; lower distillation.topk ({topk}) to that": sizes[0] < topk,
+        }
+        if why := next((why for why, holds in wrong.items() if holds), ""):
+            yield f"distillation.teachers.{name}.path = {path}: {why}"
         elif path == config.trainer_teacher:
             shares = shares_prefixes(read_hf_config(config.model.path), config)
             built = with_settings(trainer_teacher_config(config), train={"share_prefixes": shares})

@@ -69,7 +69,8 @@ def problems(config: Config, *, resume: bool) -> list[str]:
     if not resume:
         return earlier_run(config)
     if not saved.exists():
-        return [f"run.dir = {config.run.dir}: no run to resume, {saved} is missing; correct it, or omit --resume"]
+        why = f"no run to resume, {saved} is missing; correct it, name the config.yaml in the directory of a moved run"
+        return [f"run.dir = {config.run.dir}: {why}, or omit --resume for a new run"]
     earlier = read_config(saved)  # rules between settings may be newer
     return [*changed_settings(config, earlier), *_moved_decay(config, earlier)]
 

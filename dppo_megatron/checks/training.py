@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
 from dppo_megatron.config.task import HELDOUT
 
@@ -105,6 +106,23 @@ def _precision(config: Config) -> Iterator[str]:
     yield from _loss_scale(config)
     if m.fp32_head and m.logits == "fused":
         yield "model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored"
+
+
+def precision_notes(config: Config, *, here: bool) -> Iterator[str]:
+    """Yield warnings about dtypes that disagree or, if the run computes on this machine's CPUs (`here`), are slow."""
+    import torch
+
+    trainer, engine = config.model.dtype, config.engine.dtype if config.samples else config.model.dtype
+    coarser = torch.finfo(DTYPES[engine].torch).eps > torch.finfo(DTYPES[trainer].torch).eps
+    if coarser and config.weight_sync.lora == "merged":
+        yield (
+            f"warning: engine.dtype = {engine}: rounds most of a small update of model.dtype = {trainer} away, so "
+            f"engine and trainer disagree more after the first update; set it to {trainer}, or model.dtype to {engine}"
+        )
+    on_cpu = here and not torch.cuda.is_available() and torch.backends.mkldnn.is_available()
+    if on_cpu and "fp16" in (trainer, engine) and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        name = "model.dtype" if trainer == "fp16" else "engine.dtype"
+        yield f"warning: {name} = fp16: this CPU has no fp16 units, so fp16 is about 30 times as slow as bf16; use bf16"
 
 
 def _loss_scale(config: Config) -> Iterator[str]:

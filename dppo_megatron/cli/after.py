@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from dppo_megatron.config.load import run_of
+
 from .arguments import AsJson, RunDirectory, RunOrBank
 
 app = typer.Typer()
@@ -33,13 +35,15 @@ def status(run_dir: RunDirectory, as_json: AsJson = False) -> None:
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories; several are compared")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="directories or configs of runs; several are compared")
+    ],
     out: Annotated[Path | None, typer.Option(help="output directory; default: RUN/report")] = None,
 ) -> None:
     """Print a run's summary table and draw its curves; several runs are overlaid."""
     from dppo_megatron.observability.report import write_report
 
-    typer.echo(write_report(runs, out))
+    typer.echo(write_report([run_of(run) for run in runs], out))
 
 
 @app.command()
@@ -56,7 +60,7 @@ def view(
     """
     from dppo_megatron.view import write_view
 
-    path = write_view(root, out, model, other)
+    path = write_view(root, out, model, None if other is None else run_of(other))
     typer.echo(path)
     if open_it:
         webbrowser.open(path.absolute().as_uri())

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from dppo_megatron.config.load import run_of
 from dppo_megatron.config.section import Url
 
 
@@ -24,8 +25,12 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="override one setting; may be repeated")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="continue from the last checkpoint and the bank")]
-RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="run directory of a running or ended run")]
-RunOrBank = Annotated[Path, typer.Argument(metavar="RUN_OR_BANK", help="run directory, or only a bank")]
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", callback=run_of, help="directory or config of a running or ended run")
+]
+RunOrBank = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_BANK", callback=run_of, help="directory or config of a run, or only a bank")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Urls = Annotated[
     list[str] | None,

@@ -35,8 +35,8 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     if run.config.exists():  # reports a run in use before errors about its ports
         run.take().release()
     if resume and finished(config):
-        done = config.train.steps
-        typer.echo(f"all {done} of {done} steps are done; raise train.steps to continue")
+        done, steps = run.done, config.train.steps
+        typer.echo(f"{done} steps are done, train.steps = {steps}; raise it above {done} to continue")
         typer.echo(f"report: {write_report(run.root)}")
         return
     notes = preflight(config, str(config_file))  # run.dir does not exist yet, so a rejected config leaves nothing

@@ -18,16 +18,34 @@ _OF_OTHERS = (
 )
 # Servers get these from `server_environment` and `engine.env` only. VLLM_PORT is also a variable of Kubernetes.
 _OF_SERVERS = r"(VLLM|SGL(ANG)?|DPPO)_(?!\w*(CACHE(_DIR|_ROOT)?|LOGGING_\w+|NCCL_\w+_PATH)$)\w*|PYTORCH_\w*ALLOC_CONF"
+# libgomp's spin count for tens of microseconds, longer than most pauses between two operators of a small model. It
+# saves an eighth of the sampling time at 20 M parameters. Three times this count takes the cores from other processes.
+SPINS = 3000
 _LONGEST_TMPDIR = 64  # bytes; a socket's path has at most 107, and vLLM and multiprocessing append up to 37
 
 
+def cpu_threads(sharing: int = 0, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the OpenMP variables of a child process that are not `given`.
+
+    Threads without work sleep. If they spin next to a busy process, the same work takes up to 4 times as long.
+    sharing: the number of processes, this child included, that compute at the same time on the CPUs of this process;
+    each gets its part of the threads. With 0 the child chooses their number.
+    """
+    variables = {"OMP_WAIT_POLICY": "PASSIVE"}
+    if sharing:
+        variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharing))
+    if sharing == 1 and "OMP_WAIT_POLICY" not in given:
+        variables["GOMP_SPINCOUNT"] = str(SPINS)
+    return {name: value for name, value in variables.items() if name not in given}
+
+
 def child_environment(
-    added: Mapping[str, str] | None = None, *, server: bool = False, peer: str = ""
+    added: Mapping[str, str] | None = None, *, server: bool = False, peer: str = "", sharing: int = 0
 ) -> dict[str, str]:
     """Return the environment of a child process: this process's own without variables meant for others, and `added`.
 
     server: the child is an inference server, or starts with its interpreter. peer: the host of a server of ours that
-    the child's foreign code calls. Requests to it and to loopback pass no proxy.
+    the child's foreign code calls. Requests to it and to loopback pass no proxy. sharing: as in `cpu_threads`.
     """
     dropped = f"{_OF_OTHERS}|{_OF_SERVERS}" if server else _OF_OTHERS
     kept = {name: value for name, value in os.environ.items() if not re.fullmatch(dropped, name)}
@@ -39,7 +57,7 @@ def child_environment(
     direct = "*" if "*" in given else ",".join(filter(None, dict.fromkeys((*given, *LOOPBACK, peer))))
     if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
         kept["TMPDIR"] = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", ".") if os.access(path, os.W_OK))
-    return kept | {"no_proxy": direct, "NO_PROXY": direct, **(added or {})}
+    return kept | cpu_threads(sharing) | {"no_proxy": direct, "NO_PROXY": direct, **(added or {})}
 
 
 @contextmanager

@@ -51,12 +51,14 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskFull(ExpectedError, OSError):
-    """A file system or quota has no space for `needed` bytes; the message gives the free space and the remedy."""
+    """A file system or quota has no space; the message gives the free space and the remedy."""
 
-    def __init__(self, path: Path, error: OSError, needed: int):
-        disk, remedy = path.parent.absolute(), "Free space there or move run.dir to a larger file system, then resume"
-        free = f"{shutil.disk_usage(disk).free} bytes free in {disk}, at least {needed} needed"
-        super().__init__(error.errno, f"{path}: {error.strerror}; {free}. {remedy}")
+
+def disk_full(path: Path, error: OSError, needed: int) -> DiskFull:
+    """Return the error for a write to `path` that needs at least `needed` bytes."""
+    disk, remedy = path.parent.absolute(), "Free space there or move run.dir to a larger file system, then resume"
+    free = f"{shutil.disk_usage(disk).free} bytes free in {disk}, at least {needed} needed"
+    return DiskFull(error.errno, f"{path}: {error.strerror}; {free}. {remedy}")
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def naming_a_full_disk(path: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise (DiskFull(path, error, needed) if error.errno in NO_ROOM else error) from None
+        raise (disk_full(path, error, needed) if error.errno in NO_ROOM else error) from None
 
 
 class OutputError(ExpectedError, OSError):

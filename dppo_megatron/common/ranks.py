@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from dppo_megatron.errors import ExpectedError
 
+from .heartbeat import moved
+
 T = TypeVar("T")
 _Failure = tuple[type[Exception], str]  # an error's type and text
 
@@ -172,6 +174,7 @@ class Ranks:
 
         Call it any number of times; it reports at most once a second.
         """
+        moved()
         if self.size > 1 and time.monotonic() - self._reported > LOOK_S:
             self._store.add("alive", 1)
             self._reported = time.monotonic()

@@ -53,11 +53,12 @@ class Worker:
     Call `load` first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
 
-    def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY, peer: str = ""):
+    def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY, **environment: Any):
         """Start the process.
 
         module: its function `load` is the argument of `serve`. hello: argument of that function. what: names the
-        foreign code in errors. largest: most bytes of a reply. peer: as in `child_environment`.
+        foreign code in errors. largest: most bytes of a reply. environment: arguments of
+        `child_environment`.
         """
         self._hello = hello
         self._what = what
@@ -72,7 +73,7 @@ class Worker:
                 [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path), module],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=child_environment(peer=peer),
+                env=child_environment(**environment),
                 start_new_session=True,  # Ctrl-C does not reach it, and `end` reaches its children
             )
         except OSError as error:

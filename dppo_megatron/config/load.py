@@ -30,12 +30,31 @@ class ConfigError(ExpectedError, ValueError):
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read `path` and apply overrides. `checks.load_config` also applies the rules between settings.
 
-    Raises `ConfigError` naming every violation of types and names.
+    The config.yaml in a run directory means the run there, which may have been moved or copied. Raises `ConfigError`
+    naming every violation of types and names.
     """
     source = str(path)
     tree, violations = read_tree(Path(path))
+    if here := _run_with(Path(path)):
+        run = tree.setdefault("run", {})
+        if isinstance(run, dict):
+            run["dir"] = str(here)
     violations += _apply_overrides(tree, overrides)
     return validated(tree, source, violations)
+
+
+def run_of(path: Path) -> Path:
+    """Return the run directory of a config, with the rule of `read_config`; any other path is returned unchanged."""
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return path
+    return _run_with(path) or read_config(path).run.dir
+
+
+def _run_with(config: Path) -> Path | None:
+    """Return the run directory that a file is the config of, or None."""
+    here = config.absolute().parent
+    written = any((here / name).exists() for name in ("run.lock", "files.json"))  # an evaluation has no lock
+    return here if written and config.name == "config.yaml" else None
 
 
 def validated(tree: dict[str, Any], source: str, violations: Sequence[str] = ()) -> Config:

@@ -28,6 +28,11 @@ class RunConfig(Section):
 
 class CheckpointConfig(Section):
     every: CountFromZero = setting(50, "steps between checkpoints; 0 = only at the end")
+    final: bool = setting(
+        True,
+        "write a checkpoint after the last step; without it RUN/model is still written, but a resume with more steps "
+        "repeats those since the last checkpoint",
+    )
     keep: Count = setting(2, "newest checkpoints that stay on disk")
     keep_rollouts: CountFromZero | None = setting(
         None,

@@ -18,7 +18,6 @@ from dppo_megatron.hf.weight_source import header_problems, open_weights
 from .layout import TargetLayout
 from .verify import trainer_config
 
-_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Keys that do not change the model's function in training here: dropout, auxiliary losses, caches, provenance.
 _NEUTRAL = frozenset((
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward",
@@ -113,8 +112,9 @@ def _facts(directory: Path, config: HFModelConfig) -> list[str]:
     out.append(f"attention: {config.num_heads} heads of {config.head_dim}, {config.rotary_dim} rotated; {kind}")
     if moe is not None:
         out.append(f"experts: {moe.num_experts} in {sum(moe.layers)} layers, {moe.top_k} for each token")
-        out.append(f"--expert: {_sizes(config, [TargetLayout(expert=size) for size in _SIZES])}")
-    out.append(f"--tensor: {_sizes(config, [TargetLayout(size, expert_tensor=1) for size in _SIZES])}")
+        out.append(f"--expert: {_sizes(config, [TargetLayout(expert=size) for size in range(1, moe.num_experts + 1)])}")
+    layouts = [TargetLayout(size, expert_tensor=1) for size in range(1, config.num_heads + 1)]
+    out.append(f"--tensor: {_sizes(config, layouts)}")
     if config.mtp_layers:
         out.append(f"left out: {config.mtp_layers} multi-token prediction layers")
     stored = "compared by name and shape" if _has_weights(directory) else "none here; only config.json was checked"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config import read_tree
+from dppo_megatron.config.load import run_of
 from dppo_megatron.hf import ModelError
 from dppo_megatron.hf.torch_dist_place import is_torch_dist, model_directory
 from dppo_megatron.run_dir import RunDir
@@ -19,6 +20,7 @@ def fingerprint_of(directory: Path) -> dict[str, Any]:
 
 def find_checkpoint(path: Path) -> Path | None:
     """Like `checkpoint_at`, but return None if there is no Megatron checkpoint."""
+    path = run_of(path)
     for directory in (path, path / "checkpoints"):
         latest = directory / "latest"
         found = directory / latest.read_text(errors="replace").strip() if latest.is_file() else directory

@@ -14,7 +14,7 @@ import numpy as np
 
 from dppo_megatron.bank import BankEntry
 
-from .steps import ExaminedStep, Past
+from .steps import FIRST, ExaminedStep, Past
 
 Evidence = str | None
 
@@ -61,7 +61,11 @@ def no_learning_signal(step: ExaminedStep, past: Past) -> Evidence:
     return f"in {without:.0f} of {groups} groups all samples have the same reward"
 
 
-@check("reward stands still", "read answers with low reward; another optimizer.lr, delta or grader; easier prompts")
+@check(
+    "reward stands still",
+    "look at the spread of rewards in groups, truncation, held-out reward, mismatch and gradient norm, in this order; "
+    "then read answers with low reward; another optimizer.lr, delta or grader; easier prompts",
+)
 def reward_stands_still(step: ExaminedStep, past: Past) -> Evidence:
     """Check whether the reward has not risen for fifty steps although the prompts are not solved."""
     means = past.reward_means[-STILL:]
@@ -198,6 +202,51 @@ def truncated(step: ExaminedStep, past: Past) -> Evidence:
     return f"{share:.0%} of the responses end at {limit}"
 
 
+@check(
+    "held-out reward does not follow",
+    "compare the prompts of data.eval and data.train by `data inspect` (template, prefix, length); else more prompts",
+)
+def held_out_reward_stays(step: ExaminedStep, past: Past) -> Evidence:
+    """Check from the third evaluation on whether it gained less than a tenth of the gain in training."""
+    names = [name for name in ("eval/reward_mean", "eval/accuracy") if step.value(name) is not None]
+    if not names or len(before := past.first(names[0])) < 2 or not past.improved(step):
+        return None
+    gain = float(step.value("rollout/reward_mean") or 0) - float(np.mean(past.reward_means[:FIRST]))
+    now = step.value(names[0]) or 0.0
+    if now > before[0] + 0.1 * gain:
+        return None
+    return f"{names[0]} {now:.3g}, {before[0]:.3g} at the first evaluation; the training reward rose by {gain:.3g}"
+
+
+@check(
+    "alike answers",
+    "read them by `view`: where an answer that ignores its prompt earns reward, correct the reward; else a smaller "
+    "optimizer.lr",
+)
+def alike_answers(step: ExaminedStep, past: Past) -> Evidence:
+    """Check whether half of the answers to each prompt are the same text, or four fifths of the tokens the same token.
+
+    Answers of less than 8 tokens are left out, because a class or a number may be right for several prompts.
+    """
+    answers: dict[str, list[np.ndarray]] = {}
+    for entry, samples in _some(step):
+        group = step.read(entry, samples, ("core",))
+        long = [rollout.token_ids for rollout in group.rollouts if len(rollout.token_ids) >= 8]
+        if 2 * len(long) >= len(group.rollouts) > 0:
+            answers.setdefault(group.prompt.text, []).extend(long)
+    if len(answers) < 2:
+        return None
+    for least, about, kinds in (
+        (0.5, "answers are the same text", [Counter(ids.tobytes() for ids in each) for each in answers.values()]),
+        (0.8, "tokens are the same token", [Counter(np.concatenate(each).tolist()) for each in answers.values()]),
+    ):
+        common = sum(kinds, Counter()).most_common(1)[0][0]
+        share = min(kind[common] / kind.total() for kind in kinds)
+        if share >= least:
+            return f"to {len(answers)} different prompts, at least {share:.0%} of the {about}"
+    return None
+
+
 @check("out of turns", "raise environment.max_turns, or let the environment end a trajectory that is done")
 def out_of_turns(step: ExaminedStep, past: Past) -> Evidence:
     share = step.value("environment/max_turns_share")
@@ -298,11 +347,27 @@ def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
     "mismatch grows", "objective.mismatch: truncate, routing replay with experts, or a higher precision in the engine"
 )
 def mismatch_grows(step: ExaminedStep, past: Past) -> Evidence:
-    name = "mismatch/kl"
+    name, steps, factor, why = "mismatch/kl", 3, 10, ""
+    if step.setting("model.dtype", str) == "fp32" and (dtype := step.setting("engine.dtype", str)) in ("bf16", "fp16"):
+        steps, factor, why = 1, 4, f"; {dtype} engines round small updates of an fp32 trainer away"
     now, first = step.value(name), past.at_start(name)
-    if now is None or first is None or past.steps < 3 or now < 1e-3 or now < 10 * first:
+    if now is None or first is None or past.steps < steps or now < 1e-3 or now < factor * first:
         return None
-    return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps"
+    return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps{why}"
+
+
+@check("short lists of a teacher", "raise distillation.topk, and the teacher's --max-logprobs with it")
+def short_teacher_lists(step: ExaminedStep, past: Past) -> Evidence:
+    mass = step.value("distillation/tail_mass_teacher")
+    return None if mass is None or mass < 0.05 else f"{mass:.0%} of the teacher's mass is outside its list"
+
+
+@check("gradient norm spikes", "a smaller optimizer.lr or optimizer.grad_clip; read the step's rollouts by `view`")
+def gradient_norm_spikes(step: ExaminedStep, past: Past) -> Evidence:
+    now, recent = step.value("train/grad_norm"), past.recent("train/grad_norm")
+    if now is None or recent is None or past.steps < 5 or now < 10 * recent or not recent:
+        return None
+    return f"train/grad_norm {now:.2g}, {recent:.2g} in the steps before"
 
 
 def _some(step: ExaminedStep) -> list[tuple[BankEntry, list[int]]]:

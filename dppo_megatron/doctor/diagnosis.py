@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.bank import BankEntry, BankError, BankReader
 from dppo_megatron.observability.history import ReportError, load_history
-from dppo_megatron.observability.logs import root_cause
 from dppo_megatron.observability.names import is_step_record
+from dppo_megatron.observability.run_state import RunState, run_state
 from dppo_megatron.observability.tail import JsonlFollower
 from dppo_megatron.run_dir import RunDir, run_below
 
@@ -38,7 +38,7 @@ class Finding:
         return {"sign": fields.pop("name"), **fields}
 
 
-NO_STEP = Finding("no step", 0, 0, 0, "", "remove the cause, then `train --resume`")
+DIED, REMEDY = "run died", "remove the cause, then `train --resume`"
 
 
 class Examination:
@@ -49,6 +49,7 @@ class Examination:
         self._follower = JsonlFollower(self._run.metrics)
         self.findings: dict[str, Finding] = {}
         self.unread = ""  # why some rollouts were not read
+        self.state: RunState | None = None  # of `diagnose`
         self._begin()
 
     def _begin(self) -> None:
@@ -66,8 +67,10 @@ class Examination:
         if restarted:  # a resumed run repeats steps; earlier findings stay
             self._begin()
         for record in records:
-            if isinstance(step := record.get("step"), int) and step > self.examined:
-                self._rows.setdefault(step, {}).update(record)
+            step = record["step"]
+            if step <= self.examined:  # an evaluation ends after its step, which was examined already
+                step, record = self.examined + 1, {n: v for n, v in record.items() if n.startswith("eval/")}
+            self._rows.setdefault(step, {}).update(record)
         new = []
         for number in sorted(step for step, row in self._rows.items() if is_step_record(row)):
             new += self._examine(number, self._rows.pop(number), rollouts)
@@ -126,27 +129,29 @@ class _ExaminedRun:
 
 
 def diagnose(run_dir: Path) -> Examination:
-    """Examine all steps of a run, or the logs of a run without a step. Raises `ReportError` when they name no cause."""
+    """Examine all steps of a run and its state. Raises `ReportError` if the directory has no run."""
     examination, run = Examination(run_dir), RunDir(run_dir)
     examination.advance()
     examination.close()
-    if not examination.examined:
-        # A failed process ends the other processes, which write their logs after it.
-        logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)
-        if not (cause := next(filter(None, map(root_cause, logs)), None)):
-            if not run.metrics.exists():
-                raise ReportError(f"{run.root}: not a run{run_below(run.root) or '; name the run.dir of a run'}")
-            raise ReportError(f"{run.metrics} has no step yet, and {run.logs} has no exception: wait, or train first")
-        examination.findings[NO_STEP.name] = replace(NO_STEP, evidence=cause)
+    state = examination.state = run_state(run)
+    if state.kind == "new":  # no step and no log
+        raise ReportError(f"{run.root}: not a run{run_below(run.root) or '; name the run.dir of a run'}")
+    if state.kind == "died":
+        dumps = f"; `torchfrtrace {run.logs} --prefix nccl_trace_rank_` shows the collectives of each rank"
+        why = state.why + (dumps if any(run.logs.glob("nccl_trace_rank_*")) else "")
+        examination.findings[DIED] = Finding(DIED, state.step, state.step, 1, why, REMEDY)
     return examination
 
 
 def text(examination: Examination) -> str:
     """Return the findings as text: name, steps, evidence and remedy."""
-    lines = []
+    state = examination.state
+    lines = [] if state is None or state.kind == "died" else [f"state: {state}"]
     for found in sorted(examination.findings.values(), key=lambda finding: finding.since):
         span = f"step {found.since}" if found.last == found.since else f"steps {found.since} to {found.last}"
         lines += [f"{found.name}: {span} ({found.steps})", f"  {found.evidence}", f"  -> {found.remedy}"]
     if examination.unread:
         lines.append(f"some rollouts were not read: {examination.unread}")
-    return "\n".join(lines) or f"nothing found in {examination.examined} steps"
+    if not examination.findings:
+        lines.append(f"nothing found in {examination.examined} steps")
+    return "\n".join(lines)

@@ -97,11 +97,18 @@ class Past:
         """Return the median of the first steps' values."""
         return _median(self._first.get(name, ()))
 
+    def first(self, name: str) -> list[float]:
+        """Return the values of the first steps that have one."""
+        return self._first.get(name, [])
+
     def improved(self, step: ExaminedStep) -> bool:
-        """Return whether the mean reward exceeds that of the first steps by a tenth of the range of rewards."""
+        """Return whether the mean reward exceeds that of the first steps by a tenth of the range of rewards.
+
+        A supervised run has no rewards, and counts as improved.
+        """
         now = step.value("rollout/reward_mean")
         if now is None or not self.reward_means:
-            return False
+            return now is None and not self.reward_means
         span = self.highest_reward - self.lowest_reward
         return now > float(np.mean(self.reward_means[:FIRST])) + 0.1 * span
 

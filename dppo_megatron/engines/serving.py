@@ -5,11 +5,11 @@ The rules between settings use this file, so it imports torch only inside functi
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dppo_megatron.common.environment import cpu_threads
 from dppo_megatron.config import Config
 from dppo_megatron.run_dir import RunDir
 
@@ -110,9 +110,6 @@ class EngineKind(ABC):
         return [layers]
 
 
-# libgomp's spin count for tens of microseconds, longer than most pauses between two operators of a small model. It
-# saves an eighth of the sampling time at 20 M parameters. Three times this count takes the cores from other processes.
-SPINS = 3000
 CPU_MODULES = Path(__file__).parent / "cpu"  # has dppo_megatron.engines.cpu.absent_packages, for PYTHONPATH
 CPU_KV_CACHE_BYTES = 2**30  # by default engines take a share of all memory, but other processes need it as well
 
@@ -124,15 +121,13 @@ def device_here() -> Device:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def cpu_threads(config: Config) -> dict[str, str]:
-    """Return the variables for a server on CPUs. It has one thread per core, idle while other processes compute.
+def server_threads(config: Config) -> dict[str, str]:
+    """Return the variables for a server on CPUs, which it shares with the engines of its machine.
 
-    The other processes are the trainer and the API process.
+    Ranks compute at other times. `OMP_NUM_THREADS` in this process's environment is theirs, not the servers'.
     """
-    variables = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_WAIT_POLICY": "PASSIVE"}
-    if config.engine.count == 1:  # engines that share the cores would spin while another engine computes
-        variables["GOMP_SPINCOUNT"] = str(SPINS)
-    return variables
+    engine, homes = config.engine, config.slurm.engine_nodes or config.slurm.trainer_nodes
+    return cpu_threads(-(-engine.count // homes) * engine.devices_per_node, given={})
 
 
 def start_model(config: Config) -> Path:

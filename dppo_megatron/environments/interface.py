@@ -64,8 +64,11 @@ class EnvironmentFailed(Exception):
     """
 
     def __init__(self, reason: str, detail: str):
-        super().__init__(detail)
+        super().__init__(reason, detail)
         self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class EnvironmentNameError(ExpectedError, ValueError):

@@ -25,7 +25,8 @@ class EnvironmentWorker(Worker):
 
     def __init__(self, config: EnvironmentConfig):
         hello = {"setting": config.setting, "name": config.source, "settings": config.settings}
-        super().__init__(__name__, hello, "environment", LARGEST_ANSWER, config.host if config.agent else "")
+        peer = config.host if config.agent else ""
+        super().__init__(__name__, hello, "environment", LARGEST_ANSWER, peer=peer, sharing=config.workers)
         self._timeout_s = config.timeout_s
 
     def described(self) -> tuple[list[dict[str, Any]], bool]:

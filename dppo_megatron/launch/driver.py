@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic
 
+from dppo_megatron.common.heartbeat import INTERVAL_S
 from dppo_megatron.common.process import exit_reason
 from dppo_megatron.common.retry import doubling_delay_s
 from dppo_megatron.config import Config
@@ -16,6 +20,7 @@ from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import forget, forget_all
 from dppo_megatron.observability.logs import Warnings
+from dppo_megatron.observability.run_state import hang, heartbeats
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import clear, lead
 
@@ -35,9 +40,21 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[ProcessT]):
-    """Names the process that failed: a worker, or an engine without further restarts."""
+    """Names the process that failed: a worker, or an engine without further restarts.
+
+    `hung`: the rank that hangs and the calls in which the others wait. `process` may then still run.
+    """
 
     process: ProcessT
+    hung: str = ""
+
+    @property
+    def cause(self) -> str:
+        code = self.process.poll()
+        ended = f"{self.process.name} ended: {exit_reason(code)}" if code else ""
+        if code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.hung:
+            ended += " (the kernel kills a process if memory is short: `dmesg -T | grep -i oom` on its machine)"
+        return "; ".join(filter(None, (ended, self.hung)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +138,13 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # restarted until the run ends
         self._orchestrator: list[ProcessT] = []  # at most one process
         self.trainers: list[ProcessT] = []
+        self._look_at_beats = 0.0  # time of the next look at the ranks' heartbeats
 
     def start(self, plan: RunPlan[PlanT]) -> None:
         """Start all processes. Engines come first, because they take the longest to start."""
         lead(self._run, self._config.weight_sync.directory if self._config.samples else None)
         forget_all(self._run)
+        shutil.rmtree(self._run.heartbeats, ignore_errors=True)  # of an earlier attempt
         if plan.engines:
             make_secret(self._config)
         for engine in plan.engines:
@@ -143,9 +162,14 @@ class RunDriver(Generic[PlanT, ProcessT]):
             self._report(f"doctor: {finding}")
         for warning in self._warnings.poll():
             self._report(warning)
-        for worker in self._workers:
-            if worker.poll() not in (None, 0):
-                return Failed(worker)
+        if failed := [worker for worker in self._workers if worker.poll() not in (None, 0)]:
+            # The other processes raise after a killed one, and after the one that raised first.
+            first = min(failed, key=lambda worker: ((worker.poll() or 0) > 0, _written(worker.log)))
+            return Failed(first, hang(heartbeats(self._run), time.time()) if first in self.trainers else "")
+        if self.trainers and time.monotonic() > self._look_at_beats:
+            self._look_at_beats, stall_s = time.monotonic() + INTERVAL_S, self._config.run.stall_timeout_s
+            if hung := hang(heartbeats(self._run), time.time(), stall_s):
+                return Failed(self.trainers[0], f"{hung} (run.stall_timeout_s = {stall_s:g})")
         if self._trainers_ended and not self.trained:
             return TrainerStopped()
         if all(worker.poll() == 0 for worker in self._workers):
@@ -160,7 +184,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
     @property
     def trained(self) -> bool:
         """Return whether the trainer ended after its last step. The rest of the run then takes no time."""
-        return self._trainers_ended and self._run.done(self._config.train.steps)
+        return self._trainers_ended and self._run.done >= self._config.train.steps
 
     def end_all(self) -> None:
         """End all processes. Workers come first, because a rank may need the engines to finish its step.
@@ -189,3 +213,7 @@ class RunDriver(Generic[PlanT, ProcessT]):
     def _trainers_ended(self) -> bool:
         """Return whether all trainers ended with exit code 0: at their last step, or after a signal."""
         return bool(self.trainers) and all(trainer.poll() == 0 for trainer in self.trainers)
+
+
+def _written(log: Path) -> float:
+    return log.stat().st_mtime if log.exists() else 0.0

@@ -31,7 +31,7 @@ from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.engine_checks import while_healthy
 from dppo_megatron.fleet.registry import engine_log, forget, free_port, port_in_use, read_when_written, register
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
-from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, root_cause, setup_logging
+from dppo_megatron.observability.logs import SERVER_READY, SERVER_START, SERVER_STOP, root_cause, setup_logging
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.delta import chain, is_delta
 from dppo_megatron.weights.published import PublishedPolicy
@@ -164,7 +164,7 @@ def _serve(config: Config, run: RunDir, index: int, start: EngineStart, server: 
     """Register the server from its first answer until it ends; return its exit code."""
     url, started = f"http://{host_and_port(config.engine.host, start.port)}", time.monotonic()
     _wait_healthy(config, url, server, run.log(engine_log(index, 0)))
-    log.info("engine-%d answers at %s after %.1f s", index, url, time.monotonic() - started)
+    log.info("engine-%d %s %s after %.1f s", index, SERVER_READY, url, time.monotonic() - started)
     register(run, f"engine-{index}", url, server.pid)
     try:
         return asyncio.run(_watch(config, url, server))

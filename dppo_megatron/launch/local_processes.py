@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dppo_megatron.checks.devices import devices_needed, engine_devices, visible_devices
+from dppo_megatron.common.environment import cpu_threads
 from dppo_megatron.common.file_lock import FileLock
 from dppo_megatron.common.process import Child
 from dppo_megatron.config import Config, save_resolved, with_absolute_paths
@@ -19,7 +19,7 @@ from dppo_megatron.fleet.registry import engine_names, forget_all, free_port
 from dppo_megatron.run_dir import RunDir
 
 from .launcher import Launcher, RunPlan
-from .rank_environment import connection_environment
+from .rank_environment import connection_environment, trace_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ def rank_plans(config: Config, name: str, arguments: tuple[str, ...]) -> list[Pr
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        # The ranks share the machine's cores, so each gets its part of the threads.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size))),
+        **cpu_threads(world_size),  # OMP_NUM_THREADS and OMP_WAIT_POLICY
         **connection_environment(config),
+        **trace_environment(RunDir(config.run.dir)),
     }
     return [
         ProcessPlan(f"{name}-{rank}", arguments, {**rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)})

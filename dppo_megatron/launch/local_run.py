@@ -9,12 +9,13 @@ import time
 
 from dppo_megatron.checks.resume import earlier_run
 from dppo_megatron.common.file_lock import FileLock
-from dppo_megatron.common.process import Child, exit_reason
+from dppo_megatron.common.process import Child
 from dppo_megatron.config import Config
 from dppo_megatron.fleet.registry import engine_names
 from dppo_megatron.observability.console import ProgressView
-from dppo_megatron.observability.logs import append_line, last_lines
+from dppo_megatron.observability.logs import append_line, last_lines, root_cause
 from dppo_megatron.observability.names import evaluated_sets
+from dppo_megatron.observability.run_state import record_attempt
 from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.run_dir import RunDir
 
@@ -29,7 +30,9 @@ def finished(config: Config) -> bool:
     """Return whether the run is complete: its last checkpoint, the final model and its evaluations exist."""
     run, steps = RunDir(config.run.dir), config.train.steps
     last, latest = run.final_adapter if config.model.lora.r else run.final_model, run.checkpoints / "latest"
-    if not run.done(steps) or not last.exists() or last.stat().st_mtime < latest.stat().st_mtime:  # it has fewer steps
+    if run.done < steps or not last.exists():
+        return False
+    if latest.exists() and last.stat().st_mtime < latest.stat().st_mtime:  # the model has fewer steps
         return False
     evaluated = {n for record in read_metrics(run.metrics) if record["step"] == steps for n in evaluated_sets(record)}
     return not config.samples or config.eval_sets.keys() <= evaluated
@@ -60,9 +63,15 @@ class LocalRun:
         self._view = ProgressView(self._config.train.steps, samples=rollout.prompts_per_step * rollout.group_size)
         driver = RunDriver(self._config, LocalLauncher(self._run, self._lock), self._report)
         try:
+            record_attempt(self._run, "started", "")
             driver.start(self._plan)
             self._view.note(f"run directory {self._run.root}, logs in {self._run.logs}")
+            if (saved := self._run.checkpoint_step) is not None:
+                self._view.note(f"resumes after step {saved} of {self._config.train.steps}")
             return self._watch(driver)
+        except Exception as error:
+            record_attempt(self._run, "failed", f"{type(error).__name__}: {error}")
+            raise
         finally:
             driver.end_all()
             self._view.close()
@@ -80,28 +89,36 @@ class LocalRun:
             if self._stop_signal is not None:
                 name = signal.Signals(self._stop_signal).name
                 self._view.note(f"{name}: stopping; {self._next()}")
+                record_attempt(self._run, "stopped", f"{name}; {self._next()}")
                 return 128 + self._stop_signal
             match driver.check():
                 case None:
                     time.sleep(POLL_S)
                 case Completed():
                     self._view.poll(self._run.metrics)
+                    record_attempt(self._run, "completed", "")
                     return 0
                 case TrainerStopped():
-                    done, steps = self._run.checkpoint_step or 0, self._config.train.steps
-                    self._report(
+                    done, steps = self._run.done, self._config.train.steps
+                    cause = (
                         f"the trainer was asked to stop, not by this command, at step {done} of {steps}; "
                         f"resume with {self._resume_command}"
                     )
+                    self._report(cause)
+                    record_attempt(self._run, "stopped", cause)
                     return 1
-                case Failed(process):
-                    self._show_failure(process)
+                case Failed(process) as failed:
+                    raised = root_cause(process.log) if (process.poll() or 0) > 0 else None
+                    record_attempt(self._run, "failed", "; ".join(filter(None, (failed.cause, raised))))
+                    self._show_failure(failed)
                     return 1
 
     def _waits_for(self) -> str:
         for name in engine_names(self._config):
             if not (self._run.services / f"{name}.json").exists():
                 return f"{name} loads the model and warms up; see {self._run.log(name)}"
+        if not self._plan.trainers:
+            return f"the engines sample; see {self._run.log('orchestrator')}"
         return f"the trainer loads the model, and on GPUs compiles kernels; see {self._run.log('trainer-0')}"
 
     def _report(self, line: str) -> None:
@@ -110,15 +127,18 @@ class LocalRun:
         with contextlib.suppress(OSError):  # a full disk must not hide the reason
             append_line(self._run.log("train"), line)
 
-    def _show_failure(self, child: Child) -> None:
-        self._report(f"{child.name} ended: {exit_reason(child.poll() or 0)}. Its last lines ({child.log}):")
-        for line in last_lines(child.log, LAST_LINES):
+    def _show_failure(self, failed: Failed[Child]) -> None:
+        child = failed.process
+        self._report(failed.cause + (f"; see {child.log}" if failed.hung else f". Its last lines ({child.log}):"))
+        for line in [] if failed.hung and not child.poll() else last_lines(child.log, LAST_LINES):
             self._view.note(f"  {line}")
         self._view.note(f"the run stopped; {self._next()}")
 
     def _next(self) -> str:
         if earlier_run(self._config):
-            return f"bank and checkpoints in {self._run.root} are kept; resume with {self._resume_command}"
+            at = self._run.checkpoint_step
+            saved = "" if at is None else f" (last checkpoint: step {at})"
+            return f"bank and checkpoints in {self._run.root} are kept{saved}; resume with {self._resume_command}"
         return "there is nothing to resume yet; correct the cause and start it again"
 
     def _on_signal(self, number: int, _frame: object) -> None:

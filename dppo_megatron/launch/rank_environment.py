@@ -7,6 +7,13 @@ import subprocess
 
 from dppo_megatron.config import Config
 from dppo_megatron.engines.kinds import kind_of
+from dppo_megatron.run_dir import RunDir
+
+
+def trace_environment(run: RunDir) -> dict[str, str]:
+    """Return the variables with which a timed-out collective dumps the last collectives of every rank to RUN/logs."""
+    dumps = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{run.flight_recorder.absolute()}"}
+    return {name: value for name, value in dumps.items() if name not in os.environ}
 
 
 def connection_environment(config: Config) -> dict[str, str]:

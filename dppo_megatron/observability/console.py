@@ -117,7 +117,7 @@ class ProgressView:
     def poll(self, path: str | Path) -> bool:
         """Show the records appended to `path` since the last call, and return whether there were any.
 
-        An idle call costs less than 1 ms. At the first call, and after a resume, only the latest record is shown.
+        An idle call costs less than 1 ms. Of the records before a resume only the last is used, in the bar.
         """
         first = self._follower is None
         self._follower = self._follower or JsonlFollower(path)
@@ -126,13 +126,11 @@ class ProgressView:
         records = [record for record in found if "step" in record and "time" in record]
         if restarted:
             self._evals.clear()
-            for record in records[:-1]:
+            for record in records:
                 self._absorb(record)
             self._pace.clear()  # the pace of an earlier attempt does not predict this one
-        for record in records[-1:] if restarted else records:
+        for record in [] if restarted else records:
             self.update(record)
-        if restarted:
-            self._pace.clear()  # the pause until the next step does not predict the pace either
         if records or time.monotonic() - self._drawn_at > _REDRAW_S:
             self._refresh()
         return bool(records)

@@ -18,6 +18,7 @@ from dppo_megatron.errors import bounded
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
 SERVER_START = "starting the server of node"  # an engine's log also contains the logs of earlier servers
+SERVER_READY = "answers at"
 SERVER_STOP = "asks the server to end"  # later lines are not errors
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((ERROR|CRITICAL) [^\]]*\] )?")  # prefix of lines from vLLM's processes
 # Also our own exceptions, such as NoReward, whose names are of several words.
@@ -110,9 +111,16 @@ def root_cause(path: Path) -> str | None:
 
 
 def last_error(lines: Sequence[str]) -> str | None:
-    """Return the last line that looks like an error. Errors of a server that was asked to end are ignored."""
-    found, ends = None, False
+    """Return the last line that looks like an error.
+
+    Errors of a server that was asked to end are ignored, and those of a start after which the server answered.
+    """
+    found, before, ends = None, None, False
     for line in lines:
+        if SERVER_START in line:
+            before = found
+        elif SERVER_READY in line:
+            found = before
         ends = SERVER_STOP in line or (ends and SERVER_START not in line)
         if not ends and _ERROR_LINE.search(line):
             found = line

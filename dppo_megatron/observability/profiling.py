@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, record_function
 
+from dppo_megatron.common.heartbeat import in_phase
 from dppo_megatron.config.schema import ProfileConfig
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,11 @@ class Phase:
 def phase(name: str) -> Iterator[Phase]:
     """Time a part of a step and set `seconds` at its end. It is a range in torch's profiler and, on CUDA, in NVTX."""
     part, started = Phase(), time.perf_counter()
-    with record_function(name), torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext():
+    with (
+        in_phase(name),
+        record_function(name),
+        torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext(),
+    ):
         yield part
     part.seconds = time.perf_counter() - started
 

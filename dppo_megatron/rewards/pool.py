@@ -46,7 +46,7 @@ class RewardPool:
         self._terms = config.all_terms
         self._rewards = build_rewards(config)
         named = [(term.name, term.settings) for term in self._terms]
-        self._workers = WorkerPool(lambda: RewardWorker(named), config.workers, "verifier")
+        self._workers = WorkerPool(lambda: RewardWorker(named, config.workers), config.workers, "verifier")
         self._tally = Tally([term.name for term in self._terms])
         self._closed = False
 

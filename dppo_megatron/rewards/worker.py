@@ -23,10 +23,10 @@ _Part = (
 
 
 class RewardWorker(Worker):
-    """Sends requests to a process that runs the rewards `terms`."""
+    """Sends requests to a process that runs the rewards `terms`, one of `sharing` such processes."""
 
-    def __init__(self, terms: Terms):
-        super().__init__(__name__, {"terms": tuple(terms)}, "verifier")
+    def __init__(self, terms: Terms, sharing: int = 1):
+        super().__init__(__name__, {"terms": tuple(terms)}, "verifier", sharing=sharing)
 
     def score(self, prompt: Prompt, text: str, terms: Sequence[int], timeout_s: float) -> list[Outcome]:
         """Return the outcome of each given term for one response, all within `timeout_s`. Raises `WorkerError`."""

@@ -155,11 +155,11 @@ class Job:
                 case Completed():
                     return self._completed()
                 case TrainerStopped():
-                    done, steps = self._run.checkpoint_step or 0, self._config.train.steps
+                    done, steps = self._run.done, self._config.train.steps
                     cause = f"the trainer was asked to stop, not by this job, at step {done} of {steps}"
                     return self._requeue(cause, 1)
-                case Failed(step):
-                    return self._failed(step)
+                case Failed() as failed:
+                    return self._failed(failed.process, failed.hung)
 
     def _completed(self) -> int:
         self._record("completed", f"{self._config.train.steps} steps done")
@@ -197,11 +197,13 @@ class Job:
         print_line(f"{name}: the job is being ended; the bank and the last checkpoint stay for --resume")
         return 128 + self._signal
 
-    def _failed(self, step: JobStep) -> int:
+    def _failed(self, step: JobStep, hung: str = "") -> int:
         code = step.poll() or 1
         cause = f"{step.name}: {exit_reason(code)}"
         if error := self._errors.first_of(step.name):
             cause += f" ({error})"
+        if hung:
+            cause = f"{hung}; {cause}" if step.poll() else hung
         print_line(f"{cause}; logs in {self._run.logs}")
         return self._requeue(cause, code)
 

@@ -22,6 +22,7 @@ from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import Service, engine_services
 from dppo_megatron.observability.logs import duration, last_error, last_lines
 from dppo_megatron.observability.names import accuracies, is_step_record
+from dppo_megatron.observability.run_state import run_state
 from dppo_megatron.observability.tail import read_metrics
 from dppo_megatron.run_dir import RunDir, run_below
 from dppo_megatron.weights.published import PublishedPolicy
@@ -65,6 +66,8 @@ class LastError:
 @dataclass(frozen=True, slots=True)
 class Status:
     run: str
+    state: str  # such as running, waiting, died
+    state_text: str  # with the awaited event, or the cause of the end
     step: int
     steps: int | None
     metrics: dict[str, float]  # metrics of the last training step
@@ -95,11 +98,15 @@ def read_status(directory: Path) -> Status:
     evaluated = [record[accuracy] for record in records if accuracy in record]
     last = trained[-1] if trained else {}
     published = PublishedPolicy.read(run.published)
-    attempts = AttemptLog(run)
+    attempts, state = AttemptLog(run), run_state(run)
     events = attempts.events()
     jobs, note = _jobs(list(dict.fromkeys(event.job for event in events)))
+    if state.kind == "died" and any(job.state == "PENDING" for job in jobs):  # Slurm requeued it after a lost node
+        state = replace(state, kind="queued")
     return Status(
         run=str(directory),
+        state=state.kind,
+        state_text=str(state),
         step=last.get("step", 0),
         steps=config.train.steps if config else None,
         metrics={name: value for name, value in last.items() if name not in ("step", "time")},
@@ -127,7 +134,7 @@ def _config(run: RunDir) -> Config | None:
 
 def _jobs(job_ids: list[str]) -> tuple[list[queue.QueuedJob], str]:
     if not job_ids:
-        return [], "no job of this run has started"
+        return [], ""
     try:
         jobs = queue.jobs(job_ids)
     except queue.SlurmError as error:
@@ -177,7 +184,7 @@ def show(status: Status, console: Console | None = None) -> None:
 
 def _head(status: Status) -> Table:
     of = "" if status.steps is None else f" of {status.steps}"
-    rows = [("step", f"{status.step}{of}")]
+    rows = [("state", status.state_text), ("step", f"{status.step}{of}")]
     rows += [
         (label, form.format(status.metrics[name]))
         for name, (label, form) in SHOWN.items()

@@ -15,13 +15,14 @@ import psutil
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.checks.devices import visible_devices
+from dppo_megatron.common.environment import cpu_threads
 from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import engine_log, free_port, read_when_written
 from dppo_megatron.launch.local_processes import dppo_command
-from dppo_megatron.launch.rank_environment import connection_environment
+from dppo_megatron.launch.rank_environment import connection_environment, trace_environment
 from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.preflight.task import ProcessPlace, run_place
 from dppo_megatron.run_dir import RunDir
@@ -155,19 +156,18 @@ def trainer_environment(run: RunDir, task: Task, place: MasterAddress, *, bound:
 
     If `bound`, the CPUs of this process belong only to this rank. Otherwise the ranks of the node share them.
     """
-    preset = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (1 if bound else task.local_size))),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str((run.logs / "nccl_trace_rank_").absolute()),
-    }
-    return {name: value for name, value in preset.items() if name not in os.environ} | {
-        "RANK": str(task.rank),
-        "WORLD_SIZE": str(task.size),
-        "LOCAL_RANK": str(task.local_rank),
-        "LOCAL_WORLD_SIZE": str(task.local_size),
-        "MASTER_ADDR": place.host,
-        "MASTER_PORT": str(place.port),
-    }
+    return (
+        trace_environment(run)
+        | cpu_threads(1 if bound else task.local_size)
+        | {
+            "RANK": str(task.rank),
+            "WORLD_SIZE": str(task.size),
+            "LOCAL_RANK": str(task.local_rank),
+            "LOCAL_WORLD_SIZE": str(task.local_size),
+            "MASTER_ADDR": place.host,
+            "MASTER_PORT": str(place.port),
+        }
+    )
 
 
 def engine_environment(config: Config, index: int, first_gpu: int) -> dict[str, str]:

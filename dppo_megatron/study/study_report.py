@@ -40,33 +40,40 @@ def _lines(file: StudyFile, rows: Sequence[StudyRow]) -> Iterator[str]:
     yield f"# {len(rows)} of {planned} runs"
     yield ""
     yield (
-        f"Where `{file.metric}` ended: mean over seeds with the bootstrap interval at 95 %, and the difference to "
-        f"{reference} paired by seed. Collapsed: it ended below {file.collapse:g} of its best value or below its "
-        "first, or the run failed. Bold: the interval of the difference leaves out 0."
+        f"Where `{file.metric}` ended: mean over seeds with the 95 % interval of Student's t, and the difference to "
+        f"{reference} paired by seed, of all runs and of survivors, which did not collapse. Collapsed: it ended below "
+        f"{file.collapse:g} of its best value or below its first, or the run failed. Bold: the interval of the "
+        "difference leaves out 0."
     )
+    survivors = [row for row in rows if not row.collapsed]
     for condition in file.conditions:
         yield from ("", f"## {condition}", "")
-        yield f"| method | seeds | {file.metric} | to {reference} | collapsed | masked share | mismatch KL |"
-        yield "|---|---|---|---|---|---|---|"
+        to = f"to {reference}"
+        yield f"| method | collapsed | {file.metric} | {to} | of survivors | {to} | masked share | mismatch KL |"
+        yield "|---|---|---|---|---|---|---|---|"
         for method in file.methods:
             of = [row for row in rows if row.method == method and row.condition == condition]
             if not of:
                 continue
-            ended = list(finals(rows, method, condition).values())
-            apart = None if method == reference else difference(rows, method, reference, condition)
-            reached = _shown(estimate(ended)) if len(ended) > 2 else ", ".join(f"{value:.3f}" for value in ended)
-            shown = _shown(apart, "+")
             cells = [
                 method,
-                len(of),
-                reached or "-",
-                f"**{shown}**" if apart is not None and apart.excludes_zero else shown,
                 f"{sum(row.collapsed for row in of)} of {len(of)}",
+                *_compared(rows, method, reference, condition),
+                *_compared(survivors, method, reference, condition),
                 _mean([row.masked_share for row in of], ".2%"),
                 _mean([row.mismatch_kl for row in of], ".1e"),
             ]
             yield f"| {' | '.join(map(str, cells))} |"
     yield from ("", "![curves](curves.png)")
+
+
+def _compared(rows: Sequence[StudyRow], method: str, reference: str, condition: str) -> tuple[str, str]:
+    """Return where the method ended, and its difference to the reference."""
+    ended = list(finals(rows, method, condition).values())
+    apart = None if method == reference else difference(rows, method, reference, condition)
+    reached = _shown(estimate(ended)) if len(ended) > 2 else ", ".join(f"{value:.3f}" for value in ended)
+    shown = _shown(apart, "+")
+    return reached or "-", f"**{shown}**" if apart is not None and apart.excludes_zero else shown
 
 
 def _shown(found: Estimate | None, sign: str = "") -> str:

@@ -37,7 +37,9 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         every = self._config.checkpoint.every
-        return step == self._config.train.steps or (every > 0 and step % every == 0)
+        if step == self._config.train.steps:
+            return self._config.checkpoint.final
+        return every > 0 and step % every == 0
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Save the state after `step`. metrics: the step's record, needed if the run is killed before it is logged."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 from dppo_megatron.actor import Actor
+from dppo_megatron.common.heartbeat import moved
 from dppo_megatron.config import Config
 from dppo_megatron.objectives import ObjectiveProtocol
-from dppo_megatron.observability.profiling import StepProfiler
+from dppo_megatron.observability.profiling import StepProfiler, phase
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import Publisher, WeightSyncError
 
@@ -56,11 +57,13 @@ def train(
                 checkpoints.save(step, metrics.finish())
 
     if publisher is not None:
-        recorder.log(step, publisher.publish(step).metrics())
-        control.barrier()
+        with phase("publish"):
+            recorder.log(step, publisher.publish(step).metrics())
+            control.barrier()
     try:
         while step < config.train.steps:
             profiler.begin(step + 1)
+            moved(step=step + 1, phase="train")
             metrics = StepMetrics(throughput)
             with metrics.timed("wait"):
                 while not control.wait_until_ready(source, step, publisher):

@@ -7,6 +7,8 @@ from functools import cache
 
 from dppo_megatron.actor import Actor, Layout, init_layout
 from dppo_megatron.bank import BankReader
+from dppo_megatron.common import heartbeat
+from dppo_megatron.common.files import write_json
 from dppo_megatron.common.process import raise_open_files_limit
 from dppo_megatron.common.ranks import Ranks, authenticate
 from dppo_megatron.config import Config
@@ -19,6 +21,7 @@ from dppo_megatron.hf import save_hf
 from dppo_megatron.hf.peft import save_peft
 from dppo_megatron.objectives import ObjectiveProtocol, build_objective
 from dppo_megatron.observability.logs import setup_logging
+from dppo_megatron.observability.profiling import phase
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import build_publisher, weight_check_tokens
 from dppo_megatron.weight_sync.engine_thread import EngineThread
@@ -50,6 +53,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     layout = init_layout(config)
     Ranks().begin_attempt()
     setup_logging(f"trainer-{layout.rank}", run.root)
+    heartbeat.start(run.heartbeats / f"trainer-{layout.rank}")
     objective = build_objective(config.objective.name, **config.objective.settings)
     control = Control(config.run.stall_timeout_s)
     engines = None
@@ -118,13 +122,17 @@ def run_trainer(config: Config, *, resume: bool) -> None:
             if colocated and publisher is not None:  # the engines evaluate while the actor is offloaded
                 recorder.wait_for_last_evaluation()
                 publisher.onload_actor()
-            save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
+            with phase("export"):
+                save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
             if config.model.lora.r:
                 base = config.model.start.absolute()
                 save_peft(actor.model_chunks, run.final_adapter, actor.hf, config.model.lora, base, overwrite=True)
+            if layout.rank == 0 and not config.checkpoint.final:
+                write_json(run.finished, done)
             recorder.wait_for_last_evaluation()
     if publisher is not None:
         publisher.close()
+    (run.heartbeats / f"trainer-{layout.rank}").unlink(missing_ok=True)  # the other ranks may need longer
     layout.close()
     log.info("finished %d steps", done)
 
@@ -132,10 +140,11 @@ def run_trainer(config: Config, *, resume: bool) -> None:
 def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> EngineThread | None:
     """Create the engine clients on rank 0, which waits for the engines; the other ranks wait for it without a limit."""
     engines = None
-    if layout.rank == 0:
-        engine_urls(config, run)
-        engines = EngineThread(LiveEngines(config))
-    control.barrier()
+    with phase("wait"):
+        if layout.rank == 0:
+            engine_urls(config, run)
+            engines = EngineThread(LiveEngines(config))
+        control.barrier()
     return engines
 
 

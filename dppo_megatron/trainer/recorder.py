@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dppo_megatron.common.heartbeat import in_phase
 from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
@@ -59,6 +60,7 @@ class RankZeroRecorder:
         if self._masked is not None:
             self._masked.log(step, counts)
 
+    @in_phase("wait")
     def wait_for_last_evaluation(self) -> None:
         """Wait until the orchestrator evaluated the last policy, if it evaluates at all."""
         if self._trackers is None or not self._config.samples:

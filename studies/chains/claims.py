@@ -7,23 +7,26 @@ of 0, and refuted if it is entirely further away. Every other outcome is not res
 
 The bootstrap interval of so few seeds is too narrow: with three seeds it is their range. So the table also has
 Student's interval and its p-value, adjusted for all claims by Holm's procedure; they were added after the runs. Where
-this p is 0.05 or above, the verdict says that only the bootstrap supports it.
+this p is 0.05 or above, the verdict says that only the bootstrap supports it. A column has the difference of survivors:
+the seeds of which neither run collapsed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
-from statistics import mean, stdev
+from math import isfinite
+from statistics import mean
 from typing import Literal
+
+import numpy as np
 
 from dppo_megatron.study.rows import StudyRow
 from dppo_megatron.study.verdicts import Estimate, estimate, holm, student_p
 
 MARGIN, LEVEL = 0.05, 0.05
 UNRESOLVED = "not resolved at this scale"
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # number of values: 97.5 % quantile of Student's t
+RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,15 @@ def differences(claim: Claim, rows: Sequence[StudyRow]) -> list[float]:
     return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
 
+def bootstrap(values: Sequence[float]) -> Estimate | None:
+    """Return the mean with its 95 % percentile bootstrap interval, or None for fewer than three values."""
+    if len(values) < 3:
+        return None
+    drawn = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    low, high = np.quantile(np.asarray(values, float)[drawn].mean(axis=1), [0.025, 0.975])
+    return Estimate(float(np.mean(values)), float(low), float(high))
+
+
 def verdict(claim: Claim, found: Estimate | None) -> str:
     """Return the verdict of an interval by the rule of the study."""
     if found is None:
@@ -90,8 +102,9 @@ def verdict(claim: Claim, found: Estimate | None) -> str:
 
 def table(rows: Sequence[StudyRow]) -> Iterator[str]:
     """Yield the lines of the table of claims, from the rows of one condition."""
-    yield "| claim | compared | seeds | difference, bootstrap | Student's t | adjusted p | verdict |"
-    yield "|---|---|---|---|---|---|---|"
+    head = "claim", "compared", "seeds", "difference, bootstrap", "Student's t", "collapsed", "of survivors"
+    yield f"| {' | '.join((*head, 'adjusted p', 'verdict'))} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     listed = [(source, claim) for source, claims in CLAIMS.items() for claim in claims]
     values = [differences(claim, rows) for _, claim in listed]
     run = {
@@ -99,18 +112,31 @@ def table(rows: Sequence[StudyRow]) -> Iterator[str]:
     }
     adjusted = holm(run, len(listed))
     for i, (source, claim) in enumerate(listed):
-        found, shown, student, p = estimate(values[i]), "-", "-", "-"
+        found, strict, p = bootstrap(values[i]), estimate(values[i]), "-"
         text = verdict(claim, found)
-        if found is not None:
-            half = STUDENT[len(values[i])] * stdev(values[i]) / sqrt(len(values[i]))
-            strict = Estimate(found.mean, found.mean - half, found.mean + half)
-            shown, student = (f"[{each.low:+.3f}, {each.high:+.3f}]" for each in (found, strict))
-            shown, p = f"{found.mean:+.3f} {shown}", f"{adjusted[i]:.2g}"
+        if strict is not None:
+            p = f"{adjusted[i]:.2g}"
             if text != UNRESOLVED and (adjusted[i] >= LEVEL or verdict(claim, strict) != text):
                 text = f"{UNRESOLVED}; {text} only by the bootstrap"
         by = "as good as" if claim.equal else "over"
         compared = f"`{claim.ours}` {by} `{claim.theirs}`{', mean' if claim.measure == 'mean' else ''}"
-        yield f"| {' | '.join((f'{claim.text} ({source})', compared, str(len(values[i])), shown, student, p, text))} |"
+        failed = [
+            str(sum(row.collapsed for row in rows if row.method == method)) for method in (claim.ours, claim.theirs)
+        ]
+        alive = differences(claim, [row for row in rows if not row.collapsed])
+        cells = _shown(found), _shown(strict).partition(" ")[2] or "-", ", ".join(failed), _survivors(alive), p, text
+        yield f"| {' | '.join((f'{claim.text} ({source})', compared, str(len(values[i])), *cells))} |"
+
+
+def _shown(found: Estimate | None) -> str:
+    return "-" if found is None else f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+
+
+def _survivors(values: Sequence[float]) -> str:
+    """Return the mean difference of survivors, with Student's interval if they are three or more, and their number."""
+    found = estimate(values)
+    shown = f"{mean(values):+.3f}" if values and found is None else _shown(found)
+    return f"{shown} ({len(values)})"
 
 
 def _value(row: StudyRow, measure: str) -> float:

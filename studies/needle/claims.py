@@ -3,7 +3,7 @@
 Measures of a run:
 
 - `half`: training steps until half of the samples begin with the right word, interpolated between steps. For a run that
-  does not reach half it is the number of its steps, a lower bound.
+  does not reach half it is the number of its steps, a lower bound. Runs that reach half are its survivors.
 - `tail`: share of the samples of the last 5 steps that begin with a word of the tail, at least half a sample.
 
 A claim compares two cells (method and condition) by ln(theirs / ours) of a measure, paired by seed. Above 0, `ours` is
@@ -22,14 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import log, sqrt
-from statistics import mean, stdev
+from math import log
+from statistics import mean
 from typing import Literal, NamedTuple
 
-from dppo_megatron.study.verdicts import holm, student_p
+from dppo_megatron.study.verdicts import Estimate, estimate, holm, student_p
 
 SEEDS = 8
-QUANTILE = 2.365  # 97.5 % of Student's t with 7 degrees of freedom
 MARGIN = log(1.25)
 LEVEL = 0.05
 SMALLEST = 0.5 / 1024  # half a sample of a step
@@ -149,10 +148,20 @@ def verdicts(claims: Sequence[Claim], curves: Curves) -> list[Verdict | None]:
     return out
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of SEEDS differences and its 95 % interval."""
-    middle, reach = mean(values), QUANTILE * stdev(values) / sqrt(SEEDS)
-    return middle, middle - reach, middle + reach
+def interval(values: Sequence[float]) -> Estimate:
+    """Return the mean of at least three differences and its 95 % interval."""
+    found = estimate(values)
+    assert found is not None
+    return found
+
+
+def reaches_half(curve: Sequence[Mapping[str, float]]) -> bool:
+    return half(curve) < len(curve)
+
+
+def lost(curve: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether fewer than 1 % of the last step's samples begin with the right word."""
+    return curve[-1]["needle"] < 0.01
 
 
 def differences(claim: Claim, curves: Curves) -> list[float]:

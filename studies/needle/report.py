@@ -23,14 +23,19 @@ from claims import (
     SEEDS,
     Claim,
     Curves,
+    Verdict,
     differences,
     half,
     interval,
+    lost,
     measured,
+    reaches_half,
     verdicts,
 )
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from dppo_megatron.study.verdicts import Estimate
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -45,9 +50,13 @@ COLOURS = {
 }
 
 
+SEARCH = """Mean of the steps to half of two seeds, where a run that does not reach half counts as all its steps. In
+parentheses: the mean of survivors, which reach half, and the number of failures. The rule chose the rate in bold."""
+
+
 def main() -> None:
     search, judged = read_curves("search"), read_curves("judged")
-    lines = ["# Needle: results", "", "## Search of the learning rates", "", *search_table(search)]
+    lines = ["# Needle: results", "", "## Search of the learning rates", "", SEARCH, "", *search_table(search)]
     lines += ["", "With rollouts up to 8 steps old:", "", *search_table(read_curves("search_stale"))]
     if judged:
         lines += ["", "## Runs", "", *cell_table(judged), "", "## Claims", "", *claim_table(CLAIMS, judged)]
@@ -75,32 +84,41 @@ def best_rates(search: Curves) -> dict[str, str]:
 
 
 def search_table(search: Curves) -> Iterator[str]:
-    """Yield a row for each method: the mean of `half` over the seeds at each learning rate, the best one in bold."""
+    """Yield a row for each method: the steps to half at each learning rate, the best one in bold."""
     halves, best = _halves(search), best_rates(search)
     rates = sorted({rate for of in halves.values() for rate in of}, key=_rate)
     yield f"| method | {' | '.join(rate.removeprefix('lr-') for rate in rates)} |"
     yield f"|---|{'---|' * len(rates)}"
     for method, of in halves.items():
-        cells = [f"{of[rate]:.2f}" if rate in of else "-" for rate in rates]
-        yield (
-            f"| `{method}` | "
-            + " | ".join(
-                f"**{cell}**" if rate == best[method] else cell for rate, cell in zip(rates, cells, strict=True)
-            )
-            + " |"
-        )
+        cells = []
+        for rate in rates:
+            curves = [curve for key, curve in search.items() if key[:2] == (method, rate)]
+            cell = f"{of[rate]:.2f}" if rate in of else "-"
+            cell = f"**{cell}**" if rate == best[method] else cell
+            failed = sum(not reaches_half(curve) for curve in curves)
+            cells.append(f"{cell} ({_steps(curves)}; {failed})" if failed else cell)
+        yield f"| `{method}` | {' | '.join(cells)} |"
+
+
+def _steps(curves: Sequence[Sequence[Mapping[str, float]]]) -> str:
+    """Return the mean of `half` over the runs that reach it."""
+    reached = [half(curve) for curve in curves if reaches_half(curve)]
+    return f"{mean(reached):.2f}" if reached else "-"
 
 
 def cell_table(judged: Curves) -> Iterator[str]:
-    """Yield a row for each method and condition, with means over the seeds."""
-    yield "| condition | method | seeds | steps to half | right word, last step | tail, last 5 steps | masked |"
-    yield "|---|---|---|---|---|---|---|"
+    """Yield a row for each method and condition, with means over seeds; of the steps, over those that reach half."""
+    head = "condition", "method", "seeds", "reached half", "their steps to half", "below 1 % at the last step"
+    yield f"| {' | '.join((*head, 'right word, last step', 'tail, last 5 steps', 'masked'))} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     cells = defaultdict(list)
     for (method, condition, _), curve in judged.items():
         cells[condition, method].append(curve)
     for (condition, method), curves in sorted(cells.items()):
         shown = [
-            f"{mean(half(curve) for curve in curves):.2f}",
+            f"{sum(map(reaches_half, curves))}",
+            _steps(curves),
+            f"{sum(map(lost, curves))}",
             f"{mean(curve[-1]['needle'] for curve in curves):.3f}",
             f"{mean(measured(curve, 'tail') for curve in curves):.3f}",
             f"{mean(step['masked'] or 0 for curve in curves for step in curve):.2%}",
@@ -109,32 +127,49 @@ def cell_table(judged: Curves) -> Iterator[str]:
 
 
 def claim_table(claims: Sequence[Claim], judged: Curves) -> Iterator[str]:
-    yield "| claim | measure | theirs / ours | p | adjusted p | verdict |"
-    yield "|---|---|---|---|---|---|"
+    yield "| claim | measure | theirs / ours | failed, theirs and ours | of survivors | p | adjusted p | verdict |"
+    yield "|---|---|---|---|---|---|---|---|"
     for claim, found in zip(claims, verdicts(claims, judged), strict=True):
         ours, theirs = (f"`{method}`" for method in (claim.ours[0], claim.theirs[0]))
         text = f"{claim.text} ({theirs} / {ours}, {claim.ours[1]})"
         if found is None:
-            yield f"| {text} | {claim.measure} | - | - | - | not run |"
+            yield f"| {text} | {claim.measure} | - | - | - | - | - | not run |"
             continue
-        ratio = f"{exp(found.mean):.2f} [{exp(found.low):.2f}, {exp(found.high):.2f}]"
-        yield f"| {text} | {claim.measure} | {ratio} | {found.p:.1e} | {found.adjusted:.1e} | {found.text} |"
+        cells = (_ratio(found), *_apart(claim, judged), f"{found.p:.1e}", f"{found.adjusted:.1e}", found.text)
+        yield f"| {text} | {claim.measure} | {' | '.join(cells)} |"
+
+
+def _ratio(found: Verdict | Estimate) -> str:
+    return f"{exp(found.mean):.2f} [{exp(found.low):.2f}, {exp(found.high):.2f}]"
+
+
+def _apart(claim: Claim, judged: Curves) -> tuple[str, str]:
+    """Return the failures of both cells, and the ratio over the seeds in which both reach half."""
+    if claim.measure == "tail":
+        return "-", "-"
+    failed = [
+        str(sum(not reaches_half(curve) for key, curve in judged.items() if key[:2] == cell))
+        for cell in (claim.theirs, claim.ours)
+    ]
+    alive = differences(claim, {key: curve for key, curve in judged.items() if reaches_half(curve)})
+    return ", ".join(failed), f"{_ratio(interval(alive))} ({len(alive)})" if len(alive) > 2 else f"- ({len(alive)})"
 
 
 def arm_table(judged: Curves) -> Iterator[str]:
     """Yield a row for each complete comparison of an arm without claims, and the effect of routing replay."""
-    yield "| condition | compared | steps of theirs / ours |"
-    yield "|---|---|---|"
+    yield "| condition | compared | steps of theirs / ours | failed, theirs and ours | of survivors |"
+    yield "|---|---|---|---|---|"
     ours = "dppo_binary_tv"
     pairs = [((ours, arm), (theirs, arm)) for arm in (MAIN, *ARMS) for theirs in ("clip_higher", "pg_is")]
     plain, replay = "experts", "experts-replay"
     pairs += [((method, replay), (method, plain)) for method in (ours, "clip_higher", "pg_is")]
     for own, other in pairs:
-        found = differences(Claim("", own, other), judged)
+        claim = Claim("", own, other)
+        found = differences(claim, judged)
         if len(found) == SEEDS:
-            middle, low, high = map(exp, interval(found))
             cells = [f"`{method}`" if own[1] == other[1] else f"`{method}`, {arm}" for method, arm in (other, own)]
-            yield f"| {own[1]} | {' / '.join(cells)} | {middle:.2f} [{low:.2f}, {high:.2f}] |"
+            shown = " | ".join((_ratio(interval(found)), *_apart(claim, judged)))
+            yield f"| {own[1]} | {' / '.join(cells)} | {shown} |"
     shares = [curve[0]["replay_disagreement"] for key, curve in judged.items() if key[1] == replay]
     if shares:
         yield ""

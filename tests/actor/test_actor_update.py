@@ -57,6 +57,19 @@ def test_no_micro_batch_makes_the_host_wait_for_the_device(rank: Rank):
 
 
 @on_ranks(1)
+def test_the_norm_of_a_large_gradient_does_not_depend_on_its_shards(rank: Rank):
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    with rank.actor():
+        whole, world = (
+            torch.randn(1 << 12, 1 << 12, generator=torch.Generator().manual_seed(0)),
+            torch.distributed.group.WORLD,
+        )
+        norms = [get_grad_norm_fp32([*whole.chunk(shards)], grad_stats_parallel_group=world) for shards in (1, 3)]
+    assert norms == pytest.approx([float(whole.double().norm())] * 2, rel=3e-7)
+
+
+@on_ranks(1)
 def test_ids_of_another_model_are_named_before_they_reach_the_device(rank: Rank):
     with rank.actor() as actor:
         for name in ("token_ids", "target_ids", "topk_ids"):

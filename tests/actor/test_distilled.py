@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from dppo_megatron.data.packing import TokenSequence
 from dppo_megatron.data.packing import pack as pack_sequences
 from dppo_megatron.objectives import ObjectiveSettings, build_objective
+from dppo_megatron.types import TokenBatch
 from tests.support.actor_cases import VOCAB
 from tests.support.actor_ranks import Rank
 from tests.support.divergences import dense_loss
@@ -167,3 +169,24 @@ def test_gradients_are_those_of_the_whole_vocabulary(on, reference, size, layout
         assert own.keys() == exact.keys()
         error = sum((own[name].double() - exact[name]).square().sum() for name in exact).sqrt()
         assert error < EXACT * sum(gradient.square().sum() for gradient in exact.values()).sqrt(), case
+
+
+def test_a_padded_id_takes_no_place_among_the_most_likely_tokens():
+    """Its logit is 0, above those of all tokens."""
+    from dppo_megatron.actor.forward import MostLikelyStep
+
+    logits = torch.tensor([[-5.0, -1.0, -3.0, -2.0, 0.0, 0.0]])
+    rows = TokenBatch(
+        token_ids=torch.zeros(1, dtype=torch.int32),
+        position_ids=torch.zeros(1, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        target_ids=torch.tensor([0]),
+        mask=torch.ones(1, dtype=torch.bool),
+        loss_weight=torch.ones(1),
+    )
+    layout = SimpleNamespace(tensor_rank=0, tensor_size=1, tensor_group=None)
+    model = SimpleNamespace(fused_head=False, exact=False)
+    step = MostLikelyStep(vocab_size=4, layout=layout, k=2)
+    _, values, ids = step.columns(rows, model, logits.clone())
+    assert ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(values, logits[:, :4].log_softmax(1)[:, [1, 3]])

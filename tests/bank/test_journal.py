@@ -5,7 +5,7 @@ import pytest
 
 from dppo_megatron.bank.errors import BankWriteError
 from dppo_megatron.bank.files import segment_paths
-from dppo_megatron.bank.journal import Journal
+from dppo_megatron.bank.journal import FinishedTurns, Journal
 from dppo_megatron.types import Rollout
 
 FIELDS = (
@@ -76,3 +76,10 @@ def test_what_is_not_whole_is_cut_and_written_again(tmp_path, written, caplog):
         assert found < 3
         check(tmp_path, written, found)
     assert "the next one is incomplete" in caplog.text
+
+
+def test_a_turn_is_taken_only_after_the_tokens_that_it_was_sampled_after():
+    (behind, sampled), (others, _) = turn(3, 0), turn(3, 1)
+    finished = FinishedTurns([(behind, sampled)])
+    assert finished.take(others) is None
+    assert finished.take(behind) is sampled

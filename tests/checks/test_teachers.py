@@ -46,7 +46,8 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, ta
     assert "distillation.teachers.other: " in found(tree)  # its config.json is no model's
     own = json.loads((task / "random_model" / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128}))
-    assert f"distillation.teachers.other.path = {other}: has another tokenizer than model.path" in found(tree)
+    other_tokens = "has another tokenizer than model.path; use a teacher of the same family"
+    assert f"distillation.teachers.other.path = {other}: {other_tokens}" in found(tree)
     for positions, server in (
         (19, False),
         (20, True),
@@ -61,6 +62,11 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, ta
         assert (problem in found(tree)) == (positions < 20 + server)
     tree["distillation"]["teachers"] = {"small": {"path": str(task / "random_model")}}
     tree["model"]["path"] = changed_model(task, tmp_path / "larger", vocab_size=own["vocab_size"] + 4)
-    assert "or its 16 tokens are less than those, 20, or distillation.topk" in found(tree)
+    small = f"distillation.teachers.small.path = {task / 'random_model'}: has 16 tokens"
+    assert f"{small}, model.path 20; use a teacher with at least as many" in found(tree)
+    tree["model"]["path"] = str(task / "random_model")
+    tree["distillation"]["topk"] = 17
+    assert f"{small}; lower distillation.topk (17) to that" in found(tree)
+    tree["distillation"]["topk"] = 4
     tree["objective"] = {}
     assert "uses none; set objective.settings.distillation, or remove it" in found(tree)

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 import dppo_megatron
-from dppo_megatron.common.environment import child_environment
+from dppo_megatron.common.environment import SPINS, child_environment, cpu_threads
 from dppo_megatron.common.process import Child
 from dppo_megatron.config.engine import EngineConfig
 from dppo_megatron.config.task import EnvironmentConfig
@@ -49,6 +49,34 @@ def test_a_child_gets_all_variables_but_those_of_other_programs(monkeypatch):
     assert names - child.keys() == no_child - {"RANK"}
     assert names - server.keys() == (no_child | no_server) - {"VLLM_PORT"}
     assert (child["RANK"], server["VLLM_PORT"]) == ("3", "1")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "threads"),
+    [(0, {}), (1, {"OMP_NUM_THREADS": "6", "GOMP_SPINCOUNT": str(SPINS)}), (4, {"OMP_NUM_THREADS": "1"})],
+)
+def test_the_threads_of_all_children_sleep_without_work_and_fit_the_affinity(monkeypatch, sharing, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert cpu_threads(sharing) == threads | {"OMP_WAIT_POLICY": "PASSIVE"}
+    given = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}
+    assert cpu_threads(sharing, given) == {}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    child = child_environment(sharing=sharing)
+    assert {name: child.get(name) for name in (*given, "GOMP_SPINCOUNT")} == given | {"GOMP_SPINCOUNT": None}
+
+
+@pytest.mark.parametrize(("count", "nodes", "threads"), [(1, 0, "6"), (2, 0, "3"), (2, 2, "6")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_of_a_machine_share_its_cpus(monkeypatch, kind, count, nodes, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the ranks
+    config = make_config(engine={"kind": kind, "count": count}, slurm={"engine_nodes": nodes})
+    found = KINDS[kind].environment(config, 0, device="cpu")
+    assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == (threads, "PASSIVE")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from dppo_megatron.checks import load_config
 from dppo_megatron.cli import app
-from dppo_megatron.config import Config, ConfigError, load, save_resolved, with_absolute_paths
+from dppo_megatron.config import Config, ConfigError, load, read_config, save_resolved, with_absolute_paths
+from dppo_megatron.config.load import run_of
 from dppo_megatron.objectives.settings import _OTHER_NAMES, AXES
 from tests.support.configs import make_config
 from tests.support.configs import write_config_file as write
@@ -44,6 +45,41 @@ def test_paths_are_those_of_the_working_directory_wherever_a_process_starts(tmp_
     assert (config.run.dir, config.model.path) == (tmp_path / "unused", tmp_path / "unused")
     assert (config.data.train, config.data.eval) == (tmp_path / "unused.jsonl", Path("/x/eval.jsonl"))
     assert (config.engine.python, config.model.weights) == (Path("python3"), None)
+
+
+@pytest.mark.parametrize("mark", ["run.lock", "files.json"])
+def test_the_config_in_a_run_directory_means_that_run(tmp_path, mark):
+    """Also in a copy and after a move. A config elsewhere, and --set, keep their run.dir."""
+    copy = tmp_path / "copy" / "config.yaml"
+    copy.parent.mkdir()
+    save_resolved(load_config(write(tmp_path, run={"dir": str(tmp_path / "original")})), copy)
+    for keeps in (read_config(copy).run.dir, run_of(copy)):
+        assert keeps == tmp_path / "original"
+    (copy.parent / mark).touch()
+    for moved in (read_config(copy).run.dir, load_config(copy).run.dir, run_of(copy)):
+        assert moved == copy.parent
+    assert read_config(copy, [f"run.dir={tmp_path}"]).run.dir == tmp_path
+    other = copy.rename(copy.with_name("other.yaml"))
+    assert read_config(other).run.dir == run_of(other) == tmp_path / "original"
+    assert run_of(copy.parent) == copy.parent
+    copy.write_text("train: [a damaged config")
+    assert run_of(copy) == copy.parent
+
+
+@pytest.mark.parametrize("command", ["status", "doctor", "report", "view", "audit", "convert megatron-to-hf"])
+def test_commands_on_runs_take_a_config_too(tmp_path, command):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.lock").touch()
+    save_resolved(load_config(write(tmp_path, run={"dir": str(tmp_path / "original")})), run / "config.yaml")
+    (run / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 0.5}\n')
+    results = [
+        CliRunner().invoke(app, [*command.split(), str(path), *([str(tmp_path / "out")] if " " in command else [])])
+        for path in (run, run / "config.yaml")
+    ]
+    texts = [re.sub(r"\d+:\d\d:\d\d ago", "", f"{done.output}{done.exception}") for done in results]
+    assert texts[0] == texts[1].replace(f"{run}/config.yaml", str(run))
+    assert str(tmp_path / "original") not in texts[1]
 
 
 TYPOS = {"model": {"dtpe": "fp32"}, "train": {"steps": "many"}, "rollout": {"temprature": 1}}

@@ -40,6 +40,12 @@ def test_a_published_config_without_weights(tmp_path):
     ]
 
 
+def test_sizes_need_not_be_powers_of_two(models, tmp_path):
+    raw = json.loads((models / "qwen3" / "config.json").read_text())
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152}
+    assert "--tensor: 1, 3" in check(written(tmp_path, raw | sizes)).supported
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family_is_supported_with_its_weights(models, family):
     found = check(models / family)

@@ -104,3 +104,30 @@ def test_the_parts_that_train_run_on_tiny_shapes(tmp_path):
         *("receiver 1 killed in a bucket", "after the loss: fingerprints of 64 layers: the same on 1 receivers"),
     ):
         assert expected in text, expected
+
+
+def test_a_result_names_a_commit_of_main_and_each_difference_to_the_lock(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import gpu_machine
+
+    def git(*command: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.check_output(["git", "-C", tmp_path, *who, *command], text=True).strip()
+
+    git("init", "--quiet", "--initial-branch=main")
+    (tmp_path / "setup.py").write_text("1")
+    git("add", ".")
+    git("commit", "--quiet", "--message=one")
+    of_main = git("rev-parse", "HEAD")[:12]
+    assert gpu_machine.commit(tmp_path) == of_main
+    git("checkout", "--quiet", "-b", "topic")
+    (tmp_path / "setup.py").write_text("2")
+    git("commit", "--quiet", "--all", "--message=two")
+    assert gpu_machine.commit(tmp_path) == f"{of_main}, with changes in setup.py"
+
+    lock = tmp_path / "some.lock"
+    lock.write_text(f"# a==1\nnumpy==0.1\ntorch=={torch.__version__}\nno-such==3\n")
+    instead, absent = gpu_machine.differences_to(lock)
+    assert instead.startswith("installed instead of the version of some.lock: numpy ")
+    assert instead.endswith(" (0.1)")
+    assert absent == "absent of some.lock: no-such"

@@ -182,3 +182,15 @@ def test_objectives_and_vocab_parallel_import_with_torch_alone():
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], env=runs.environment(), check=True)
+
+
+def test_a_run_may_end_without_a_last_checkpoint(task, tmp_path):
+    """It has its model, and a resume finds it complete. Supervised training needs no engine."""
+    tree = {name: config_tree(task, tmp_path / "run")[name] for name in ("run", "model", "optimizer")}
+    tree |= {"objective": {"name": "nll"}, "data": {"train": str(task / "warmup.jsonl")}, "train": {"steps": 2}}
+    tree |= {"rollout": {"prompts_per_step": 4}, "checkpoint": {"every": 1, "final": False}}
+    config = runs.write_config(tree, tmp_path / "c.yaml")
+    runs.run("train", config)
+    assert (tmp_path / "run/model/config.json").exists()
+    assert (tmp_path / "run/checkpoints/latest").read_text().endswith("-000001")
+    assert "all 2 of 2 steps are done" in runs.run("train", config, "--resume").stdout

@@ -34,8 +34,8 @@ class Engine:
         return hit
 
 
-def request(group: str, conversation: int) -> GenerateRequest:
-    return GenerateRequest("r", np.array([1]), 1, (0,), 1.0, 1, affinity=(group, f"{group}.{conversation}"))
+def request(group: str, conversation: int, n: int = 1) -> GenerateRequest:
+    return GenerateRequest("r", np.array([1]), n, tuple(range(n)), 1.0, 1, affinity=(group, f"{group}.{conversation}"))
 
 
 def play(count: int, *, groups: int = 96, together: int = 32, deaths: bool = False, router=None):
@@ -154,6 +154,21 @@ def test_a_turn_that_had_to_move_stays_and_its_siblings_do_not_follow():
     assert router.choose(request("g", 1), engines) is home
 
 
+@pytest.mark.parametrize(
+    ("home", "other", "n", "stays"),
+    [
+        (4, 3, 1, True),  # 5 samples, and the mean with the request is 4
+        (8, 0, 8, False),  # it would have 16, and the mean is 8
+        (5, 4, 8, False),  # neither has room, so the one with fewer samples gets it
+    ],
+)
+def test_the_samples_of_a_request_count_for_the_bound(home, other, n, stays):
+    engines, router = [Engine("a"), Engine("b")], PrefixRouter()
+    first = router.choose(request("g", 0), engines)
+    first.running, engines[first is engines[0]].running = home, other
+    assert (router.choose(request("g", 0, n), engines) is first) == stays
+
+
 def test_requests_without_affinity_go_to_the_least_loaded_engine():
     engines = [Engine("a", 4), Engine("b", 3), Engine("c", 5)]
     alone = GenerateRequest("r", np.array([1]), 8, tuple(range(8)), 1.0, 1)
@@ -165,4 +180,4 @@ def test_the_names_of_old_conversations_are_forgotten(monkeypatch):
     router = PrefixRouter()
     for number in range(50):
         router.choose(request(f"g{number}", 0), [Engine("a")])
-    assert len(router._engines) == 10
+    assert router._engines.keys() == {name for n in range(45, 50) for name in (f"g{n}", f"g{n}.0")}

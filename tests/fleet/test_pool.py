@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from dppo_megatron.engines.protocol import EngineIncompatible
+from dppo_megatron.engines.protocol import EngineIncompatible, EngineUnavailable
 from dppo_megatron.fleet.monitored_engine import MonitoredEngine
 from dppo_megatron.fleet.pool import NoEngineServes
-from tests.support.fakes.fleet import A, B, FakeServer, many, request, tokens, until
+from tests.support.fakes.fleet import A, B, FakeEngine, FakeServer, many, request, tokens, until
 
 
 async def test_requests_go_to_the_least_loaded_engine(world):
@@ -270,3 +270,32 @@ async def test_an_engine_that_dies_while_it_is_verified_is_verified_again(world)
         w.servers[A].restart(2, 3)
         await call
         assert w.servers[A].loads == [3, 3]
+
+
+async def test_a_verification_ends_with_the_instance_that_it_is_of(world):
+    """The load in the first instance would fail while the second one loads."""
+    w, ended = world(FakeServer()), asyncio.Event()
+
+    class Slow(FakeEngine):
+        async def load_weights(self, path, version, mode="keep"):
+            server = w.servers[A]
+            server.loads.append(version)
+            if len(server.loads) == 1:
+                try:
+                    await until(lambda: len(server.loads) > 1)
+                finally:
+                    ended.set()
+                raise EngineUnavailable("connection reset")
+            await ended.wait()
+            await asyncio.sleep(0.05)
+            server.weights = server.claims = version
+
+    w.build = lambda config, url: Slow(url, w.servers[url])
+    w.publish(3, to=())
+    async with w.live() as sampler:
+        call = asyncio.ensure_future(sampler.generate(request()))
+        await until(lambda: len(w.servers[A].loads) == 1)
+        w.servers[A].restart(2, 3)
+        await call
+        metrics = sampler.take_metrics()
+        assert (metrics["engine/restarts"], metrics["engine/deaths"]) == (1, 0)

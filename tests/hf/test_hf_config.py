@@ -208,6 +208,8 @@ def test_unsupported_routing_is_refused():
     raw = {**CONFIGS["deepseek_v3"], "scoring_func": "softmax", "topk_method": "greedy"}
     found = problems_of(raw)
     assert len(found) == 2
+    groups = {"n_group": 2, "topk_group": None}
+    assert problems_of({**CONFIGS["deepseek_v3"], **groups}) == ("topk_group = None: n_group = 2 needs it",)
     assert "num_experts: missing" in problems_of({**CONFIGS["qwen3_moe"], "num_experts": None})
     assert problems_of({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 5}) == (
         "num_experts_per_tok = 5: more than the 4 experts",

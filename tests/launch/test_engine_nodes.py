@@ -45,13 +45,15 @@ def test_other_nodes_start_with_what_node_0_wrote(config, tmp_path, monkeypatch)
     assert ["--headless" in command for command in (first, second)] == [False, True]
 
 
-@pytest.mark.parametrize(("node", "end"), [(None, "exit"), (None, "kill"), (1, "exit")])
+@pytest.mark.parametrize(("node", "end"), [(None, "exit"), (None, "kill"), (1, "exit"), (1, "stop")])
 def test_when_one_node_ends_all_end_and_the_engine_failed(config, monkeypatch, node, end):
-    """A node without an HTTP server ends with code 0 when a peer is gone: the engine must start again all the same."""
+    """A node without an HTTP server ends with code 0 when a peer is gone: the engine must start again, unless it
+    was to stop."""
     run = RunDir(config.run.dir)
     processes = [subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL) for _ in range(1 if node else 2)]
-    last = ended() if end == "exit" else processes.pop()
+    last = processes.pop() if end == "kill" else ended()
     servers = Servers([*processes, last])
+    servers.stopping = end == "stop"
     monkeypatch.setattr(Servers, "start", lambda *_: servers)
     monkeypatch.setattr(launched, "_start", lambda config, run, index: EngineStart("m", 0, 1, "127.0.0.1", 2))
     monkeypatch.setattr(launched, "_serve", lambda config, run, index, start, server: launched._wait_for_end(server))
@@ -61,5 +63,5 @@ def test_when_one_node_ends_all_end_and_the_engine_failed(config, monkeypatch, n
     if end == "kill":
         last.kill()
     code = launched.run_engine(config, 0, node=node, meeting="engine-0-1")
-    assert code == (1 if end == "exit" else 128 + signal.SIGKILL)
+    assert code == {"exit": 1, "stop": 0, "kill": 128 + signal.SIGKILL}[end]
     assert all(process.poll() is not None for process in [*processes, last])

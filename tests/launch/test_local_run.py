@@ -9,19 +9,24 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import typer
 
 from dppo_megatron.cli import runs
+from dppo_megatron.common.files import write_json
 from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
-from dppo_megatron.launch.local_run import finished
+from dppo_megatron.launch.launcher import RunPlan
+from dppo_megatron.launch.local_run import LocalRun, finished
+from dppo_megatron.observability.run_state import heartbeats, run_state
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
+from dppo_megatron.trainer.checkpoints import Checkpoints
 from tests.support.configs import make_config
 
 # Runs the config with children that write down their process id and then behave as the test asks.
@@ -63,15 +68,23 @@ if role == "trainer":
     latest.write_text("step-000003")
 time.sleep(600 if role == "engine" else 0)
 """
+BEATS = """
+if role == "trainer":
+    from dppo_megatron.common import heartbeat
+    heartbeat.INTERVAL_S = 0.2
+    heartbeat.start(directory / "run" / "heartbeats" / f"trainer-{os.environ['RANK']}")
+    heartbeat.moved(step=7, phase="optimizer")
+"""
 ROLES = ("engine-0", "orchestrator-0", "trainer-0", "trainer-1")
 
 
 class Launched:
     """The command in a process of its own, its children by name."""
 
-    def __init__(self, directory: Path, behaviour: str, **engine):
+    def __init__(self, directory: Path, behaviour: str, stall_s: float = 1800.0, **engine):
         self.directory, self.run = directory, RunDir(directory / "run")
-        config = make_config(run={"dir": self.run.root}, train={"steps": 3}, parallel={"world_size": 2}, engine=engine)
+        run = {"dir": self.run.root, "stall_timeout_s": stall_s}
+        config = make_config(run=run, train={"steps": 3}, parallel={"world_size": 2}, engine=engine)
         self.run.root.mkdir()
         save_resolved(config, self.run.config)
         stub = directory / "stub.py"
@@ -93,8 +106,8 @@ class Launched:
 def launch(tmp_path):
     launched = []
 
-    def start(behaviour: str, **engine) -> Launched:
-        launched.append(Launched(tmp_path, behaviour, **engine))
+    def start(behaviour: str, **settings) -> Launched:
+        launched.append(Launched(tmp_path, behaviour, **settings))
         return launched[-1]
 
     yield start
@@ -134,9 +147,29 @@ def test_a_killed_process_ends_the_run(launch, name):
     children[name].kill()
     assert run.process.wait(60) == 1
     check_gone(children)
-    assert "ended: killed by SIGKILL. Its last lines" in run.output.read_text()
+    ended = f"{name.replace('orchestrator-0', 'orchestrator')} ended: killed by SIGKILL (the kernel"
+    assert f"{ended} kills a process if memory is short: `dmesg -T | grep -i oom` on its machine). Its last lines" in (
+        run.output.read_text()
+    )
+    state = run_state(run.run)
+    assert (state.kind, state.why.startswith(ended)) == ("died", True)
     assert "the run stopped; there is nothing to resume yet; correct the cause" in run.output.read_text()
     assert "SIGKILL" in run.run.log("train").read_text()
+
+
+def test_a_stopped_rank_ends_the_run(launch):
+    """SIGSTOP, as a frozen machine. The message names rank, process, host, phase and step."""
+    run = launch(BEATS + ENDLESS, stall_s=10.0)
+    children = run.wait_for_children()
+    run.wait_until(lambda: [b.phase for b in heartbeats(run.run)] == ["optimizer"] * 2)
+    children["trainer-1"].suspend()
+    assert run.process.wait(60) == 1
+    check_gone(children)
+    named = f"rank 1 (process {children['trainer-1'].pid} on {socket.gethostname()}) shows no sign of life for 0:00:1"
+    assert named in run.output.read_text()
+    assert "in optimizer of step 7" in run.output.read_text()
+    state = run_state(run.run)
+    assert (state.kind, state.why.startswith(named)) == ("died", True)
 
 
 @pytest.mark.slow
@@ -211,7 +244,7 @@ def test_a_finished_run_is_not_started_again(tmp_path, monkeypatch, capsys):
     os.utime(run.final_model)
     runs.train(file, resume=True)
     out = capsys.readouterr().out
-    assert out.startswith("all 3 of 3 steps are done; raise train.steps to continue\n")
+    assert out.startswith("3 steps are done, train.steps = 3; raise it above 3 to continue\n")
     assert f"report: {tmp_path / 'run'}" in out
 
 
@@ -282,3 +315,31 @@ def test_without_locks_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunDir(tmp_path).take(), RunDir(tmp_path).take():
         pass
+
+
+def test_a_run_without_a_trainer_waits_for_its_engines(tmp_path):
+    """As `dppo-megatron sample` starts it."""
+    config = make_config(run={"dir": tmp_path})
+    waits = LocalRun(config, RunPlan([], None, []))._waits_for
+    assert "engine-0 loads the model" in waits()
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "engine-0.json").touch()
+    assert waits() == f"the engines sample; see {tmp_path / 'logs' / 'orchestrator.log'}"
+
+
+def test_a_run_without_a_last_checkpoint_is_finished_when_its_model_is_written(tmp_path):
+    config = make_config(
+        run={"dir": tmp_path}, train={"steps": 3}, checkpoint={"final": False, "every": 1}, data={"eval": None}
+    )
+    run = RunDir(tmp_path)
+    due = Checkpoints(config, Mock()).due
+    assert [due(step) for step in (1, 2, 3)] == [True, True, False]
+    run.final_model.mkdir()
+    assert not finished(config)
+    write_json(run.finished, 3)
+    assert run.done == 3
+    assert finished(config)
+    run.checkpoints.mkdir()
+    (run.checkpoints / "latest").write_text("step-000002")
+    os.utime(run.final_model, (1, 1))  # of an earlier attempt
+    assert not finished(config)

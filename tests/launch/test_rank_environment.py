@@ -1,8 +1,10 @@
 """A rank's environment variables for CUDA's queues and NCCL's buffers, by layout, GPUs and engines."""
 
+import os
+
 import pytest
 
-from dppo_megatron.launch.local_processes import local_plan
+from dppo_megatron.launch.local_processes import local_plan, rank_plans
 from dppo_megatron.launch.rank_environment import connection_environment
 from tests.support.configs import make_config
 
@@ -49,6 +51,7 @@ def test_every_rank_of_a_local_run_has_it(gpus):
     gpus("9.0\\n")
     plan = local_plan(make_config(parallel=LAYOUTS["tensor"]), resume=False)
     assert [rank.environment["CUDA_DEVICE_MAX_CONNECTIONS"] for rank in plan.trainers] == ["1", "1"]
+    assert all(rank.environment["TORCH_FR_DUMP_TEMP_FILE"].endswith("logs/nccl_trace_rank_") for rank in plan.trainers)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,14 @@ def test_ranks_have_the_nccl_buffers_of_sglang(monkeypatch, transport, engine, e
     assert connection_environment(config) == expected
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # engines inherit it
     assert connection_environment(config) == {}
+
+
+def test_ranks_share_the_cpus_of_this_process_and_sleep_without_work(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for plan in rank_plans(make_config(parallel={"world_size": 2}), "trainer", ()):
+        assert (plan.environment["OMP_NUM_THREADS"], plan.environment["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    (plan,) = rank_plans(make_config(), "trainer", ())
+    assert "OMP_NUM_THREADS" not in plan.environment  # a child inherits the user's

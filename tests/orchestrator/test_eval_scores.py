@@ -65,6 +65,13 @@ def sample(reward, final, *, failed=False, tokens=10, finish="stop", versions=(3
             "versions": list(versions), "final": final}  # fmt: skip
 
 
+def test_an_answer_that_was_not_graded_is_not_right():
+    """Even where a reward of 0 is."""
+    chosen = EvalSet(path="unused", n=2, temperature=1.0, pass_reward=0.0)
+    records = [{"samples": [sample(0.0, "7"), sample(0.0, "7", failed=True)]}]
+    assert scores("aime", chosen, records, 1.0)["eval/aime/avg@2"] == 0.5
+
+
 def test_the_metrics_of_a_set():
     """DAPO's rewards are 1 and -1: an average of rewards would not be the share of right answers."""
     records = [

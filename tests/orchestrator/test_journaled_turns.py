@@ -20,7 +20,10 @@ GROUPS = 4
 
 @pytest.mark.parametrize(("stored", "anew"), [(0, False), (7, False), (8, True)])
 def test_turns_of_an_earlier_process_count_for_staleness(tmp_path, caplog, stored, anew):
-    """At staleness 1, turns of policy 0 may be trained on in steps 0 and 1, so in one of the groups 0 to 7."""
+    """At staleness 1, turns of policy 0 may be trained on in steps 0 and 1, so in one of the groups 0 to 7.
+
+    The group is sampled last, and those begun after it wait for it.
+    """
     w = World(sampling_config(tmp_path / "run", max_staleness=1))
     with BankWriter(w.run.bank, GROUPS, fsync=False) as bank:
         for position in range(1, stored + 1):
@@ -31,9 +34,10 @@ def test_turns_of_an_earlier_process_count_for_staleness(tmp_path, caplog, store
     journal.add(0, np.ones(3, np.int32), replace(sampled, versions=np.zeros_like(sampled.versions)), 1.0)
     w.journals = Journals(tmp_path / "turns", ())
     assert w.journals.oldest_version(0) == 0
-    w.run_attempt(w.engine())
+    w.run_attempt(w.engine(delay=lambda request: 0.2 if request.request_id == "group-0-0" else 0.0))
     w.journals.close()
     assert ("begins again" in caplog.text) == anew
+    assert anew or 0 in np.ravel(w.steps()[:2])
     assert list((tmp_path / "turns").iterdir()) == []  # the bank has the group
 
 

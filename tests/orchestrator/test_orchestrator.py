@@ -202,6 +202,13 @@ def test_asynchronous_sampling_goes_on_while_a_policy_is_evaluated(world):
     assert [r["step"] for r in w.records() if "eval/accuracy" in r] == [0, 2, 4, 6, 8]
 
 
+def test_policies_that_are_published_after_the_last_group_are_evaluated(world):
+    w = world(max_staleness=3, training_s=0.2)  # the first policy samples all groups
+    engine = w.engine()
+    w.run_attempt(engine)
+    assert evaluations_of(w, engine).keys() == {0, 2, 3}
+
+
 def test_synchronous_evaluations_are_of_one_policy_however_long_they_take(world):
     w = world(steps=3, max_concurrent_groups=1)
     engine = w.engine(delay=lambda request: 0.0 if trains(request) else 0.1)

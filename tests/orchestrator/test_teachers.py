@@ -164,6 +164,34 @@ def test_the_client_of_a_server_that_moved_is_closed(tmp_path):
     assert asyncio.run(main()) == set()
 
 
+def test_requests_go_to_the_servers_in_turn_and_after_a_failure_to_the_next(tmp_path):
+    first, second = Server(), Server(fault=lambda n: "fails")
+
+    async def main() -> None:
+        async with first.serving(), second.serving():
+            teachers = Teachers(teaching(tmp_path, {"a": {"urls": [first.url, second.url]}}), Encoder(), VOCAB, None)
+            for position in range(4):
+                await teachers.add(prompt(position=position), [rollout([9])])
+            await teachers.close()
+
+    asyncio.run(main())
+    assert (len(first.asked), len(second.asked)) == (4, 2)
+
+
+def test_after_a_failure_the_tokenizer_is_verified_again(tmp_path):
+    """Another server may answer at the address then."""
+    server = Server()
+
+    def fault(n: int) -> str:
+        if n == 1:
+            server.encode = lambda text: [1, 2]
+        return "fails" if n == 1 else ""
+
+    server.fault = fault
+    with pytest.raises(EngineIncompatible, match="another tokenizer"):
+        scored(teaching(tmp_path, URL), server, prompt(), [rollout([9])], before=prompt())
+
+
 URL = {"a": {"urls": ["http://placeholder"]}}
 
 
@@ -176,14 +204,14 @@ def test_lists_reach_the_tokens_that_the_policy_sampled(tmp_path, kind):
         "sampling_mask_ids": np.concatenate([[3, 9], everything]).astype(np.int32),
         "sampling_mask_counts": np.array([2, VOCAB], np.int32),
     }
-    given = [rollout([9, 4, STOP]), rollout([5, 6, 80, 81, 7], spans=spans), rollout([9, 4, STOP])]
+    given = [rollout([2, 4, STOP]), rollout([5, 6, 80, 81, 7], spans=spans), rollout([2, 4, STOP])]
     given += [rollout([9, 3], **mask), replace(rollout([]), finish_reason="abort")]
     server = Server(kind)
     found, metrics = scored(teaching(tmp_path, {"a": {**URL["a"], "kind": kind}}), server, prompt(), given)
-    assert sorted(server.asked) == [[7, 8, 5, 6, 80, 81, 7], [7, 8, 9, 3], [7, 8, 9, 4, STOP]]
+    assert sorted(server.asked) == [[7, 8, 2, 4, STOP], [7, 8, 5, 6, 80, 81, 7], [7, 8, 9, 3]]
     assert set(server.tokens) == {""}  # not the run's secret
     rows = {0: [1, 2, 3], 1: [1, 2, 5], 2: [1, 2, 3], 3: [1, 2], 4: []}
-    gaps = []
+    gaps, tails = [], []
     for number, r in enumerate(found):
         exact = logprobs([7, 8, *r.token_ids.tolist()])[rows[number]]
         top = np.argsort(-exact, axis=1)[:, :K]
@@ -196,9 +224,11 @@ def test_lists_reach_the_tokens_that_the_policy_sampled(tmp_path, kind):
         assert (r.teacher_topk_logprob == np.take_along_axis(exact, top, 1)).all()
         assert (r.teacher_ids.dtype, r.teacher_logprob.dtype) == (np.int32, np.float32)
         gaps.append(-1 - r.teacher_logprob)
+        tails.append(1 - np.exp(r.teacher_topk_logprob).sum(1))
+    assert VOCAB in np.argsort(-logprobs([7, 8, 2, 4])[2])[:K]  # after 2 the first padded id is in the list
     assert (found[3].teacher_ids[0] == -1).any()
     assert metrics["teacher/a/kl"] == pytest.approx(float(np.concatenate(gaps).mean()), rel=1e-6)
-    assert 0 < metrics["teacher/a/tail_mass"] < 1
+    assert metrics["teacher/a/tail_mass"] == pytest.approx(float(np.concatenate(tails).mean()), rel=1e-5)
     assert metrics["teacher/retried_requests"] == 0
 
 

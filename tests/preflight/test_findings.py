@@ -116,6 +116,7 @@ def leave(tasks, group, *names, **facts):
             {"node0"},
         ),
         (["pairs 0", "other pairs 0"], {"tensor 1": [2, 3]}, "all arrived", {"node1"}),  # within a node
+        (["tensor 0"], {"pairs 0": [0, 2]}, "all arrived", {"node0", "node1"}),  # a local group clears no node
     ],
 )
 def test_a_group_that_did_not_end_names_the_nodes_at_fault(worked, broken, text, nodes):

@@ -52,6 +52,8 @@ def strange(prompt, response_text):
                 os.chdir(directory)
         case "where":
             return float(Path.cwd() == Path(prompt.answer))
+        case "threads":
+            return float(os.environ["OMP_NUM_THREADS"])
         case "pid":
             return float(os.getpid())
     return 1.0

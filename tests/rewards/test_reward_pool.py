@@ -34,6 +34,13 @@ def logged_failures(caplog) -> dict[str, int]:
     return dict(Counter(re.findall(r"reward of prompt row \d+ failed \((\w+)\)", caplog.text)))
 
 
+def test_verifiers_share_the_cpus(prompt, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    with make_pool(workers=2) as pool:
+        assert score(pool, prompt("1"), "threads") == ([3.0], [False])
+
+
 def test_hanging_verifiers_are_replaced(prompt, caplog):
     with make_pool(timeout_s=0.5, workers=2) as pool:
         start = time.monotonic()

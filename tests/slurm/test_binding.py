@@ -101,7 +101,8 @@ def test_without_nvidia_smi_no_gpu_is_known(monkeypatch):
 def children(child_environments, monkeypatch) -> list[dict]:
     """Environments of the children that tasks start."""
     monkeypatch.setattr(task.Task, "of_this_process", lambda: task.Task(3, 4, 1, 2, "node1", "7.0-0"))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
     return child_environments
 
 
@@ -114,7 +115,7 @@ def start(monkeypatch, role: str, first_gpu: int = 0, parallel=None, **slurm) ->
 def test_a_rank_is_bound_near_its_gpu_and_has_a_thread_for_each_of_its_cpus(node, children, monkeypatch, capsys):
     start(monkeypatch, "trainer")
     assert node == [{4, 5, 6, 7}]
-    assert children[0]["OMP_NUM_THREADS"] == "4"
+    assert (children[0]["OMP_NUM_THREADS"], children[0]["OMP_WAIT_POLICY"]) == ("4", "PASSIVE")
     assert "trainer-3 on" in (line := capsys.readouterr().out)
     assert line.endswith("GPU 0000:2a:00.0, CPUs [4, 5, 6, 7]\n")
 
@@ -130,6 +131,12 @@ def test_a_rank_is_not_bound_if_told_or_if_slurm_shows_it_one_gpu(node, children
     start(monkeypatch, "trainer", bind=bind)
     assert node == []
     assert children[0]["OMP_NUM_THREADS"] == "8"  # 16 CPUs, two tasks
+
+
+def test_the_first_of_two_tasks_that_sees_only_its_own_gpu_is_not_bound(node, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert not binding.bind_to_gpus("trainer-0", 0, 1, 2)
+    assert node == []
 
 
 def test_tasks_without_gpus_are_not_bound(node, children, monkeypatch):

@@ -13,7 +13,7 @@ from rich.console import Console
 from dppo_megatron.common.files import DamagedFile, write_json
 from dppo_megatron.config import save_resolved
 from dppo_megatron.fleet.registry import Service, free_port, register
-from dppo_megatron.observability.logs import SERVER_START, SERVER_STOP, NewErrors, last_error
+from dppo_megatron.observability.logs import SERVER_READY, SERVER_START, SERVER_STOP, NewErrors, last_error
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.slurm import queue
 from dppo_megatron.slurm.attempts import TIME_LIMIT, AttemptLog
@@ -57,6 +57,7 @@ def test_a_run_in_its_second_life(run, squeue):
     run.log("orchestrator").write_text("INFO fine: 0 errors\n")
     status = read_status(run.root)
     assert (status.step, status.checkpoint, status.policy_version, status.restarts) == (3, 2, 3, 1)
+    assert (status.state, "the launcher on a node was killed" in status.state_text) == ("queued", True)
     assert (status.metrics["rollout/reward_mean"], status.accuracy) == (0.5, 0.25)
     assert 19 < status.updated_s < 60
     assert [(j.id, j.state, j.reason, j.name) for j in status.jobs] == [
@@ -99,7 +100,7 @@ def test_what_the_queue_says_when_it_says_nothing(run, squeue, answer, code, not
 
 
 def test_a_run_that_slurm_never_saw_and_a_directory_without_a_run(run, tmp_path):
-    assert read_status(run.root).queue_note == "no job of this run has started"
+    assert read_status(run.root).queue_note == ""
     with pytest.raises(NotARun, match=r"no run with a config.yaml"):
         read_status(tmp_path)
     with run.take(), pytest.raises(NotARun, match=rf"did you mean {run.root}\?"):
@@ -111,6 +112,18 @@ def test_a_server_that_was_asked_to_end_makes_no_errors():
     assert last_error(lines) == "x ERROR y: one"
     assert last_error([*lines, f"{SERVER_START} 0: vllm serve", "ERROR y: two"]) == "ERROR y: two"
     assert last_error(lines[1:]) is None
+
+
+def test_errors_before_a_server_answered_are_no_errors():
+    start = [
+        f"{SERVER_START} 0: sglang",
+        "requests.exceptions.ConnectionError: Max retries exceeded with url: /freeze_gc",
+    ]
+    assert last_error(start) == start[1]
+    assert last_error([*start, f"engine-0 {SERVER_READY} http://a after 9.0 s"]) is None
+    crash = ["RuntimeError: out of memory", *start, f"engine-0 {SERVER_READY} http://a after 9.0 s"]
+    assert last_error(crash) == crash[0]
+    assert last_error([*crash, "x ERROR y: later"]) == "x ERROR y: later"
 
 
 def test_the_rank_that_failed_first_says_why_and_earlier_attempts_do_not_count(run):

@@ -91,10 +91,21 @@ def test_a_verdict_is_that_of_its_interval():
         rows = [row("dppo_binary_tv", seed, ours + seed / 100) for seed in range(4)]
         rows += [row("pg_is", seed, theirs) for seed in range(3)]
         told.append(list(table(rows))[2])
-    difference = "+0.410 [+0.400, +0.420] | [+0.385, +0.435] | 0.0034"
+    student = "[+0.385, +0.435]"
+    difference = f"+0.410 [+0.400, +0.420] | {student} | 0, 0 | +0.410 {student} (3) | 0.0034"
     assert told[0].endswith(f"| `dppo_binary_tv` over `pg_is` | 3 | {difference} | confirmed |")
     assert told[1].endswith("| refuted |")
-    assert told[2].endswith("[+0.000, +0.020] | [-0.015, +0.035] | 1 | not resolved at this scale |")
+    assert told[2].endswith("(3) | 1 | not resolved at this scale |")
+
+
+def test_survivors_are_the_seeds_of_which_no_run_collapsed():
+    def row(method: str, seed: int, end: float, collapsed: bool) -> StudyRow:
+        curve = ((0, 0.3), (60, end))
+        return StudyRow(method, "stale", seed, "", "done", 60, 0.3, end, end, collapsed, None, None, 1.0, "", curve)
+
+    rows = [row("dppo_binary_tv", seed, 0.9, False) for seed in range(3)]
+    rows += [row("pg_is", seed, end, end < 0.3) for seed, end in enumerate((0.7, 0.0, 0.8))]
+    assert " | 0, 1 | +0.150 (2) | " in list(table(rows))[2]
 
 
 def test_the_documented_verdicts_are_those_of_the_stored_rows():

@@ -40,6 +40,10 @@ def test_only_the_right_word_has_a_sure_reward(first, noise, share):
 def test_the_steps_to_half_are_interpolated_or_a_lower_bound():
     assert claims.half([{"needle": share} for share in (0.1, 0.4, 0.6)]) == 1.5
     assert claims.half([{"needle": 0.1}] * 4) == 4.0
+    shares = ([0.1, 0.2, 0.6], [0.1, 0.6, 0.0], [0.1, 0.1])
+    curves = [[{"needle": share} for share in each] for each in shares]
+    assert [claims.reaches_half(curve) for curve in curves] == [True, True, False]
+    assert [claims.lost(curve) for curve in curves] == [False, True, False]
 
 
 def verdict(ratio: float, spread: float, equal: bool) -> str:

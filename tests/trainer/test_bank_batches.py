@@ -166,6 +166,17 @@ def test_ranks_share_a_step_without_overlap(read):
     assert sum(tokens) == 6 + 2 + 6
 
 
+def test_groups_are_trained_on_in_the_order_of_prompts(tmp_path):
+    """A resumed run stores them in another order and must add in the same one."""
+    groups = [_group(position, GROUPS[0]) for position in (0, 1)]  # their advantages differ
+    read = []
+    for name, stored in (("a", groups), ("b", groups[::-1])):
+        write(tmp_path / name, *stored)
+        (update,) = batches(tmp_path / name, rollout={"prompts_per_step": 2}).read(0).updates
+        read.append(torch.cat([micro.advantage for micro in update.micro_batches]))
+    assert torch.equal(*read)
+
+
 def test_an_evaluated_prompt_counts_as_progress(tmp_path):
     source = batches(tmp_path)
     metrics = RunDir(tmp_path / "run").rollout_metrics

@@ -66,6 +66,17 @@ def test_the_statistic_and_the_loss_read_the_advantage_of_a_sampled_teacher(weig
         assert torch.equal(out.masked_tokens, plain.masked_tokens)
 
 
+def test_the_statistic_is_of_all_data_parallel_ranks(monkeypatch):
+    """The second rank adds the sums of the first."""
+    whole, objective, parts = call(), build_objective("ess_adaptive"), torch.arange(TOKENS).split(15)
+    layout = SimpleNamespace(**vars(LAYOUT) | {"data_group": SimpleNamespace(size=lambda: 2)})
+    reduced = []
+    monkeypatch.setattr(dist, "all_reduce", lambda sums, group: reduced.append(sums.clone()) or sums.add_(reduced[0]))
+    with_batch_statistic(objective, step(whole, parts[:2]), layout)
+    second = with_batch_statistic(objective, step(whole, parts[2:]), layout)
+    assert second.statistic == pytest.approx(with_batch_statistic(objective, step(whole, parts), LAYOUT).statistic)
+
+
 def decide(rank, directory):
     """Return the statistic of ranks with the same tokens but different rounding."""
     rendezvous(directory)

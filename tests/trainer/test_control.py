@@ -1,6 +1,7 @@
 """Waiting for a batch: rounds that no collective's time-out ends, and a clock that only progress stops."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -54,3 +55,9 @@ def test_the_stall_clock_goes_on_over_rounds(decisions):
     with pytest.raises(BatchTimeout, match="nothing new arrived"):
         Control(stall_timeout_s=0.3).wait_until_ready(Source(6, 1e9), 0)
     assert module.WAIT in decisions
+
+
+def test_an_engine_that_lags_ends_the_wait(decisions, monkeypatch):
+    monkeypatch.setattr(module, "LAG_S", 0.0)
+    publisher = SimpleNamespace(engines_lag=lambda: True)
+    assert not Control(stall_timeout_s=0.3).wait_until_ready(Source(1, 1e9), 0, publisher)

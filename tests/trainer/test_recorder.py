@@ -58,6 +58,21 @@ def test_a_checkpoint_of_an_earlier_version_has_no_record(tmp_path):
     assert read_metrics(RunDir(tmp_path).metrics) == []
 
 
+def test_a_checkpoint_is_due_every_so_many_steps_and_after_the_last(tmp_path):
+    config = make_config(run={"dir": tmp_path}, train={"steps": 5}, checkpoint={"every": 2})
+    assert list(filter(Checkpoints(config, OneCheckpoint()).due, range(1, 6))) == [2, 4, 5]
+
+
+def test_an_evaluation_of_an_earlier_attempt_is_logged_once(tmp_path):
+    config, evaluated = make_config(run={"dir": tmp_path}), {"step": 1, "eval/accuracy": 0.5}
+    RunDir(tmp_path).rollout_metrics.write_text(json.dumps(evaluated) + "\n")
+    for resumed in (None, 1):
+        with RankZeroRecorder(config, 0, resumed, str) as recorder:
+            recorder.log((resumed or 0) + 1, STEP)
+    logged = [record for record in read_metrics(RunDir(tmp_path).metrics) if "eval/accuracy" in record]
+    assert [record["step"] for record in logged] == [1]
+
+
 def test_earlier_records_take_no_memory(tmp_path):
     """10,000 steps would take 84 MB on every rank."""
     config, sizes = make_config(run={"dir": tmp_path}), {}

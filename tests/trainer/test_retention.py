@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dppo_megatron.actor.checkpoint.directory import complete, final_path, kept_steps, partial_path
-from dppo_megatron.bank import BankReader, BankWriter, allow_deletion
+from dppo_megatron.bank import BankReader, BankWriter, allow_deletion, retired_segments
 from dppo_megatron.checks import settings_problems
 from dppo_megatron.config import Config
 from dppo_megatron.plan.totals import bank_disk
@@ -120,7 +120,7 @@ def test_without_the_setting_nothing_is_deleted(tmp_path):
     simulated = Simulated(config)
     simulated.train(12)
     assert len(list(simulated.run.bank.glob("*.bin"))) == 12
-    assert not list(simulated.run.bank.glob("retain-from-*"))
+    assert not list(simulated.run.bank.glob("retain-from*"))
     assert simulated.sizes[-1] <= bank_disk(DENSE, config)["bank_bytes"]
 
 
@@ -130,7 +130,7 @@ def test_leave_grows_only_and_the_newest_data_stays(tmp_path):
     allow_deletion(tmp_path, 1)
     allow_deletion(tmp_path, 9)
     allow_deletion(tmp_path, 2)
-    assert [path.name for path in tmp_path.glob("retain-from-*")] == ["retain-from-000009"]
+    assert (tmp_path / "retain-from").read_text() == "9\n"
     (tmp_path / "segment-x.bin").touch()
     fill(tmp_path, 3, start=6)
     assert sorted(path.name for path in tmp_path.glob("*.bin")) == ["segment-000002.bin", "segment-x.bin"]
@@ -139,6 +139,37 @@ def test_leave_grows_only_and_the_newest_data_stays(tmp_path):
     assert [reader.read(entry).prompt.position for entry in reader.entries(6, 9)] == [6, 7, 8]
     with pytest.raises(Exception, match=r"segment-000000.bin: group 0 .*the file is gone"):
         read_all(tmp_path)
+
+
+def test_a_new_segment_lists_no_directory(tmp_path, monkeypatch):
+    """A bank has two files for each earlier step, so listing it takes longer with every step."""
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
+    with BankWriter(tmp_path, 1, fsync=False) as bank:
+        listed.clear()
+        for position in range(4):
+            bank.append(make_group(position, **SIZES))
+        allow_deletion(tmp_path, 2)
+        assert len(listed) == 1  # for a permission of an earlier version
+        allow_deletion(tmp_path, 3)
+        bank.append(make_group(4, **SIZES))
+        assert retired_segments(tmp_path, [0, 1, 2]) == {0, 1, 2}
+        assert len(listed) == 1
+    assert sorted(path.name for path in tmp_path.glob("*.bin")) == ["segment-000003.bin", "segment-000004.bin"]
+
+
+def test_a_permission_of_an_earlier_version_counts_until_there_is_a_wider_one(tmp_path):
+    fill(tmp_path, 9)
+    (tmp_path / "retain-from-000002").touch()
+    (tmp_path / "segment-000001.bin").unlink()
+    assert retired_segments(tmp_path, [0, 1]) == {1}
+    allow_deletion(tmp_path, 1)
+    assert not (tmp_path / "retain-from").exists()
+    allow_deletion(tmp_path, 3)
+    (tmp_path / "segment-000002.bin").unlink()
+    assert retired_segments(tmp_path, [0, 1, 2]) == {1, 2}
+    (tmp_path / "retain-from").write_text("-1x")  # damaged
+    assert retired_segments(tmp_path, [1, 2]) == {1}
 
 
 @pytest.mark.parametrize("change", [{"objective": {"name": "nll"}}, {"rollout": {"bank": "other"}}])

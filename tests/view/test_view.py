@@ -108,6 +108,7 @@ def test_curves_have_every_metric_of_every_step(page):
     np.testing.assert_allclose(curves["m:rollout/reward_mean"], [0.32, 0.34, 0.36, 0.38])
     assert page.head["metrics"]["train/grad_norm"][0] == "1"
     assert page.head["summary"]["steps"] == "4"
+    assert page.head["summary"]["state"] == "paused at step 4"
 
 
 def test_what_the_trainer_stored_stands_at_its_tokens(tmp_path):

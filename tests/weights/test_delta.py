@@ -159,6 +159,15 @@ def of_another_shape(root: Path) -> None:
     (root / "v2/part.safetensors").unlink()
 
 
+def another_between(root: Path) -> None:
+    """The last version has the whole tensor, so its last checksum is right."""
+    for version, sums in (("v1", (0, 1.0)), ("v2", (2.0, 3.0))):
+        tensors = load_file(root / version / "part.safetensors")
+        tensors["norm"] = torch.full((7,), sums[1])
+        tensors["norm:checks"] = torch.tensor([delta.checksum(torch.full((7,), s)) for s in sums])
+        save_file(tensors, root / version / "part.safetensors")
+
+
 def times_two(file: str, name: str):
     def act(root: Path) -> None:
         tensors = load_file(root / file)
@@ -196,6 +205,7 @@ def test_a_delta_that_was_written_again_as_a_whole_is_another_version(tmp_path, 
 DAMAGE = {
     "another base": times_two("v0/model.safetensors", "embedding"),
     "a version between is another": times_two("v1/part.safetensors", "embedding:values"),
+    "a version between is another, the last one whole": another_between,
     "gaps": times_two("v2/part.safetensors", "embedding:gaps"),
     "values": times_two("v2/part.safetensors", "embedding:values"),
     "checksums": times_two("v2/part.safetensors", "embedding:checks"),

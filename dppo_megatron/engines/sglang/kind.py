@@ -21,8 +21,8 @@ from dppo_megatron.engines.serving import (
     Device,
     EngineKind,
     Node,
-    cpu_threads,
     device_here,
+    server_threads,
 )
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Sglang(EngineKind):
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "PYTHONPATH": os.pathsep.join(map(str, (CPU_ENVIRONMENT, CPU_MODULES, PLUGIN))),
                 "TORCHDYNAMO_DISABLE": "1",  # only one small function is compiled, and that needs a compiler
-                **cpu_threads(config),
+                **server_threads(config),
             }
         return variables | config.engine.env
 

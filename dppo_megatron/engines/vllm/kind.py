@@ -21,8 +21,8 @@ from dppo_megatron.engines.serving import (
     Device,
     EngineKind,
     Node,
-    cpu_threads,
     device_here,
+    server_threads,
 )
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Vllm(EngineKind):
             variables |= {
                 # On the CPU this keeps the only worker in the engine process, which saves a process and a hop per step.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                **cpu_threads(config),
+                **server_threads(config),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 # Eager mode still compiles some small functions, which would take 2 s before the first publish.
                 "TORCHDYNAMO_DISABLE": "1",

@@ -1,0 +1,134 @@
+"""Answers "what is this run's state?" from its directory, for `status`, `doctor` and `view`, and records its end."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dppo_megatron.common.file_lock import FileLock
+from dppo_megatron.common.files import append_json_line
+from dppo_megatron.common.heartbeat import INTERVAL_S
+from dppo_megatron.run_dir import RunDir
+
+from .logs import duration, root_cause
+from .names import is_step_record
+from .tail import parse_lines, read_metrics, read_records, records_as
+
+LATE_S = 6 * INTERVAL_S  # a process that wrote no heartbeat for this long is stopped, or its machine failed
+Kind = Literal["new", "queued", "starting", "running", "waiting", "finished", "died", "paused"]
+_AFTER: dict[str, Kind] = {
+    "submitted": "queued", "requeued": "queued", "completed": "finished", "failed": "died", "stopped": "paused"
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RunAttempt:
+    """The last start or end in restarts.jsonl, of `train` or of a job."""
+
+    time: float = 0.0
+    event: str = ""
+    cause: str = ""
+    host: str = ""  # empty in the records of jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The heartbeat of a trainer rank, see `common/heartbeat.py`."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    since: float  # time of the last progress
+    time: float
+    call: str
+    waits: bool  # for other ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    kind: Kind
+    step: int  # last recorded step
+    why: str = ""  # the awaited event, or the cause of the end
+
+    def __str__(self) -> str:
+        """Return for example `died at step 3: trainer-1: killed by SIGKILL`."""
+        at = f" at step {self.step}" if self.kind in ("running", "died", "paused", "finished") else ""
+        return f"{self.kind}{at}" + (f": {self.why}" if self.why else "")
+
+
+def record_attempt(run: RunDir, event: str, cause: str) -> None:
+    """Append the start or end of an attempt on this machine to restarts.jsonl, in which jobs record theirs."""
+    with contextlib.suppress(OSError):  # a full disk must not hide the cause
+        about = {"cause": cause, "step": run.checkpoint_step, "host": socket.gethostname()}
+        append_json_line(run.restarts, {"time": time.time(), "event": event} | about)
+
+
+def run_state(run: RunDir) -> RunState:
+    """Return the state of a running or ended run. Asks no process."""
+    last = ([RunAttempt(), *records_as(RunAttempt, read_records(run.restarts))])[-1]
+    steps = [record for record in read_metrics(run.metrics) if is_step_record(record)]
+    step, beats = steps[-1]["step"] if steps else 0, heartbeats(run)
+    if last.event in _AFTER:
+        return RunState(_AFTER[last.event], step, last.cause)
+    elsewhere = last.host != socket.gethostname()  # a file system may have locks within each machine only
+    alive = elsewhere and any(time.time() - beat.time < LATE_S for beat in beats)
+    if not alive and not FileLock.is_held(run.root / "run.lock"):
+        if last.event:  # the start of an attempt
+            host = last.host or "a node"
+            return RunState("died", step, f"the launcher on {host} was killed, or its machine failed")
+        if run.final_model.exists() or not (steps or run.logs.is_dir()):  # of a version that recorded no attempts
+            return RunState("finished" if run.final_model.exists() else "new", step)
+        logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)  # a failed process writes first
+        cause = next(filter(None, map(root_cause, logs)), None)
+        return RunState("died", step, cause) if cause else RunState("paused", step)
+    if hung := hang(beats, time.time()):
+        return RunState("waiting", step, hung)
+    engines = (log.stem for log in sorted(run.logs.glob("engine-*.log")) if log.stem[7:].isdecimal())
+    loading = next((name for name in engines if not (run.services / f"{name}.json").exists()), "")
+    if not steps or steps[-1].get("time", 0.0) < last.time:
+        waits = f"{loading or 'the trainer'} loads the model; see {run.log(loading or 'trainer-0')}"
+        return RunState("starting", step, waits)
+    if not beats or beats[0].phase != "wait":
+        return RunState("running", step, f"{beats[0].phase} of step {beats[0].step}" if beats else "")
+    why = f"rollouts of step {beats[0].step}, for {duration(time.time() - beats[0].since)}"
+    return RunState("waiting", step, why + (f"; {loading} loads the model" if loading else ""))
+
+
+def heartbeats(run: RunDir) -> list[Beat]:
+    """Return the heartbeats of the trainer's ranks, in rank order, without any that is written at this moment."""
+    found: list[Beat] = []
+    for path in run.heartbeats.glob("trainer-*"):
+        with contextlib.suppress(OSError):
+            rank = {"rank": path.name.rpartition("-")[2]}
+            found += records_as(Beat, (beat | rank for beat in parse_lines(path.read_bytes())))
+    return sorted(found, key=lambda beat: beat.rank)
+
+
+def hang(beats: Sequence[Beat], now: float, longest_s: float = LATE_S) -> str:
+    """Name the ranks that wrote no heartbeat for `longest_s`, else those without progress on which others wait.
+
+    In the phase `wait` rank 0 waits for engines and rollouts, which have limits of their own.
+    """
+    silent = [beat for beat in beats if now - beat.time > longest_s]
+    waiting = [beat for beat in beats if beat not in silent and (silent or beat.waits)]
+    busy = [beat for beat in beats if not beat.waits and beat.phase != "wait" and waiting]
+    late = silent or [beat for beat in busy if now - beat.since > longest_s]
+    about = "shows no sign of life" if silent else "does not advance"
+    parts = [
+        f"rank {beat.rank} (process {beat.pid} on {beat.host}) {about} for "
+        f"{duration(now - (beat.time if silent else beat.since))}, in {beat.phase} of step {beat.step}, {beat.call}"
+        for beat in late[:4]
+    ]
+    calls = {f"{beat.phase}, {beat.call}" for beat in waiting} if late else ()
+    for call in sorted(calls)[:4]:
+        ranks = [str(beat.rank) for beat in waiting if f"{beat.phase}, {beat.call}" == call]
+        parts.append(
+            f"rank {ranks[0]} waits in {call}" if len(ranks) == 1 else f"ranks {', '.join(ranks[:8])} wait in {call}"
+        )
+    return "; ".join(parts)
