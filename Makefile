@@ -2,7 +2,7 @@
 # make language-model a language model of 135 M parameters from the package index learns sums; TASK=reasoning_gym, TASK=gsm8k
 # make test           the tests to run before a commit: real Megatron-core ranks, a real vLLM server, a run that learns
 # make test-all       every test: test-cpu, study-smoke, test-megatron-next, test-engines, test-integrations, test-verifiers,
-#                     test-browser, test-install, test-slurm, test-null-gpu
+#                     test-browser, test-install, test-slurm, test-null-gpu, test-language-model
 # make test-cpu       all tests that need only this environment, slow ones and test-parallel included; lint runs tests/house
 # make test-parallel  every parallel layout trains as one process does; kill -9 and resume in several of them
 # make test-megatron-next  one layout of each kind, and resuming, with the newest Megatron-core; two minutes
@@ -13,6 +13,7 @@
 # make test-install   every extra of setup.py and the locks of GPU machines, resolved against the package index; half a minute
 # make test-slurm     runs by sbatch on a real Slurm on loopback, which it installs (Debian, as root or with sudo)
 # make test-null-gpu  the trainer's CUDA paths on a null device, vLLM's CUDA wheel; in .venv-null-gpu (3.6 GB, Python 3.12, created when needed)
+# make test-language-model  SmolLM2-135M of the package index (93 MB) in every part of a run, 20 minutes; skipped without it
 # make study-smoke    a two-minute study: task, start policy, one method, two seeds
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, twelve minutes: kernels, training, offload, a colocated engine; writes a file
@@ -43,7 +44,7 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules. If the environment says not to keep compiled ones, each compiles them all.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart language-model study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu attack lint types docs docs-check format install sglang clean
+.PHONY: quickstart language-model study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu test-language-model attack lint types docs docs-check format install sglang clean
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -67,7 +68,7 @@ test: install
 
 # `make lint` runs tests/house.
 test-cpu: install
-	$(PYTEST) tests --ignore tests/house $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser and not registry and not null_gpu"
+	$(PYTEST) tests --ignore tests/house $(SIDE_BY_SIDE) -m "not engines and not faults and not slurm and not integrations and not browser and not registry and not null_gpu and not language_model"
 
 test-all: test-here test-elsewhere
 
@@ -75,7 +76,7 @@ test-all: test-here test-elsewhere
 test-here:
 	$(MAKE) --jobs 2 test-cpu $(if $(filter all 1,$(SHARD)),study-smoke) test-megatron-next
 test-elsewhere:
-	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu
+	$(MAKE) --jobs 2 test-engines test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu test-language-model
 
 test-parallel: install
 	$(PYTEST) tests/parallel -m ""
@@ -136,6 +137,10 @@ test-verifiers: install $(VENV)/verifiers/.installed
 test-null-gpu: $(NULL_GPU_STAMP)
 	@[ ! -e $(NULL_GPU_STAMP) ] || $(NULL_GPU_VENV)/bin/python -m tests.null_gpu.device $(NULL_GPU_VENV)/device \
 	  $(NULL_GPU_VENV)/bin/python $(PYTEST_ARGS) tests/null_gpu $(SIDE_BY_SIDE) -m null_gpu
+
+# A shard has only the smoke case, which needs no SGLang.
+test-language-model: install $(if $(filter all,$(SHARD)),sglang)
+	$(PYTEST) tests/language_model -m "language_model $(if $(filter all,$(SHARD)),,and smoke)"
 
 attack: install
 	$(PYTEST) tests/attack -m ""
