@@ -342,7 +342,7 @@ UNFIT = "a reward takes (prompt, response_text) and returns a number"
         ("def reward(prompt, text): return [1]", f"TypeError: .*'list'; {UNFIT}", None),
         ("def reward(one): return 1", f"reward() takes 1 positional argument but 2 were given; {UNFIT}", None),
         ("def reward(completion, gold): return 1", "the prompt would be passed as parameter completion; name .*", None),
-        ("def reward(prompts, completions, gold): return [1]", f"missing 1 required .*'gold'; {UNFIT}", None),
+        ("def reward(prompts, completions, gold): return [1]", f"the row has no column gold, .*; {UNFIT}", None),
         ("def reward(prompt, text): return prompt.columns['gold']", None, "KeyError: 'gold' ({file}, line 1)"),
         ("def reward(prompt, text):\n len(3)", None, "TypeError: object of type .* ({file}, line 2)"),
         ("import os\ndef reward(prompt, text): os._exit(3)", None, "the verifier's process ended (exit code 3)"),
