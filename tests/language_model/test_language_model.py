@@ -47,16 +47,17 @@ def transformers(task):
     return AutoTokenizer.from_pretrained(task / "random_model"), model
 
 
-def chat(text: str) -> dict:
-    return {"conversation": [{"role": "user", "content": text}], "add_generation_prompt": True}
+def chats(rows: Path, tokenizer) -> list[list[int]]:
+    """Return the prompts of a data file as transformers tokenizes them."""
+    users = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in rows.read_text().splitlines()]
+    return tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
 
 
 @pytest.mark.smoke
-def test_chat_template_and_end_tokens_are_those_of_transformers(trained, transformers):
-    reasons = set()
+def test_chat_template_and_end_tokens_are_those_of_transformers(trained, task, transformers):
+    expected, reasons = chats(task / "train.jsonl", transformers[0]), set()
     for group in groups_of(trained):
-        expected = transformers[0].apply_chat_template(**chat(group.prompt.text), return_dict=False)
-        assert group.prompt.token_ids.tolist() == expected
+        assert group.prompt.token_ids.tolist() == expected[group.prompt.row]
         for rollout in group.rollouts:
             ends = rollout.token_ids == END
             assert not ends[:-1].any()
@@ -79,14 +80,14 @@ def test_logprobs_of_a_run_are_those_of_transformers(trained, task):
 
 
 @pytest.mark.smoke
-def test_greedy_text_is_that_of_transformers(trained, transformers):
+def test_greedy_text_is_that_of_transformers(trained, task, transformers):
     tokenizer, model = transformers
-    answers = answers_of(trained, "greedy")
-    prompts = [tokenizer.apply_chat_template(**chat(answer["prompt"]), tokenize=False) for answer in answers]
-    inputs = tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+    prompts = {"input_ids": chats(task / "heldout.jsonl", tokenizer)}
+    inputs = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
     texts = model.generate(**inputs, do_sample=False, max_new_tokens=24)[:, inputs["input_ids"].shape[1] :]
-    assert [answer["samples"][0]["text"] for answer in answers] == tokenizer.batch_decode(
-        texts, skip_special_tokens=True
+    expected = tokenizer.batch_decode(texts, skip_special_tokens=True)
+    assert {answer["row"]: answer["samples"][0]["text"] for answer in answers_of(trained, "greedy")} == dict(
+        enumerate(expected)
     )
 
 
