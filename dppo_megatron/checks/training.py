@@ -45,13 +45,18 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _learning_rate(config: Config) -> Iterator[str]:
-    o, updates = config.optimizer, config.train.steps * config.train.updates_per_step
-    decays = o.decay != "constant"
+    o, steps, decays = config.optimizer, config.train.steps, config.optimizer.decay != "constant"
+    end = min(steps, o.decay_steps or steps) if decays else steps
+    updates = end * config.train.updates_per_step
     if decays and o.min_lr >= o.lr:
         yield f"optimizer.min_lr = {o.min_lr}: not below optimizer.lr = {o.lr}; lower it"
     if o.warmup_updates > updates - (decays and updates > 1):
-        longer = f"longer than the run of {updates} updates" + ", whose last one must decay" * decays
+        longer = f"longer than the {updates} updates until the decay ends, and the last one must decay"
+        longer = longer if decays else f"longer than the run of {updates} updates"
         yield f"optimizer.warmup_updates = {o.warmup_updates}: {longer}; lower it"
+    if end < steps and not o.min_lr:
+        why = "the learning rate is 0 in the steps after it; set optimizer.min_lr, or make both equal"
+        yield f"optimizer.decay_steps = {end}: less than train.steps = {steps}, and {why}"
 
 
 def _credit(config: Config) -> Iterator[str]:

@@ -131,13 +131,12 @@ def _dataset_files(directory: Path) -> list[Path]:
                 directory, problem="contains only indices into another dataset; save flatten_indices() of it"
             )
         return files
-    for suffix in ("*.parquet", "*.arrow", "*.jsonl"):
-        if files := sorted(directory.rglob(suffix)):
-            break
-    else:
+    below = [(path, str(path.relative_to(directory))) for path in sorted(directory.rglob("*"))]
+    files = [path for path, name in below if path.suffix in (*_TABLES, ".jsonl") and "/." not in f"/{name}"]
+    if not files:
         raise PromptFileError(directory, problem="has no parquet, arrow or jsonl file")
     splits = {m[1].lower() for f in files if (m := _SPLIT.search(str(f.relative_to(directory))))}
-    groups = {f.parent for f in files}
+    groups = {(f.parent, f.suffix) for f in files}
     if len(splits) > 1 or len(groups) > 1:
         shown = ", ".join(sorted({str(f.parent / re.sub(r"-\d+-of-\d+", "-*", f.name)) for f in files})[:10])
         raise PromptFileError(directory, problem=f"has several sets; name one of {shown}, or several by *")

@@ -20,7 +20,7 @@ from .rows import parse_json
 _MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 _CALL = ("id", "type", "function", "name", "arguments")
 _TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of parts in the interfaces of OpenAI and Anthropic
-_CHAT = re.compile(r"\[?\s*\{.*[\"']role[\"']\s*:", re.DOTALL)
+_CHAT = re.compile(r"\[?\s*\{.*[\"'](role|from[\"'].*[\"']value)[\"']\s*:", re.DOTALL)
 _LARGEST = 2**53  # a float represents larger whole numbers only approximately
 
 
@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(part) for part in value]
     if isinstance(value, float | Decimal) and math.isfinite(value):
-        if isinstance(value, float) and abs(value) > _LARGEST:
+        if abs(float(value)) > _LARGEST and (isinstance(value, float) or value % 1):
             raise ValueError(f"{value} may be a rounded integer; store such numbers as integers or text")
         return int(value) if value == int(value) else float(value)
     return value.isoformat() if isinstance(value, date) else value

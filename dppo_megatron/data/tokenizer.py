@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dppo_megatron.common.files import read_foreign_json
+from dppo_megatron.common.files import LFS_PROBLEM, is_lfs_pointer, read_foreign_json
 from dppo_megatron.errors import ExpectedError, bounded, shown
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
             f"model.path = {directory}: has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's "
             "tokenizer files there"
         )
+    for name in TOKENIZER_FILES:
+        if (directory / name).is_file() and is_lfs_pointer(directory / name):
+            raise TokenizerError(f"model.path = {directory}: {name}: {LFS_PROBLEM}")
     _refuse_endless(directory / "config.json")
     from transformers import AutoTokenizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,6 +138,8 @@ class Tables:
     def _checked(self, batch: Any) -> bytes:
         """Return a batch as a stream, after creating its rows within the limits: few bytes may expand to any size."""
         batch.validate(full=True)
+        if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
+            raise ValueError(f"has the column {twice[0]!r} twice; rename one")
         for number, field in enumerate(batch.schema):
             if str(field.type) == "float":  # of 32 bits; as text first, or 0.1 would become 0.10000000149
                 short = batch.column(number).cast("string").cast("float64")

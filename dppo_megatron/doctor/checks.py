@@ -24,7 +24,8 @@ STILL = 50  # steps without a rising reward
 
 
 Look = Callable[[ExaminedStep, Past], Evidence]
-CHECKS: list[tuple[str, Look, str]] = []  # name of a problem, the function that finds it in a step, and the remedy
+Check = tuple[str, Look, str]  # name of a problem, the function that finds it in a step, and the remedy
+CHECKS: list[Check] = []
 
 
 def check(name: str, remedy: str) -> Callable[[Look], None]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dppo_megatron.bank import BankEntry, BankError, BankReader
-from dppo_megatron.observability.history import ReportError, load_history
+from dppo_megatron.observability.history import History, ReportError, read_settings
 from dppo_megatron.observability.names import is_step_record
 from dppo_megatron.observability.run_state import RunState, run_state
 from dppo_megatron.observability.tail import JsonlFollower
 from dppo_megatron.run_dir import RunDir, run_below
 
-from .checks import CHECKS
+from .checks import CHECKS, Check
 from .steps import ExaminedStep, Past
 from .tokenizer_file import TokenizerFile
 
@@ -38,6 +39,7 @@ class Finding:
         return {"sign": fields.pop("name"), **fields}
 
 
+EARLIER = 200  # steps before a resume that are checked again, so that their findings are not reported twice
 DIED, REMEDY = "run died", "remove the cause, then `train --resume`"
 
 
@@ -61,7 +63,8 @@ class Examination:
     def advance(self, *, rollouts: bool = True) -> list[Finding]:
         """Examine the steps since the last call, and return the findings that they show for the first time.
 
-        With `rollouts` it also reads the bank, which costs some milliseconds a step.
+        With `rollouts` it also reads the bank, which costs some milliseconds a step. Without, as at a resume, it checks
+        only the newest EARLIER steps, and keeps the numbers of the others.
         """
         records, restarted = self._follower.poll()
         if restarted:  # a resumed run repeats steps; earlier findings stay
@@ -72,19 +75,21 @@ class Examination:
                 step, record = self.examined + 1, {n: v for n, v in record.items() if n.startswith("eval/")}
             self._rows.setdefault(step, {}).update(record)
         new = []
-        for number in sorted(step for step, row in self._rows.items() if is_step_record(row)):
-            new += self._examine(number, self._rows.pop(number), rollouts)
+        numbers = sorted(step for step, row in self._rows.items() if is_step_record(row))
+        checked = set(numbers if rollouts else numbers[-EARLIER:])
+        for number in numbers:
+            new += self._examine(number, self._rows.pop(number), rollouts, CHECKS if number in checked else ())
             self.examined = number
         return new
 
     def close(self) -> None:
         self._follower.close()
 
-    def _examine(self, number: int, row: dict[str, Any], rollouts: bool) -> list[Finding]:
+    def _examine(self, number: int, row: dict[str, Any], rollouts: bool, checks: Sequence[Check]) -> list[Finding]:
         if self._source is None:
             self._source = _ExaminedRun(self._run)
         step, new = self._source.step(number, row, rollouts), []
-        for name, look, remedy in CHECKS:
+        for name, look, remedy in checks:
             try:
                 evidence = look(step, self._past)
             except BankError as error:  # missing or damaged bytes, which the trainer reports itself
@@ -105,7 +110,7 @@ class _ExaminedRun:
     """Builds the examined steps from a run's config, bank and tokenizer."""
 
     def __init__(self, run: RunDir):
-        self._setting = setting = load_history(run.root, run.root.name).setting
+        self._setting = setting = History(run.root.name, read_settings(run.root), {}, ()).setting
         supervised = setting("objective.name", str) == "nll"
         self._groups = 0 if supervised else max(0, setting("rollout.prompts_per_step", int) or 0)
         self._reader = BankReader(setting("rollout.bank", str) or run.bank)

@@ -99,7 +99,7 @@ class Conversation:
         kept = branch[:known]
         rest = put(self._codec, kept[-1].turn if kept else 0, text[sum(len(piece.text) for piece in kept) :])
         behind = ids_of([*kept, *rest])
-        if not len(behind):
+        if not (ask.messages and len(behind)):
             raise RequestRejected("the request has no message; send at least one")
         name = blake2b(behind.data, digest_size=8).hexdigest()
         if (undelivered := self._undelivered.pop(name, None)) is not None:

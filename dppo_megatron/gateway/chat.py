@@ -6,30 +6,33 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dppo_megatron.data.messages import text_of
-from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
+from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
 from dppo_megatron.environments.tool_messages import described_call
-from dppo_megatron.environments.tools import tool
 
-from .interface import MODEL, Body, arguments_of, call
+from .interface import MODEL, Body, arguments_of, call, function, optional_text
 
 PATH = "/v1/chat/completions"
+READ: tuple[str, ...] = ("messages", "max_tokens", "max_completion_tokens")
 SERVED: dict[str, Any] = {
     "n": (1,),
     "stop": ([], ""),
     "tool_choice": ("auto",),
     "response_format": ({"type": "text"},),
     "logprobs": (False,),
+    "top_logprobs": (0,),
     "logit_bias": ({},),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "modalities": (["text"],),
 }
+# Fields of messages. The last five change no turn.
+_OF_MESSAGES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal",
+                "annotations", "cache_control")  # fmt: skip
 
 
 def read(body: Body) -> TurnRequest:
-    functions = [described["function"] for described in body.get("tools") or ()]
-    tools = [tool(f["name"], f.get("description"), f.get("parameters")) for f in functions]
+    given = body.get("tools") or ()
+    tools = [function(t.get("type", "function"), t.get("function") or {}, "parameters") for t in given]
     return TurnRequest(
         [_message(message) for message in body["messages"]],
         tools,
@@ -62,8 +65,10 @@ def error(message: str, status: int) -> Body:
 
 
 def _message(message: Body) -> ChatMessage:
+    if unknown := [name for name, value in message.items() if value and name not in _OF_MESSAGES]:
+        raise RequestRejected(f"a message has {unknown[0]}: not supported; omit it")
     role = "system" if message["role"] == "developer" else message["role"]
-    out: ChatMessage = {"role": role, "content": text_of(message.get("content") or "")}
+    out: ChatMessage = {"role": role, "content": optional_text(message.get("content"))}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls]
     return out | {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}

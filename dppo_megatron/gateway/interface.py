@@ -6,26 +6,28 @@ import json
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from dppo_megatron.environments.conversation import ChatMessage, Turn, TurnRequest
+from dppo_megatron.data.messages import text_of
+from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
 from dppo_megatron.environments.tool_messages import described_call
-from dppo_megatron.environments.tools import ToolCall
+from dppo_megatron.environments.tools import Tool, ToolCall, tool
 
 Body = dict[str, Any]
 MODEL = "policy"  # the policy's name in replies to requests that name no model
-# Fields that an interface reads, and fields that change no turn or are only hints. Sampling is that of the run.
+# Fields that every interface reads, and fields that change no turn or are only hints. Sampling is that of the run.
 _KNOWN = (
-    "model messages input instructions system tools stream stream_options max_tokens max_completion_tokens include "
-    "max_output_tokens temperature top_p top_k min_p seed top_logprobs parallel_tool_calls max_tool_calls reasoning "
+    "model tools stream stream_options temperature top_p top_k min_p seed parallel_tool_calls max_tool_calls reasoning "
     "reasoning_effort thinking verbosity prediction truncation store metadata user safety_identifier service_tier "
     "cache_control prompt_cache_key prompt_cache_options prompt_cache_retention"
 )
 KNOWN = frozenset(_KNOWN.split())
+TYPES: dict[str, type] = {"stream": bool, "stream_options": dict, "tools": list, "messages": list}
 
 
 class Interface(Protocol):
     """Declares the functions of an interface, which each of the three modules implements."""
 
     PATH: str
+    READ: tuple[str, ...]  # its own fields
     SERVED: dict[str, Any]  # field -> values that change nothing; other values, and unknown fields, are rejected
 
     def read(self, body: Body) -> TurnRequest:
@@ -45,7 +47,23 @@ class Interface(Protocol):
 def call(id: str, name: str, arguments: str | Body) -> Body:
     """Return a tool call in the form that chat templates take."""
     given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    if not isinstance(given, dict):
+        raise ValueError("the arguments of a call are no object")
     return described_call(id, name, given)
+
+
+def function(kind: object, described: Body, schema: str) -> Tool:
+    """Return a tool of a request. `schema` is the field of its parameters. Raises `RequestRejected`."""
+    name, parameters = described.get("name"), described.get(schema)
+    if kind != "function" or not isinstance(name, str) or not isinstance(parameters, dict | None):
+        needed = f"the policy calls only functions, with a text as name and an object as {schema}"
+        raise RequestRejected(f"a tool of type {kind!r}: {needed}")
+    return tool(name, described.get("description"), parameters)
+
+
+def optional_text(content: Any) -> str:
+    """Return the text of a message, "" for null. Raises `ValueError` for other content."""
+    return "" if content is None else text_of(content)
 
 
 def arguments_of(called: ToolCall) -> str:

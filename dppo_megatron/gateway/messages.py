@@ -8,19 +8,22 @@ from typing import Any
 
 from dppo_megatron.data.messages import text_of
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
-from dppo_megatron.environments.tools import tool
 
-from .interface import MODEL, Body, call, system
+from .interface import MODEL, Body, call, function, optional_text, system
 
 PATH = "/v1/messages"
+READ: tuple[str, ...] = ("messages", "system", "max_tokens")
 SERVED: dict[str, Any] = {"stop_sequences": ([],), "tool_choice": ({"type": "auto"},)}
 
 
 def read(body: Body) -> TurnRequest:
-    messages = system(text_of(body.get("system") or ""))
+    messages = system(optional_text(body.get("system")))
     for message in body["messages"]:
         _put(messages, message)
-    tools = [tool(t["name"], t.get("description"), t["input_schema"]) for t in body.get("tools") or ()]
+    if messages and messages[-1]["role"] == "assistant":
+        raise RequestRejected("the last message is the policy's, and its turn cannot be prefilled; end with another")
+    kinds = {"custom": "function"}
+    tools = [function(kinds.get(k := t.get("type", "custom"), k), t, "input_schema") for t in body.get("tools") or ()]
     return TurnRequest(messages, tools, body["max_tokens"])
 
 
@@ -69,7 +72,7 @@ def _put(messages: list[ChatMessage], message: Body) -> None:
         match block["type"]:
             case "tool_result":
                 result = {"role": "tool", "tool_call_id": block["tool_use_id"]}
-                messages.append({**result, "content": text_of(block.get("content") or "")})
+                messages.append({**result, "content": optional_text(block.get("content"))})
             case "tool_use":
                 calls.append(call(block["id"], block["name"], block["input"]))
             case "thinking" | "redacted_thinking":

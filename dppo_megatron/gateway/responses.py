@@ -6,32 +6,30 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from dppo_megatron.data.messages import text_of
 from dppo_megatron.environments.conversation import ChatMessage, RequestRejected, Turn, TurnRequest
-from dppo_megatron.environments.tools import tool
 
 from .chat import error
-from .interface import MODEL, Body, arguments_of, call, system
+from .interface import MODEL, Body, arguments_of, call, function, optional_text, system
 
-__all__ = ["PATH", "SERVED", "error", "events", "read", "reply"]
+__all__ = ["PATH", "READ", "SERVED", "error", "events", "read", "reply"]
 
 PATH = "/v1/responses"
+READ: tuple[str, ...] = ("input", "instructions", "max_output_tokens")
 SERVED: dict[str, Any] = {
     "tool_choice": ("auto",),
     "text": ({}, {"format": {"type": "text"}}),
     "background": (False,),
+    "top_logprobs": (0,),
+    "include": ([], ["reasoning.encrypted_content"]),
 }
 
 
 def read(body: Body) -> TurnRequest:
-    messages = system(body.get("instructions") or "")
+    messages = system(optional_text(body.get("instructions")))
     given = body["input"]
     for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
         _put(messages, item)
-    for described in body.get("tools") or ():
-        if described["type"] != "function":
-            raise RequestRejected(f"a tool of type {described['type']!r}: the policy calls only functions")
-    tools = [tool(d["name"], d.get("description"), d.get("parameters")) for d in body.get("tools") or ()]
+    tools = [function(t.get("type"), t, "parameters") for t in body.get("tools") or ()]
     return TurnRequest(messages, tools, body.get("max_output_tokens"))
 
 
@@ -79,14 +77,14 @@ def _put(messages: list[ChatMessage], item: Body) -> None:
     match item.get("type", "message"):
         case "message":
             role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": text_of(item["content"] or "")})
+            messages.append({"role": role, "content": optional_text(item["content"])})
         case "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             called = call(item["call_id"], item["name"], item["arguments"])
             messages[-1].setdefault("tool_calls", []).append(called)
         case "function_call_output":
-            content = text_of(item["output"] or "")
+            content = optional_text(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         case "reasoning":
             pass  # the policy's own turns are stored as they were sampled

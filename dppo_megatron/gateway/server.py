@@ -17,7 +17,7 @@ from dppo_megatron.environments.conversation import Conversation, RequestRejecte
 from dppo_megatron.errors import ExpectedError
 
 from . import chat, messages, responses
-from .interface import KNOWN, MODEL, Body, Interface
+from .interface import KNOWN, MODEL, TYPES, Body, Interface
 
 INTERFACES: tuple[Interface, ...] = (chat, responses, messages)
 LARGEST_REQUEST = 64 << 20  # bytes
@@ -102,8 +102,10 @@ class Gateway:
         try:
             body = await request.json()
             for name, value in body.items():
-                if value is not None and name not in KNOWN and value not in interface.SERVED.get(name, ()):
-                    raise RequestRejected(f"{name} = {json.dumps(value)[:100]}: not supported; omit it")
+                values, known = interface.SERVED.get(name, ()), name in KNOWN or name in interface.READ
+                served = isinstance(value, TYPES.get(name, object)) if known else value in values
+                if value is not None and not served:
+                    raise RequestRejected(f"{name} = {json.dumps(value)[:100]}: not supported; correct or omit it")
             ask = interface.read(body)
         except RequestRejected as refused:
             return _error(interface, str(refused))

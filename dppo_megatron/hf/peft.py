@@ -128,7 +128,8 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
         saved = read_foreign_json(directory / ADAPTER_CONFIG)
         found = read_header(directory / ADAPTER_WEIGHTS)
     except (OSError, ValueError) as error:
-        return [f"no adapter in PEFT's format: {error}"]
+        needed = f"name the directory with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+        return [f"no adapter in PEFT's format: {getattr(error, 'strerror', None) or error}; {needed}"]
     except ModelError as error:
         return list(error.problems)
     out = []

@@ -82,13 +82,15 @@ def shape_problems(
     found: Mapping[str, TensorInfo],
     may_be_there: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
-    """List every missing, misshaped and unexpected tensor, one line each."""
+    """List every missing and unexpected tensor, and those of another shape or of integers, one line each."""
     out = []
     for name, shape in expected.items():
         if name not in found:
             out.append(f"{name}: missing, expected shape {shape}")
         elif found[name].shape != shape:
             out.append(f"{name}: shape {found[name].shape}, expected {shape}")
+        elif not found[name].dtype.is_floating_point:
+            out.append(f"{name}: {found[name].dtype}, expected floating-point numbers")
     unexpected = (name for name in found if name not in expected and not may_be_there(name))
     return out + [f"{name}: unexpected, shape {found[name].shape}" for name in unexpected]
 

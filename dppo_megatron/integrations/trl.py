@@ -81,7 +81,7 @@ class ObjectiveTrainer(GRPOTrainer):
         own_sampler = not self.use_vllm and self.rollout_func is None
         refuse_unfit(self.objective, "TRL", unfit(self.objective, topk=own_sampler, old=True, terms=True))
         problems = _setting_problems(self.objective, self.args, aux_loss=self.aux_loss_enabled)
-        if problems := problems + self._sampling_problems():
+        if problems := problems + self._sampling_problems() + _dropout_problems(self.model):
             raise ObjectiveError("; ".join(problems))
 
     def _sampling_problems(self) -> list[str]:
@@ -94,7 +94,8 @@ class ObjectiveTrainer(GRPOTrainer):
             used, known = self.model._prepare_generation_config(self.generation_config)[0], GenerationConfig()
             settings |= {name: value for name, value in used.to_dict().items() if hasattr(known, name)}
             defaults = {name: (value, None) for name, value in known._get_default_generation_params().items()}
-            neutral = defaults | neutral | {"eos_token_id": (self.eos_token_ids,), "top_k": (0,)}
+            ends = self.eos_token_ids
+            neutral = defaults | neutral | {"eos_token_id": (ends, *ends) if len(ends) == 1 else (ends,), "top_k": (0,)}
             neutral["suppress_tokens"] = (None, [getattr(self.model.config, "image_token_id", None)])  # TRL's own
         wrong, remedies = [], []
         for name, value in settings.items():
@@ -229,6 +230,18 @@ def _whole(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the token ids and the attention mask of prompt and completion, [B, P + C] each."""
     ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
     return ids, mask
+
+
+def _dropout_problems(model: torch.nn.Module) -> list[str]:
+    """Name the first dropout of a model. Layers of PyTorch store its probability as `p`, and attention by its name."""
+    layer = torch.nn.modules.dropout._DropoutNd
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            dropout = key.endswith("dropout") or (key == "p" and isinstance(module, layer))
+            if dropout and isinstance(value, float) and value:
+                why = "its noise differs between sampling and scoring, and every ratio would be off"
+                return [f"{name}.{key} = {value:g}: {why}; set it to 0, or disable_dropout to True for a layer"]
+    return []
 
 
 def _setting_problems(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss: bool) -> list[str]:

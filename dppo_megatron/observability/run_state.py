@@ -106,7 +106,7 @@ def heartbeats(run: RunDir) -> list[Beat]:
     for path in run.heartbeats.glob("trainer-*"):
         with contextlib.suppress(OSError):
             rank = {"rank": path.name.rpartition("-")[2]}
-            found += records_as(Beat, (beat | rank for beat in parse_lines(path.read_bytes())))
+            found += records_as(Beat, (beat | rank for beat in parse_lines(path.read_bytes().splitlines())))
     return sorted(found, key=lambda beat: beat.rank)
 
 

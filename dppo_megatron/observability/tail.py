@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
-from dppo_megatron.common.files import DamagedFile, adapter, naming_a_full_disk, read_regular, write_atomic
+from dppo_megatron.common.files import DamagedFile, adapter, naming_a_full_disk, write_atomic
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_BYTES = 4 << 30
 _MOST_STEPS = 10**9
 _LATEST = 1e11  # Unix seconds: year 5138
 _LARGEST = 1e38  # limit of a number in float32
@@ -61,7 +61,7 @@ class JsonlFollower:
         data = self._file.read()
         end = data.rfind(b"\n") + 1
         self._offset += end
-        return metrics_of(parse_lines(data[:end])), restarted
+        return list(metrics_of(parse_lines(io.BytesIO(data[:end])))), restarted
 
     def close(self) -> None:
         if self._file is not None:
@@ -78,22 +78,29 @@ class JsonlFollower:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return all complete records of a file, or no records if it does not exist. Ignore an incomplete last line.
+    """Return all complete records of a file. Raises the error of `each_record`."""
+    return list(each_record(path))
+
+
+def each_record(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield all complete records of a file, or none if it does not exist. Ignore an incomplete last line.
 
     Raises `DamagedFile` if the path is not a regular file.
     """
     try:
-        data = read_regular(Path(path), _MOST_BYTES)
+        if os.path.lexists(path) and not Path(path).is_file():  # reading a pipe or device may not end
+            raise DamagedFile(f"{path}: not a regular file; restore it, or move it away")
+        with open(path, "rb") as file:
+            yield from parse_lines(line for line in file if line.endswith(b"\n"))
     except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise DamagedFile(f"{path}: {error}; restore it, or move it away") from None
-    return parse_lines(data[: data.rfind(b"\n") + 1])
+        return
+    except OSError as error:
+        raise DamagedFile(f"{path}: cannot be read: {error.strerror}; restore it, or move it away") from None
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Return the metrics in a file: `metrics_of` applied to its records."""
-    return metrics_of(read_records(path))
+    return list(metrics_of(each_record(path)))
 
 
 def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
@@ -106,13 +113,13 @@ def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
     return found
 
 
-def metrics_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records with an integer `step`, each with its `time` and numbers. A non-finite number becomes None.
+def metrics_of(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the records with an integer `step`, each with its `time` and numbers. A non-finite number becomes None.
 
     Other values, which a damaged file may contain or another program may write, are left out, because readers compute
     with all values.
     """
-    return [_numbers_of(r) for r in records if type(r.get("step")) is int and 0 <= r["step"] <= _MOST_STEPS]
+    return (_numbers_of(r) for r in records if type(r.get("step")) is int and 0 <= r["step"] <= _MOST_STEPS)
 
 
 def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
@@ -126,17 +133,15 @@ def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def parse_lines(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects in `data`, one per line. Skip other lines, because a crash can leave any bytes."""
-    records = []
-    for line in data.splitlines():
+def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of the lines. Skip other lines, because a crash can leave any bytes."""
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
-            records.append(record)
-    return records
+            yield record
 
 
 class JsonlFile:
@@ -184,13 +189,13 @@ def _set_aside(path: Path) -> None:
 
 def _remove_after(path: Path, resume_step: int) -> None:
     """Keep the lines of steps up to `resume_step`, and remove an incomplete last line."""
-    data = path.read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]
-    kept = b"".join(line for line in complete.splitlines(keepends=True) if _step_of(line) <= resume_step)
-    if kept == complete:
-        if len(complete) < len(data):
-            os.truncate(path, len(complete))
-        return
+    with path.open("rb") as file:  # a long run's lines are not all kept in memory
+        sizes = [(len(line), line.endswith(b"\n"), _step_of(line) <= resume_step) for line in file]
+        if all(stays for _, whole, stays in sizes if whole):
+            os.truncate(path, sum(size for size, whole, _ in sizes if whole))
+            return
+        file.seek(0)
+        kept = b"".join(line for line, (_, whole, stays) in zip(file, sizes, strict=True) if whole and stays)
     # The file is replaced, because readers detect a new file even if it grows fast.
     write_atomic(path, kept)
 

@@ -6,20 +6,20 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from dppo_megatron.errors import ExpectedError
+from dppo_megatron.errors import ExpectedError, shown
 from dppo_megatron.types import Prompt
 
 from .interface import NOT_APPLICABLE, Reward
 
 _VERL = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _TRL = {"completions"}
-# verl and TRL also pass these; here they do not exist.
-_ABSENT = {"completion_ids", "completions_ids", "trainer_state", "environments", "reward_model_tokenizer"}
-# First parameters with these names would not mean the prompt; second ones would not mean the response.
-_ANSWERS = {"answer", "expected", "gold", "ground_truth", "label", "reference", "solution", "target"}
-_RESPONSES = {"completion", "generation", "output", "pred", "prediction", "response", "response_text", "solution_str"}
+_ABSENT = {"completion_ids", "completions_ids", "trainer_state", "environments"}  # TRL also passes these
+# First parameters with these names, or words of names, would not mean the prompt; second ones not the response.
 _LISTS = {"data_sources", "ground_truths", "prompts", "responses", "solution_strs"}  # of several samples
-_MISPLACED = (_ANSWERS | _RESPONSES | _LISTS | {"text"}, _ANSWERS | _LISTS | {"prompt", "question", "row"})
+_MISPLACED = (_LISTS | {"text"}, _LISTS | {"answer", "prompt", "question", "row", "solution"})
+_RIGHT = {"correct", "expected", "gold", "gt", "label", "reference", "target", "true", "truth"}
+_GIVEN = {"answer", "completion", "generation", "hypothesis", "output", "pred", "prediction", "response", "solution"}
+_WORDS = (_RIGHT | _GIVEN, _RIGHT)
 
 
 class RewardError(ExpectedError, ValueError):
@@ -32,24 +32,28 @@ def adapt(function: Callable[..., Any], name: str) -> Reward:
     verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, or with some of these parameters. It
     returns a number, a dict with `score`, or a sequence that begins with the number. TRL:
     `f(prompts, completions, **columns)` returns a list of numbers, None for a sample to which it does not apply; it is
-    called with one sample. Either may be async. Other functions are called with prompt and response. Raises
-    `RewardError` if parameter names have another meaning, or name values that are not passed.
+    called with one sample. Either may be async. Arguments that a partial or `reward.settings` bind keep their values.
+    Other functions are called with prompt and response. Raises `RewardError` if parameter names have another meaning,
+    or name values that are not passed.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # code without a signature
         return function
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_all, bound = any(p.kind is p.VAR_KEYWORD for p in parameters.values()), getattr(function, "keywords", {})
     named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if absent := [n for n, p in parameters.items() if n in _ABSENT and p.default is p.empty]:
+    known, trl = parameters.keys() & _VERL, parameters.keys() >= _TRL
+    verl = (known and known == set(named)) or (len(known) > 1 and not {"prompt", "response_text"} & set(named))
+    needed = {
+        n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    if absent := sorted(needed - _VERL if verl else needed & (_ABSENT if trl else {*named[2:]})):
         raise RewardError(f"reward.name = {name}: {', '.join(absent)}: not passed here; give it a default or remove it")
-    known = parameters.keys() & _VERL
-    if (known and known == set(named)) or (len(known) > 1 and not {"prompt", "response_text"} & set(named)):
-        return _Foreign(function, None if takes_all else set(parameters), _verl_arguments, _verl_value)
-    if parameters.keys() >= _TRL:
-        return _Foreign(function, None if takes_all else set(parameters), _trl_arguments, _trl_value)
-    for parameter, meaning, others in zip(named, ("prompt", "response"), _MISPLACED, strict=False):
-        if parameter in others:
+    if verl or trl:
+        of_convention = (_verl_arguments, _verl_value) if verl else (_trl_arguments, _trl_value)
+        return _Foreign(function, lambda n: n not in bound and (takes_all or n in parameters), needed, *of_convention)
+    for parameter, meaning, names, words in zip(named, ("prompt", "response"), _MISPLACED, _WORDS, strict=False):
+        if parameter in names or words & {*parameter.split("_")}:
             raise RewardError(
                 f"reward.name = {name}: the {meaning} would be passed as parameter {parameter}; name the parameters "
                 "(prompt, response_text), where prompt.answer is the row's answer, or as verl or TRL does"
@@ -61,18 +65,22 @@ class _Foreign:
     def __init__(
         self,
         function: Callable[..., Any],
-        names: set[str] | None,  # parameter names of the function; None = it takes any
+        takes: Callable[[str], bool],  # whether it takes an argument of this name
+        needed: set[str],
         arguments: Callable[[Prompt, str], dict[str, Any]],
         value: Callable[[Any], Any],
     ):
-        self._function, self._names, self._arguments, self._value = function, names, arguments, value
+        self._function, self._arguments, self._value = function, arguments, value
+        self._takes, self._needed = takes, needed
         self.trusted = getattr(function, "trusted", False)
         if hasattr(function, "check_answer"):
             self.check_answer = function.check_answer
 
     def __call__(self, prompt: Prompt, response_text: str) -> Any:
         arguments = self._arguments(prompt, response_text)
-        returned = self._function(**{k: v for k, v in arguments.items() if self._names is None or k in self._names})
+        if missing := self._needed - arguments.keys():
+            raise TypeError(f"the row has no column {', '.join(sorted(missing))}, which it takes")
+        returned = self._function(**{name: value for name, value in arguments.items() if self._takes(name)})
         return self._awaited(returned) if inspect.isawaitable(returned) else self._value(returned)
 
     async def _awaited(self, returned: Awaitable[Any]) -> Any:
@@ -103,6 +111,8 @@ def _trl_arguments(prompt: Prompt, text: str) -> dict[str, Any]:
 
 
 def _trl_value(returned: Any) -> Any:
-    if len(returned) != 1:
-        raise ValueError(f"it returned {len(returned)} values for one completion")
-    return NOT_APPLICABLE if returned[0] is None else returned[0]
+    try:
+        (value,) = returned
+    except (TypeError, ValueError):
+        raise TypeError(f"it returned {shown(returned)}, expected a list of one number for one completion") from None
+    return NOT_APPLICABLE if value is None else value

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common import working_directory
@@ -92,8 +93,10 @@ def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as
     working_directory.put_on_path()
     what = f"{named}: cannot import {module_name}"
     where = f"Add its directory to PYTHONPATH, start in the directory that contains it, or correct {setting}"
-    if module_name.endswith(".py"):
+    if (file := Path(module_name)).suffix == ".py":
         where = f"Drop .py, as in an import: {module_name[:-3].replace('/', '.')}:{attribute}"
+        if file.is_absolute():
+            where = f"Add {file.parent} to PYTHONPATH, and write {file.stem}:{attribute}"
     module = _foreign(what, lambda: importlib.import_module(module_name), where, error, _LINE)
     what = f"{named}: cannot look up {attribute!r}"
     found = _foreign(what, lambda: getattr(module, attribute, _ABSENT), where, error, _LINE)

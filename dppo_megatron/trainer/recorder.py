@@ -13,7 +13,7 @@ from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
 from dppo_megatron.observability.names import evaluated_sets, is_step_record
-from dppo_megatron.observability.tail import JsonlFollower, metrics_of, read_metrics
+from dppo_megatron.observability.tail import JsonlFollower, each_record, metrics_of
 from dppo_megatron.observability.trackers import Trackers, build_trackers
 from dppo_megatron.run_dir import RunDir
 
@@ -36,9 +36,11 @@ class RankZeroRecorder:
         self._masked = MaskedTokenLog(config.run.dir, decode, resume_step) if rank == 0 else None
         self._follower = JsonlFollower(RunDir(config.run.dir).rollout_metrics)
         self._first_step = resume_step or 0
-        kept = read_metrics(RunDir(config.run.dir).metrics) if rank == 0 else []
-        self._recorded = {record["step"] for record in kept if is_step_record(record)}  # steps
-        self._evaluated = {(record["step"], name) for record in kept for name in evaluated_sets(record)}
+        self._recorded: set[int] = set()  # steps
+        self._evaluated: set[tuple[int, str]] = set()
+        for record in metrics_of(each_record(RunDir(config.run.dir).metrics)) if rank == 0 else ():
+            self._recorded |= {record["step"]} if is_step_record(record) else set()
+            self._evaluated |= {(record["step"], name) for name in evaluated_sets(record)}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._trackers is None:

@@ -117,7 +117,7 @@ def answer_rows(source: Source) -> AnswerRows:
         except (OSError, ValueError) as error:
             source.notes.append(f"{path}: not read: {error}")
             continue
-        records = records_as(_AnsweredPrompt, parse_lines(b"\n".join(lines[::stride])))
+        records = records_as(_AnsweredPrompt, parse_lines(lines[::stride]))
         if missing := len(lines[::stride]) - len(records):
             source.notes.append(f"{path}: {missing} lines are not answers")
         samples = [(item, i, r.position, s) for item, r in enumerate(records) for i, s in enumerate(r.samples)]

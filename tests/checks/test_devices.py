@@ -9,6 +9,7 @@ from dppo_megatron.checks import devices
 from dppo_megatron.checks.devices import engine_devices, fit_engines, gpu_problems, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
+from tests.checks.test_preflight import found
 from tests.support.actor_cases import QWEN3_5, write_config
 from tests.support.configs import make_config
 
@@ -102,3 +103,11 @@ def test_a_rank_that_should_have_a_gpu_does_not_train_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     with pytest.raises(ExpectedError, match=f"no GPU is visible on {socket.gethostname()}"):
         require_gpu()
+
+
+def test_a_port_in_use_is_refused(tree):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        tree["engine"]["port"] = taken.getsockname()[1]
+        assert f"engine.port = {tree['engine']['port']}: already in use" in found(tree)

@@ -133,8 +133,19 @@ AIME += "eval.sets.aime."
         ("optimizer.warmup_updates=6 train.steps=3 train.updates_per_step=2", None),
         (
             "optimizer.warmup_updates=3 train.steps=3 optimizer.decay=linear",
-            "updates, whose last one must decay; lower it",
+            "longer than the 3 updates until the decay ends, and the last one must decay; lower it",
         ),
+        (
+            "optimizer.warmup_updates=2 train.steps=9 optimizer.decay=linear optimizer.decay_steps=2 "
+            "optimizer.min_lr=1e-7",
+            "longer than the 2 updates until the decay ends",
+        ),
+        (
+            "train.steps=9 optimizer.decay=linear optimizer.decay_steps=2",
+            "optimizer.decay_steps = 2: less than train.steps = 9, and the learning rate is 0 in the steps after it",
+        ),
+        ("train.steps=9 optimizer.decay=linear optimizer.decay_steps=2 optimizer.min_lr=1e-7", None),
+        ("train.steps=9 optimizer.decay=linear optimizer.decay_steps=20", None),
         ("optimizer.warmup_updates=2 train.steps=3 optimizer.decay=cosine", None),
         ("optimizer.decay=linear train.steps=1", None),
         ("optimizer.min_lr=1e-6 optimizer.decay=linear", "optimizer.min_lr = 1e-06: not below optimizer.lr = 1e-06"),

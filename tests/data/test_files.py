@@ -159,6 +159,34 @@ def test_times_finer_than_pythons_do_not_matter_in_unused_columns(tmp_path, toke
         assert row.columns["at"] == datetime.datetime(2023, 11, 14, 22, 13, 20, 123456)
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_a_column_that_occurs_twice_is_named(tmp_path, tokenizers, name):
+    table = pa.Table.from_arrays(
+        [pa.array(["a"]), pa.array(["b"]), pa.array(["1"])], names=["prompt", "prompt", "answer"]
+    )
+    if name == "rows.parquet":
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_stream(str(tmp_path / name), table.schema) as out:
+            out.write_table(table)
+    with pytest.raises(PromptFileError, match="has the column 'prompt' twice; rename one"):
+        source(tmp_path / name, tokenizers[0])
+
+
+def test_a_decimal_has_its_digits_or_is_rejected(tmp_path, tokenizers):
+    digits = {"12345678901234567890": True, "1.50": True, "12345678901234567890.5": False}
+    for text, exact in digits.items():
+        answers = pa.array([decimal.Decimal(text)])
+        pyarrow.parquet.write_table(pa.table({"prompt": ["a"], "answer": answers}), tmp_path / "rows.parquet")
+        if exact:
+            assert (
+                decimal.Decimal(source(tmp_path / "rows.parquet", tokenizers[0]).prompt(0).answer) == answers[0].as_py()
+            )
+        else:
+            with pytest.raises(PromptFileError, match="store such numbers as integers or text"):
+                source(tmp_path / "rows.parquet", tokenizers[0])
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.arrow"])
 def test_a_pointer_of_git_lfs_is_named(tmp_path, tokenizers, name):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -269,13 +297,18 @@ def test_directories_that_are_ambiguous_or_no_data_are_refused(tmp_path, tokeniz
         pyarrow.parquet.write_table(table, tmp_path / "hub" / f"{split}.parquet")
     refused(tmp_path / "hub", r"several sets; name one of .*hub/test-\*\.parquet, .*hub/train-\*\.parquet")
     assert len(source(tmp_path / "hub" / "train-*.parquet", tokenizers[1], **BY_PATH)) == 10
+    (tmp_path / "hub" / "train-00000-of-00002.parquet").rename(tmp_path / "hub" / ".train.parquet")  # hidden
+    (tmp_path / "hub" / "test-00000-of-00001.parquet").rename(tmp_path / "test.parquet")
+    assert len(source(tmp_path / "hub", tokenizers[1], **BY_PATH)) == 5
+    (tmp_path / "hub" / "more.jsonl").write_text("{}")
+    refused(tmp_path / "hub", r"several sets; name one of .*hub/more\.jsonl, .*hub/train-\*\.parquet")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "has no parquet")
     refused(tmp_path / "none-*.parquet", "no file matches")
     refused(tmp_path / "none.parquet", "No such file|cannot read")
     (tmp_path / "text.parquet").write_text("prompt,answer\n")
     refused(tmp_path / "text.parquet", "cannot read the table")
-    whole = (tmp_path / "hub" / "test-00000-of-00001.parquet").read_bytes()
+    whole = (tmp_path / "test.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
     refused(tmp_path / "cut.parquet", "cannot read the table")
     (tmp_path / "text.arrow").write_bytes(b"\xff" * 100)

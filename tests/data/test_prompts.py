@@ -193,6 +193,7 @@ def test_missing_and_empty_files(tmp_path, tokenizer):
         ({"role": "human"}, "the chat template leaves out a message of role '"),
         ("[{'role': 'user', 'content': 'x'}]", "the prompt begins like messages, but cannot be read: not JSON"),
         ('[{"role": "user", "content": [{"type": "video"}]}]', "a part of type 'video'"),
+        ('[{"from": "human", "value": "a"}]', "a message has 'from'"),
     ],
 )
 def test_messages_of_unknown_form_are_named(tmp_path, prompt, problem):

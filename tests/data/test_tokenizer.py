@@ -36,6 +36,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     assert len(load_tokenizer(directory, vocab_size=98)) == 98
 
 
+def test_a_tokenizer_that_git_lfs_stores_elsewhere_is_named(tmp_path):
+    directory = save_character_model(tmp_path)
+    (directory / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: a Git LFS pointer, not the file"):
+        load_tokenizer(directory)
+
+
 def test_missing_pieces_are_named(tmp_path):
     with pytest.raises(TokenizerError, match=r"absent: no such directory"):
         load_tokenizer(tmp_path / "absent")

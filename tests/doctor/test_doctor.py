@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from dppo_megatron.cli import app
 from dppo_megatron.doctor import Examination, diagnose
 from dppo_megatron.doctor.checks import CHECKS
+from dppo_megatron.doctor.diagnosis import EARLIER
 from dppo_megatron.observability.history import ReportError
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Rollout, RolloutGroup
@@ -361,3 +362,16 @@ def test_the_cost_of_a_step_does_not_grow(tmp_path):
         calls.append(count.total())
     assert examination.examined == 400
     assert max(calls[-20:]) <= 1.1 * min(calls[60:80])
+
+
+def test_a_resume_checks_only_the_newest_earlier_steps(tmp_path, monkeypatch):
+    seen, steps = [], 2 * EARLIER
+    monkeypatch.setattr(
+        "dppo_megatron.doctor.diagnosis.CHECKS", [("seen", lambda step, _: seen.append(step.number), "")]
+    )
+    lines = (json.dumps({"step": step, **HEALTHY_ROW}) + "\n" for step in range(1, steps + 1))
+    RunDir(tmp_path).metrics.write_text("".join(lines))
+    examination = Examination(tmp_path)
+    examination.advance(rollouts=False)
+    assert seen == list(range(steps - EARLIER + 1, steps + 1))
+    assert examination._past.steps == steps

@@ -179,8 +179,34 @@ async def test_what_cannot_be_had_is_refused_with_a_line(serve):
         ({"max_tokens": -1}, "expected a positive integer"),
         ({"max_tokens": 0}, "expected a positive integer"),
         ({"messages": [{"role": "user", "content": image}]}, "a part of type 'image_url'"),
-        ({"messages": 3}, "not a request of /v1/chat/completions"),
-        ({"tools": [{}]}, "KeyError: 'function'"),
+        ({"messages": ["a"]}, "not a request of /v1/chat/completions"),
+        ({"messages": 3}, "messages = 3: not supported"),
+        ({"messages": []}, "has no message"),
+        ({"messages": [{"role": "user", "content": False}]}, "the prompt is bool, expected text"),
+        ({"messages": [user("a"), {"role": "assistant", "function_call": {"name": "f"}}]}, "has function_call"),
+        ({"system": "be brief"}, 'system = "be brief": not supported'),
+        ({"max_output_tokens": 1}, "max_output_tokens = 1: not supported"),
+        ({"stream": "false"}, 'stream = "false": not supported'),
+        ({"stream": True, "stream_options": "x"}, 'stream_options = "x": not supported'),
+        ({"tools": {}}, "tools = {}: not supported"),
+        ({"tools": [{"type": "mcp"}]}, "a tool of type 'mcp'"),
+        ({"tools": [{"function": {"name": 5}}]}, "with a text as name"),
+    ]
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": [1]}
+    of_others = [
+        ("responses", {"messages": [user("a")], "input": "a"}, 'messages = [{"role": "user"'),
+        ("responses", {"input": "a", "max_tokens": 1}, "max_tokens = 1: not supported"),
+        ("responses", {"input": "a", "include": ["message.output_text.logprobs"]}, "include = "),
+        ("responses", {"input": {}}, "has no message"),
+        ("responses", {"input": "a", "instructions": 5}, "the prompt is int, expected text"),
+        ("messages", {"messages": [user("a")], "max_completion_tokens": 1}, "max_completion_tokens = 1: not supported"),
+        ("messages", {"messages": [user("a"), {"role": "assistant", "content": "b"}], "max_tokens": 1}, "prefilled"),
+        ("messages", {"messages": [{"role": "user", "content": [call]}], "max_tokens": 1}, "are no object"),
+        (
+            "messages",
+            {"messages": [user("a")], "max_tokens": 1, "tools": [{"type": "bash_20250124"}]},
+            "'bash_20250124'",
+        ),
     ]
 
     async with (
@@ -191,6 +217,9 @@ async def test_what_cannot_be_had_is_refused_with_a_line(serve):
         assert conversation.finished() == []
         for more, says in wrong:
             status, reply = await client.post(**{"messages": [user("a")], **more})
+            assert (status, says in reply["error"]["message"]) == (400, True), reply
+        for interface, body, says in of_others:
+            status, reply = await client.post(**{"messages": None, **body, "path": f"/v1/{interface}"})
             assert (status, says in reply["error"]["message"]) == (400, True), reply
         status, reply = await client.post([user("a")], "/chat/completions")
         assert status == 404

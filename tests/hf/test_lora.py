@@ -229,8 +229,20 @@ def test_defaults_of_peft_and_written_adapters_are_accepted(tmp_path):
     assert adapter_problems(tmp_path, DENSE, LORA) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
+def test_an_adapter_of_integers_is_refused(tmp_path, dtype):
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in adapter_shapes(DENSE, LORA).items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(GOOD))
+    problems = adapter_problems(tmp_path, DENSE, LORA)
+    assert len(problems) == len(tensors)
+    assert f"{dtype}, expected floating-point numbers" in problems[0]
+
+
 def test_an_adapter_of_other_layers_is_refused_tensor_by_tensor(tmp_path):
-    assert "no adapter in PEFT's format" in adapter_problems(tmp_path, DENSE, LORA)[0]
+    for path in (tmp_path, tmp_path / "absent"):
+        (problem,) = adapter_problems(path, DENSE, LORA)
+        assert "No such file or directory; name the directory with adapter_config.json and adapter_model" in problem
     (tmp_path / "adapter_config.json").write_text(json.dumps(GOOD))
     other = adapter_shapes(DENSE, LoraConfig(r=2, targets=("k_proj",)))
     save_file({name: torch.zeros(shape) for name, shape in other.items()}, tmp_path / "adapter_model.safetensors")

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from dppo_megatron.integrations.trl import ObjectiveTrainer
+from dppo_megatron.integrations.trl import ObjectiveTrainer, _dropout_problems
 from dppo_megatron.objectives import ObjectiveError
 
 pytestmark = pytest.mark.integrations
@@ -246,6 +247,19 @@ def test_settings_without_effect_on_the_sampling_distribution_are_accepted(tmp_p
                "length_penalty": 0.8, "early_stopping": True, "num_assistant_tokens": 5}  # fmt: skip
     models = TRLS_OWN | {"do_sample": False, "max_length": 99, "chat_format": "chatml"}  # TRL sets the first five
     trainer(tmp_path, own={"objective": "dppo_binary_tv"}, generation_kwargs=neutral, generation=models)
+    trainer(tmp_path, own={"objective": "dppo_binary_tv"}, generation_kwargs={"eos_token_id": 1})  # the tokenizer's
+
+
+def test_a_dropout_is_named(tmp_path):
+    """TRL's disable_dropout reaches layers, but not the probability that attention passes to a function."""
+    own = {"objective": "dppo_binary_tv"}
+    adapter = own | {"peft_config": LoraConfig(r=2, lora_dropout=0.25, target_modules=["q_proj"])}
+    with pytest.raises(ObjectiveError, match=r"q_proj\.lora_dropout\.default\.p = 0\.25: its noise differs"):
+        trainer(tmp_path, own=adapter)
+    trainer(tmp_path, own=adapter, disable_dropout=True)
+    at = trainer(tmp_path, own=own)
+    at.model.model.layers[0].self_attn.attention_dropout = 0.5
+    assert "layers.0.self_attn.attention_dropout = 0.5" in _dropout_problems(at.model)[0]
 
 
 def test_lists_are_not_to_be_had_from_another_sampler(tmp_path):

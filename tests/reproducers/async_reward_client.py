@@ -37,20 +37,17 @@ class Judge(BaseHTTPRequestHandler):
 
 
 REWARDS = """
-import asyncio
+import aiohttp, httpx, openai  # an import on a busy machine may exceed the time limit of a reward
 URL = "http://127.0.0.1:{port}/v1"
 _clients = {{}}
 async def by_openai(prompt, response_text):
-    import openai
     client = _clients.setdefault("openai", openai.AsyncOpenAI(base_url=URL, api_key="x", max_retries=0))
     reply = await client.chat.completions.create(model="m", messages=[{{"role": "user", "content": response_text}}])
     return float(reply.choices[0].message.content)
 async def by_httpx(prompt, response_text):
-    import httpx
     client = _clients.setdefault("httpx", httpx.AsyncClient(trust_env=False))
     return float((await client.post(URL + "/x", json={{}})).json()["choices"][0]["message"]["content"])
 async def by_aiohttp(prompt, response_text):
-    import aiohttp
     if "aiohttp" not in _clients:
         _clients["aiohttp"] = aiohttp.ClientSession()
     async with _clients["aiohttp"].post(URL + "/x", json={{}}) as reply:

@@ -95,6 +95,8 @@ def test_functions_of_verl_run_unmodified(prompt):
     partly = {"name": f"{FOREIGN}:per_dataset_score", "settings": {"format_score": 0.125}}
     assert score(partly, row, "42", "41")[0] == [1, 0.125]
     assert score({"name": f"{FOREIGN}:compute_score_async"}, row, "42", "41")[0] == [1, 0]
+    bound = {"name": f"{FOREIGN}:per_dataset_score", "settings": {"ground_truth": "41"}}
+    assert score(bound, row, "42", "41")[0] == [0, 1]
     assert score({"name": f"{FOREIGN}:compute_score"}, prompt("42"), "42")[0] == [1]  # without the column extra_info
 
 
@@ -119,6 +121,12 @@ def test_functions_of_verl_run_unmodified(prompt):
         ("solution_str, ground_truth, reward_model_tokenizer", "reward_model_tokenizer: not passed here; give"),
         ("prompts, completions, completion_ids", "completion_ids: not passed here; give"),
         ("completions, trainer_state, **columns", "trainer_state: not passed here; give"),
+        ("data_source, solution_str, reward_router_address", "reward_router_address: not passed here; give"),
+        ("prompt, response_text, tokenizer", "tokenizer: not passed here; give"),
+        ("model_output, gt", "the prompt would be passed as parameter model_output"),
+        ("y_pred, y_true", "the prompt would be passed as parameter y_pred"),
+        ("prompt, correct_answer", "the response would be passed as parameter correct_answer"),
+        ("prompt_text, model_answer", None),
     ],
 )
 def test_the_names_of_parameters_say_what_a_function_is_given(prompt, monkeypatch, parameters, given):
@@ -134,6 +142,20 @@ def test_the_names_of_parameters_say_what_a_function_is_given(prompt, monkeypatc
         return
     load_reward("named_by_parameters:reward")(row, "text")
     assert got[0][:2] == (row, "text") if given is None else " ".join(map(str, got[0])) == given
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda completions, solution: [1.0], "the row has no column solution, which it takes"),
+        (lambda completions: 1.0, "it returned 1.0, expected a list of one number"),
+        (lambda completions: [1.0, 2.0], "it returned [1.0, 2.0], expected a list of one number"),
+    ],
+)
+def test_a_function_of_trl_that_fits_no_row_is_named(prompt, function, why):
+    detail = attempt(adapt(function, "mine:score"), prompt("1"), "1").detail
+    assert why in detail
+    assert detail.endswith(UNFIT)
 
 
 def test_functions_of_trl_run_unmodified(prompt):

@@ -147,6 +147,7 @@ def test_rewards_are_found_by_name_and_path(tmp_path, monkeypatch, prompt):
         ("chess", "built in are arithmetic, gsm8k.*package.module:function"),
         ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
         ("mine/own.py:f", "ModuleNotFoundError.*Drop .py, as in an import: mine.own:f"),
+        ("/mine/own.py:f", "ModuleNotFoundError.*Add /mine to PYTHONPATH, and write own:f"),
         ("dppo_megatron.rewards.gsm8k:gsm9k", "has no 'gsm9k'; did you mean 'gsm8k'"),
         ("dppo_megatron.rewards.registry:BUILTIN", "dict is not callable"),
     ],
