@@ -21,13 +21,15 @@ from tests.weight_sync.trainer_process import UPDATE
 
 pytestmark = pytest.mark.language_model
 TENSORS, END = 272, 2  # the head is the embedding; <|im_end|>
-FP32, BF16 = contract.TOLERANCE, 0.3  # largest difference of log-probs
+# Largest difference of log-probs: the logits reach 38, where bf16 has steps of 0.25.
+FP32, BF16 = contract.TOLERANCE, 1.0
 LAYOUTS = {"tensor": 3, "pipeline": 2, "context": 2, "data": 2}
 
 
 def groups_of(run: Path) -> list:
     reader = BankReader(run / "bank")
-    return [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+    groups = [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+    return sorted(groups, key=lambda group: group.prompt.position)
 
 
 def answers_of(run: Path, name: str, version: int = 0) -> list[dict]:
@@ -144,14 +146,14 @@ def test_an_adapter_in_peft_is_the_merged_model(trained, train, task, transforme
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    lora = {"model": {"dtype": "fp32", "lora": {"r": 8}}, "optimizer": {"lr": 1e-4}}
+    lora = {"model": {"dtype": "fp32", "lora": {"r": 8}}, "optimizer": {"lr": 1e-2}}
     run = train("lora", **lora, rollout={"bank": str(trained / "bank")})
     paths = (task / "random_model", run / "model")
     start, merged = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths)
     tokens = torch.tensor(groups_of(trained)[0].prompt.token_ids)[None].long()
     with torch.no_grad():
         logits = [model(tokens).logits for model in (start, merged, PeftModel.from_pretrained(start, run / "adapter"))]
-    assert (logits[2] - logits[1]).abs().max() < 1e-3 < (logits[1] - logits[0]).abs().max()
+    assert (logits[2] - logits[1]).abs().max() < 1e-3 < 0.01 < (logits[1] - logits[0]).abs().max()
 
 
 def test_the_trained_model_teaches_the_start_model(trained, train, transformers):
@@ -208,11 +210,11 @@ def test_certify_finds_no_difference_after_a_publish(trained, served, tree):
 @pytest.mark.parametrize(
     ("kind", "dtype", "transport"),
     [
-        ("vllm", "fp32", {"transport": "shared_storage"}),
-        ("vllm", "fp32", {"transport": "broadcast"}),
-        ("vllm", "bf16", {"full_every": 9}),
-        ("sglang", "fp32", {"transport": "broadcast"}),
-        ("sglang", "bf16", {"full_every": 9}),
+        ("vllm", "fp32", "shared_storage"),
+        ("vllm", "fp32", "broadcast"),
+        ("vllm", "bf16", "delta"),
+        ("sglang", "fp32", "broadcast"),
+        ("sglang", "bf16", "delta"),
     ],
 )
 def test_an_engine_has_the_logprobs_of_transformers_and_every_publish(
@@ -224,8 +226,9 @@ def test_an_engine_has_the_logprobs_of_transformers_and_every_publish(
     contract.test_logprobs_and_topk_match_the_reference(server, 1.0)
     if dtype == "fp32":
         contract.test_greedy(server)
-    directory, start = task.parent / "-".join((kind, dtype, *map(str, transport.values()))), server.models["a"]
-    settings = {"engine": {"kind": kind, "unavailable_timeout_s": 300}, "parallel": {"timeout_s": 300}, **transport}
+    directory, start = task.parent / f"{kind}-{transport}", server.models["a"]
+    sent = {"full_every": 9} if transport == "delta" else {"transport": transport}
+    settings = {"engine": {"kind": kind, "unavailable_timeout_s": 300}, "parallel": {"timeout_s": 300}, **sent}
     settings |= {"dtype": dtype, "fingerprint": True, "timeout_s": 300}
     records = publish(directory, start, [server.url], [start, UPDATE, start], **settings)
     updated = directory / "records.2.weights"
@@ -233,5 +236,5 @@ def test_an_engine_has_the_logprobs_of_transformers_and_every_publish(
     check_scores(records, (start, updated, start), [server.url], tolerance)
     shares = [record["changed_share"] for record in records]
     assert [share is None or 0 < share < 0.1 for share in shares] == [True] * 3
-    assert (shares[1] is None) == ("full_every" not in transport)
+    assert (shares[1] is None) == (transport != "delta")
     record_property("publish_s", [round(record["seconds"], 1) for record in records])
