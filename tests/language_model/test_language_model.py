@@ -104,8 +104,8 @@ def test_evaluation_sets(trained):
 
 
 @pytest.mark.smoke
-def test_conversion_there_and_back_has_equal_bits_and_a_tied_head(task, tmp_path):
-    model, there, back = task / "random_model", tmp_path / "megatron", tmp_path / "hf"
+def test_conversion_there_and_back_has_equal_bits_and_a_tied_head(trained, tmp_path):
+    model, there, back = trained / "model", tmp_path / "megatron", tmp_path / "hf"
     runs.run("convert", "hf-to-megatron", model, there, "--tensor", "3", "--pipeline", "2")
     runs.run("convert", "megatron-to-hf", there, back)
     same_weights(model, back)
