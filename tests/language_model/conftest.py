@@ -58,7 +58,6 @@ def task(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("language_model") / "task"
     directory.mkdir()
     (directory / "random_model").symlink_to(model)
-    (directory / "secret").write_text("of the engines that several runs share")
     for number, name in enumerate(("train", "heldout")):
         sums = [(23 + 7 * i + number, 45 + 5 * i) for i in range(PROMPTS)]
         lines = [{"prompt": f"What is {a} + {b}? Reply with only the number.", "answer": str(a + b)} for a, b in sums]

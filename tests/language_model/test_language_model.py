@@ -21,13 +21,15 @@ from tests.weight_sync.trainer_process import UPDATE
 
 pytestmark = pytest.mark.language_model
 TENSORS, END = 272, 2  # the head is the embedding; <|im_end|>
-FP32, BF16 = contract.TOLERANCE, 0.3  # largest difference of log-probs
+# Largest difference of log-probs: the logits reach 38, where bf16 has steps of 0.25.
+FP32, BF16 = contract.TOLERANCE, 1.0
 LAYOUTS = {"tensor": 3, "pipeline": 2, "context": 2, "data": 2}
 
 
 def groups_of(run: Path) -> list:
     reader = BankReader(run / "bank")
-    return [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+    groups = [reader.read(entry) for entry in reader.entries(0, reader.refresh())]
+    return sorted(groups, key=lambda group: group.prompt.position)
 
 
 def answers_of(run: Path, name: str, version: int = 0) -> list[dict]:
@@ -47,16 +49,17 @@ def transformers(task):
     return AutoTokenizer.from_pretrained(task / "random_model"), model
 
 
-def chat(text: str) -> dict:
-    return {"conversation": [{"role": "user", "content": text}], "add_generation_prompt": True}
+def chats(rows: Path, tokenizer) -> list[list[int]]:
+    """Return the prompts of a data file as transformers tokenizes them."""
+    users = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in rows.read_text().splitlines()]
+    return tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
 
 
 @pytest.mark.smoke
-def test_chat_template_and_end_tokens_are_those_of_transformers(trained, transformers):
-    reasons = set()
+def test_chat_template_and_end_tokens_are_those_of_transformers(trained, task, transformers):
+    expected, reasons = chats(task / "train.jsonl", transformers[0]), set()
     for group in groups_of(trained):
-        expected = transformers[0].apply_chat_template(**chat(group.prompt.text), return_dict=False)
-        assert group.prompt.token_ids.tolist() == expected
+        assert group.prompt.token_ids.tolist() == expected[group.prompt.row]
         for rollout in group.rollouts:
             ends = rollout.token_ids == END
             assert not ends[:-1].any()
@@ -79,14 +82,14 @@ def test_logprobs_of_a_run_are_those_of_transformers(trained, task):
 
 
 @pytest.mark.smoke
-def test_greedy_text_is_that_of_transformers(trained, transformers):
+def test_greedy_text_is_that_of_transformers(trained, task, transformers):
     tokenizer, model = transformers
-    answers = answers_of(trained, "greedy")
-    prompts = [tokenizer.apply_chat_template(**chat(answer["prompt"]), tokenize=False) for answer in answers]
-    inputs = tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+    prompts = {"input_ids": chats(task / "heldout.jsonl", tokenizer)}
+    inputs = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
     texts = model.generate(**inputs, do_sample=False, max_new_tokens=24)[:, inputs["input_ids"].shape[1] :]
-    assert [answer["samples"][0]["text"] for answer in answers] == tokenizer.batch_decode(
-        texts, skip_special_tokens=True
+    expected = tokenizer.batch_decode(texts, skip_special_tokens=True)
+    assert {answer["row"]: answer["samples"][0]["text"] for answer in answers_of(trained, "greedy")} == dict(
+        enumerate(expected)
     )
 
 
@@ -101,8 +104,8 @@ def test_evaluation_sets(trained):
 
 
 @pytest.mark.smoke
-def test_conversion_there_and_back_has_equal_bits_and_a_tied_head(task, tmp_path):
-    model, there, back = task / "random_model", tmp_path / "megatron", tmp_path / "hf"
+def test_conversion_there_and_back_has_equal_bits_and_a_tied_head(trained, tmp_path):
+    model, there, back = trained / "model", tmp_path / "megatron", tmp_path / "hf"
     runs.run("convert", "hf-to-megatron", model, there, "--tensor", "3", "--pipeline", "2")
     runs.run("convert", "megatron-to-hf", there, back)
     same_weights(model, back)
@@ -143,14 +146,14 @@ def test_an_adapter_in_peft_is_the_merged_model(trained, train, task, transforme
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    lora = {"model": {"dtype": "fp32", "lora": {"r": 8}}, "optimizer": {"lr": 1e-4}}
+    lora = {"model": {"dtype": "fp32", "lora": {"r": 8}}, "optimizer": {"lr": 1e-2}}
     run = train("lora", **lora, rollout={"bank": str(trained / "bank")})
     paths = (task / "random_model", run / "model")
     start, merged = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths)
     tokens = torch.tensor(groups_of(trained)[0].prompt.token_ids)[None].long()
     with torch.no_grad():
         logits = [model(tokens).logits for model in (start, merged, PeftModel.from_pretrained(start, run / "adapter"))]
-    assert (logits[2] - logits[1]).abs().max() < 1e-3 < (logits[1] - logits[0]).abs().max()
+    assert (logits[2] - logits[1]).abs().max() < 1e-3 < 0.01 < (logits[1] - logits[0]).abs().max()
 
 
 def test_the_trained_model_teaches_the_start_model(trained, train, transformers):
@@ -207,11 +210,11 @@ def test_certify_finds_no_difference_after_a_publish(trained, served, tree):
 @pytest.mark.parametrize(
     ("kind", "dtype", "transport"),
     [
-        ("vllm", "fp32", {"transport": "shared_storage"}),
-        ("vllm", "fp32", {"transport": "broadcast"}),
-        ("vllm", "bf16", {"full_every": 9}),
-        ("sglang", "fp32", {"transport": "broadcast"}),
-        ("sglang", "bf16", {"full_every": 9}),
+        ("vllm", "fp32", "shared_storage"),
+        ("vllm", "fp32", "broadcast"),
+        ("vllm", "bf16", "delta"),
+        ("sglang", "fp32", "broadcast"),
+        ("sglang", "bf16", "delta"),
     ],
 )
 def test_an_engine_has_the_logprobs_of_transformers_and_every_publish(
@@ -223,8 +226,9 @@ def test_an_engine_has_the_logprobs_of_transformers_and_every_publish(
     contract.test_logprobs_and_topk_match_the_reference(server, 1.0)
     if dtype == "fp32":
         contract.test_greedy(server)
-    directory, start = task.parent / "-".join((kind, dtype, *map(str, transport.values()))), server.models["a"]
-    settings = {"engine": {"kind": kind, "unavailable_timeout_s": 300}, "parallel": {"timeout_s": 300}, **transport}
+    directory, start = task.parent / f"{kind}-{transport}", server.models["a"]
+    sent = {"full_every": 9} if transport == "delta" else {"transport": transport}
+    settings = {"engine": {"kind": kind, "unavailable_timeout_s": 300}, "parallel": {"timeout_s": 300}, **sent}
     settings |= {"dtype": dtype, "fingerprint": True, "timeout_s": 300}
     records = publish(directory, start, [server.url], [start, UPDATE, start], **settings)
     updated = directory / "records.2.weights"
@@ -232,5 +236,5 @@ def test_an_engine_has_the_logprobs_of_transformers_and_every_publish(
     check_scores(records, (start, updated, start), [server.url], tolerance)
     shares = [record["changed_share"] for record in records]
     assert [share is None or 0 < share < 0.1 for share in shares] == [True] * 3
-    assert (shares[1] is None) == ("full_every" not in transport)
+    assert (shares[1] is None) == (transport != "delta")
     record_property("publish_s", [round(record["seconds"], 1) for record in records])
