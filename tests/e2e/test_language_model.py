@@ -1,9 +1,7 @@
-"""The example with a real language model: its download and tasks, and, where the index has the model, a short run."""
+"""The example with a real language model: its download and tasks. tests/language_model trains it."""
 
 import json
 import re
-import subprocess
-import sys
 import zipfile
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +12,7 @@ import yaml
 from dppo_megatron.rewards.registry import load_reward
 from dppo_megatron.types import Prompt
 from examples.language_model.make_task import HELD_OUT, make_task
-from examples.language_model.model import LOCK, ROOT, ModelUnavailable, download, model_directory
+from examples.language_model.model import LOCK, ModelUnavailable, download, model_directory
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples/language_model"
@@ -90,25 +88,3 @@ def test_no_sum_is_in_both_sets_and_the_seed_determines_the_files(tmp_path):
         prompt = Prompt(position=0, row=0, token_ids=None, text=row["prompt"], answer=row["answer"])
         assert last_number(prompt, f"{a} + {b} = {a + b}.") == 1
         assert last_number(prompt, f"{a + b} - {b}") == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-def test_the_model_learns_sums_and_shows_its_answers(tmp_path):
-    """In 8 of 40 steps. The download and the model directory are those of `make language-model`."""
-    try:
-        model = model_directory(REPOSITORY / ROOT)
-    except ModelUnavailable as reason:
-        pytest.skip(str(reason))
-    (tmp_path / ROOT).mkdir(parents=True)
-    (tmp_path / ROOT / model.name).symlink_to(model)
-    command = [sys.executable, EXAMPLE / "run.py", "--set", "train.steps=8", "--set", "eval.every=0"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    before, after = map(float, re.search(r"accuracy: ([0-9.]+)% before, ([0-9.]+)% after", done.stdout).groups())
-    assert before < 35
-    assert after > before + 10, done.stdout
-    shown = [re.findall(r"^   ('What is .*?') -> ", part, re.M) for part in done.stdout.split("== answers after")[1:]]
-    assert len(shown) == 2
-    assert len(shown[0]) == 3
-    assert shown[0] == shown[1]
-    assert (tmp_path / ROOT / "sums/dppo/report").exists()
