@@ -193,4 +193,4 @@ def test_a_run_may_end_without_a_last_checkpoint(task, tmp_path):
     runs.run("train", config)
     assert (tmp_path / "run/model/config.json").exists()
     assert (tmp_path / "run/checkpoints/latest").read_text().endswith("-000001")
-    assert "all 2 of 2 steps are done" in runs.run("train", config, "--resume").stdout
+    assert "2 steps are done, train.steps = 2; raise it" in runs.run("train", config, "--resume").stdout
