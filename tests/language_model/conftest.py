@@ -20,7 +20,7 @@ TREE = {
     "parallel": {"world_size": 1, "tensor": 1, "timeout_s": 600},
     "data": {"max_prompt_tokens": 64, "chat_template": True},
     "rollout": {"prompts_per_step": PROMPTS, "group_size": SAMPLES, "max_response_tokens": 24},
-    "train": {"steps": 2, "updates_per_step": 1},
+    "train": {"steps": 2, "updates_per_step": 1, "micro_batch_tokens": 512},  # few logits at a time
     "optimizer": {"lr": 5e-6},
     "engine": {"max_model_len": 128},
     "checkpoint": {"every": 1, "keep": 1},
