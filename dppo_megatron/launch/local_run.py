@@ -99,7 +99,7 @@ class LocalRun:
                     record_attempt(self._run, "completed", "")
                     return 0
                 case TrainerStopped():
-                    done, steps = self._run.done, self._config.train.steps
+                    done, steps = self._run.checkpoint_step or 0, self._config.train.steps
                     cause = (
                         f"the trainer was asked to stop, not by this command, at step {done} of {steps}; "
                         f"resume with {self._resume_command}"

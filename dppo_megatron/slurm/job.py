@@ -155,7 +155,7 @@ class Job:
                 case Completed():
                     return self._completed()
                 case TrainerStopped():
-                    done, steps = self._run.done, self._config.train.steps
+                    done, steps = self._run.checkpoint_step or 0, self._config.train.steps
                     cause = f"the trainer was asked to stop, not by this job, at step {done} of {steps}"
                     return self._requeue(cause, 1)
                 case Failed() as failed:
