@@ -41,6 +41,7 @@ class RunDir:
     weights = _Below("weights")
     published = _Below("weights/published.json")
     quantized_start = _Below("weights/start")  # the quantised copy of the start model, with which engines start
+    lock = _Below("run.lock")  # held by the launcher
     checkpoints = _Below("checkpoints")
     logs = _Below("logs")
     flight_recorder = _Below("logs/nccl_trace_rank_")  # with the rank: torch's record of its last collectives
@@ -74,7 +75,7 @@ class RunDir:
         without locks. Raises `ExpectedError` that names the holder.
         """
         self.make()
-        path, started = self.root / "run.lock", time.monotonic()
+        path, started = self.lock, time.monotonic()
         while True:
             try:
                 return FileLock(path, needed=False)
@@ -103,7 +104,7 @@ class RunDir:
 
     @property
     def done(self) -> int:
-        """Return the finished steps that a resume need not repeat. A trainer that is stopped exits with 0, too."""
+        """Return the steps of the newest checkpoint, or those of a run that ended without one, if they are more."""
         return max(self.checkpoint_step or 0, self._steps(self.finished) or 0)
 
     def teacher(self, name: str) -> Path:

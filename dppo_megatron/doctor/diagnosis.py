@@ -142,8 +142,9 @@ def diagnose(run_dir: Path) -> Examination:
     if state.kind == "new":  # no step and no log
         raise ReportError(f"{run.root}: not a run{run_below(run.root) or '; name the run.dir of a run'}")
     if state.kind == "died":
-        dumps = f"; `torchfrtrace {run.logs} --prefix nccl_trace_rank_` shows the collectives of each rank"
-        why = state.why + (dumps if any(run.logs.glob("nccl_trace_rank_*")) else "")
+        prefix = run.flight_recorder.name
+        dumps = f"; `torchfrtrace {run.logs} --prefix {prefix}` shows the collectives of each rank"
+        why = state.why + (dumps if any(run.logs.glob(f"{prefix}*")) else "")
         examination.findings[DIED] = Finding(DIED, state.step, state.step, 1, why, REMEDY)
     return examination
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +17,7 @@ from dppo_megatron.run_dir import RunDir
 
 from .logs import duration, root_cause
 from .names import is_step_record
-from .tail import parse_lines, read_metrics, read_records, records_as
+from .tail import each_record, metrics_of, parse_lines, read_records, records_as
 
 LATE_S = 6 * INTERVAL_S  # a process that wrote no heartbeat for this long is stopped, or its machine failed
 Kind = Literal["new", "queued", "starting", "running", "waiting", "finished", "died", "paused"]
@@ -72,13 +73,13 @@ def record_attempt(run: RunDir, event: str, cause: str) -> None:
 def run_state(run: RunDir) -> RunState:
     """Return the state of a running or ended run. Asks no process."""
     last = ([RunAttempt(), *records_as(RunAttempt, read_records(run.restarts))])[-1]
-    steps = [record for record in read_metrics(run.metrics) if is_step_record(record)]
+    steps = deque(filter(is_step_record, metrics_of(each_record(run.metrics))), maxlen=1)
     step, beats = steps[-1]["step"] if steps else 0, heartbeats(run)
     if last.event in _AFTER:
         return RunState(_AFTER[last.event], step, last.cause)
     elsewhere = last.host != socket.gethostname()  # a file system may have locks within each machine only
     alive = elsewhere and any(time.time() - beat.time < LATE_S for beat in beats)
-    if not alive and not FileLock.is_held(run.root / "run.lock"):
+    if not alive and not FileLock.is_held(run.lock):
         if last.event:  # the start of an attempt
             host = last.host or "a node"
             return RunState("died", step, f"the launcher on {host} was killed, or its machine failed")

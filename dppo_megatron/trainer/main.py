@@ -124,9 +124,9 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 publisher.onload_actor()
             with phase("export"):
                 save_hf(actor.model_chunks, run.final_model, template_dir=config.model.path, overwrite=True)
-            if config.model.lora.r:
-                base = config.model.start.absolute()
-                save_peft(actor.model_chunks, run.final_adapter, actor.hf, config.model.lora, base, overwrite=True)
+                if config.model.lora.r:
+                    base = config.model.start.absolute()
+                    save_peft(actor.model_chunks, run.final_adapter, actor.hf, config.model.lora, base, overwrite=True)
             if layout.rank == 0 and not config.checkpoint.final:
                 write_json(run.finished, done)
             recorder.wait_for_last_evaluation()
