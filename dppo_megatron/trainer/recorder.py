@@ -39,8 +39,9 @@ class RankZeroRecorder:
         self._recorded: set[int] = set()  # steps
         self._evaluated: set[tuple[int, str]] = set()
         for record in metrics_of(each_record(RunDir(config.run.dir).metrics)) if rank == 0 else ():
-            self._recorded |= {record["step"]} if is_step_record(record) else set()
-            self._evaluated |= {(record["step"], name) for name in evaluated_sets(record)}
+            if is_step_record(record):
+                self._recorded.add(record["step"])
+            self._evaluated.update((record["step"], name) for name in evaluated_sets(record))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._trackers is None:
