@@ -261,14 +261,19 @@ async def test_one_with_settings_that_do_not_suit_is_not_admitted(world):
         assert w.servers[B].loads == w.servers[B].asked == []
 
 
+async def sample_while_it_restarts(w, sampler):
+    """The engine restarts during its first load."""
+    call = asyncio.ensure_future(sampler.generate(request()))
+    await until(lambda: len(w.servers[A].loads) == 1)
+    w.servers[A].restart(2, 3)
+    await call
+
+
 async def test_an_engine_that_dies_while_it_is_verified_is_verified_again(world):
     w = world(FakeServer(load_s=0.3))
     w.publish(3, to=())
     async with w.live() as sampler:
-        call = asyncio.ensure_future(sampler.generate(request()))
-        await until(lambda: len(w.servers[A].loads) == 1)
-        w.servers[A].restart(2, 3)
-        await call
+        await sample_while_it_restarts(w, sampler)
         assert w.servers[A].loads == [3, 3]
 
 
@@ -293,9 +298,6 @@ async def test_a_verification_ends_with_the_instance_that_it_is_of(world):
     w.build = lambda config, url: Slow(url, w.servers[url])
     w.publish(3, to=())
     async with w.live() as sampler:
-        call = asyncio.ensure_future(sampler.generate(request()))
-        await until(lambda: len(w.servers[A].loads) == 1)
-        w.servers[A].restart(2, 3)
-        await call
+        await sample_while_it_restarts(w, sampler)
         metrics = sampler.take_metrics()
         assert (metrics["engine/restarts"], metrics["engine/deaths"]) == (1, 0)
