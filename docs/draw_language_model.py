@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from draw_quickstart import save
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -28,13 +29,9 @@ def main(rows: Path, output: Path) -> None:
         axis.annotate(
             f"{accuracy[at]:.0%}", (minutes[at], accuracy[at]), place, textcoords="offset points", ha=align, fontsize=9
         )
-    axis.set(xlabel="minutes from the command, without installation", xlim=(0, None), ylim=(0, 1.05))
+    axis.set(xlabel="minutes from the command, without installation", xlim=(0, None))
     axis.set_ylabel("held-out accuracy, greedy")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="y", color="#EEEEEE")
-    axis.legend(frameon=False, fontsize=9, loc="lower right")
-    figure.savefig(output, dpi=100)
+    save(figure, axis, output, "lower right")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -31,11 +33,17 @@ def main(run: Path, output: Path) -> None:
         axis.annotate(
             text, (shown.steps[at], shown.values[at]), place, textcoords="offset points", ha=align, fontsize=9
         )
-    axis.set(xlabel="step", ylim=(0, 1.05))
+    axis.set_xlabel("step")
+    save(figure, axis, output, "center right")
+
+
+def save(figure: Figure, axis: Axes, output: Path, legend: str) -> None:
+    """Save shares from 0 to 100 %, with the legend at this place."""
+    axis.set_ylim(0, 1.05)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#EEEEEE")
-    axis.legend(frameon=False, fontsize=9, loc="center right")
+    axis.legend(frameon=False, fontsize=9, loc=legend)
     figure.savefig(output, dpi=100)
 
 
