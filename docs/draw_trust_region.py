@@ -1,4 +1,4 @@
-"""Draw docs/trust_region.png: the moves of a token's probability that PPO's clip allows and that DPPO allows.
+"""Draw docs/trust_region.png, light and dark: the moves of a token's probability that PPO's clip and DPPO allow.
 
     python docs/draw_trust_region.py [output.png]
 
@@ -17,6 +17,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from draw_schemes import ink, paper, save_both
+from matplotlib.figure import Figure
 
 from dppo_megatron.objectives import Objective, build_objective
 
@@ -39,7 +41,7 @@ def keeps_gradient(objective: Objective, mu: np.ndarray, pi: np.ndarray) -> np.n
     return ((weights[0] != 0) & (weights[1] != 0)).numpy().reshape(mu.shape)
 
 
-def main(output: Path) -> None:
+def draw() -> Figure:
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 4.0), layout="constrained")
     grids = (np.geomspace(1e-4, 1 - 1e-6, 700), np.linspace(1e-4, 1 - 1e-6, 700))
     for axis, grid, scale, title in zip(
@@ -50,22 +52,23 @@ def main(output: Path) -> None:
             inside = keeps_gradient(objective, mu, pi).astype(float)
             axis.contourf(mu, pi, inside, levels=[0.5, 1.5], colors=[colour], alpha=0.35)
             axis.contour(mu, pi, inside, levels=[0.5], colors=[colour], linewidths=1.2)
-        axis.plot(grid, grid, color="#666666", lw=0.8)
+        axis.plot(grid, grid, color=ink(), lw=0.8, alpha=0.6)
         axis.set(xscale=scale, yscale=scale, aspect="equal", xlim=(grid[0], 1), ylim=(grid[0], 1))
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("probability of the token when it was sampled, mu(a)", fontsize=9)
         axis.tick_params(labelsize=8)
     axes[0].set_ylabel("its probability now, pi(a)", fontsize=9)
     for panel, mu, pi, place, text in EXAMPLES:
-        arrow = {"arrowstyle": "->", "color": "black", "lw": 0.8}
-        axes[panel].plot(mu, pi, "o", color="black", ms=5)
-        box = {"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+        arrow = {"arrowstyle": "->", "color": ink(), "lw": 0.8}
+        axes[panel].plot(mu, pi, "o", color=ink(), ms=5)
+        box = {"boxstyle": "round", "facecolor": paper(), "edgecolor": "none", "alpha": 0.85}
         axes[panel].annotate(text, (mu, pi), place, fontsize=8, arrowprops=arrow, bbox=box)
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour, alpha=0.45) for colour in (PPO, DPPO)]
     names = ["allowed by PPO: ratio within 1 ± 0.2", "allowed by DPPO: |pi(a) - mu(a)| at most 0.15"]
     figure.legend(patches, names, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
-    figure.savefig(output, dpi=100)
+    return figure
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "trust_region.png")
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "trust_region.png"
+    print(save_both(draw, output, dpi=100))

@@ -4,6 +4,8 @@
 - Rates: some words make sentences hard to read when they are frequent ("what is stored is what was sent"). Their number
   per 1,000 words of comments and docstrings, and of documentation pages, is limited to twice the highest rate in six
   well-regarded codebases. `python tools/check_words.py --rates` prints all rates.
+- Names: variables, arguments, attributes and functions of the package that are function words or bare participles
+  (`found`, `what`, `own`) do not say what they hold. `python tools/check_words.py --names` lists them.
 """
 
 from __future__ import annotations
@@ -43,6 +45,18 @@ RATES = {
     "lie, lies": (r"lies?", 0.0, 0.0),
     "anew": (r"anew", 0.0, 0.0),
 }
+# Words that name nothing by themselves. Nouns that are common names (`first`, `last`, `new`, `old`) are not among them.
+VAGUE = re.compile(
+    r"_?(of_.*|(?:"
+    r"above|after|again|all|asked|awake|away|before|begun|behind|beyond|both|broken|called|chosen|compared|drawn|"
+    r"each|few|found|given|had|held|here|how|kept|known|least|listed|made|many|measured|more|most|of|others|over|"
+    r"own|planned|played|read|said|seen|some|still|such|taken|taught|that|then|there|this|told|untaught|used|"
+    r"wanted|what|why"
+    r"))_?"
+)
+VERBS = {"read"}  # names of functions all the same
+MOST_VAGUE = 0.2  # per 1,000 lines with code
+
 COUNTED = {word: re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE) for word, (pattern, *_) in RATES.items()}
 
 
@@ -83,6 +97,28 @@ def above_limit(parts: dict[str, str]) -> Iterator[str]:
                 yield f"{part}: {word!r} {rate:.2f} times in 1,000 words, at most {limit}; write plainer sentences"
 
 
+def vague_names(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line number and name of every variable, argument, attribute and function with a vague name."""
+    for node in ast.walk(ast.parse(source)):
+        name = ""
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.strip("_") not in VERBS:
+            name = node.name
+        if VAGUE.fullmatch(name):
+            yield node.lineno, name
+
+
+def names_above_limit(root: Path) -> Iterator[str]:
+    sources = [file.read_text() for file in sorted((root / "dppo_megatron").rglob("*.py"))]
+    lines = sum(bool(line.strip()) for source in sources for line in source.splitlines())
+    rate = 1000 * sum(len(list(vague_names(source))) for source in sources) / max(1, lines)
+    if rate > MOST_VAGUE:
+        yield f"names: {rate:.1f} vague ones in 1,000 lines, at most {MOST_VAGUE}; `--names` lists them"
+
+
 def main(root: Path) -> int:
     files = [*root.iterdir(), *(file for folder in FOLDERS for file in (root / folder).rglob("*"))]
     found = []
@@ -91,7 +127,7 @@ def main(root: Path) -> int:
         if name not in EXEMPT:
             found += [f"{name}: {word!r} in its name, write: {better}" for _, word, better in find_words(name)]
             found += [f"{name}:{n}: {word!r}, write: {better}" for n, word, better in find_words(file.read_text())]
-    found += above_limit(prose(root))
+    found += [*above_limit(prose(root)), *names_above_limit(root)]
     print("\n".join(found) or "words: no retired ones, none too frequent")
     return 1 if found else 0
 
@@ -101,9 +137,17 @@ def print_rates(root: Path) -> None:
         print(part, ", ".join(f"{word} {rate:.2f}" for word, rate in rates(text).items()))
 
 
+def print_names(root: Path) -> None:
+    for file in sorted((root / "dppo_megatron").rglob("*.py")):
+        for line, name in vague_names(file.read_text()):
+            print(f"{file.relative_to(root)}:{line}: {name}")
+
+
 if __name__ == "__main__":
     ROOT = Path(__file__).parents[1]
     if "--rates" in sys.argv:
         print_rates(ROOT)
+    elif "--names" in sys.argv:
+        print_names(ROOT)
     else:
         sys.exit(main(ROOT))

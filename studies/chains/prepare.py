@@ -14,6 +14,8 @@ from pathlib import Path
 
 from chains import LEVELS, make_task
 
+from dppo_megatron.common.process import with_this_process
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,7 +43,7 @@ def main() -> int:
     command = [sys.executable, "-m", "dppo_megatron", "train", str(Path(__file__).parent / "warmup.yaml")]
     for name, value in settings.items():
         command += ["--set", f"{name}={value}"]
-    return subprocess.run(command).returncode
+    return subprocess.run(command, preexec_fn=with_this_process()).returncode
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def first_words(run: Path) -> Iterator[dict[str, float]]:
 
 def token_rows(run: Path) -> Iterator[dict[str, Any]]:
     """Count the tokens that the trainer stored. `mu`: lower edge of the bin; `sign`: of the advantage."""
-    stored, bank = TrainedTokens(Source.of(run)), BankReader(run / "bank")
+    stored, bank = TrainedTokens(Source.open(run)), BankReader(run / "bank")
     bank.refresh()
     counts: Counter[tuple[int, float, int, bool]] = Counter()
     for step, (start, stop) in enumerate(bank.segments(), start=1):
@@ -102,7 +102,7 @@ def token_rows(run: Path) -> Iterator[dict[str, Any]]:
             signs = np.sign(group.rewards - group.rewards.mean()).astype(int)
             for sample, (rollout, sign) in enumerate(zip(group.rollouts, signs.tolist(), strict=True)):
                 mu = np.exp(rollout.rollout_logprob)
-                masked = stored.of(group.prompt.position, sample, len(mu))[VALUES.index("masked")]
+                masked = stored.values(group.prompt.position, sample, len(mu))[VALUES.index("masked")]
                 bins = EDGES[np.searchsorted(EDGES, mu, side="right") - 1]
                 counts.update((step, edge, sign, mask == 1) for edge, mask in zip(bins.tolist(), masked, strict=True))
     for step, edge, sign in sorted({key[:3] for key in counts}):

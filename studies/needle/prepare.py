@@ -16,6 +16,8 @@ import torch
 from needle import NEEDLE, USUAL, make_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dppo_megatron.common.process import with_this_process
+
 DOSES = (0.1, 0.03, 0.01, 0.003)
 TOLERANCE = 1.25  # largest ratio of the policy's f and the text's
 
@@ -40,7 +42,7 @@ def main() -> int:
         command = [sys.executable, "-m", "dppo_megatron", "train", str(Path(__file__).parent / "warmup.yaml")]
         for name, value in settings.items():
             command += ["--set", f"{name}={value}"]
-        if code := subprocess.run(command).returncode:
+        if code := subprocess.run(command, preexec_fn=with_this_process()).returncode:
             return code
         needle, usual = start_probabilities(place)
         print(f"f = {f:g}: the start policy says {NEEDLE!r} with {needle:.4f}, others with {1 - needle - usual:.4f}")

@@ -1,13 +1,15 @@
 """Create every table and figure of the needle study from its stored rows.
 
-python studies/needle/report.py    # from the root of the repository: results/report.md and docs/needle.png
+python studies/needle/report.py    # from the root of the repository: results/report.md and docs/needle*.png
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import exp
 from pathlib import Path
 from statistics import mean
@@ -38,7 +40,10 @@ from matplotlib.figure import Figure
 from dppo_megatron.study.verdicts import Estimate
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+RESULTS, DOCS = HERE / "results", HERE.parents[1] / "docs"
+sys.path.append(str(DOCS))
+from draw_schemes import save_both  # noqa: E402
+
 COLOURS = {
     "pg_is": "#999999",
     "grpo": "#CC79A7",
@@ -48,7 +53,21 @@ COLOURS = {
     "dppo_binary_kl": "#56B4E9",
     "tv_without_r": "#009E73",
 }
-
+NAMES = {
+    "pg_is": "PG-IS, no trust region",
+    "grpo": "GRPO",
+    "clip_higher": "clip-higher",
+    "clip_higher_exempt": "clip-higher, rare tokens free",
+    "dppo_binary_tv": "DPPO, binary TV",
+    "dppo_binary_kl": "DPPO, binary KL",
+    "tv_without_r": "binary TV without the ratio",
+}
+SHOWN = {  # methods of the picture in README.md -> name and its place
+    "pg_is": ("PG-IS, without\ntrust region", (1.05, 0.86)),
+    "dppo_binary_tv": ("DPPO", (4.3, 0.77)),
+    "grpo": ("GRPO", (5.85, 0.72)),
+    "clip_higher": ("clip-higher", (7.6, 0.62)),
+}
 
 SEARCH = """Mean of the steps to half of two seeds, where a run that does not reach half counts as all its steps. In
 parentheses: the mean of survivors, which reach half, and the number of failures. The rule chose the rate in bold."""
@@ -62,7 +81,8 @@ def main() -> None:
         lines += ["", "## Runs", "", *cell_table(judged), "", "## Claims", "", *claim_table(CLAIMS, judged)]
         lines += ["", "## Second round", "", *claim_table(SECOND_ROUND, judged)]
         lines += ["", "## Arms without claims", "", *arm_table(judged), "", "## Masked tokens by mu", "", *mask_table()]
-        print(draw(judged, HERE.parents[1] / "docs" / "needle.png"))
+        print(save_both(partial(draw, judged), DOCS / "needle.png", dpi=110))
+        print(save_both(partial(draw_details, judged), DOCS / "needle_details.png", dpi=110))
     (RESULTS / "report.md").write_text("\n".join(lines) + "\n")
     print(RESULTS / "report.md")
 
@@ -188,33 +208,59 @@ def mask_table() -> Iterator[str]:
             yield f"| {condition} | `{method}` | {' | '.join(shares)} |"
 
 
-def draw(judged: Curves, path: Path) -> Path:
-    figure = Figure(figsize=(9, 6.4), dpi=110, layout="constrained")
+def draw(judged: Curves) -> Figure:
+    """Draw the mean share of the right word of the four methods in SHOWN, each with its name at its line."""
+    figure = Figure(figsize=(7.6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for method, (name, place) in SHOWN.items():
+        means, _ = _by_step(judged, method, MAIN, "needle")
+        axes.plot(range(1, len(means) + 1), means, color=COLOURS[method], lw=2.4)
+        axes.annotate(name, place, fontsize=9)
+    axes.set(xlabel="step (16 updates on one batch)", ylim=(0, 1.02), xlim=(1, None))
+    axes.set_title("Samples with the right word, which 1 % have at the start; mean of eight seeds", fontsize=10)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_details(judged: Curves) -> Figure:
+    figure = Figure(figsize=(9, 6.8), layout="constrained")
     (speed, doses), (tail, masks) = figure.subplots(2, 2)
     _draw_curves(speed, judged, MAIN, "needle")
-    speed.set(xlabel="step (16 updates on one batch)", ylabel="samples with the right word", ylim=(0, 1))
-    speed.legend(frameon=False, fontsize=8)
+    speed.set(xlabel="step (16 updates on one batch)", title="Share of the right word, f = 0.01", ylim=(0, 1))
     _draw_doses(doses, judged)
-    doses.set(xscale="log", xlabel="f, start probability of the right word", ylabel="steps to half")
+    doses.set(
+        xscale="log", xlabel="f, start probability of the right word", title="Steps until half have the right word"
+    )
     _draw_curves(tail, judged, NOISE, "tail")
-    tail.set(xlabel="step, rewards are a coin", ylabel="samples with a word of the tail", ylim=(0, 1))
+    tail.set(xlabel="step", title="Share of rare words where rewards are a coin", ylim=(0, 1))
     _draw_masks(masks)
-    masks.set(xscale="log", xlabel="mu (lower edge of the bin)", ylabel=f"masked tokens, {MAIN}")
+    masks.set(xscale="log", xlabel="mu, probability in the engine (lower edge of the bin)")
+    masks.set(title="Masked tokens by their probability, f = 0.01")
     for axes in (speed, doses, tail, masks):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return path
+        axes.title.set_fontsize(10)
+    for axes in (speed, tail, masks):
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    return figure
 
 
 def _draw_curves(axes: Axes, judged: Curves, condition: str, name: str) -> None:
     """Draw the mean over seeds of each method in COLOURS, and a thin line for each seed."""
     for method, colour in COLOURS.items():
-        curves = [curve for key, curve in judged.items() if key[:2] == (method, condition)]
-        if curves:
-            values = [[step[name] for step in seeds] for seeds in zip(*curves, strict=False)]
-            steps = range(1, len(values) + 1)
-            axes.plot(steps, list(map(mean, values)), color=colour, label=method, lw=2.2)
+        means, values = _by_step(judged, method, condition, name)
+        if means:
+            steps = range(1, len(means) + 1)
+            axes.plot(steps, means, color=colour, label=NAMES[method], lw=2.2)
             axes.plot(steps, values, color=colour, alpha=0.25, lw=0.6)
+
+
+def _by_step(judged: Curves, method: str, condition: str, name: str) -> tuple[list[float], list[list[float]]]:
+    """Return the mean of a metric over seeds at each step, and its values."""
+    curves = [curve for key, curve in judged.items() if key[:2] == (method, condition)]
+    values = [[step[name] for step in seeds] for seeds in zip(*curves, strict=False)]
+    return list(map(mean, values)), values
 
 
 def _draw_doses(axes: Axes, judged: Curves) -> None:
