@@ -18,7 +18,7 @@
 # make attack         tests/attack with another seed and more cases: ATTACK_SEED=N ATTACK_CASES=N make attack
 # make test-gpu       on a machine with a GPU, twelve minutes: kernels, training, offload, a colocated engine; writes a file
 # make lint           ruff, mypy, wording, docs-check, the rules of tests/house (layers, sizes, names)
-# make docs           the documentation site in site/, with the API reference from docstrings; warnings fail
+# make docs           the documentation site in site/, with the API reference from docstrings; warnings and broken links fail
 # make docs-check     check that links, files, commands, flags, settings and figures named in the docs exist
 # make format         format with ruff, and apply its fixes
 # make install        the pinned CPU environment in .venv (other targets create it when needed)
@@ -44,7 +44,11 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules. If the environment says not to keep compiled ones, each compiles them all.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart language-model study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu test-language-model attack lint types docs docs-check format install sglang clean
+.PHONY: help quickstart language-model study-smoke test test-all test-here test-elsewhere environments test-cpu test-engines test-gpu test-megatron-next test-parallel test-slurm test-integrations test-verifiers test-browser test-install test-null-gpu test-language-model attack lint types docs docs-check format install sglang clean
+
+# The first target is the default.
+help:
+	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
@@ -138,9 +142,9 @@ test-null-gpu: $(NULL_GPU_STAMP)
 	@[ ! -e $(NULL_GPU_STAMP) ] || $(NULL_GPU_VENV)/bin/python -m tests.null_gpu.device $(NULL_GPU_VENV)/device \
 	  $(NULL_GPU_VENV)/bin/python $(PYTEST_ARGS) tests/null_gpu $(SIDE_BY_SIDE) -m null_gpu
 
-# A shard has only the smoke case, which needs no SGLang.
+# The rows that read one run are in a shard. The slow ones, which need SGLang, are in none.
 test-language-model: install $(if $(filter all,$(SHARD)),sglang)
-	$(PYTEST) tests/language_model -m "language_model $(if $(filter all,$(SHARD)),,and smoke)"
+	$(PYTEST) tests/language_model -m "language_model $(if $(filter all,$(SHARD)),,and not slow)"
 
 attack: install
 	$(PYTEST) tests/attack -m ""
@@ -164,7 +168,8 @@ docs-check: install
 	$(BIN)/python tools/check_claims.py
 
 docs: install $(VENV)/docs/.installed
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR)/$(VENV)/docs $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR):$(CURDIR)/$(VENV)/docs $(BIN)/python -m mkdocs build --quiet --strict
+	$(BIN)/python tools/check_site.py
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -4,8 +4,10 @@
     .venv/bin/python benchmarks/end_to_end.py runs/end-to-end --cells quickstart,20M-64  # or tiny-4 for a trial
 
 Cells are models of 1, 20 and 120 M random parameters (Qwen3) with at most 8, 64 and 256 response tokens after prompts
-of 32 tokens. One more cell is the quickstart: its start policy and its sums, with at most 4 tokens. TRL runs in the
-environment of `make test-integrations`.
+of 32 tokens. One more cell is the quickstart: its start policy and its sums, with at most 4 tokens. The cell
+`language-model` is SmolLM2-135M-Instruct on the sums of examples/language_model, with 128 responses of at most 24
+tokens and one update, in TRL's fastest micro-batch; one more run of ours computes every prompt for each of its
+samples. TRL runs in the environment of `make test-integrations`.
 
 Both programs use the same model directory, prompts, samples per prompt, sequences and updates per step, longest
 response, temperature 1 and learning rate. Rewards are centred by group and not scaled. Both compute in fp32, without
@@ -22,8 +24,9 @@ and the largest. A program that exceeds its share of --minutes is ended, and its
 the first process to the first step. No step includes checkpoints, evaluation or the end of a run.
 
 `plain` is transformers' own forward and backward pass (in TRL's process) on the sequences of a step, with a trivial
-loss and without an optimizer. It is a baseline for TRL's and our trainer. On the quickstart, one more run of each
-program gives the greedy accuracy on the 500 held-out sums over the seconds spent in steps, which exclude evaluation.
+loss and without an optimizer. It is a baseline for TRL's and our trainer. On the quickstart and the language model,
+one more run of each program, of at most --minutes, gives the greedy accuracy on the held-out sums over the seconds
+spent in steps, which exclude evaluation.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -40,10 +44,11 @@ from pathlib import Path
 from statistics import median
 
 from end_to_end_sides import SideFailed, SideRun, describe, run_ours, run_trl
-from end_to_end_task import CELLS, QUICKSTART, Cell, make_model_and_prompts
+from end_to_end_task import CELLS, LANGUAGE_MODEL, QUICKSTART, Cell, make_model_and_prompts
 from on_quickstart import machine, make_start_policy
 
 TRL_PYTHON = Path(__file__).parents[1] / ".venv-integrations" / "bin" / "python"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model"
 CURVE_STEPS, CURVE_EVERY = 24, 4
 
 
@@ -55,6 +60,7 @@ class Compared:
     trl: list[SideRun] = field(default_factory=list)
     ours: list[SideRun] = field(default_factory=list)
     curves: dict[str, SideRun] = field(default_factory=dict)  # by program
+    unshared: list[SideRun] = field(default_factory=list)  # ours, with every prompt computed for each of its samples
 
     @property
     def ratios(self) -> list[float]:
@@ -64,8 +70,8 @@ class Compared:
     @property
     def limit(self) -> float | None:
         """Return the largest allowed ratio."""
-        if self.cell.name == QUICKSTART:
-            return 1.0
+        if self.cell.learns:
+            return {QUICKSTART: 1.0, LANGUAGE_MODEL: 0.25}[self.cell.name]
         return 0.67 if self.cell.size in ("20M", "120M") and self.cell.response >= 64 else None
 
 
@@ -100,7 +106,9 @@ def main() -> int:
         if not compared.ratios:
             failed.append(name)
             continue
-        if cell.name == QUICKSTART and not arguments.no_curve:
+        if cell.name == LANGUAGE_MODEL:
+            run_unshared(compared, arguments, say)
+        if cell.learns and not arguments.no_curve:
             draw_curves(compared, arguments, say)
         done.append(compared)
         if arguments.out is not None:
@@ -153,9 +161,25 @@ def draw_curves(compared: Compared, arguments: argparse.Namespace, say: Callable
         say(f"accuracy over time: {error}")
 
 
+def run_unshared(compared: Compared, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    cell, directory = compared.cell, prepare(compared.cell, arguments.root)
+    asked = (cell.warm + cell.timed, 0, 60 * arguments.minutes, arguments.threads)
+    try:
+        run = run_ours(cell, directory, *asked, share=False)
+    except SideFailed as error:
+        say(f"without shared prompts: {error}")
+        return
+    compared.unshared.append(run)
+    ratio = run.step_s / over(compared.trl, "step_s")
+    say(f"{cell.name} without shared prompts: ours {run.step_s:.2f} s, ratio {ratio:.2f} to the median of TRL's rounds")
+
+
 def prepare(cell: Cell, root: Path) -> Path:
-    """Return the directory of the cell with `model`, `prompts.jsonl` and, for the quickstart, `heldout.jsonl`."""
+    """Return the directory of the cell with `model`, `prompts.jsonl` and, if it learns, `heldout.jsonl`."""
     directory = root.absolute() / cell.size
+    if cell.name == LANGUAGE_MODEL:
+        make_language_model(root.absolute(), directory)
+        return directory
     if cell.name != QUICKSTART:
         if not (directory / "prompts.jsonl").exists():  # written last
             make_model_and_prompts(cell, directory)
@@ -167,6 +191,19 @@ def prepare(cell: Cell, root: Path) -> Path:
     if not (directory / "model").exists():
         (directory / "model").symlink_to(directory / "warmup" / "model")
     return directory
+
+
+def make_language_model(root: Path, directory: Path) -> None:
+    """Make the model and the sums of examples/language_model, with prompts as conversations."""
+    subprocess.run([sys.executable, EXAMPLE / "model.py", root], check=True)
+    subprocess.run([sys.executable, EXAMPLE / "make_task.py", directory / "task"], check=True)
+    if not (directory / "model").exists():
+        (directory / "model").symlink_to(root / "SmolLM2-135M-Instruct")
+    for source, target in (("train", "prompts"), ("heldout", "heldout")):
+        rows = [json.loads(line) for line in (directory / "task" / f"{source}.jsonl").read_text().splitlines()]
+        for row in rows:
+            row["prompt"] = [{"role": "user", "content": f"{row['prompt']} Reply with only the number."}]
+        (directory / f"{target}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def table(done: list[Compared]) -> list[str]:
@@ -220,6 +257,7 @@ def figures_of(compared: Compared) -> dict[str, object]:
         "trl": [describe(run) for run in compared.trl],
         "ours": [describe(run) for run in compared.ours],
         "curves": {name: describe(run) for name, run in compared.curves.items()},
+        "unshared": [describe(run) for run in compared.unshared],
     }
 
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import yaml
-from end_to_end_task import QUICKSTART, Cell
+from end_to_end_task import LANGUAGE_MODEL, NUMBER, QUICKSTART, Cell
 from step_time import step_parts
 
 from dppo_megatron.observability.tail import read_metrics, read_records
@@ -90,11 +90,19 @@ def run_trl(
     return SideRun(startup, trained, cell.warm, _over_time(trained, accuracies), plain)
 
 
-def run_ours(cell: Cell, directory: Path, steps: int, every: int, limit_s: float, threads: int | None) -> SideRun:
-    """Run `dppo-megatron train` with an engine, an orchestrator and one rank. Raises `SideFailed`."""
+def run_ours(
+    cell: Cell, directory: Path, steps: int, every: int, limit_s: float, threads: int | None, share: bool = True
+) -> SideRun:
+    """Run `dppo-megatron train` with an engine, an orchestrator and one rank. Raises `SideFailed`.
+
+    share: compute a prompt once for its samples.
+    """
     output = _empty(directory / "ours")
     config = output / "config.yaml"
-    config.write_text(yaml.safe_dump(our_config(cell, directory, output / "run", steps, every)))
+    settings = our_config(cell, directory, output / "run", steps, every)
+    if not share:
+        settings["train"]["share_prefixes"] = False
+    config.write_text(yaml.safe_dump(settings))
     started = _run([sys.executable, "-m", "dppo_megatron", "train", config], output / "log", limit_s, threads)
     records = read_metrics(output / "run" / "metrics.jsonl")
     generated = {record["step"]: record["time/generate_s"] for record in records if "time/generate_s" in record}
@@ -120,20 +128,25 @@ def our_config(cell: Cell, directory: Path, run: Path, steps: int, every: int) -
     """Return a config of one rank on both cores: the engine is idle while the rank trains. The rest is the default."""
     longest = cell.prompt_tokens + cell.response
     data: dict[str, Any] = {"train": str(directory / "prompts.jsonl"), "max_prompt_tokens": cell.prompt_tokens}
+    data["chat_template"] = cell.name == LANGUAGE_MODEL
     if every:
         data["eval"] = str(directory / "heldout.jsonl")
+    rewards: dict[str, Any] = {
+        QUICKSTART: {"name": "arithmetic"},
+        LANGUAGE_MODEL: {"name": "regex", "settings": {"pattern": NUMBER}},
+    }
     return {
         "run": {"dir": str(run)},
         "model": {"path": str(directory / "model"), "dtype": "fp32"},
         "objective": {"name": "dppo_binary_tv", "settings": {"delta": 0.2}},
         "data": data,
-        "reward": {"name": "arithmetic" if cell.name == QUICKSTART else "end_to_end_task:even"},
+        "reward": rewards.get(cell.name, {"name": "end_to_end_task:even"}),
         "rollout": {
             "prompts_per_step": cell.prompts,
             "group_size": cell.samples,
             "max_response_tokens": cell.response,
         },
-        "train": {"steps": steps, "updates_per_step": cell.updates, "micro_batch_tokens": 16384},
+        "train": {"steps": steps, "updates_per_step": cell.updates, "micro_batch_tokens": cell.micro_batch_tokens},
         "optimizer": {"lr": cell.lr},
         "engine": {
             "dtype": "fp32",

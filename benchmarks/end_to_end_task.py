@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 PROMPT_TOKENS = 32
 PROMPTS = 512
 PAD, EOS = 0, 1
+NUMBER = "-?[0-9]+"
 
 SIZES: dict[
     str, dict[str, int]
@@ -27,7 +29,10 @@ SIZES: dict[
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One comparison. response: most tokens of a response. samples: per prompt. updates: per step."""
+    """One comparison. response: most tokens of a response. samples: per prompt. updates: per step.
+
+    trl_micro_batch: sequences of TRL's forward and backward pass; None for all of an update. micro_batch_tokens: ours.
+    """
 
     size: str
     response: int
@@ -38,23 +43,43 @@ class Cell:
     prompt_tokens: int = PROMPT_TOKENS
     warm: int = 2  # steps before those that are timed
     timed: int = 4
+    trl_micro_batch: int | None = None
+    micro_batch_tokens: int = 16384
 
     @property
     def name(self) -> str:
-        return self.size if self.size == QUICKSTART else f"{self.size}-{self.response}"
+        return f"{self.size}-{self.response}" if self.size in SIZES else self.size
+
+    @property
+    def learns(self) -> bool:
+        """Return whether the start model can learn the task, so that its accuracy is measured."""
+        return self.size not in SIZES
 
     @property
     def sequences(self) -> int:
         return self.prompts * self.samples
 
 
-QUICKSTART = "quickstart"
+QUICKSTART, LANGUAGE_MODEL = "quickstart", "language-model"
 # With these batches a step takes a few seconds on two idle cores.
 CELLS = {
     cell.name: cell
     for cell in (
         Cell("tiny", 4, prompts=2, samples=4, warm=1, timed=2),
         Cell(QUICKSTART, 4, prompts=64, samples=16, lr=1e-4, prompt_tokens=16, warm=3, timed=12),
+        Cell(
+            LANGUAGE_MODEL,
+            24,
+            prompts=16,
+            samples=8,
+            updates=1,
+            lr=5e-6,
+            prompt_tokens=64,
+            warm=1,
+            timed=2,
+            trl_micro_batch=16,
+            micro_batch_tokens=1024,
+        ),
         Cell("1M", 8, prompts=32, samples=8, timed=10),
         Cell("1M", 64, prompts=32, samples=8, timed=6),
         Cell("1M", 256, prompts=16, samples=8),
@@ -75,6 +100,12 @@ def even(completions: list[str], **_: object) -> list[float]:
     """
     words = [[int(word[1:]) for word in text.split() if word[:1] == "w"] for text in completions]
     return [sum(number % 2 == 0 for number in numbers) / max(1, len(numbers)) for numbers in words]
+
+
+def last_number(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
+    """Return 1 for each turn whose last number is the answer, in TRL's convention for conversations."""
+    numbers = [re.findall(NUMBER, turns[-1]["content"])[-1:] for turns in completions]
+    return [float(last == [wanted]) for last, wanted in zip(numbers, answer, strict=True)]
 
 
 even.trusted = True  # type: ignore[attr-defined]  # called in the orchestrator, as TRL calls it in the trainer

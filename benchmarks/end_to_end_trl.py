@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from end_to_end_task import CELLS, QUICKSTART, Cell, even
+from end_to_end_task import CELLS, LANGUAGE_MODEL, QUICKSTART, Cell, even, last_number
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl_objectives import accuracy, right
@@ -123,8 +123,11 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("--steps", type=int, help="default: the cell's")
     parser.add_argument("--every", type=int, default=0, help="steps between greedy accuracies; 0 = none")
+    parser.add_argument("--micro-batch", type=int, help="sequences of a forward and backward pass; default: the cell's")
     arguments = parser.parse_args()
     cell = CELLS[arguments.cell]
+    micro_batch = arguments.micro_batch or cell.trl_micro_batch or cell.sequences // cell.updates
+    reward = {QUICKSTART: right, LANGUAGE_MODEL: last_number}.get(cell.name, even)
     steps = arguments.steps or cell.warm + cell.timed
     model_path = str(arguments.directory / "model")
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -134,28 +137,29 @@ def main() -> None:
         rows = [json.loads(line) for line in (arguments.directory / "heldout.jsonl").read_text().splitlines()]
 
         def evaluate() -> float:
-            return accuracy(model, tokenizer, rows)
+            return accuracy(model, tokenizer, rows, cell.response, reward)
 
     records = Records(arguments.records, cell.updates, evaluate, arguments.every)
     prompts = str(arguments.directory / "prompts.jsonl")
     trainer = TimedGRPO(
         model,
-        right if cell.name == QUICKSTART else even,
-        args=settings(cell, steps, arguments.records.parent),
+        reward,
+        args=settings(cell, steps, micro_batch, arguments.records.parent),
         train_dataset=Dataset.from_json(prompts, cache_dir=str(arguments.directory / "datasets")),
         processing_class=tokenizer,
         callbacks=[records],
     )
     trainer.clock, records.trainer = Clock(), trainer
     trainer.train()
-    records.append_plain(plain_step(trainer.model, trainer.sampled, cell.updates))
+    records.append_plain(plain_step(trainer.model, trainer.sampled, micro_batch))
 
 
-def settings(cell: Cell, steps: int, output: Path) -> GRPOConfig:
+def settings(cell: Cell, steps: int, micro_batch: int, output: Path) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(output / "trl"),
-        per_device_train_batch_size=cell.sequences // cell.updates,
-        steps_per_generation=cell.updates,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=cell.sequences // cell.updates // micro_batch,
+        steps_per_generation=cell.sequences // micro_batch,
         num_generations=cell.samples,
         max_completion_length=cell.response,
         max_steps=steps * cell.updates,
@@ -173,8 +177,8 @@ def settings(cell: Cell, steps: int, output: Path) -> GRPOConfig:
     )
 
 
-def plain_step(model: torch.nn.Module, sampled: dict[str, torch.Tensor], updates: int) -> float:
-    """Return the seconds of transformers' forward and backward on all sampled sequences, in one batch per update.
+def plain_step(model: torch.nn.Module, sampled: dict[str, torch.Tensor], micro_batch: int) -> float:
+    """Return the seconds of transformers' forward and backward on all sampled sequences, in TRL's micro-batches.
 
     Prompts of a batch have equal length or are padded, as in TRL's training.
     """
@@ -184,7 +188,7 @@ def plain_step(model: torch.nn.Module, sampled: dict[str, torch.Tensor], updates
     seconds = []
     for _ in range(PLAIN_STEPS):
         started = time.perf_counter()
-        for part, seen in zip(tokens.chunk(updates), mask.chunk(updates), strict=True):
+        for part, seen in zip(tokens.split(micro_batch), mask.split(micro_batch), strict=True):
             logits = model(input_ids=part, attention_mask=seen, logits_to_keep=response + 1).logits[:, :-1]
             targets = part[:, -response:].masked_fill(seen[:, -response:] == 0, -100)
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()

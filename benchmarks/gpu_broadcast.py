@@ -125,7 +125,7 @@ class Group:
         from dppo_megatron.weights.process_group import WeightRendezvous, nccl_version
 
         self._device, timeout_s, workers = device_of(self.kind, 0), TIMEOUT_S[self.kind], len(self.receivers)
-        specs = [TensorSpec.of(name, tensor) for name, tensor in same_tensor(self._device, self.kind)]
+        specs = [TensorSpec.from_tensor(name, tensor) for name, tensor in same_tensor(self._device, self.kind)]
         self.buckets = make_buckets(specs, BUCKET[self.kind])
         self.nbytes = sum(spec.nbytes for spec in specs)
         backend, nccl = ("nccl", nccl_version()) if self.kind == "cuda" else ("gloo", "")

@@ -34,7 +34,7 @@ SHOWN = 120  # last lines of a part's output that are kept
 PROFILER = "USDT:"  # prefix of the profiler's trace lines
 CPU_DEVICES = 3  # processes of a dry run
 MOST = 8
-TRAINER = ("megatron.core", "pydantic", "safetensors", "yaml", "psutil")
+TRAINER = ("megatron.core", "pydantic", "safetensors", "yaml", "psutil", "tenacity")
 UNCHECKED = "VALUES NOT CHECKED: a run with --no-values. Nothing here is a measurement or a result."
 
 

@@ -5,9 +5,11 @@
 The run directory is made up: metrics of `--steps` steps, and a bank of `--segments` segments. Nothing trains. Each role
 is a process of its own, as in a run:
 
-- driver: reads the config, checks the run directory and examines the earlier steps, as `train --resume` does
-- orchestrator: opens the bank and starts the draft index, then writes groups and finds the earlier samples of prompts
-- rank 0 and rank 1: open trackers and bank, then read the batches of these groups
+- driver: checks config and run directory, then examines and shows the earlier steps, as `train --resume` does
+- orchestrator: loads tokenizer and prompts, opens the bank and starts the draft index, then writes groups and finds the
+  earlier samples of prompts
+- rank 0 and rank 1: open trackers and bank, then read the batches of these groups; rank 0 also loads tokenizer and
+  prompts, and removes the records of the steps after the checkpoint
 
 Times are seconds of CPU, because other programs may use the cores. The resume is from the process's start to its
 first group, with imports; a group is the mean of `--groups`. A real resume also starts engines and loads a model,
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import io
 import json
 import multiprocessing
 import os
@@ -34,6 +37,7 @@ from gpu_machine import ROOT, commit
 
 sys.path.insert(0, str(ROOT))
 LIMIT = 1.2
+REPEATED = 5  # steps after the last checkpoint, which the resumed run repeats
 PER_STEP, SAMPLES, TOKENS = 8, 8, 512  # a measured step's groups, their samples, and the tokens of each
 ROLES = ("driver", "orchestrator", "rank 0", "rank 1")
 
@@ -41,6 +45,7 @@ ROLES = ("driver", "orchestrator", "rank 0", "rank 1")
 def write_run(root: Path, steps: int, segments: int) -> None:
     """Write the config, the metrics of `steps` steps, and a bank of `segments` segments of one small group."""
     import numpy as np
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from dppo_megatron.bank import BankWriter
     from dppo_megatron.config import save_resolved
@@ -56,21 +61,32 @@ def write_run(root: Path, steps: int, segments: int) -> None:
         **{"num_key_value_heads": 2, "max_position_embeddings": 4096},
     }
     (model / "config.json").write_text(json.dumps(shape))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    data = root / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{row}", "answer": f"{row}"}) + "\n" for row in range(50)))
     config = make_config(
         run={"dir": str(root / "run")},
         model={"path": str(model)},
+        data={"train": str(data)},
         rollout={"prompts_per_step": PER_STEP, "group_size": SAMPLES, "max_response_tokens": TOKENS},
         train={"steps": steps + 1000, "micro_batch_tokens": 1 << 14},
     )
     run = RunDir(root / "run")
     run.root.mkdir()
     save_resolved(config, run.config)
-    names = [metric.name for metric in METRICS][:60]
+    names = [metric.name for metric in METRICS]
     rng = np.random.default_rng(0)
-    with run.metrics.open("w") as file:
-        for step in range(1, steps + 1):
-            values = dict(zip(names, rng.random(len(names)).tolist(), strict=True))
-            file.write(json.dumps({"step": step, "time": float(step), "train/loss": 0.5, **values}) + "\n")
+
+    def record(step: int, *metrics: str) -> str:
+        values = dict(zip(metrics, rng.random(len(metrics)).tolist(), strict=True))
+        return json.dumps({"step": step, "time": float(step), **values}) + "\n"
+
+    with run.metrics.open("w") as file, run.rollout_metrics.open("w") as rollouts:
+        for step in range(1, steps + REPEATED + 1):
+            sampling = record(step, *(name for name in names[60:] if name.startswith(("rollout/", "engine/"))))
+            evaluation = record(step, "eval/accuracy", "eval/reward_mean") if step % 100 == 0 else ""
+            rollouts.write(sampling + evaluation)
+            file.write(sampling + record(step, *names[:60]) + evaluation)
     with BankWriter(run.bank, 1, fsync=False) as bank:
         for position in range(segments):
             bank.append(make_group(position, 1, 4))
@@ -98,36 +114,55 @@ def make_group(position: int, samples: int, tokens: int):
 
 def drive(root: Path, groups: int) -> Iterator[None]:
     from dppo_megatron import cli  # noqa: F401, what the command imports
-    from dppo_megatron.checks.resume import problems
+    from dppo_megatron.checks import check_run_dir, preflight
     from dppo_megatron.config import read_config
     from dppo_megatron.doctor import Examination
+    from dppo_megatron.launch.local_run import finished
+    from dppo_megatron.observability.console import ProgressView
+    from dppo_megatron.observability.tail import sparse
+    from dppo_megatron.run_dir import RunDir
 
     config = read_config(root / "run" / "config.yaml")
-    assert not problems(config, resume=True)
-    Examination(config.run.dir).advance(rollouts=False)
+    check_run_dir(config, "config.yaml", resume=True)
+    assert not finished(config)
+    preflight(config, "config.yaml")
+    before = time.process_time()
+    Examination(config.run.dir, sparse).advance(rollouts=False)
+    ProgressView(config.train.steps, io.StringIO()).poll(RunDir(config.run.dir).metrics)
+    print(f"  driver: {time.process_time() - before:.2f} s for earlier metrics", file=sys.stderr)
     yield
 
 
 def orchestrate(root: Path, groups: int) -> Iterator[None]:
     from dppo_megatron.bank import BankWriter, EarlierSamples
+    from dppo_megatron.config import read_config
+    from dppo_megatron.data.prompts import training_prompts
+    from dppo_megatron.data.tokenizer import load_tokenizer
+    from dppo_megatron.observability.tail import evaluated
     from dppo_megatron.orchestrator import main  # noqa: F401
     from dppo_megatron.run_dir import RunDir
 
-    directory = RunDir(root / "run").bank
-    with BankWriter(directory, PER_STEP, fsync=False) as bank:
-        earlier = EarlierSamples(directory)
+    config, run = read_config(root / "run" / "config.yaml"), RunDir(root / "run")
+    training_prompts(config, load_tokenizer(config.model.path))
+    evaluated(run.rollout_metrics)
+    before = time.process_time()
+    with BankWriter(run.bank, PER_STEP, fsync=False) as bank:
+        earlier = EarlierSamples(bank.reader())
         begin = max(bank.done_positions()) + 1
-        earlier.of(make_group(begin, 1, 1).prompt)
+        earlier.samples(make_group(begin, 1, 1).prompt)
+        print(f"  orchestrator: {time.process_time() - before:.2f} s for the bank", file=sys.stderr)
         made = [make_group(begin + number, SAMPLES, TOKENS) for number in range(groups)]
         yield
         for group in made:
-            earlier.of(group.prompt)
+            earlier.samples(group.prompt)
             bank.append(group)
 
 
 def train(rank: int, root: Path, groups: int) -> Iterator[None]:
     from dppo_megatron.bank import BankReader
     from dppo_megatron.config import read_config
+    from dppo_megatron.data.prompts import training_prompts
+    from dppo_megatron.data.tokenizer import load_tokenizer
     from dppo_megatron.objectives import build_objective
     from dppo_megatron.run_dir import RunDir
     from dppo_megatron.trainer import main  # noqa: F401
@@ -136,10 +171,13 @@ def train(rank: int, root: Path, groups: int) -> Iterator[None]:
 
     config, run = read_config(root / "run" / "config.yaml"), RunDir(root / "run")
     done = config.train.steps - 1000
+    if rank == 0:  # for the weight check
+        training_prompts(config, load_tokenizer(config.model.path))
     objective = build_objective(config.objective.name, **config.objective.settings)
     source = BankBatches(config, BankReader(run.bank), objective, rank, 2, ("core",))
     with RankZeroRecorder(config, rank, done, str) as recorder:
         recorder.log_missing(done, {})
+        recorder.log(done, {"publish/bytes": 1.0})  # of the first publish
         source.ready(0)
         yield
         last = source._reader.num_groups // PER_STEP

@@ -180,7 +180,7 @@ def batches(samples: list[Sample], size: int = 16) -> list[TokenBatch]:
     """Pack samples with the engine's routing. Advantages alternate, so that an update has a gradient."""
     weight = 1 / sum(len(r.token_ids) for _, r in samples)
     sequences = [
-        TokenSequence.of_rollout(p, r, advantage=(-1.0) ** i, loss_weight=weight, replay_routing=True)
+        TokenSequence.from_rollout(p, r, advantage=(-1.0) ** i, loss_weight=weight, replay_routing=True)
         for i, (p, r) in enumerate(samples)
     ]
     return [pack(sequences[i : i + size]) for i in range(0, len(sequences), size)]

@@ -149,7 +149,7 @@ def predicted(wanted: list[GenerateRequest], groups: list[Group], running: int, 
         for w, group in zip(wanted, groups, strict=True)
     ]
     limits = {"together": running // SAMPLES, "running": running, "batch": 8, "step_s": parse_step_times(step_ms)}
-    plain, drafted = (decode(stored, most=most, **limits) for most in (0, DRAFT_TOKENS))
+    plain, drafted = (decode(stored, max_drafts=most, **limits) for most in (0, DRAFT_TOKENS))
     accepted, tokens = sum(map(sum, drafted.accepted.values())), sum(len(s) for g in stored for s in g.samples)
     return plain.seconds / drafted.seconds, accepted / tokens
 

@@ -17,7 +17,9 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PYTHON = Path(__file__).parents[1] / ".venv-integrations" / "bin" / "python"
 METHODS = ("TRL's own", "dppo_binary_tv", "drpo_tr", "score_centering")
@@ -109,14 +111,24 @@ def right(completions: list[str], answer: list[str], **_: object) -> list[float]
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
-def accuracy(model, tokenizer, rows: list[dict[str, str]]) -> float:
-    """Return the greedy accuracy over all rows."""
-    prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
-    prompts.pop("token_type_ids", None)
-    tokens = model.eval().generate(**prompts, max_new_tokens=RESPONSE, do_sample=False)
+def accuracy(
+    model: Any,
+    tokenizer: Any,
+    rows: list[dict[str, Any]],
+    response: int = RESPONSE,
+    reward: Callable[..., list[float]] = right,
+) -> float:
+    """Return the accuracy of greedy answers of at most `response` tokens to texts or conversations."""
+    prompts, conversations = [row["prompt"] for row in rows], isinstance(rows[0]["prompt"], list)
+    if conversations:
+        prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    tokens = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    tokens.pop("token_type_ids", None)
+    ids = model.eval().generate(**tokens, max_new_tokens=response, do_sample=False)
     model.train()
-    texts = tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(right(texts, [row["answer"] for row in rows])) / len(rows)
+    texts = tokenizer.batch_decode(ids[:, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = [[{"role": "assistant", "content": text}] for text in texts] if conversations else texts
+    return sum(reward(answers, answer=[row["answer"] for row in rows])) / len(rows)
 
 
 if __name__ == "__main__":

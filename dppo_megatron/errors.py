@@ -47,25 +47,33 @@ def shown(value: Any) -> str:
         return f"<{type(value).__name__}>"
 
 
-def bounded(text: str, most: int = LONGEST_MESSAGE) -> str:
-    """Return `text` in at most `most` bytes; control characters and unencodable ones are escaped."""
+def bounded(text: str, limit: int = LONGEST_MESSAGE) -> str:
+    """Return `text` in at most `limit` bytes; control characters and unencodable ones are escaped."""
     size = len(text)
-    text = "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text[:most])
+    text = "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text[:limit])
     encoded = text.encode()
-    if len(encoded) <= most and size <= most:
+    if len(encoded) <= limit and size <= limit:
         return text
     end = f" ... ({size} characters)"
-    return encoded[: most - len(end)].decode(errors="ignore") + end
+    return encoded[: limit - len(end)].decode(errors="ignore") + end
 
 
-def listing(source: str, problems: Sequence[str]) -> str:
-    """Return "SOURCE: N problems" and a line for each; if they do not fit on a screen, the number of the others."""
-    count = len(problems)
+def listing(source: str, problems: Sequence[str], whole: int = 0) -> str:
+    """Return "SOURCE: N problems" and a line for each; if they do not fit on a screen, the number of the others.
+
+    The other problems never shorten the first `whole` ones. Of the others, long ones share the bytes that short ones
+    leave.
+    """
+    count, mark = len(problems), "\n  - "
     lines = [f"{bounded(source, 300)}: {count} problem{'s' if count != 1 else ''}"]
     left = LONGEST_MESSAGE - len(lines[0].encode()) - len(f"\n  ... and {count} more")
-    share = max(_SHORTEST_SHARE, left // max(count, 1) - len("\n  - "))
+    sizes = [len((mark + bounded(problem)).encode()) for problem in problems]
+    share, rest = 0, left - sum(sizes[:whole]) - count  # rounding gives each line less than one byte more
+    for shorter, size in enumerate(sorted(sizes[whole:])):
+        share = rest // (count - whole - shorter)
+        rest -= min(size, share)
     for shown_before, problem in enumerate(problems):
-        line = f"  - {bounded(problem, share)}"
+        line = f"  - {bounded(problem, (left if shown_before < whole else max(_SHORTEST_SHARE, share)) - len(mark))}"
         left -= len(line.encode()) + 1
         if left < 0:
             lines.append(f"  ... and {count - shown_before} more")
@@ -74,18 +82,29 @@ def listing(source: str, problems: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+def did_you_mean(name: str, candidates: Iterable[str], otherwise: str = "") -> str:
     """Return "did you mean 'a' or 'b'?" for known names with all words of `name` or similar ones, else `otherwise`.
 
     Example: dppo_tv has all its words in dppo_topk_tv, gsm8 is similar to gsm8k, and response_mask has the word mask.
     """
-    folded = {other.lower(): other for other in known}
+    folded = {other.lower(): other for other in candidates}
     close = [other for other in folded.values() if set(name.split("_")) <= set(other.split("_"))] if name else []
     close = close or [
         folded[other] for other in difflib.get_close_matches(name.lower(), sorted(folded), n=3, cutoff=0.65)
     ]
     close = close or [other for other in folded.values() if set(other.split("_")) <= set(name.split("_"))]
     return f"did you mean {' or '.join(map(repr, close))}?" if close else otherwise
+
+
+def with_module(name: str) -> str:
+    """Return the name of own code in the form `module:attribute`, "" for a name without a module.
+
+    Example: first.reward.reward is first.reward:reward, and first/reward.py is first.reward:NAME.
+    """
+    if name.endswith(".py") or "/" in name:
+        return f"write {name.removesuffix('.py').strip('./').replace('/', '.')}:NAME, the NAME in that file"
+    module, _, attribute = name.rpartition(".")
+    return f"write {module}:{attribute}" if module else ""
 
 
 def _escaped(character: str) -> str:

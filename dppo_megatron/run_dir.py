@@ -14,9 +14,10 @@ ENDING_S, POLL_S = 60.0, 0.2  # longest wait until the processes of a killed lau
 
 
 def run_below(directory: Path) -> str:
-    """Return a hint at a run in a subdirectory, as in a project; empty if `directory` is a run or has none."""
-    found = [] if (directory / "run.lock").exists() else sorted(directory.glob("*/run.lock"))
-    return f"; did you mean {found[0].parent}?" if found else ""
+    """Return a hint at a run in a subdirectory, as in a project, or around; empty if `directory` is a run."""
+    around = [directory.absolute().parent / "run.lock", *sorted(directory.glob("*/run.lock"))]
+    locks = [] if (directory / "run.lock").exists() else [lock for lock in around if lock.exists()]
+    return f"; did you mean {locks[0].parent}?" if locks else ""
 
 
 class _Below:

@@ -6,7 +6,7 @@ of a token.
 
 `COLUMNS` declares every per-token value once. Engine replies, continuation, the bank, its audit, packing and the
 selection of rows iterate over it. To add a value, add its row here, fill it in where an engine's reply is decoded, and
-read it in the objective; CONTRIBUTING.md ("Adding a per-token value") names the files.
+read it in the objective; docs/adding.md ("Adding a per-token value") names the files.
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ class TokenColumns:
     @property
     def columns(self) -> dict[str, Any]:
         """Return the present columns, in the order of `COLUMNS`."""
-        found = ((column.name, self.column(column.name)) for column in COLUMNS)
-        return {name: array for name, array in found if array is not None}
+        arrays = ((column.name, self.column(column.name)) for column in COLUMNS)
+        return {name: array for name, array in arrays if array is not None}
 
     @classmethod
-    def of(cls: type[T], columns: Mapping[str, Any], **fields: Any) -> T:
+    def from_columns(cls: type[T], columns: Mapping[str, Any], **fields: Any) -> T:
         """Build an instance with `columns`, as fields or in `extra`, and its other fields."""
-        own = {name: array for name, array in columns.items() if name in cls.__dataclass_fields__}
-        fields["extra"] = {name: array for name, array in columns.items() if name not in own}
-        return cls(**fields, **own)
+        fields_of_class = {name: array for name, array in columns.items() if name in cls.__dataclass_fields__}
+        fields["extra"] = {name: array for name, array in columns.items() if name not in fields_of_class}
+        return cls(**fields, **fields_of_class)
 
 
 def expected_shapes(
@@ -142,8 +142,8 @@ def expected_shapes(
         rows = sampled if column.rows == "sampled" else read
         if column.rows == "listed":
             rows = int(np.sum(columns[column.counts])) if column.counts in columns else -1
-        found = getattr(like.get(column.name), "shape", ())
-        sizes = dict(zip(column.shape, found[1:], strict=False)) | sizes
+        shape = getattr(like.get(column.name), "shape", ())
+        sizes = dict(zip(column.shape, shape[1:], strict=False)) | sizes
         shapes[column.name] = (rows, *(sizes.get(name, -1) for name in column.shape))
     return shapes
 
@@ -300,5 +300,5 @@ class TokenBatch(TokenColumns):
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every present tensor by its name, including those in `extra`."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
-        return {name: tensor for name, tensor in {**own, **self.extra}.items() if tensor is not None}
+        columns = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"}
+        return {name: tensor for name, tensor in {**columns, **self.extra}.items() if tensor is not None}

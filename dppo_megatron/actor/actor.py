@@ -100,18 +100,18 @@ class Actor:
         self.sharded_save = ShardedSave()
         self._writing: BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
-        self.packer = Packer.of(self.hf, config, layout, self.routing.held_layers if self.routing else None)
+        self.packer = Packer.build(self.hf, config, layout, self.routing.held_layers if self.routing else None)
         self.shares_prefixes = shares_prefixes(self.hf, config)  # whether micro-batches may share prompts
         self._scorer = Scorer(self.model, self.packer, layout, self.hf.vocab_size, config.train.micro_batch_tokens)
 
     def describe(self) -> list[str]:
         """Return the first lines of the log: model, precision, layers, kernels, layout."""
         m, hf = self.config.model, self.hf
-        chosen = precision.implementations(transformer_engine_layers=use_transformer_engine(self.config))
+        implementations = precision.implementations(transformer_engine_layers=use_transformer_engine(self.config))
         return [
             f"{hf.architecture}: {hf.num_layers} layers, hidden {hf.hidden_size}, "
             f"vocabulary {hf.vocab_size}; {self.num_parameters():,} parameters on this rank{self._trained()}",
-            f"megatron-core {megatron_version.version}: {chosen}",
+            f"megatron-core {megatron_version.version}: {implementations}",
             f"precision: {precision.describe(self.config)}; logits {m.logits}, recompute {m.recompute}",
             *describe_experts(self.model_chunks, self.config),
             self.layout.describe(),
@@ -125,8 +125,10 @@ class Actor:
         lora = self.config.model.lora
         if not lora.r:
             return ""
-        trained = sum(p.numel() for chunk in self.model_chunks for p in chunk.parameters() if p.requires_grad)
-        return f", of which {trained:,} are trained: LoRA r {lora.r}, alpha {lora.alpha:g}, {', '.join(lora.targets)}"
+        num_trained = sum(p.numel() for chunk in self.model_chunks for p in chunk.parameters() if p.requires_grad)
+        return (
+            f", of which {num_trained:,} are trained: LoRA r {lora.r}, alpha {lora.alpha:g}, {', '.join(lora.targets)}"
+        )
 
     @property
     def lr(self) -> float:

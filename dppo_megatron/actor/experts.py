@@ -37,9 +37,9 @@ def group_experts(chunks: Sequence[nn.Module], config: Config) -> None:
     if why_sequential(chunks, config):
         return
     for experts in _experts(chunks):
-        together = copy(experts.local_experts[0])  # Megatron's activation and settings
-        together._modules = dict(together._modules) | {name: _Projection(experts, name) for name in _PROJECTIONS}
-        experts.forward = partial(_forward, experts, together)
+        grouped_mlp = copy(experts.local_experts[0])  # Megatron's activation and settings
+        grouped_mlp._modules = dict(grouped_mlp._modules) | {name: _Projection(experts, name) for name in _PROJECTIONS}
+        experts.forward = partial(_forward, experts, grouped_mlp)
     torch.cuda.empty_cache()  # the freed blocks are too small for later allocations
 
 
@@ -74,14 +74,14 @@ def _experts(chunks: Sequence[nn.Module]) -> Iterator[SequentialMLP]:
     return (m for c in chunks for m in c.modules() if isinstance(m, SequentialMLP) and len(m.local_experts) > 1)
 
 
-def _forward(experts: SequentialMLP, together: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+def _forward(experts: SequentialMLP, grouped_mlp: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
     """Replace SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
     if not len(x):  # the kernel rejects empty operands
         return SequentialMLP.forward(experts, x, counts, probs)
     if x.is_cuda and not counts.is_cuda:
         counts = counts.pin_memory().to(x.device, non_blocking=True)
-    together.linear_fc1.ends = together.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)
-    return MLP.forward(together, x, probs)
+    grouped_mlp.linear_fc1.ends = grouped_mlp.linear_fc2.ends = counts.cumsum(0, dtype=torch.int32)
+    return MLP.forward(grouped_mlp, x, probs)
 
 
 class _Projection(nn.Module):

@@ -31,14 +31,14 @@ Call = tuple[Tensor, Tensor, int, int, float, bool]
 class FlashPlan:
     """Plans the calls for one micro-batch once for all layers.
 
-    Example: a prompt of 3 rows, then its samples of 2 rows and 1: `own` has bounds [0, 3, 5, 6], rows [3, 4, 5], keys
-    [0, 1, 2], and `before` one segment of 3 queries and 3 keys.
+    Example: a prompt of 3 rows, then its samples of 2 rows and 1: `segments` has bounds [0, 3, 5, 6], rows [3, 4, 5],
+    keys [0, 1, 2], and `prefixes` one segment of 3 queries and 3 keys.
     """
 
-    own: Call
-    before: Call | None = None  # if None, `rows` and `keys` are None too: no segment continues another
-    rows: Int[Tensor, " n"] | None = None  # queries of `before`
-    keys: Int[Tensor, " m"] | None = None  # keys of `before`: rows here, or of all context-parallel ranks end to end
+    segments: Call
+    prefixes: Call | None = None  # if None, `rows` and `keys` are None too: no segment continues another
+    rows: Int[Tensor, " n"] | None = None  # queries of `prefixes`
+    keys: Int[Tensor, " m"] | None = None  # keys of `prefixes`: rows here, or of all context-parallel ranks end to end
 
 
 def can_use_flash(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
@@ -57,9 +57,9 @@ def plan_flash(
         chunks, size = torch.tensor([context_rank, 2 * context_size - 1 - context_rank]), lengths // (2 * context_size)
         prefixes = torch.stack((bounds[:-1].repeat_interleave(2), (size[:, None] * chunks).flatten()), dim=1)
         lengths = size.repeat_interleave(2)
-    own = _call(lengths, lengths, True, device)
+    own_call = _call(lengths, lengths, True, device)
     if prefixes is None or not bool(prefixes[:, 1].any()):
-        return FlashPlan(own)
+        return FlashPlan(own_call)
     continues = prefixes[:, 1] > 0
     continued, group = prefixes[continues].unique_consecutive(dim=0, return_inverse=True)  # samples of one prompt
     first, counts = continued.long().unbind(dim=1)
@@ -67,12 +67,12 @@ def plan_flash(
     rows = continues.repeat_interleave(lengths).nonzero().flatten()
     keys = torch.arange(int(counts.sum())) + (first - counts.cumsum(0) + counts).repeat_interleave(counts)
     keys = keys if context_size == 1 else gathered_places(bounds, context_size)[keys]
-    return FlashPlan(own, _call(queries, counts, False, device), rows.to(device), keys.to(device))
+    return FlashPlan(own_call, _call(queries, counts, False, device), rows.to(device), keys.to(device))
 
 
 def _call(queries: Int[Tensor, " S"], keys: Int[Tensor, " S"], causal: bool, device: torch.device) -> Call:
-    of_queries, of_keys = (F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32) for lengths in (queries, keys))
-    return of_queries, of_keys, int(queries.max()), int(keys.max()), 0.0, causal
+    query_bounds, key_bounds = (F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32) for lengths in (queries, keys))
+    return query_bounds, key_bounds, int(queries.max()), int(keys.max()), 0.0, causal
 
 
 class FlashAttention(torch.autograd.Function):
@@ -90,30 +90,34 @@ class FlashAttention(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         attend = torch.ops.aten._flash_attention_forward
-        out, sums, *_ = attend(query, key, value, *plan.own, False, scale=scale)  # sums [h T], fp32
-        if plan.before is not None and plan.rows is not None and plan.keys is not None:
+        out, sums, *_ = attend(query, key, value, *plan.segments, False, scale=scale)  # sums [h T], fp32
+        if plan.prefixes is not None and plan.rows is not None and plan.keys is not None:
             rows, continued = plan.rows, [x.index_select(0, plan.keys) for x in (keys, values)]
-            more, more_sums, *_ = attend(query.index_select(0, rows), *continued, *plan.before, False, scale=scale)
+            prefix_out, prefix_sums, *_ = attend(
+                query.index_select(0, rows), *continued, *plan.prefixes, False, scale=scale
+            )
             own_sums = sums.index_select(1, rows)
-            both = torch.logaddexp(own_sums, more_sums)
-            share, more_share = ((x - both).exp().T[..., None] for x in (own_sums, more_sums))
-            out.index_copy_(0, rows, (out.index_select(0, rows) * share + more * more_share).to(out.dtype))
-            sums.index_copy_(1, rows, both)
+            merged_sums = torch.logaddexp(own_sums, prefix_sums)
+            share, prefix_share = ((x - merged_sums).exp().T[..., None] for x in (own_sums, prefix_sums))
+            out.index_copy_(0, rows, (out.index_select(0, rows) * share + prefix_out * prefix_share).to(out.dtype))
+            sums.index_copy_(1, rows, merged_sums)
         ctx.save_for_backward(query, key, value, out, sums, keys, values)
         ctx.plan, ctx.scale = plan, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *own, keys, values = ctx.saved_tensors
+        *own_inputs, keys, values = ctx.saved_tensors
         plan, rows, differentiate = ctx.plan, ctx.plan.rows, torch.ops.aten._flash_attention_backward
         seeds = grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0)  # unused, because there is no dropout
-        dq, *of_own = differentiate(grad, *own, *plan.own, *seeds, scale=ctx.scale)
+        dq, *own_grads = differentiate(grad, *own_inputs, *plan.segments, *seeds, scale=ctx.scale)
         if rows is None:
-            return dq, *of_own, None, None, None, None
+            return dq, *own_grads, None, None, None, None
         continued = (x.index_select(0, plan.keys) for x in (keys, values))
-        some, query, out = (x.index_select(0, rows) for x in (grad, own[0], own[3]))
-        inputs = (some, query, *continued, out, own[4].index_select(1, rows))
-        more, *parts = differentiate(*inputs, *plan.before, *seeds, scale=ctx.scale)
-        of_all = (torch.zeros_like(x).index_add_(0, plan.keys, y) for x, y in zip((keys, values), parts, strict=True))
-        return dq.index_add_(0, rows, more), *of_own, *of_all, None, None
+        row_grad, query, out = (x.index_select(0, rows) for x in (grad, own_inputs[0], own_inputs[3]))
+        prefix_inputs = (row_grad, query, *continued, out, own_inputs[4].index_select(1, rows))
+        prefix_dq, *prefix_grads = differentiate(*prefix_inputs, *plan.prefixes, *seeds, scale=ctx.scale)
+        scattered_grads = (
+            torch.zeros_like(x).index_add_(0, plan.keys, y) for x, y in zip((keys, values), prefix_grads, strict=True)
+        )
+        return dq.index_add_(0, rows, prefix_dq), *own_grads, *scattered_grads, None, None

@@ -87,9 +87,9 @@ class LossStep:
             entropy="differentiable" if objective.needs_entropy else "metric",
         )
         nonfinite = (stats.nonfinite & rows.mask).sum().double()
-        own = slice(None)
+        local_rows = slice(None)
         if objective.needs_sequences and self.layout.context_size > 1:
-            rows, stats, own = _whole_sequences(batch, stats, self.layout)
+            rows, stats, local_rows = _whole_sequences(batch, stats, self.layout)
         sequence_ids = batch.sequence_ids if objective.needs_sequences else None
         out = apply_objective(
             objective,
@@ -101,14 +101,14 @@ class LossStep:
             sequence_ids=sequence_ids,
             vocab_size=self.vocab_size,
         )
-        self.masked.index_add_(0, rows.target_ids[own], out.masked_tokens[own].long())
+        self.masked.index_add_(0, rows.target_ids[local_rows], out.masked_tokens[local_rows].long())
         assert stats.entropy is not None  # requested above
         if self.observe is not None:
-            seen = (stats.logprob, stats.entropy, out.divergence, out.masked_tokens)
-            self.observe(batch, torch.stack([values.detach()[own].float() for values in seen]))
-        loss = (rows.loss_weight * out.loss)[own].sum()
+            token_values = (stats.logprob, stats.entropy, out.divergence, out.masked_tokens)
+            self.observe(batch, torch.stack([values.detach()[local_rows].float() for values in token_values]))
+        loss = (rows.loss_weight * out.loss)[local_rows].sum()
         metrics = {"train/entropy": mean_metric(stats.entropy, rows.mask), **out.metrics}
-        if own != slice(None) and self.layout.context_rank > 0:  # rank 0 has measured the same whole sequences
+        if local_rows != slice(None) and self.layout.context_rank > 0:  # rank 0 has measured the same whole sequences
             metrics = {name: replace(metric, sums=metric.sums * 0) for name, metric in metrics.items()}
         report = MicroBatchResult(loss.detach().double(), nonfinite, metrics)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
@@ -132,17 +132,21 @@ def apply_objective(
     collectives.
     """
     topk, ids, rollout = None, rows.topk_ids, rows.rollout_topk_logprob
-    more: dict[str, Any] = {name: rows.tensors[name] for name in objective.needs_columns}
+    extra_args: dict[str, Any] = {name: rows.tensors[name] for name in objective.needs_columns}
     if objective.needs_teacher and topk_logprob is not None and other_logprob is not None:
-        topk_logprob, of_teacher = topk_logprob.tensor_split([0 if ids is None else ids.shape[1]], dim=1)
-        teacher_ids, of_both = rows.tensors["teacher_ids"], other_logprob
+        topk_logprob, teacher_ids_logprob = topk_logprob.tensor_split([0 if ids is None else ids.shape[1]], dim=1)
+        teacher_ids, teacher_other = rows.tensors["teacher_ids"], other_logprob
         if ids is not None:
-            other_logprob = _with_other_list(of_both, ids, teacher_ids, of_teacher, rows.target_ids)
-            of_both = _with_other_list(of_both, teacher_ids, ids, topk_logprob, rows.target_ids)
-        more["teacher_logprob"], listed = (rows.tensors[f"teacher_{name}"] for name in ("logprob", "topk_logprob"))
-        more["teacher"] = TopKLogprobs(teacher_ids, listed, of_teacher, of_both, rows.target_ids)
+            other_logprob = _with_other_list(teacher_other, ids, teacher_ids, teacher_ids_logprob, rows.target_ids)
+            teacher_other = _with_other_list(teacher_other, teacher_ids, ids, topk_logprob, rows.target_ids)
+        extra_args["teacher_logprob"], teacher_topk_logprob = (
+            rows.tensors[f"teacher_{name}"] for name in ("logprob", "topk_logprob")
+        )
+        extra_args["teacher"] = TopKLogprobs(
+            teacher_ids, teacher_topk_logprob, teacher_ids_logprob, teacher_other, rows.target_ids
+        )
     if objective.needs_positions:
-        more["positions"] = rows.position_ids
+        extra_args["positions"] = rows.position_ids
     if topk_logprob is not None and other_logprob is not None and ids is not None and rollout is not None:
         topk = TopKLogprobs(
             ids=ids,
@@ -164,25 +168,25 @@ def apply_objective(
         reference_logprob=rows.reference_logprob,
         sequence_ids=sequence_ids,
         entropy=entropy,
-        **more,
+        **extra_args,
     )
 
 
 def _listed_ids(objective: ObjectiveProtocol, rows: TokenBatch) -> Tensor | None:
     """Return the ids [T, n] that the objective needs log-probs of: the engine's list, then the teacher's."""
     lists = [rows.topk_ids, rows.tensors["teacher_ids"] if objective.needs_teacher else None]
-    given = [ids for ids in lists if ids is not None]
-    return torch.cat(given, dim=1) if given else None
+    id_lists = [ids for ids in lists if ids is not None]
+    return torch.cat(id_lists, dim=1) if id_lists else None
 
 
-def _with_other_list(other: Tensor, own: Tensor, ids: Tensor, logprob: Tensor, target: Tensor) -> Tensor:
-    """Return ln of the mass [T] outside the list `own` [T, K] and the target, with gradient.
+def _with_other_list(other: Tensor, own_ids: Tensor, ids: Tensor, logprob: Tensor, target: Tensor) -> Tensor:
+    """Return ln of the mass [T] outside the list `own_ids` [T, K] and the target, with gradient.
 
-    other: [T] ln of the mass outside both lists and the target. ids, logprob: [T, M], the other list. Example: own
+    other: [T] ln of the mass outside both lists and the target. ids, logprob: [T, M], the other list. Example: own_ids
     [[3, 9]], ids [[9, 4]] and target [7] add the probability of 4 only.
     """
-    listed = (ids[:, :, None] == torch.cat([own, target[:, None].to(own.dtype)], dim=1)[:, None]).any(dim=2)
-    added = torch.where((ids < 0) | listed, _NONE, logprob)
+    overlap = (ids[:, :, None] == torch.cat([own_ids, target[:, None].to(own_ids.dtype)], dim=1)[:, None]).any(dim=2)
+    added = torch.where((ids < 0) | overlap, _NONE, logprob)
     total = torch.cat([other.clamp(min=_NONE)[:, None], added], dim=1).logsumexp(dim=1)
     return torch.where(total > _NONE / 2, total, float("-inf"))
 
@@ -261,7 +265,7 @@ def run_model(model: Any, batch: MicroBatch) -> Tensor:
 
 
 def run_schedule(
-    step: LossStep | LogprobStep, chunks: Sequence[Any], batches: Sequence[MicroBatch], token_budget: int, **more: Any
+    step: LossStep | LogprobStep, chunks: Sequence[Any], batches: Sequence[MicroBatch], token_budget: int, **args: Any
 ) -> list[Any]:
     """Run Megatron's schedule over `batches`. token_budget is only a hint: packed lengths travel with the tensors."""
     return get_forward_backward_func()(
@@ -271,7 +275,7 @@ def run_schedule(
         num_microbatches=len(batches),
         seq_length=token_budget,
         micro_batch_size=1,
-        **more,
+        **args,
     )
 
 
@@ -355,8 +359,8 @@ def _on_last_stage(
     merged = merge_metrics([result.metrics for result in results])
     metric_sums, maxima = flatten_metrics(merged)
     counts = [sum(b.num_tokens for b in batches), sum(b.num_loss_tokens for b in batches)]
-    own = torch.as_tensor(sum(torch.stack([result.loss, result.nonfinite]) for result in results))
-    sums = torch.cat([own, own.new_tensor(counts), metric_sums])
+    report_sums = torch.as_tensor(sum(torch.stack([result.loss, result.nonfinite]) for result in results))
+    sums = torch.cat([report_sums, report_sums.new_tensor(counts), metric_sums])
     if layout.data_group.size() > 1:
         dist.all_reduce(sums, group=layout.data_group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=layout.data_group)
@@ -365,5 +369,5 @@ def _on_last_stage(
     loss, nonfinite, tokens, loss_tokens = sums[:4].tolist()
     metrics = unflatten_metrics(merged, sums[4:], maxima)
     ids = masked.nonzero().flatten()
-    outside = dict(zip(ids.tolist(), masked[ids].tolist(), strict=True))
-    return UpdateTotal(loss, int(nonfinite), int(tokens), int(loss_tokens), metrics, outside)
+    masked_counts = dict(zip(ids.tolist(), masked[ids].tolist(), strict=True))
+    return UpdateTotal(loss, int(nonfinite), int(tokens), int(loss_tokens), metrics, masked_counts)

@@ -8,6 +8,7 @@ tensor that does not fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,13 +30,15 @@ from .scoring import Scorer, Scores
 class Reference:
     """Scores with `model.start`, also in resumed runs.
 
-    With `model.lora` it needs no memory, because it is the actor without its adapters.
+    With `model.lora` it needs no memory, because it is the actor without its adapters. Its routers choose the experts
+    themselves, also with `rollout.routing_replay`.
     """
 
     def __init__(self, actor: Actor):
         config, hf = actor.config, actor.hf
         self._chunks = actor.model_chunks if config.model.lora.r else _frozen(actor, hf, config)
-        self._scorer = Scorer(self._chunks, actor.packer, actor.layout, hf.vocab_size, config.train.micro_batch_tokens)
+        packer = replace(actor.packer, held_layers=None)  # without the policy's recorded experts
+        self._scorer = Scorer(self._chunks, packer, actor.layout, hf.vocab_size, config.train.micro_batch_tokens)
 
     def scores(self, micro_batches: Sequence[TokenBatch]) -> list[Scores]:
         """Compute the start model's log-probs of every micro-batch's targets; see `Scorer`."""
@@ -49,18 +52,18 @@ class TrainerTeacher:
     def __init__(self, actor: Actor):
         config = trainer_teacher_config(actor.config)
         hf, layout = read_hf_config(config.model.path), actor.layout
-        packer = Packer.of(hf, config, layout, None)
+        packer = Packer.build(hf, config, layout, None)
         chunks = _frozen(actor, hf, config)
         self._scorer = Scorer(chunks, packer, layout, hf.vocab_size, config.train.micro_batch_tokens)
         self._step = MostLikelyStep(hf.vocab_size, layout, k=config.distillation.topk)
-        self._known = actor.hf.vocab_size  # larger ids are those of a padded embedding
+        self._vocab_size = actor.hf.vocab_size  # larger ids are those of a padded embedding
 
     def with_lists(self, micro_batches: Sequence[TokenBatch]) -> list[dict[str, dict[str, Tensor]]]:
         """Return `extra` of every micro-batch with teacher_logprob [T], teacher_ids, teacher_topk_logprob [T, K]."""
         out = []
         for batch, scored in zip(micro_batches, self._scorer.columns(micro_batches, self._step), strict=True):
             logprob, topk, ids = scored.cpu().tensor_split([1, 1 + self._step.k], dim=1)
-            ids = torch.where(ids < self._known, ids, -1).int()
+            ids = torch.where(ids < self._vocab_size, ids, -1).int()
             lists = {"teacher_logprob": logprob[:, 0], "teacher_ids": ids, "teacher_topk_logprob": topk}
             out.append({"extra": {**batch.extra, **lists}})
         return out

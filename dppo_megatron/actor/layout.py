@@ -97,8 +97,11 @@ def check_own_gpus(ranks: Ranks, node: str, uuid: str) -> None:
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(ranks.gather((node, uuid), "every rank's node and GPU")):
         owners.setdefault(place, []).append(rank)
-    if shared := {place: found for place, found in owners.items() if len(found) > 1}:
-        lines = [f"ranks {', '.join(map(str, of))} have GPU {gpu} of node {at}" for (at, gpu), of in shared.items()]
+    if conflicts := {place: gpu_ranks for place, gpu_ranks in owners.items() if len(gpu_ranks) > 1}:
+        lines = [
+            f"ranks {', '.join(map(str, gpu_ranks))} have GPU {gpu} of node {at}"
+            for (at, gpu), gpu_ranks in conflicts.items()
+        ]
         raise LayoutError(
             f"{'; '.join(lines)}: each rank needs its own; start as many ranks on a node as it has GPUs, with "
             "LOCAL_RANK 0, 1, ..., and bind none or a different one to each (CUDA_VISIBLE_DEVICES, slurm.srun_args)"

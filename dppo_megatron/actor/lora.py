@@ -56,11 +56,11 @@ class ParallelAdapter(Adapter):
         self._sharded = size > 1
         self._sequence_parallel = self._sharded and not self._expert and layer.sequence_parallel
         a_and_b: tuple[Any, Any] = (self.A, self.B)  # Megatron reads attributes that a Parameter does not have
-        own, common = a_and_b if entry.shards_inputs else a_and_b[::-1]
+        shard, common = a_and_b if entry.shards_inputs else a_and_b[::-1]
         self._common = common if self._sharded else None
         if self._sharded or self._expert:
             # The norm of the gradient counts each rank's own part, and the common parameter once.
-            set_tensor_model_parallel_attributes(own, True, 1 if entry.shards_inputs else 0, 1)
+            set_tensor_model_parallel_attributes(shard, True, 1 if entry.shards_inputs else 0, 1)
             if self._expert:
                 set_tensor_model_parallel_attributes(common, True, -1, 1)
                 common.shared = rank > 0
@@ -103,15 +103,15 @@ class ParallelAdapter(Adapter):
         out = {}
         for name, entry in (("A", self.entry.a), ("B", self.entry.b)):
             parameter = getattr(self, name)
-            own = self._sharded and parameter is not self._common
-            copy = 0 if own or self._expert else parallel_state.get_tensor_model_parallel_rank()
-            if self._sharded and self._expert and not own:
+            is_shard = self._sharded and parameter is not self._common
+            copy = 0 if is_shard or self._expert else parallel_state.get_tensor_model_parallel_rank()
+            if self._sharded and self._expert and not is_shard:
                 copy = self._group.rank()
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             if self._expert:
                 replica = parallel_state.get_expert_data_parallel_rank()
             axis = 1 if self.entry.shards_inputs else 0
-            cut = [(axis, self._group.rank(), self._group.size())] if own else []
+            cut = [(axis, self._group.rank(), self._group.size())] if is_shard else []
             shard = ShardedTensor.from_rank_offsets(entry.megatron, parameter, *cut, replica_id=(0, copy, replica))
             gated = name == "B" and isinstance(getattr(entry.op, "op", entry.op), GateUp)
             out[name] = apply_swiglu_sharded_factory(shard, ()) if gated else shard
@@ -121,10 +121,10 @@ class ParallelAdapter(Adapter):
 def sharded_adapters(chunk: nn.Module) -> dict[str, Any]:
     """Return the tensors of a chunk with adapters that a checkpoint stores, by the names in the chunk's state."""
     return {
-        f"{name}.{which}": shard
+        f"{name}.{factor}": shard
         for name, module in chunk.named_modules()
         if isinstance(module, ParallelAdapter)
-        for which, shard in module.sharded().items()
+        for factor, shard in module.sharded().items()
     }
 
 
@@ -133,8 +133,8 @@ def lora_problems(hf: HFModelConfig, config: Config) -> list[str]:
     lora = config.model.lora
     if not lora.r:
         return []
-    found = target_problems(WeightMap(hf), lora.targets)
-    return [f"model.lora.targets = {', '.join(lora.targets)}: {problem}" for problem in found]
+    problems = target_problems(WeightMap(hf), lora.targets)
+    return [f"model.lora.targets = {', '.join(lora.targets)}: {problem}" for problem in problems]
 
 
 def add_adapters(chunks: Sequence[nn.Module], hf: HFModelConfig, config: Config) -> None:
@@ -161,7 +161,7 @@ def add_adapters(chunks: Sequence[nn.Module], hf: HFModelConfig, config: Config)
 
 def frozen_sum(chunks: Sequence[nn.Module], hf: HFModelConfig) -> str:
     """Return a checksum of the frozen weights of the model, the same in every layout. Collective over all ranks."""
-    ranks, own = ParallelRanks.current(), 0
+    ranks, local_sum = ParallelRanks.current(), 0
     weight_map = WeightMap(hf, infer_layout(chunks, hf, ranks))
     for name, weight in named_weights(chunks):
         entry = weight_map.entry(name)
@@ -169,8 +169,8 @@ def frozen_sum(chunks: Sequence[nn.Module], hf: HFModelConfig) -> str:
         if entry.is_expert:
             group, first = ranks.expert_tensor, ranks.first_expert_replica
         if first and not entry.rule.duplicate and (group.rank == 0 or not entry.op.replicated):
-            own += bit_sum(weight)
-    return f"{sum(Ranks().gather(own, 'the sum of the frozen weights')) % MODULUS:016x}"
+            local_sum += bit_sum(weight)
+    return f"{sum(Ranks().gather(local_sum, 'the sum of the frozen weights')) % MODULUS:016x}"
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:

@@ -157,8 +157,8 @@ def _chunk(
     engine = use_transformer_engine(config)
     spec = megatron_version.block_spec(transformer, engine, vp_stage)
     if not engine:
-        own = ExactAttention if config.engine.exact else PackedAttention if hf.sinks is None else SinkAttention
-        _use_own_modules(spec, own)
+        attention = ExactAttention if config.engine.exact else PackedAttention if hf.sinks is None else SinkAttention
+        _use_own_modules(spec, attention)
     if hf.delta_net is not None:
         offset = megatron_version.layer_offset(transformer, vp_stage, layout.pipeline_rank)
         _use_delta_net(spec, hf.delta_net.layers[offset:])

@@ -41,14 +41,14 @@ def overlaps_communication(config: Config) -> bool:
 
 def shares_prefixes(hf: HFModelConfig, config: Config) -> bool:
     """Return whether `train.share_prefixes` is on for this model on this machine."""
-    wanted = config.train.share_prefixes
-    return not prefix_problems(hf, config) if wanted is None else wanted
+    setting = config.train.share_prefixes
+    return not prefix_problems(hf, config) if setting is None else setting
 
 
 def prefix_problems(hf: HFModelConfig, config: Config) -> list[str]:
     """Return why a micro-batch cannot compute a prompt once for all of its samples."""
     remedy = "or set train.share_prefixes to false"
-    why_not = (
+    obstacles = (
         (
             use_transformer_engine(config),
             "TransformerEngine's attention has no sequences that continue rows of another; set model.layers to local",
@@ -68,7 +68,7 @@ def prefix_problems(hf: HFModelConfig, config: Config) -> list[str]:
             "engines may route a prompt differently for each of its samples; set rollout.routing_replay to false",
         ),
     )
-    return [f"train.share_prefixes = true: {why}, {remedy}" for is_so, why in why_not if is_so]
+    return [f"train.share_prefixes = true: {reason}, {remedy}" for applies, reason in obstacles if applies]
 
 
 def model_problems(hf: HFModelConfig, config: Config) -> list[str]:
@@ -173,11 +173,11 @@ def machine_problems(config: Config) -> list[str]:
 
 def _engine_problems(config: Config, *, cuda: bool) -> list[str]:
     """Return why TransformerEngine's layers cannot be used. `auto` means them on a GPU, if they are installed."""
-    out, layers, wanted = [], config.model.layers, config.model.layers == "transformer_engine"
-    if wanted and not cuda:
+    out, layers, requires_engine = [], config.model.layers, config.model.layers == "transformer_engine"
+    if requires_engine and not cuda:
         out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
-    missing = wanted and cuda and not megatron_version.has_transformer_engine()
-    if missing or (load_problem() and (wanted or (layers == "auto" and cuda and not config.model.lora.r))):
+    missing = requires_engine and cuda and not megatron_version.has_transformer_engine()
+    if missing or (load_problem() and (requires_engine or (layers == "auto" and cuda and not config.model.lora.r))):
         out.append(f"model.layers = {layers}: {megatron_version.engine_remedy()}, or set it to local")
     return out
 
@@ -270,9 +270,9 @@ def _layout_problems(hf: HFModelConfig, p: ParallelConfig) -> list[str]:
         sizes["key-value heads"] = hf.num_kv_heads
     if hf.delta_net is not None:
         sizes["key heads of gated delta net"] = hf.delta_net.num_key_heads
-    if wrong := [f"{size} {what}" for what, size in sizes.items() if size % p.tensor]:
+    if indivisible_sizes := [f"{size} {unit}" for unit, size in sizes.items() if size % p.tensor]:
         remedy = _divisors(math.gcd(*sizes.values()))
-        out.append(f"parallel.tensor = {p.tensor}: does not divide {', '.join(wrong)}; {remedy}")
+        out.append(f"parallel.tensor = {p.tensor}: does not divide {', '.join(indivisible_sizes)}; {remedy}")
     if hf.sinks is not None and (p.expert_tensor or p.tensor) > 1:
         value = p.expert_tensor or p.tensor
         out.append(f"parallel.expert_tensor = {value}: Megatron-core does not shard experts with biases; set it to 1")
@@ -284,17 +284,17 @@ def _stage_problems(num_layers: int, p: ParallelConfig) -> list[str]:
     """Check that stages and virtual stages have equal numbers of layers, apart from stages that are set separately."""
     out, virtual = [], p.virtual_pipeline or 1
     settings = {"first_stage_layers": p.first_stage_layers, "last_stage_layers": p.last_stage_layers}
-    apart = {name: layers for name, layers in settings.items() if layers}
-    for name, layers in apart.items():
+    stages = {name: layers for name, layers in settings.items() if layers}
+    for name, layers in stages.items():
         if layers % virtual:
             out.append(f"parallel.{name} = {layers}: {virtual} virtual stages do not divide it")
-    layers, ranks = num_layers - sum(apart.values()), p.pipeline - len(apart)
+    layers, ranks = num_layers - sum(stages.values()), p.pipeline - len(stages)
     if layers < 0 or (ranks <= 0 and layers):
-        total = " + ".join(map(str, apart.values()))
-        out.append(f"parallel.{' + parallel.'.join(apart)} = {total}: does not leave {ranks} stages their part of "
+        total = " + ".join(map(str, stages.values()))
+        out.append(f"parallel.{' + parallel.'.join(stages)} = {total}: does not leave {ranks} stages their part of "
                    f"{num_layers} layers")  # fmt: skip
     elif ranks > 0 and (layers == 0 or layers % (ranks * virtual)):
-        remedy = "" if apart else "; set parallel.last_stage_layers, or change it"
+        remedy = "" if stages else "; set parallel.last_stage_layers, or change it"
         out.append(f"parallel.pipeline = {p.pipeline}: {ranks * virtual} stages do not divide {layers} layers{remedy}")
     return out
 

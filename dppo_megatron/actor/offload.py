@@ -24,9 +24,9 @@ def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device:
     parameters and optimizer state have the same bits as before; gradients are 0, as at the start of every update. No
     collectives. The host needs as much free memory (pinned, with CUDA).
     """
-    kept = _Storages(_on(device, _contents(chunks, optimizer)))
-    gradients = _Storages(_on(device, _gradients(chunks)), keep=False, but=kept)
-    freed = kept.empty() + gradients.empty()
+    contents = _Storages(_on(device, _contents(chunks, optimizer)))
+    gradients = _Storages(_on(device, _gradients(chunks)), keep=False, but=contents)
+    freed = contents.empty() + gradients.empty()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -34,7 +34,7 @@ def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device:
         yield freed
     finally:
         gradients.refill()
-        kept.refill()
+        contents.refill()
         if device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -49,19 +49,19 @@ class OptimizerOnHost:
 
     def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], device: torch.device):
         self._optimizer, self._chunks, self._device = optimizer, chunks, device
-        self._away: _Storages | None = None
+        self._offloaded: _Storages | None = None
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Move the state to the device within the context. No collectives. After an error it stays there."""
-        if self._away is not None:
-            self._away.refill()
-            self._away = None
+        if self._offloaded is not None:
+            self._offloaded.refill()
+            self._offloaded = None
         yield
         model = _Storages(parameter for chunk in self._chunks for parameter in chunk.parameters())
-        away = _Storages(_on(self._device, _optimizer_contents(self._optimizer)), but=model)
-        away.empty()
-        self._away = away
+        storages = _Storages(_on(self._device, _optimizer_contents(self._optimizer)), but=model)
+        storages.empty()
+        self._offloaded = storages
 
 
 def _contents(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -95,9 +95,11 @@ class _Storages:
     """Collects the distinct storages of some tensors, as a whole even if they contain other tensors too."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True, but: _Storages | None = None):
-        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        others = but._sizes if but else {}
-        self._storages = {key: storage for key, storage in found.items() if key not in others and storage.nbytes()}
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        excluded_keys = but._sizes if but else {}
+        self._storages = {
+            key: storage for key, storage in storages.items() if key not in excluded_keys and storage.nbytes()
+        }
         self._keep = keep
         self._host: dict[int, list[Tensor]] = {}
         self._sizes: dict[int, int] = {key: storage.nbytes() for key, storage in self._storages.items()}

@@ -59,8 +59,8 @@ def capability_problems(config: Config, capability: Capability | None) -> list[s
         return [f"model.fp8 = {m.fp8}: needs a CUDA device; set it to none"]
     if capability >= needed:
         return []
-    can = [name for name, recipe in RECIPES.items() if recipe.capability <= capability]
-    remedy = f"use one of {', '.join(can)} or none" if can else "set it to none"
+    recipes = [name for name, recipe in RECIPES.items() if recipe.capability <= capability]
+    remedy = f"use one of {', '.join(recipes)} or none" if recipes else "set it to none"
     return [
         f"model.fp8 = {m.fp8}: needs compute capability {_dotted(needed)} or newer, the GPU has "
         f"{_dotted(capability)}; {remedy}"

@@ -49,7 +49,7 @@ class Scorer:
         topk: also score the top-K ids, which micro-batches of the last pipeline stage must have.
         """
         columns = self.columns(micro_batches, LogprobStep(self.vocab_size, self.layout, topk))
-        return [_scores(found.cpu(), topk) for found in columns]
+        return [_scores(batch_columns.cpu(), topk) for batch_columns in columns]
 
     @torch.no_grad()
     def columns(self, micro_batches: Sequence[TokenBatch], step: LogprobStep) -> list[Tensor]:
@@ -84,17 +84,17 @@ class Scorer:
 
 def describe_outlier(micro_batches: Sequence[TokenBatch], scores: Sequence[Scores]) -> str:
     """Return id, ln pi, ln mu and A of the loss token with the largest |ln pi - ln mu|, or a non-finite ln pi."""
-    largest, described = -1.0, "none has loss on this rank"
-    for batch, found in zip(micro_batches, scores, strict=True):
-        rows = {"ln pi": found.logprob, "ln mu": batch.rollout_logprob, "A": batch.advantage}
+    largest, description = -1.0, "none has loss on this rank"
+    for batch, batch_scores in zip(micro_batches, scores, strict=True):
+        rows = {"ln pi": batch_scores.logprob, "ln mu": batch.rollout_logprob, "A": batch.advantage}
         values = {name: value.cpu() for name, value in rows.items() if value is not None}
         gap = (values["ln pi"] - values.get("ln mu", 0.0)).abs().nan_to_num(nan=torch.inf)
         gap = torch.where(batch.mask.cpu(), gap, -1.0)
         if len(gap) and float(gap.max()) > largest:
             largest, row = float(gap.max()), int(gap.argmax())
             numbers = ", ".join(f"{name} = {float(value[row]):.6g}" for name, value in values.items())
-            described = f"token {int(batch.target_ids[row])} has {numbers}"
-    return described
+            description = f"token {int(batch.target_ids[row])} has {numbers}"
+    return description
 
 
 def _scores(columns: Tensor, topk: bool) -> Scores:

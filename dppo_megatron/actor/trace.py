@@ -33,10 +33,10 @@ class CannotTrace(ExpectedError, ValueError):
     """Raised if the layout splits a sequence, because sequences are compared as a whole, or for an unknown layer."""
 
 
-def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
+def trace(actor: Actor, batch: TokenBatch, patches: Trace | None = None) -> Trace:
     """Trace the pass that scores one sequence, `batch`. Rank 0 returns it whole, in the order of Hugging Face's heads.
 
-    All ranks must call this function with the same `given`. Besides the forward pass it gathers objects to rank 0.
+    All ranks must call this function with the same `patches`. Besides the forward pass it gathers objects to rank 0.
     Raises `CannotTrace` under context parallelism and for gated delta net.
     """
     if actor.layout.context_size > 1:
@@ -44,30 +44,30 @@ def trace(actor: Actor, batch: TokenBatch, given: Trace | None = None) -> Trace:
         raise CannotTrace(f"parallel.context = {size}: each rank has only parts of the sequences; set it to 1")
     if actor.hf.delta_net is not None:
         raise CannotTrace(f"model.path = {actor.hf.source}: gated delta net cannot be traced; use another model")
-    recorder = _TraceRecorder(actor, len(batch.token_ids), given or {})
+    recorder = _TraceRecorder(actor, len(batch.token_ids), patches or {})
     with recorder.hooks():
         actor.scores([batch])
     return recorder.whole()
 
 
 class _TraceRecorder:
-    def __init__(self, actor: Actor, size: int, given: Trace):
+    def __init__(self, actor: Actor, size: int, patches: Trace):
         self._actor, self._layout = actor, actor.layout
         self._size = size
-        self._given = given
+        self._patches = patches
         self._trace: Trace = {}
 
     def whole(self) -> Trace:
         """Gather the values of all ranks of the first replica on rank 0."""
         layout = self._layout
-        mine = (layout.pipeline_rank, layout.tensor_rank, self._trace) if layout.data_parallel_rank == 0 else None
+        rank_trace = (layout.pipeline_rank, layout.tensor_rank, self._trace) if layout.data_parallel_rank == 0 else None
         parts: list[Any] | None = [None] * layout.world_size if layout.rank == 0 else None
-        dist.gather_object(mine, parts, dst=0)
+        dist.gather_object(rank_trace, parts, dst=0)
         whole: Trace = {}
         for stage in range(layout.pipeline_size):
-            of_stage = sorted((p for p in parts or () if p is not None and p[0] == stage), key=lambda p: p[1])
-            if of_stage:
-                whole |= self._joined([trace for _, _, trace in of_stage])
+            stage_parts = sorted((p for p in parts or () if p is not None and p[0] == stage), key=lambda p: p[1])
+            if stage_parts:
+                whole |= self._joined([trace for _, _, trace in stage_parts])
         return whole
 
     def _joined(self, parts: list[Trace]) -> Trace:
@@ -80,7 +80,7 @@ class _TraceRecorder:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Record every value within the context, and replace it by the given one."""
+        """Record every value within the context, and replace it by its patch."""
         handles: list[Any] = []
         restored = []
         for chunk in self._actor.model_chunks:
@@ -133,19 +133,19 @@ class _TraceRecorder:
     def _output(self, module: nn.Module, layer: int, operator: str) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
             if isinstance(output, tuple):
-                return (self._seen(layer, operator, output[0]), *output[1:])
-            return self._seen(layer, operator, output)
+                return (self._record(layer, operator, output[0]), *output[1:])
+            return self._record(layer, operator, output)
 
         return module.register_forward_hook(hook)
 
     def _input(self, module: nn.Module, layer: int, operator: str) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-            return (self._seen(layer, operator, arguments[0]), *arguments[1:])
+            return (self._record(layer, operator, arguments[0]), *arguments[1:])
 
         return module.register_forward_pre_hook(hook)
 
     def _gating(self, gating: Callable[[Tensor], Tensor], layer: int, hidden: Tensor) -> Tensor:
-        return self._seen(layer, "router_logits", gating(hidden))
+        return self._record(layer, "router_logits", gating(hidden))
 
     def _qkv(self, layer: int, attention: Any, module: nn.Module, arguments: Any, output: Any) -> Any:
         """Split Megatron's layout: the query heads of a group, its key and its value, then the next group."""
@@ -154,32 +154,32 @@ class _TraceRecorder:
         heads = attention.num_attention_heads_per_partition // groups
         parts = output[0].unflatten(-1, (groups, -1)).split((heads * size, size, size), dim=-1)
         names = ("q_projection", "k_projection", "v_projection")
-        seen = [self._seen(layer, name, part) for name, part in zip(names, parts, strict=True)]
-        return torch.cat(seen, dim=-1).flatten(-2), *output[1:]
+        projections = [self._record(layer, name, part) for name, part in zip(names, parts, strict=True)]
+        return torch.cat(projections, dim=-1).flatten(-2), *output[1:]
 
     def _rotated(self, layer: int, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        query, key, value, *others = arguments
+        query, key, value, *extra_args = arguments
         packed = options["packed_seq_params"]
         if packed.rope is not None:  # this hook rotates instead of PackedAttention
             query, key = (rotate(x, *packed.rope) for x in (query, key))
             options = options | {"packed_seq_params": replace(packed, rope=None)}
-        query, key = (self._seen(layer, name, x) for name, x in (("q_rotated", query), ("k_rotated", key)))
-        return (query, key, value, *others), options
+        query, key = (self._record(layer, name, x) for name, x in (("q_rotated", query), ("k_rotated", key)))
+        return (query, key, value, *extra_args), options
 
     def _gate_up(self, layer: int, module: nn.Module, arguments: Any, output: Any) -> Any:
         parts = zip(("mlp_gate", "mlp_up"), output[0].chunk(2, dim=-1), strict=True)
-        return torch.cat([self._seen(layer, name, part) for name, part in parts], dim=-1), *output[1:]
+        return torch.cat([self._record(layer, name, part) for name, part in parts], dim=-1), *output[1:]
 
-    def _seen(self, layer: int, operator: str, value: Tensor) -> Tensor:
+    def _record(self, layer: int, operator: str, value: Tensor) -> Tensor:
         """Record this rank's part and return the value for the rest of the pass."""
         rows = value.shape[0]
         self._trace[layer, operator] = value.detach().reshape(rows, -1).to("cpu", copy=True)
-        given = self._given.get((layer, operator))
-        if given is None or operator == "logits":
+        patch = self._patches.get((layer, operator))
+        if patch is None or operator == "logits":
             return value
         layout = self._layout
         if operator in OF_COLUMNS:
-            given = given.chunk(layout.tensor_size, dim=-1)[layout.tensor_rank]
+            patch = patch.chunk(layout.tensor_size, dim=-1)[layout.tensor_rank]
         part = layout.tensor_rank if layout.sequence_parallel and operator not in OF_COLUMNS else 0
-        given = F.pad(given, (0, 0, 0, max(0, (part + 1) * rows - len(given))))[part * rows : (part + 1) * rows]
-        return given.to(value).reshape(value.shape)
+        patch = F.pad(patch, (0, 0, 0, max(0, (part + 1) * rows - len(patch))))[part * rows : (part + 1) * rows]
+        return patch.to(value).reshape(value.shape)

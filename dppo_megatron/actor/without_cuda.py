@@ -152,7 +152,7 @@ def _set_rng_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False
     torch.set_rng_state(new_state)
 
 
-def _l2_norm(_chunk: int, _flag: Tensor, tensors: Sequence[Sequence[Tensor]], _each: bool) -> tuple[Tensor, None]:
+def _l2_norm(_chunk: int, _flag: Tensor, tensors: Sequence[Sequence[Tensor]], _per_tensor: bool) -> tuple[Tensor, None]:
     parts = (part for tensor in tensors[0] for part in tensor.flatten().split(NORM_PART))
     return torch.tensor([math.hypot(*(float(part.norm()) for part in parts))]), None
 
@@ -167,9 +167,9 @@ def _gather_unevenly(
     if output_split_sizes is None or group.size() == 1:
         return evenly(input_, group, None, use_global_buffer)
     out = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
-    mine = [input_.shape[0]] * group.size()
-    everywhere = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
-    dist.all_to_all_single(out, everywhere, list(output_split_sizes), mine, group=group)
+    input_split_sizes = [input_.shape[0]] * group.size()
+    copies = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
+    dist.all_to_all_single(out, copies, list(output_split_sizes), input_split_sizes, group=group)
     return out
 
 

@@ -38,13 +38,13 @@ class Audit:
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        found = ", ".join(f"{count} {name}" for name, count in self.counts.items())
-        return f"{found}; {len(self.problems)} problems"
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        return f"{counts}; {len(self.problems)} problems"
 
     def add(self, group: RolloutGroup) -> dict[Turn, Rollout]:
         """Count and check a group; return its turns as the bank stores them."""
-        found: dict[Turn, Rollout] = {}
-        behind: dict[Turn, np.ndarray] = {}  # all tokens up to the end of the turn
+        rollouts: dict[Turn, Rollout] = {}
+        contexts: dict[Turn, np.ndarray] = {}  # all tokens up to the end of the turn
         position = group.prompt.position
         owners = [_trajectory(group, i) for i in range(len(group.rollouts))]
         self.counts["groups"] += 1
@@ -54,7 +54,7 @@ class Audit:
             check_group(group)
         except ValueError as error:
             self.problems.append(str(error))
-            return found
+            return rollouts
         for i, trajectory in enumerate(owners):
             self.counts["branches"] += 1
             for origin, number, whole, part in spans_of(group, i):
@@ -63,18 +63,18 @@ class Audit:
                 if origin == POLICY:
                     self.counts["turns"] += 1
                     self.counts["tokens that carry loss"] += 0 if group.reward_failed[i] else tokens
-                    if turn in found:
+                    if turn in rollouts:
                         self.problems.append(f"{name_of(turn)}: in two policy spans")
-                    self.problems += [f"{name_of(turn)}: {what}" for what in _contradictions(part)]
-                    found[turn], behind[turn] = part, whole
-                elif origin == INHERITED and not np.array_equal(behind.get(turn, ()), whole):
+                    self.problems += [f"{name_of(turn)}: {problem}" for problem in _contradictions(part)]
+                    rollouts[turn], contexts[turn] = part, whole
+                elif origin == INHERITED and not np.array_equal(contexts.get(turn, ()), whole):
                     self.problems.append(f"{name_of(turn)}: inherited otherwise than an earlier branch has it")
         for trajectory in sorted(set(owners)):
             rewarded = 0 if group.turn_rewards is None else len(group.turn_rewards[trajectory])
-            turns = {number for _, owner, number in found if owner == trajectory}
+            turns = {number for _, owner, number in rollouts if owner == trajectory}
             missing = set(range(max([rewarded, *turns]))) - turns
             self.problems += [f"{name_of((position, trajectory, n))}: in no policy span" for n in sorted(missing)]
-        return found
+        return rollouts
 
 
 def audit_bank(directory: Path) -> Iterator[tuple[int, int, Audit]]:
@@ -87,6 +87,7 @@ def audit_bank(directory: Path) -> Iterator[tuple[int, int, Audit]]:
         reader.refresh()
     except BankError as error:
         result.problems.append(str(error))
+    result.problems += [] if reader.num_groups or result.problems else [f"{directory}: has no group to audit"]
     yield 0, reader.num_groups, result
     for start, stop in reader.segments():
         try:
@@ -119,8 +120,13 @@ def spans_of(group: RolloutGroup, i: int) -> Iterator[tuple[int, int, np.ndarray
     for (origin, tokens, number), columns in zip(spans, split_columns(rollout.columns, sampled, None), strict=True):
         if tokens:
             end += tokens
-            own = whole[end - tokens : end]
-            yield origin, number, whole[:end], Rollout.of(columns, token_ids=own, finish_reason=rollout.finish_reason)
+            ids = whole[end - tokens : end]
+            yield (
+                origin,
+                number,
+                whole[:end],
+                Rollout.from_columns(columns, token_ids=ids, finish_reason=rollout.finish_reason),
+            )
 
 
 def _contradictions(turn: Rollout) -> Iterator[str]:
@@ -131,10 +137,10 @@ def _contradictions(turn: Rollout) -> Iterator[str]:
         yield "a policy version that is negative, or older than the previous token's"
     if turn.topk_ids is None or turn.rollout_topk_logprob is None:
         return
-    listed = turn.topk_ids == turn.token_ids[:, None]
-    if (listed.sum(1) > 1).any():
+    matches = turn.topk_ids == turn.token_ids[:, None]
+    if (matches.sum(1) > 1).any():
         yield "a sampled token is twice in its top-K list"
-    rows, places = np.nonzero(listed)
+    rows, places = np.nonzero(matches)
     if (abs(turn.rollout_topk_logprob[rows, places] - turn.rollout_logprob[rows]) > TOLERANCE).any():
         yield "a log-prob that differs from the one in its top-K list"
 

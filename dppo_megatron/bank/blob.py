@@ -37,7 +37,7 @@ def encode_group(group: RolloutGroup) -> Encoded:
 
     The prompt's `columns` are not stored, because `row` names the source line.
     """
-    shapes, prompt = Shapes.of(group), group.prompt
+    shapes, prompt = Shapes.from_group(group), group.prompt
     trajectory = None if group.rollouts[0].trajectory is None else [r.trajectory for r in group.rollouts]
     metadata = _indexed_metadata(group, prompt.position, prompt.row, trajectory)
     metadata |= {"answer": prompt.answer, "text": prompt.text}
@@ -50,10 +50,10 @@ def encode_group(group: RolloutGroup) -> Encoded:
     sizes, crcs = [], []
     for i, rollout in enumerate(group.rollouts):
         stored = _stored(rollout)
-        found = [[_bytes(stored[name]) for name, _, _ in part] for part in shapes.parts(i)]
-        sizes.append([sum(map(len, part)) for part in found])
-        crcs.append([_crc(part) for part in found])
-        buffers += [buffer for part in found for buffer in part]
+        parts = [[_bytes(stored[name]) for name, _, _ in part] for part in shapes.parts(i)]
+        sizes.append([sum(map(len, part)) for part in parts])
+        crcs.append([_crc(part) for part in parts])
+        buffers += [buffer for part in parts for buffer in part]
     return Encoded(buffers, sum(map(len, buffers)), (len(front), zlib.crc32(front)), sizes, crcs, shapes)
 
 
@@ -88,7 +88,7 @@ def _indexed_metadata(
         "rewards": json.dumps(group.rewards.tolist()),
         "reward_failed": json.dumps(np.flatnonzero(group.reward_failed).tolist()),
         "trajectory": None if trajectory is None else json.dumps(list(trajectory)),
-        "turn_rewards": None if rewards is None else json.dumps([of_one.tolist() for of_one in rewards]),
+        "turn_rewards": None if rewards is None else json.dumps([array.tolist() for array in rewards]),
     }
 
 
@@ -98,10 +98,10 @@ def decode_front(front: bytes, entry: BankEntry) -> tuple[Prompt, list[str]]:
     Raises `ValueError` that names each difference between the header and the index line.
     """
     size = int.from_bytes(front[:8], "little")
-    metadata, as_indexed = _read_header(front[8 : 8 + size].rstrip(b" "), entry.shapes)
+    metadata, tensors_match = _read_header(front[8 : 8 + size].rstrip(b" "), entry.shapes)
     finish = metadata.get("finish_reasons", "").split(",")
     stored = metadata | {
-        "tensors": as_indexed,
+        "tensors": tensors_match,
         "truncated": [reason == "length" for reason in finish],
         "finish_reasons": {reason: finish.count(reason) for reason in finish},
     }
@@ -124,8 +124,8 @@ def _read_header(header: bytes, shapes: Shapes) -> tuple[dict[str, Any], bool]:
     start, end = b'{"__metadata__":', b"," + tensors[1:].encode()
     if header.startswith(start) and header.endswith(end):
         return json.loads(header[len(start) : -len(end)]), True
-    found = json.loads(header)
-    return found.pop("__metadata__", {}), found == shapes.table()
+    fields = json.loads(header)
+    return fields.pop("__metadata__", {}), fields == shapes.table()
 
 
 def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str, np.ndarray]) -> Rollout:
@@ -150,7 +150,7 @@ def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str,
             f"sample {i}: versions {versions.min()} to {versions.max()}, the index line has {entry.min_version} to "
             f"{entry.max_version}"
         )
-    return Rollout.of(
+    return Rollout.from_columns(
         {column.name: arrays[column.stored_name] for column in COLUMNS if column.stored_name in arrays},
         token_ids=arrays["ids"],
         finish_reason=finish_reason,
@@ -162,7 +162,7 @@ def decode_sample(entry: BankEntry, i: int, finish_reason: str, parts: dict[str,
 def _spans(entry: BankEntry, i: int, spans: np.ndarray) -> np.ndarray | None:
     """Return `Rollout.spans`: None for one span of the policy. Raises ValueError if they contradict the index line."""
     tokens = int(entry.response_lengths[i])
-    wanted = [tokens, 0, 0] if entry.spans is None else entry.spans[i].tolist()
-    if np.bincount(spans[:, 0], weights=spans[:, 1], minlength=3).tolist() != wanted:
-        raise ValueError(f"sample {i}: spans {spans.tolist()} are not the {wanted} tokens by origin of the index line")
+    counts = [tokens, 0, 0] if entry.spans is None else entry.spans[i].tolist()
+    if np.bincount(spans[:, 0], weights=spans[:, 1], minlength=3).tolist() != counts:
+        raise ValueError(f"sample {i}: spans {spans.tolist()} are not the {counts} tokens by origin of the index line")
     return None if spans.tolist() == [[POLICY, tokens, 0]] else spans

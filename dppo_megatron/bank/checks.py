@@ -53,19 +53,19 @@ def _check_sample(r: Rollout, group: RolloutGroup, where: str) -> None:
 
 def _check_columns(r: Rollout, group: RolloutGroup, sampled: int, where: str) -> None:
     """Check presence, dtype and shape of every column against the table; sample 0 gives the trailing sizes."""
-    first, found = group.rollouts[0].columns, r.columns
-    read = len(group.prompt.token_ids) + len(r.token_ids) - 1
+    first, columns = group.rollouts[0].columns, r.columns
+    num_read = len(group.prompt.token_ids) + len(r.token_ids) - 1
     for field in dict.fromkeys(c.asked_by for c in COLUMNS if c.asked_by):
-        together = [c.name for c in COLUMNS if c.asked_by == field]
-        if len({name in columns for name in together for columns in (first, found)}) > 1:
-            raise ValueError(f"{where}: {' and '.join(together)} must be present in all samples or in none")
-    for name, shape in expected_shapes(found, sampled, read, first).items():
+        column_names = [c.name for c in COLUMNS if c.asked_by == field]
+        if len({name in sample for name in column_names for sample in (first, columns)}) > 1:
+            raise ValueError(f"{where}: {' and '.join(column_names)} must be present in all samples or in none")
+    for name, shape in expected_shapes(columns, sampled, num_read, first).items():
         column = column_named(name)
-        if column.asked_by and name not in found:
+        if column.asked_by and name not in columns:
             continue
         dtype = str(getattr(first.get(name), "dtype", ""))
         dtype = dtype if dtype in column.dtypes else column.dtypes[0]
-        _expect(found.get(name), np.dtype(dtype), shape, f"{where}: {name}")
+        _expect(columns.get(name), np.dtype(dtype), shape, f"{where}: {name}")
 
 
 def _check_spans(r: Rollout, where: str) -> int:
@@ -88,8 +88,8 @@ def _check_spans(r: Rollout, where: str) -> int:
 def _check_mask(r: Rollout, where: str) -> None:
     tokens = r.token_ids if r.sampled is None else r.token_ids[r.sampled]
     counts: Any = r.sampling_mask_counts
-    found = r.sampling_mask_ids == np.repeat(tokens, counts)
-    if counts.min() < 1 or not np.add.reduceat(found, np.cumsum(counts) - counts).all():
+    matches = r.sampling_mask_ids == np.repeat(tokens, counts)
+    if counts.min() < 1 or not np.add.reduceat(matches, np.cumsum(counts) - counts).all():
         raise ValueError(f"{where}: a sampled token is not among the sampling_mask_ids from which it was drawn")
 
 
@@ -118,22 +118,22 @@ def _check_trajectories(group: RolloutGroup, where: str) -> None:
             f"{where}: turn_rewards of {len(group.turn_rewards)} trajectories, the samples belong to {len(begins)}"
         )
     for number, rewards in enumerate(group.turn_rewards):
-        what = f"{where}, trajectory {number}: turn_rewards"
-        _expect(rewards, np.float32, (len(rewards),), what)
-        _expect_finite(rewards, what, "let the environment return 0.0 for a turn without a reward")
+        name = f"{where}, trajectory {number}: turn_rewards"
+        _expect(rewards, np.float32, (len(rewards),), name)
+        _expect_finite(rewards, name, "let the environment return 0.0 for a turn without a reward")
 
 
-def _expect_finite(values: np.ndarray, what: str, remedy: str) -> None:
+def _expect_finite(values: np.ndarray, name: str, remedy: str) -> None:
     wrong = np.flatnonzero(~np.isfinite(values))
     if len(wrong):
         raise ValueError(
-            f"{what}[{wrong[0]}] = {values[wrong[0]]}: not finite, which would make the gradient of the whole step not "
+            f"{name}[{wrong[0]}] = {values[wrong[0]]}: not finite, which would make the gradient of the whole step not "
             f"finite; {remedy}"
         )
 
 
-def _expect(array: Any, dtype: Any, shape: tuple[int, ...], what: str) -> None:
+def _expect(array: Any, dtype: Any, shape: tuple[int, ...], name: str) -> None:
     # A cast would hide log-probs that passed through half precision, which bias every ratio.
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
-        found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        raise ValueError(f"{what}: expected numpy {np.dtype(dtype).name} {shape}, found {found}")
+        actual = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise ValueError(f"{name}: expected numpy {np.dtype(dtype).name} {shape}, found {actual}")

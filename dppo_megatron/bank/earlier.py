@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -21,20 +20,19 @@ PROMPT_TOKENS = 16  # last tokens of the prompt before each sample
 
 
 class EarlierSamples:
-    """Reads the newest samples of a prompt from the bank in `directory`, which need not exist yet.
+    """Reads the newest samples of a prompt from a bank, which need not exist yet.
 
     Keeps the numbers of the newest groups of each row in memory. Calls may come from several threads.
     """
 
-    def __init__(self, directory: str | Path):
-        self._directory = Path(directory)
-        self._reader = BankReader(directory)
-        self._known = 0  # groups whose rows are known
+    def __init__(self, reader: BankReader):
+        self._reader = reader
+        self._num_groups = 0  # groups whose rows are known
         self._numbers: dict[int, list[int]] = {}  # row -> numbers of its newest groups
         self._retired: set[int] = set()  # segments
         self._lock = Lock()
 
-    def of(self, prompt: Prompt) -> tuple[np.ndarray, ...]:
+    def samples(self, prompt: Prompt) -> tuple[np.ndarray, ...]:
         """Return the samples of the prompt's newest groups, each after the last tokens of the prompt, [.] int32.
 
         Deleted and unreadable groups are skipped.
@@ -49,14 +47,14 @@ class EarlierSamples:
                 return ()
 
     def _follow(self) -> None:
-        for entry in self._reader.entries(self._known, self._reader.refresh()):
-            self._numbers[entry.row] = [*self._numbers.get(entry.row, []), entry.number][-GROUPS:]
-        self._known = self._reader.num_groups
+        for number in range(self._num_groups, self._reader.refresh()):
+            row, self._num_groups = self._reader.row(number), number + 1
+            self._numbers[row] = [*self._numbers.get(row, []), number][-GROUPS:]
 
     def _read(self, number: int, prompt: Prompt) -> list[np.ndarray]:
         (entry,) = self._reader.entries(number, number + 1)
         if entry.segment not in self._retired:
-            self._retired |= retired_segments(self._directory, [entry.segment])
+            self._retired |= retired_segments(self._reader.directory, [entry.segment])
         if entry.segment in self._retired:
             return []
         return sequences(self._reader.read(entry, parts=("core",)), prompt)

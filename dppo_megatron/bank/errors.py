@@ -39,8 +39,8 @@ class BankTimeout(BankError, TimeoutError):
 
 def write_error(path: Path, error: OSError, needed: int) -> BankWriteError:
     """Return the error for a failed write of `needed` bytes."""
-    why = disk_full(path, error, needed) if error.errno in NO_ROOM else f"{path}: {error.strerror}"
-    return BankWriteError(f"writing a record failed: {why}. Every record written before is intact", error.errno)
+    reason = disk_full(path, error, needed) if error.errno in NO_ROOM else f"{path}: {error.strerror}"
+    return BankWriteError(f"writing a record failed: {reason}. Every record written before is intact", error.errno)
 
 
 def not_accessible(path: Path, error: OSError) -> BankError:

@@ -24,13 +24,19 @@ LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "
 _HINT_BYTES = 128 << 10  # Linux honors only the beginning of a longer hint: its read-ahead size, by default this
 _BUFFER_BYTES = 32 << 20  # address space; only pages that were used take memory
 _ALIGNED = 64  # bytes
-_INDEX_NAME = re.compile(r"segment-(\d{6,18})\.jsonl")
+_INDEX_NAME = re.compile(r"segment-(\d{6}|[1-9]\d{6,17})\.jsonl", re.ASCII)
 
 
 def segment_paths(directory: Path, number: int) -> tuple[Path, Path]:
     """Return the paths (.bin, .jsonl) of a segment."""
-    stem = f"segment-{number:06d}"
-    return directory / f"{stem}.bin", directory / f"{stem}.jsonl"
+    data, index = segment_files(directory, number)
+    return Path(data), Path(index)
+
+
+def segment_files(directory: Path, number: int) -> tuple[str, str]:
+    """Return `segment_paths` as strings, which take a tenth of the time where every segment is opened."""
+    stem = f"{directory}/segment-{number:06d}"
+    return f"{stem}.bin", f"{stem}.jsonl"
 
 
 def segment_numbers(directory: Path) -> list[int]:
@@ -38,9 +44,7 @@ def segment_numbers(directory: Path) -> list[int]:
 
     Raises `BankCorruption` when a number in between is missing.
     """
-    names = {path.name for path in directory.glob("segment-*.jsonl")}
-    found = sorted(int(m[1]) for m in map(_INDEX_NAME.fullmatch, names) if m)
-    numbers = [n for n in dict.fromkeys(found) if segment_paths(directory, n)[1].name in names]
+    numbers = sorted(int(m[1]) for m in map(_INDEX_NAME.fullmatch, os.listdir(directory)) if m)
     if numbers != list(range(len(numbers))):
         missing = min(set(range(len(numbers))) - set(numbers))
         raise BankCorruption(
@@ -98,19 +102,19 @@ class ReadBuffer:
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, np.uint8)
-        self._used = 0
+        self._end = 0
 
     def take(self, size: int) -> np.ndarray:
         """Return [size] uint8, which belongs to the caller until `reuse`."""
-        begin = self._used
+        begin = self._end
         if begin + size > len(self._bytes):  # earlier arrays keep their memory
             begin, self._bytes = 0, np.empty(max(size, 2 * len(self._bytes), _BUFFER_BYTES), np.uint8)
-        self._used = begin + -(-size // _ALIGNED) * _ALIGNED
+        self._end = begin + -(-size // _ALIGNED) * _ALIGNED
         return self._bytes[begin : begin + size]
 
     def reuse(self) -> None:
         """Invalidate earlier arrays: later ones reuse their memory."""
-        self._used = 0
+        self._end = 0
 
 
 def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = None) -> np.ndarray:
@@ -118,11 +122,11 @@ def read_up_to(file: int, size: int, offset: int, buffer: ReadBuffer | None = No
 
     One system call may return less than requested, and never more than 2 GiB.
     """
-    into = np.empty(size, np.uint8) if buffer is None else buffer.take(size)
-    found = 0
-    while found < size and (count := os.preadv(file, [into.data[found:]], offset + found)):
-        found += count
-    return into[:found]
+    array = np.empty(size, np.uint8) if buffer is None else buffer.take(size)
+    num_read = 0
+    while num_read < size and (count := os.preadv(file, [array.data[num_read:]], offset + num_read)):
+        num_read += count
+    return array[:num_read]
 
 
 def prefetch(file: int, begin: int, end: int) -> None:
@@ -131,13 +135,13 @@ def prefetch(file: int, begin: int, end: int) -> None:
     Raises OSError when a file system rejects the hint.
     """
     if hasattr(os, "posix_fadvise"):
-        for at in range(begin, end, _HINT_BYTES):
-            os.posix_fadvise(file, at, min(_HINT_BYTES, end - at), os.POSIX_FADV_WILLNEED)
+        for start in range(begin, end, _HINT_BYTES):
+            os.posix_fadvise(file, start, min(_HINT_BYTES, end - start), os.POSIX_FADV_WILLNEED)
 
 
-def split_lines(path: Path) -> tuple[list[bytes], bytes]:
+def split_lines(path: str | Path) -> tuple[list[bytes], bytes]:
     """Return the lines of an index file that end with a newline, and the bytes after them."""
-    content = path.read_bytes() if path.exists() else b""
+    content = Path(path).read_bytes() if os.path.exists(path) else b""
     end = content.rfind(b"\n") + 1
     return [line + b"\n" for line in content[:end].split(b"\n")[:-1]], content[end:]
 

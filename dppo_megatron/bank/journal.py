@@ -35,7 +35,7 @@ _NONE = np.zeros(1, np.float32)
 class Journal:
     """Opens the journal of the group of the prompt at `position` for writing.
 
-    `found`: the turns that an earlier process wrote, in order. Records are not flushed to the device: they survive the
+    `turns`: the turns that an earlier process wrote, in order. Records are not flushed to the device: they survive the
     termination of every process, `kill -9` included, but not a crash of the machine. Truncates an incomplete last
     record; nothing has used it yet. Raises `BankError`.
     """
@@ -43,28 +43,28 @@ class Journal:
     def __init__(self, directory: Path, position: int):
         self._position = position
         data, index = segment_paths(directory, position)
-        self.found: list[RolloutGroup] = []
+        self.turns: list[RolloutGroup] = []
         data_size = index_size = 0
         try:
             for line in split_lines(index)[0]:
-                entry = parse_group_line(line, len(self.found), position, len(self.found) + 1)
+                entry = parse_group_line(line, len(self.turns), position, len(self.turns) + 1)
                 with data.open("rb", buffering=0) as file:
-                    self.found.append(read_samples(file.fileno(), entry, [0]))
+                    self.turns.append(read_samples(file.fileno(), entry, [0]))
                 data_size, index_size = entry.offset + entry.size, index_size + len(line)
         except OSError as error:
             raise not_accessible(index, error) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
             log.warning(
-                "%s: truncated after %d turns, because the next one is incomplete (%s)", index, len(self.found), error
+                "%s: truncated after %d turns, because the next one is incomplete (%s)", index, len(self.turns), error
             )
         self._segment = Segment(directory, position, False, data_size=data_size, index_size=index_size)
 
-    def add(self, trajectory: int, behind: np.ndarray, sampled: Rollout, temperature: float) -> None:
+    def add(self, trajectory: int, context: np.ndarray, sampled: Rollout, temperature: float) -> None:
         """Write a turn, and return once it is written. Raises `BankWriteError`.
 
-        behind: [P] int32, all tokens before the turn.
+        context: [P] int32, all tokens before the turn.
         """
-        prompt = Prompt(self._position, 0, behind, "", "")
+        prompt = Prompt(self._position, 0, context, "", "")
         group = RolloutGroup(prompt, (replace(sampled, trajectory=trajectory),), _NONE, _NONE > 0, temperature)
         encoded = encode_group(group)
         self._segment.write(encoded.buffers, group_line(group, self._segment.data_size, encoded))
@@ -83,9 +83,9 @@ class FinishedTurns:
     When a process died and the trajectory is played again, its turns come from here instead of an engine.
     """
 
-    def __init__(self, found: Iterable[tuple[np.ndarray, Rollout]] = (), write: Write | None = None):
-        """Store the turns `found` of an earlier process. `write` must return only once a turn is on disk."""
-        self._finished = [(_key(behind), sampled) for behind, sampled in found]
+    def __init__(self, turns: Iterable[tuple[np.ndarray, Rollout]] = (), write: Write | None = None):
+        """Store the `turns` of an earlier process. `write` must return only once a turn is on disk."""
+        self._finished = [(_key(context), sampled) for context, sampled in turns]
         self._write = write
         self.rewind()
 
@@ -98,20 +98,20 @@ class FinishedTurns:
         """Return the number of turns that have not been taken."""
         return len(self._left)
 
-    def take(self, behind: np.ndarray) -> Rollout | None:
-        """Return the first remaining turn that was sampled after the tokens `behind` [P] int32, or None."""
-        key = _key(behind)
+    def take(self, context: np.ndarray) -> Rollout | None:
+        """Return the first remaining turn that was sampled after the tokens `context` [P] int32, or None."""
+        key = _key(context)
         for place, (other, sampled) in enumerate(self._left):
             if other == key:
                 del self._left[place]
                 return sampled
         return None
 
-    async def add(self, behind: np.ndarray, sampled: Rollout) -> None:
+    async def add(self, context: np.ndarray, sampled: Rollout) -> None:
         """Write the turn and return once it is on disk. It must not be used earlier. Raises `BankWriteError`."""
         if self._write is not None:
-            await self._write(behind, sampled)
-        self._finished.append((_key(behind), sampled))
+            await self._write(context, sampled)
+        self._finished.append((_key(context), sampled))
 
 
 class Journals:
@@ -133,28 +133,28 @@ class Journals:
                     file.unlink(missing_ok=True)
             else:
                 self._open[position] = Journal(directory, position)
-        if turns := sum(len(journal.found) for journal in self._open.values()):
+        if turns := sum(len(journal.turns) for journal in self._open.values()):
             log.info("%d groups continue after %d turns that an earlier process finished", len(self._open), turns)
 
     def oldest_version(self, position: int) -> int | None:
         """Return the oldest policy version of a group's turns from an earlier process, or None if there are none."""
-        found = self._open[position].found if position in self._open else []
-        return min((int(group.rollouts[0].versions.min()) for group in found), default=None)
+        groups = self._open[position].turns if position in self._open else []
+        return min((int(group.rollouts[0].versions.min()) for group in groups), default=None)
 
     async def turns(self, position: int, trajectories: int, temperature: float) -> list[FinishedTurns]:
         """Return the turns of each trajectory of a group. Call it once per group."""
         loop = asyncio.get_running_loop()
         journal = await loop.run_in_executor(self._thread, self._opened, position)
 
-        async def write(number: int, behind: np.ndarray, sampled: Rollout) -> None:
-            await loop.run_in_executor(self._thread, journal.add, number, behind, sampled, temperature)
+        async def write(number: int, context: np.ndarray, sampled: Rollout) -> None:
+            await loop.run_in_executor(self._thread, journal.add, number, context, sampled, temperature)
 
-        found: list[list[tuple[np.ndarray, Rollout]]] = [[] for _ in range(trajectories)]
-        for group in journal.found:
+        turn_lists: list[list[tuple[np.ndarray, Rollout]]] = [[] for _ in range(trajectories)]
+        for group in journal.turns:
             (sampled,) = group.rollouts
-            found[sampled.trajectory or 0].append((group.prompt.token_ids, sampled))
-        journal.found.clear()
-        return [FinishedTurns(of_one, partial(write, number)) for number, of_one in enumerate(found)]
+            turn_lists[sampled.trajectory or 0].append((group.prompt.token_ids, sampled))
+        journal.turns.clear()
+        return [FinishedTurns(turns, partial(write, number)) for number, turns in enumerate(turn_lists)]
 
     def remove(self, position: int) -> None:
         """Remove a group's journal: the bank has the group, or the group starts again. May be called in any thread."""
@@ -174,5 +174,5 @@ class Journals:
             journal.remove()
 
 
-def _key(behind: np.ndarray) -> bytes:
-    return blake2b(np.ascontiguousarray(behind).data, digest_size=16).digest()
+def _key(context: np.ndarray) -> bytes:
+    return blake2b(np.ascontiguousarray(context).data, digest_size=16).digest()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import zlib
+from array import array
 from pathlib import Path
 from typing import NoReturn
 
+from pydantic_core import from_json
+
 from .errors import RESTORE, BankCorruption, BankError
-from .files import FORMAT, HEAD_NAME, Head, segment_paths
+from .files import FORMAT, HEAD_NAME, Head, segment_files
 from .lines import BEGIN_START, END_START, GROUP_START, PLACE, RECORD, is_sealed
 
 _CHUNK = 1024
@@ -23,24 +26,30 @@ class Positions:
     def add(self, position: int) -> bool:
         """Add a position and return whether it is new."""
         chunk, bit = divmod(position, _CHUNK)
-        before = self._chunks.get(chunk, 0)
-        self._chunks[chunk] = before | 1 << bit
-        return not before >> bit & 1
+        bits = self._chunks.get(chunk, 0)
+        self._chunks[chunk] = bits | 1 << bit
+        return not bits >> bit & 1
 
-    def all(self) -> set[int]:
+    def to_set(self) -> set[int]:
         return {c * _CHUNK + b for c, bits in self._chunks.items() for b in range(_CHUNK) if bits >> b & 1}
 
 
 class Ledger:
-    """Accepts complete lines in order, segment by segment. Raises `BankCorruption` for a line that cannot follow."""
+    """Accepts complete lines in order, segment by segment. Raises `BankCorruption` for a line that cannot follow.
+
+    Keeps 40 bytes per group, in the arrays `rows` (of the prompt file) and `segments`, `line_numbers`, `offsets` and
+    `sizes` of the index lines.
+    """
 
     def __init__(self, directory: Path):
-        self._directory = directory
+        self.directory = directory
         self.positions = Positions()
         self.chain = 0  # running crc32 of all lines
-        self.total_groups = 0
+        self.line_numbers, self.offsets, self.sizes = array("l"), array("q"), array("l")
+        self.rows, self.segments = array("q"), array("l")
         # State of the segment that is being read:
         self.segment = 0
+        self.data_path, self.index_path = segment_files(directory, 0)
         self.lines = 0
         self.index_size = 0  # bytes of complete lines
         self.data_size = 0  # bytes of the groups' blobs
@@ -48,46 +57,56 @@ class Ledger:
         self.ended = False
 
     @property
-    def index_path(self) -> Path:
-        return segment_paths(self._directory, self.segment)[1]
+    def index_name(self) -> str:
+        return os.path.basename(self.index_path)
 
-    @property
-    def data_path(self) -> Path:
-        return segment_paths(self._directory, self.segment)[0]
+    def read(self) -> bytes:
+        """Add the complete lines that were added to the segment's index; return the bytes after them. Raises OSError.
 
-    def add(self, line: bytes) -> bool:
-        """Check the next line, newline included, and return whether it describes a group.
-
-        Raises `BankError` for a bank of format 1, because lines of that format have no crc32.
+        Opens the file each time, because network file systems revalidate their caches on open.
         """
+        with open(self.index_path, "rb", buffering=0) as file:
+            if file.seek(0, os.SEEK_END) < self.index_size:
+                raise BankCorruption(
+                    f"{self.index_path}: shorter than when last read: records that were in use are gone; "
+                    "restart the trainer from its last checkpoint"
+                )
+            file.seek(self.index_size)
+            *lines, tail = file.read().split(b"\n")
+        for line in lines:
+            self.add(line + b"\n")
+        return tail
+
+    def add(self, line: bytes) -> None:
+        """Check the next line, newline included. Raises `BankError` for a bank of format 1, which has no crc32s."""
         old = self.segment == 0 and self.lines == 0 and RECORD.match(line) and not is_sealed(line)
-        if old and not (self._directory / HEAD_NAME).exists():
+        if old and not (self.directory / HEAD_NAME).exists():
             raise BankError(
-                f"{self._directory}: bank format 1, this version reads only format {FORMAT}; continue the run with the "
+                f"{self.directory}: bank format 1, this version reads only format {FORMAT}; continue the run with the "
                 "version that began it, or start a new run directory"
             )
-        is_group = self._line(line)
+        self._line(line)
         self.lines += 1
         self.index_size += len(line)
         self.chain = zlib.crc32(line, self.chain)
-        return is_group
 
     def next_segment(self) -> None:
         """Continue with the next segment, which must exist. Raises `BankCorruption` when this one is not finished."""
         if not self.ended:
-            what = "has no line" if self.lines == 0 else f"ends with line {self.lines}"
+            tail = "has no line" if self.lines == 0 else f"ends with line {self.lines}"
             raise BankCorruption(
-                f"{self.index_path}: {what}, without the line that ends a finished segment, though a later one exists; "
+                f"{self.index_path}: {tail}, without the line that ends a finished segment, though a later one exists; "
                 f"{RESTORE}"
             )
         # Old .bin files may be deleted, but the remaining ones are complete.
         stored = file_size(self.data_path)
         if stored is not None and stored != self.data_size:
             raise BankCorruption(
-                f"{self.data_path}: {stored} bytes, the {self.lines} lines of {self.index_path.name} describe "
+                f"{self.data_path}: {stored} bytes, the {self.lines} lines of {self.index_name} describe "
                 f"{self.data_size}; {RESTORE}"
             )
         self.segment += 1
+        self.data_path, self.index_path = segment_files(self.directory, self.segment)
         self.lines = self.index_size = self.data_size = self.groups = self.dropped = 0
         self.ended = False
 
@@ -108,16 +127,16 @@ class Ledger:
 
         A head with `closed` also names the size and checksum of a writer's last index, which may only grow.
         """
-        path = self._directory / HEAD_NAME
+        path = self.directory / HEAD_NAME
         if head is None:
             if self.segment == 0 and self.lines <= 1:
                 return ""
             return (
-                f"{path}: missing; restore it or, if no segment after {self.index_path.name} is missing too, write "
+                f"{path}: missing; restore it or, if no segment after {self.index_name} is missing too, write "
                 f'{{"format": 2, "segment": {self.segment}}} into it'
             )
         if head.segment > self.segment:
-            missing = segment_paths(self._directory, head.segment)[1]
+            missing = segment_files(self.directory, head.segment)[1]
             return f"{missing}: missing, though {HEAD_NAME} names it as the newest segment; {RESTORE}"
         if head.segment < self.segment:
             if head.segment == self.segment - 1 and self.lines <= 1:
@@ -134,10 +153,10 @@ class Ledger:
                 f"bytes of complete lines, found {self.index_size}; {RESTORE}"
             )
         if self.index_size == closed.index and f"{self.chain:08x}" != closed.chain:
-            return f"{path}: line 1: does not belong to the lines of {self.index_path.name}; {RESTORE}"
+            return f"{path}: line 1: does not belong to the lines of {self.index_name}; {RESTORE}"
         return ""
 
-    def _line(self, line: bytes) -> bool:
+    def _line(self, line: bytes) -> None:
         if not is_sealed(line):
             self.refuse("damaged: its crc32 does not match")
         if self.ended:
@@ -146,14 +165,13 @@ class Ledger:
             self.refuse("a segment begins with its begin line, and has one")
         if self.lines == 0:
             self._begin(line)
-            return False
-        if line.startswith(END_START):
+        elif line.startswith(END_START):
             self._end(line)
-            return False
-        return self._record(line)
+        else:
+            self._record(line)
 
     def _begin(self, line: bytes) -> None:
-        fields = json.loads(line)
+        fields = from_json(line)
         if fields.get("v") != FORMAT:
             self.refuse(f"bank format {fields.get('v')!r}, this version reads {FORMAT}")
         if fields.get("segment") != self.segment:
@@ -162,14 +180,14 @@ class Ledger:
             self.refuse("does not follow from the earlier segments: one of their files was changed")
 
     def _end(self, line: bytes) -> None:
-        fields = json.loads(line)
-        found = {"groups": self.groups, "dropped": self.dropped, "bytes": self.data_size}
-        if differing := [f"{name} {fields.get(name)}, found {value}" for name, value in found.items()
+        fields = from_json(line)
+        counts = {"groups": self.groups, "dropped": self.dropped, "bytes": self.data_size}
+        if differing := [f"{name} {fields.get(name)}, found {value}" for name, value in counts.items()
                          if fields.get(name) != value]:  # fmt: skip
             self.refuse(f"ends the segment with {'; '.join(differing)}")
         self.ended = True
 
-    def _record(self, line: bytes) -> bool:
+    def _record(self, line: bytes) -> None:
         record = RECORD.match(line)
         if record is None:
             self.refuse("not readable")
@@ -185,17 +203,21 @@ class Ledger:
             self.refuse(f"prompt position {int(record[2])} is in the bank already")
         self.data_size += size
         self.groups += is_group
-        self.total_groups += is_group
         self.dropped += not is_group
-        return is_group
+        if is_group:
+            self.line_numbers.append(self.lines + 1)
+            self.offsets.append(self.index_size)
+            self.sizes.append(len(line))
+            self.rows.append(int(record[3]))
+            self.segments.append(self.segment)  # last, because another thread may read as many groups
 
-    def refuse(self, why: str) -> NoReturn:
+    def refuse(self, reason: str) -> NoReturn:
         """Raise `BankCorruption` that names the next line."""
-        raise BankCorruption(f"{self.index_path}: line {self.lines + 1}: {why}; {RESTORE}")
+        raise BankCorruption(f"{self.index_path}: line {self.lines + 1}: {reason}; {RESTORE}")
 
 
-def file_size(path: Path) -> int | None:
+def file_size(path: str | Path) -> int | None:
     try:
-        return path.stat().st_size
+        return os.stat(path).st_size
     except FileNotFoundError:
         return None

@@ -111,7 +111,7 @@ def starts_with_sealed(tail: bytes) -> bool:
     return start >= 0 and len(tail) > start + _SEAL_BYTES and is_sealed(tail[: start + _SEAL_BYTES])
 
 
-def stored_entry(path: Path, line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
+def stored_entry(path: str | Path, line: bytes, number: int, segment: int, line_number: int) -> BankEntry:
     """Parse the index line of a group in `path`. Raises `BankCorruption`."""
     try:
         return parse_group_line(line, number, segment, line_number)
@@ -131,9 +131,9 @@ def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -
     spans, trajectory, rewards = (fields.get(name) for name in ("spans", "trajectory", "turn_rewards"))
 
     def samples(indices: list[int]) -> np.ndarray:
-        chosen = np.zeros(n, dtype=bool)
-        chosen[indices] = True
-        return chosen
+        mask = np.zeros(n, dtype=bool)
+        mask[indices] = True
+        return mask
 
     return BankEntry(
         number=number,
@@ -146,7 +146,7 @@ def parse_group_line(line: bytes, number: int, segment: int, line_number: int) -
         truncated=samples(fields["truncated"]),
         finish_reasons=fields["finish"],
         routing=None if routing is None else (routing[0], routing[1]),
-        shapes=Shapes.of_fields(fields, parts[:, 0].tolist()),
+        shapes=Shapes.from_fields(fields, parts[:, 0].tolist()),
         front=tuple(fields["front"]),
         parts=parts,
         part_crc=np.array(fields["crc"], dtype=np.int64),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from dppo_megatron.types import PARTS, Prompt, Rollout, RolloutGroup
 from .blob import decode_front, decode_sample
 from .entry import BankEntry
 from .errors import RESTORE, BankCorruption, BankTimeout, not_accessible
-from .files import Head, ReadBuffer, is_local, prefetch, read_up_to, segment_paths
+from .files import Head, ReadBuffer, is_local, prefetch, read_up_to, segment_files, segment_paths
 from .ledger import Ledger
 from .lines import stored_entry
 
@@ -31,25 +30,26 @@ LAG_S = 60.0  # time for which a network file system may cache that a file is mi
 class BankReader:
     """Follows the bank in `directory`, which need not exist yet.
 
-    Keeps about 30 bytes per group in memory; index lines and tokens are read on demand. For each new line the reader
-    checks its crc32, whether it may follow the earlier lines, and whether the files that `head.json` names exist.
+    Keeps 40 bytes per group in memory; index lines and tokens are read on demand. For each new line the reader checks
+    its crc32, whether it may follow the earlier lines, and whether the files that `head.json` names exist.
+    `ledger`: of the writer in this process; the reader then reads no index and has the writer's groups.
     """
 
-    def __init__(self, directory: str | Path):
-        self._directory = Path(directory)
-        self._ledger = Ledger(self._directory)
+    def __init__(self, directory: str | Path, ledger: Ledger | None = None):
+        self.directory = Path(directory)
+        self._ledger = ledger or Ledger(self.directory)
+        self._follows = ledger is None
         self._missing_since: float | None = None
-        # These have one entry per group: segment, line number, byte offset and size of its index line.
-        self._segments = array("l")
-        self._lines = array("l")
-        self._offsets = array("q")
-        self._sizes = array("l")
         self._fronts: OrderedDict[int, tuple[BankEntry, Front]] = OrderedDict()  # the fronts read last, by group
 
     @property
     def num_groups(self) -> int:
         """Return the number of groups that the last `refresh` found."""
-        return len(self._segments)
+        return len(self._ledger.segments)
+
+    def row(self, number: int) -> int:
+        """Return the row of a group of the training order, which needs no file."""
+        return self._ledger.rows[number]
 
     def refresh(self) -> int:
         """Read the lines added to the index since the last call; return `num_groups`.
@@ -57,21 +57,26 @@ class BankReader:
         Raises `BankCorruption` when the index shrank, a line cannot follow or a file is missing. On a network file
         system, this error is raised only if the problem persists for a minute.
         """
+        if not self._follows:
+            return self.num_groups
         # Read before the index: all files that it names existed when it was written.
-        head = Head.read(self._directory)
+        head = Head.read(self.directory)
         while True:
             # Checked before reading: once the next segment exists, nothing is added to this one.
-            finished = self._exists(segment_paths(self._directory, self._ledger.segment + 1)[1])
+            finished = self._exists(segment_files(self.directory, self._ledger.segment + 1)[1])
             try:
-                self._read_new_lines()
+                with suppress(FileNotFoundError):
+                    self._ledger.read()  # a line without newline is still being written
                 if not finished:
                     break
                 self._ledger.next_segment()
+            except OSError as error:
+                raise not_accessible(Path(self._ledger.index_path), error) from error
             except BankCorruption as error:
                 # A later part of another host's writes may appear before an earlier part, which reads as zeros.
                 return self._not_there(str(error))
         problem = self._ledger.contradiction(head)
-        if problem and head == Head.read(self._directory):  # otherwise the writer has continued
+        if problem and head == Head.read(self.directory):  # otherwise the writer has continued
             return self._not_there(problem)
         self._missing_since = None
         return self.num_groups
@@ -85,17 +90,17 @@ class BankReader:
         started = last_arrival = time.monotonic()
         at_start = self.num_groups
         while True:
-            before = self.num_groups
+            previous_count = self.num_groups
             if self.refresh() >= count:
                 return self.num_groups
             now = time.monotonic()
-            if self.num_groups > before:
+            if self.num_groups > previous_count:
                 last_arrival = now
             if now - last_arrival > timeout_s:
                 idle = now - last_arrival
                 arrived = self.num_groups - at_start
                 raise BankTimeout(
-                    f"{self._directory}: {self.num_groups} of {count} groups arrived and none for "
+                    f"{self.directory}: {self.num_groups} of {count} groups arrived and none for "
                     f"{idle:.1f} s ({arrived} in the {now - started:.1f} s of this wait; timeout {timeout_s:g} s). "
                     "Look at the orchestrator's log"
                 )
@@ -107,31 +112,31 @@ class BankReader:
         Raises `IndexError` when `stop` exceeds `num_groups`.
         """
         if not 0 <= start <= stop <= self.num_groups:
-            raise IndexError(f"{self._directory}: groups [{start}, {stop}) of {self.num_groups}; call refresh first")
-        found: list[BankEntry] = []
-        for segment, numbers in groupby(range(start, stop), key=self._segments.__getitem__):
-            found += self._entries_of_segment(segment, list(numbers))
-        return found
+            raise IndexError(f"{self.directory}: groups [{start}, {stop}) of {self.num_groups}; call refresh first")
+        entries: list[BankEntry] = []
+        for segment, numbers in groupby(range(start, stop), key=self._ledger.segments.__getitem__):
+            entries += self._entries_of_segment(segment, list(numbers))
+        return entries
 
     def segments(self) -> list[tuple[int, int]]:
         """Return [start, stop) in the training order of every segment with groups: one segment per step."""
-        numbers = np.array(self._segments)
+        numbers = np.array(self._ledger.segments)
         ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
         return [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
 
-    def prefetch(self, wanted: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
+    def prefetch(self, requests: Iterable[tuple[BankEntry, Sequence[int]]], parts: Sequence[str] = PARTS) -> int:
         """Ask the system to fetch the bytes that `read` needs for these samples; return their number without waiting.
 
         This is only a hint: the bytes are not checked, and missing files raise no error.
         """
         total = 0
-        for segment, group in groupby(wanted, key=lambda each: each[0].segment):
+        for segment, group in groupby(requests, key=lambda request: request[0].segment):
             spans = [span for entry, samples in group for span in _spans(entry, samples, parts)]
             total += sum(end - begin for begin, end in spans)
-            with suppress(OSError), segment_paths(self._directory, segment)[0].open("rb", buffering=0) as file:
-                there = os.fstat(file.fileno()).st_size  # entries are not checked yet
+            with suppress(OSError), segment_paths(self.directory, segment)[0].open("rb", buffering=0) as file:
+                data_size = os.fstat(file.fileno()).st_size  # entries are not checked yet
                 for begin, end in spans:
-                    prefetch(file.fileno(), begin, min(end, there))
+                    prefetch(file.fileno(), begin, min(end, data_size))
         return total
 
     def read(
@@ -148,13 +153,15 @@ class BankReader:
         memory.
         Raises `BankCorruption` when bytes are missing, do not match their checksum or contradict the entry.
         """
-        path = segment_paths(self._directory, entry.segment)[0]
-        index = segment_paths(self._directory, entry.segment)[1].name
+        path = segment_paths(self.directory, entry.segment)[0]
+        index = segment_paths(self.directory, entry.segment)[1].name
         where = f"{path}: group {entry.number} (line {entry.line} of {index})"
-        chosen = range(entry.num_samples) if samples is None else samples
+        sample_indices = range(entry.num_samples) if samples is None else samples
         try:
             with path.open("rb", buffering=0) as file:
-                return read_samples(file.fileno(), entry, chosen, parts, self._front(file.fileno(), entry), buffer)
+                return read_samples(
+                    file.fileno(), entry, sample_indices, parts, self._front(file.fileno(), entry), buffer
+                )
         except FileNotFoundError:
             raise BankCorruption(f"{where}: the file is gone; restore it, or train from a later step") from None
         except OSError as error:
@@ -164,9 +171,9 @@ class BankReader:
 
     def _front(self, file: int, entry: BankEntry) -> Front:
         """Return the front of an entry; check it only once, although samples are read a few at a time."""
-        known = self._fronts.get(entry.number)
-        if known is not None and known[0] is entry:
-            return known[1]
+        cached = self._fronts.get(entry.number)
+        if cached is not None and cached[0] is entry:
+            return cached[1]
         front = read_front(file, entry)
         self._fronts[entry.number] = entry, front
         if len(self._fronts) > FRONTS:
@@ -178,57 +185,35 @@ class BankReader:
         now = time.monotonic()
         if self._missing_since is None:
             self._missing_since = now
-        if now - self._missing_since > LAG_S or is_local(self._directory):
+        if now - self._missing_since > LAG_S or is_local(self.directory):
             raise BankCorruption(problem)
         return self.num_groups
 
-    def _exists(self, path: Path) -> bool:
+    def _exists(self, path: str) -> bool:
+        if os.path.exists(path):
+            return True
         try:
             # NFS may cache for a minute that a file is missing, unless the directory is opened first.
-            os.close(os.open(self._directory, os.O_RDONLY))
+            os.close(os.open(self.directory, os.O_RDONLY))
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise not_accessible(self._directory, error) from error
-        return path.exists()
-
-    def _read_new_lines(self) -> None:
-        path, ledger = self._ledger.index_path, self._ledger
-        try:
-            # Opened again each time: network file systems revalidate their caches on open.
-            with path.open("rb", buffering=0) as file:
-                if file.seek(0, os.SEEK_END) < ledger.index_size:
-                    raise BankCorruption(
-                        f"{path}: shorter than when last read: records that were in use are gone; "
-                        "restart the trainer from its last checkpoint"
-                    )
-                file.seek(ledger.index_size)
-                added = file.read()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise not_accessible(path, error) from error
-        # A line without newline is still being written; the next call reads it again, complete.
-        for line in added[: added.rfind(b"\n") + 1].split(b"\n")[:-1]:
-            offset = ledger.index_size
-            if ledger.add(line + b"\n"):
-                self._segments.append(ledger.segment)
-                self._lines.append(ledger.lines)
-                self._offsets.append(offset)
-                self._sizes.append(len(line) + 1)
+            raise not_accessible(self.directory, error) from error
+        return Path(path).exists()
 
     def _entries_of_segment(self, segment: int, numbers: list[int]) -> Iterator[BankEntry]:
-        path = segment_paths(self._directory, segment)[1]
-        begin = self._offsets[numbers[0]]
-        end = self._offsets[numbers[-1]] + self._sizes[numbers[-1]]
+        path, ledger = segment_paths(self.directory, segment)[1], self._ledger
+        begin = ledger.offsets[numbers[0]]
+        end = ledger.offsets[numbers[-1]] + ledger.sizes[numbers[-1]]
         try:
             with path.open("rb", buffering=0) as file:
                 lines = os.pread(file.fileno(), end - begin, begin)
         except OSError as error:
             raise not_accessible(path, error) from error
         for number in numbers:
-            at = self._offsets[number] - begin
-            yield stored_entry(path, lines[at : at + self._sizes[number]], number, segment, self._lines[number])
+            start = ledger.offsets[number] - begin
+            line = lines[start : start + ledger.sizes[number]]
+            yield stored_entry(path, line, number, segment, ledger.line_numbers[number])
 
 
 def read_front(file: int, entry: BankEntry) -> Front:
@@ -259,22 +244,22 @@ def read_samples(
         for p, part in enumerate(PARTS):
             if part in parts:
                 size = int(entry.parts[i, p])
-                what = f"sample {i}, part {part}"
-                pieces[part] = _piece(file, size, int(ends[i, p]) - size, int(entry.part_crc[i, p]), what, buffer)
+                name = f"sample {i}, part {part}"
+                pieces[part] = _piece(file, size, int(ends[i, p]) - size, int(entry.part_crc[i, p]), name, buffer)
         rollouts.append(decode_sample(entry, i, finish[i], pieces))
-    chosen = list(samples)
+    sample_indices = list(samples)
     group = RolloutGroup(
         prompt=prompt,
         rollouts=tuple(rollouts),
-        rewards=entry.rewards[chosen],
-        reward_failed=entry.reward_failed[chosen],
+        rewards=entry.rewards[sample_indices],
+        reward_failed=entry.reward_failed[sample_indices],
         temperature=entry.temperature,
         turn_rewards=entry.turn_rewards,
     )
-    if len(chosen) == entry.num_samples:
-        found = sum(int(r.versions.sum(dtype=np.int64)) for r in rollouts)
-        if found != entry.version_sum:
-            raise ValueError(f"its versions sum to {found}, the index line has {entry.version_sum}")
+    if len(sample_indices) == entry.num_samples:
+        version_sum = sum(int(r.versions.sum(dtype=np.int64)) for r in rollouts)
+        if version_sum != entry.version_sum:
+            raise ValueError(f"its versions sum to {version_sum}, the index line has {entry.version_sum}")
     return group
 
 
@@ -286,23 +271,23 @@ def _ends(entry: BankEntry) -> np.ndarray:
 def _spans(entry: BankEntry, samples: Sequence[int], parts: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Yield (begin, end) in the file of the bytes that `read` reads of these samples; adjacent ranges are merged."""
     begin, end = entry.offset, entry.offset + entry.front[0]
-    ends, wanted = _ends(entry), [p for p, part in enumerate(PARTS) if part in parts]
+    ends, part_indices = _ends(entry), [p for p, part in enumerate(PARTS) if part in parts]
     for i in samples:
-        for p in wanted:
-            after = int(ends[i, p])
-            before = after - int(entry.parts[i, p])
-            if before != end:
+        for p in part_indices:
+            part_end = int(ends[i, p])
+            part_begin = part_end - int(entry.parts[i, p])
+            if part_begin != end:
                 yield begin, end
-                begin = before
-            end = after
+                begin = part_begin
+            end = part_end
     yield begin, end
 
 
-def _piece(file: int, size: int, offset: int, crc: int, what: str, buffer: ReadBuffer | None = None) -> np.ndarray:
+def _piece(file: int, size: int, offset: int, crc: int, name: str, buffer: ReadBuffer | None = None) -> np.ndarray:
     """Read [size] uint8 and compare their checksum."""
-    found = read_up_to(file, size, offset, buffer)
-    if len(found) < size:
-        raise ValueError(f"{what}: only {len(found)} of {size} bytes are there")
-    if zlib.crc32(found.data) != crc:
-        raise ValueError(f"{what}: the bytes do not match their checksum")
-    return found
+    piece = read_up_to(file, size, offset, buffer)
+    if len(piece) < size:
+        raise ValueError(f"{name}: only {len(piece)} of {size} bytes are there")
+    if zlib.crc32(piece.data) != crc:
+        raise ValueError(f"{name}: the bytes do not match their checksum")
+    return piece

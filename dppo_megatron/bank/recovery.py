@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import RESTORE, BankCorruption
-from .files import Closed, Head, read_up_to, segment_numbers, segment_paths, split_lines
+from .files import Closed, Head, read_up_to, segment_files, segment_numbers, split_lines
 from .ledger import Ledger, file_size
 from .lines import GROUP_START, starts_with_sealed, stored_entry
 
@@ -30,11 +30,11 @@ def recover(directory: Path) -> Ledger:
     Raises `BankCorruption` when the directory is damaged in a way that a crash cannot explain.
     """
     head = Head.read(directory)
-    numbers = segment_numbers(directory) or [0]
-    lines, tail = split_lines(segment_paths(directory, numbers[-1])[1])
+    newest = max(0, len(segment_numbers(directory)) - 1)
+    lines, tail = split_lines(segment_files(directory, newest)[1])
     if lines and b"\0" in lines[-1]:  # a power failure lost a page of it that was not flushed yet
         tail = lines.pop() + tail
-    ledger = _read(directory, lines)
+    ledger = _read(directory, newest, lines)
     if problem := ledger.contradiction(head):
         raise BankCorruption(problem)
     closed = None if head is None or head.segment != ledger.segment else head.closed
@@ -42,7 +42,7 @@ def recover(directory: Path) -> Ledger:
     whole, problem = _whole_lines(ledger, lines, closed)
     named = ledger.data_size  # a power failure may take a part of this data and leave the rest
     if whole < len(lines):
-        ledger = _read(directory, lines[:whole])
+        ledger = _read(directory, newest, lines[:whole])
     elif tail:
         problem = "its index line ends early"
     _refuse_lost_lines(ledger, closed, named)
@@ -50,14 +50,11 @@ def recover(directory: Path) -> Ledger:
     return ledger
 
 
-def _read(directory: Path, last: list[bytes]) -> Ledger:
-    """Read the lines of all segments; the lines of the last segment are `last`."""
+def _read(directory: Path, newest: int, last: list[bytes]) -> Ledger:
+    """Read the lines of all segments; the lines of segment `newest` are `last`."""
     ledger = Ledger(directory)
-    for number in segment_numbers(directory)[:-1]:
-        lines, tail = split_lines(segment_paths(directory, number)[1])
-        for line in lines:
-            ledger.add(line)
-        if tail:
+    for _ in range(newest):
+        if ledger.read():
             ledger.refuse("its end is missing, though a later segment exists")
         ledger.next_segment()
     for line in last:
@@ -76,25 +73,25 @@ def _whole_lines(ledger: Ledger, lines: list[bytes], closed: Closed | None) -> t
     if stored is None:
         if ledger.groups:
             raise BankCorruption(
-                f"{ledger.data_path}: missing, {ledger.index_path.name} names {ledger.groups} groups in it; {RESTORE}"
+                f"{ledger.data_path}: missing, {ledger.index_name} names {ledger.groups} groups in it; {RESTORE}"
             )
         return len(lines), ""
     whole, problem = len(lines), ""
-    with ledger.data_path.open("rb", buffering=0) as data:
+    with open(ledger.data_path, "rb", buffering=0) as data:
         for number, line in enumerate(lines, 1):
             if not line.startswith(GROUP_START):
                 continue
-            found = _problem(ledger, line, number, data.fileno(), stored)
-            if found and not problem:
-                whole, problem = number - 1, found
-            elif problem and not found:
+            line_problem = _problem(ledger, line, number, data.fileno(), stored)
+            if line_problem and not problem:
+                whole, problem = number - 1, line_problem
+            elif problem and not line_problem:
                 raise BankCorruption(
-                    f"{ledger.data_path}: the group of line {whole + 1} of {ledger.index_path.name}: {problem}, yet "
+                    f"{ledger.data_path}: the group of line {whole + 1} of {ledger.index_name}: {problem}, yet "
                     f"that of line {number} is whole: damaged after writing; {RESTORE}"
                 )
     if problem and closed:
         raise BankCorruption(
-            f"{ledger.data_path}: the group of line {whole + 1} of {ledger.index_path.name}: {problem}; {RESTORE}"
+            f"{ledger.data_path}: the group of line {whole + 1} of {ledger.index_name}: {problem}; {RESTORE}"
         )
     return whole, problem
 
@@ -124,17 +121,17 @@ def _refuse_lost_lines(ledger: Ledger, closed: Closed | None, named: int) -> Non
             f"{ledger.data_path}: {stored} bytes and {ledger.index_size} of index, the last writer left {closed.data} "
             f"and {closed.index}; {RESTORE}"
         )
-    following = segment_paths(ledger.data_path.parent, ledger.segment + 1)[0]
+    following = segment_files(ledger.directory, ledger.segment + 1)[0]
     for path, begin, allowed in ((ledger.data_path, named, 1), (following, 0, 0)):
         surplus = (file_size(path) or 0) - begin
         if surplus <= 0:
             continue
-        with path.open("rb") as data:
+        with open(path, "rb") as data:
             data.seek(begin)
             first = _blob_size(data)
         if first is not None and surplus > allowed * first:
             raise BankCorruption(
-                f"{path}: {surplus} bytes of groups for which {ledger.index_path.name} or its successor has no line: "
+                f"{path}: {surplus} bytes of groups for which {ledger.index_name} or its successor has no line: "
                 "the index has lost lines. Restore it from a copy; or, to sample these prompts again, "
                 f"`truncate -s {begin} {path}`"
             )
@@ -167,7 +164,7 @@ def _truncate(ledger: Ledger, problem: str) -> None:
     )
     # The index first: a crash in between leaves surplus data, which the next opening truncates.
     for path, size in ((ledger.index_path, ledger.index_size), (ledger.data_path, ledger.data_size)):
-        if path.exists():
-            with path.open("r+b") as file:
+        if os.path.exists(path):
+            with open(path, "r+b") as file:
                 file.truncate(size)
                 os.fsync(file.fileno())

@@ -30,7 +30,7 @@ class Segment:
         self.data_size = data_size  # bytes of complete records
         self.index_size = index_size
         self._fsync = fsync
-        self.broken: str | None = None  # why the content of the files is unknown; then nothing is written to them
+        self.failure: str | None = None  # why the content of the files is unknown; then nothing is written to them
         self._data_path, self._index_path = segment_paths(directory, number)
         # A segment exists for readers once its index file does, so the blob file is created first.
         self._data = self._index = -1
@@ -51,8 +51,8 @@ class Segment:
         blob: its bytes [uint8] in buffers, which are written without a copy. flush: flush to the device, regardless of
         the segment's `fsync`.
         """
-        if self.broken:
-            raise BankWriteError(self.broken)
+        if self.failure:
+            raise BankWriteError(self.failure)
         size = sum(map(len, blob))
         try:
             if size:
@@ -99,15 +99,15 @@ class Segment:
             # A reader may have used the record already, so it stays. From here on, the content of the device is
             # unknown.
             failure = self._failure(error, size)
-            self.broken = f"{failure}. The last record may not survive a power failure; restart to check the bank"
-            raise BankWriteError(self.broken, error.errno) from error
+            self.failure = f"{failure}. The last record may not survive a power failure; restart to check the bank"
+            raise BankWriteError(self.failure, error.errno) from error
 
     def _roll_back(self) -> None:
         try:
             os.ftruncate(self._index, self.index_size)
             os.ftruncate(self._data, self.data_size)
         except OSError as error:
-            self.broken = f"{self._data_path}: a failed write could not be rolled back ({error}); restart to repair it"
+            self.failure = f"{self._data_path}: a failed write could not be rolled back ({error}); restart to repair it"
 
     def _failure(self, error: OSError, needed: int) -> BankWriteError:
         return write_error(self._data_path, error, needed)

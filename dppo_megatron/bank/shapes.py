@@ -23,7 +23,7 @@ class Shapes:
 
     Example: a prompt of 5 tokens, samples of 3 and 2 tokens with top-2 lists. prompt 5, tokens [3, 2], sampled [3, 2],
     spans [1, 1], columns {"rollout_logprob": ("F32", ()), "versions": ("I32", ()), "topk_ids": ("I32", (2,)), ...},
-    listed {}. Sample 0 has 3 * 4 bytes of ids at byte 5 * 4, then one span of 12 bytes, and so on.
+    list_lengths {}. Sample 0 has 3 * 4 bytes of ids at byte 5 * 4, then one span of 12 bytes, and so on.
     """
 
     prompt: int  # tokens
@@ -31,23 +31,23 @@ class Shapes:
     sampled: list[int]  # tokens of these that the policy sampled, R
     spans: list[int]  # J
     columns: dict[str, tuple[str, tuple[int, ...]]]  # dtype and trailing shape of the group's columns
-    listed: dict[str, list[int]]  # entries of the columns with a variable number for each token
+    list_lengths: dict[str, list[int]]  # entries of the columns with a variable number for each token
 
     @classmethod
-    def of(cls, group: RolloutGroup) -> Shapes:
-        found = [rollout.columns for rollout in group.rollouts]
-        listed = [c.name for c in COLUMNS if c.rows == "listed" and c.name in found[0]]
+    def from_group(cls, group: RolloutGroup) -> Shapes:
+        sample_columns = [rollout.columns for rollout in group.rollouts]
+        list_names = [c.name for c in COLUMNS if c.rows == "listed" and c.name in sample_columns[0]]
         return cls(
             prompt=len(group.prompt.token_ids),
             tokens=[len(r.token_ids) for r in group.rollouts],
             sampled=[len(r.versions) for r in group.rollouts],
             spans=[1 if r.spans is None else len(r.spans) for r in group.rollouts],
-            columns={name: (_NAMES[array.dtype], array.shape[1:]) for name, array in found[0].items()},
-            listed={name: [len(columns[name]) for columns in found] for name in listed},
+            columns={name: (_NAMES[array.dtype], array.shape[1:]) for name, array in sample_columns[0].items()},
+            list_lengths={name: [len(columns[name]) for columns in sample_columns] for name in list_names},
         )
 
     @classmethod
-    def of_fields(cls, fields: Mapping[str, Any], core: Sequence[int] = ()) -> Shapes:
+    def from_fields(cls, fields: Mapping[str, Any], core: Sequence[int] = ()) -> Shapes:
         """Build the shapes from the fields of an index line; the inverse of `fields`.
 
         core: bytes of the samples' core parts, which determine the number of spans. Without `core` each sample has one
@@ -70,37 +70,37 @@ class Shapes:
             sampled=tokens if spans is None else [policy for policy, _, _ in spans],
             spans=[0 if core else 1] * len(tokens),
             columns=columns,
-            listed=({"sampling_mask_ids": fields["kept"]} if "kept" in fields else {}) | fields.get("listed", {}),
+            list_lengths=({"sampling_mask_ids": fields["kept"]} if "kept" in fields else {}) | fields.get("listed", {}),
         )
         for i, size in enumerate(core):
             shapes.spans[i] = (size - sum(tensor_bytes(*tensor[1:]) for tensor in shapes.parts(i)[0])) // 12
         return shapes
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the index line from which `of_fields` restores the columns."""
+        """Return the fields of the index line from which `from_fields` restores the columns."""
         topk, routing = self.columns.get("topk_ids"), self.columns.get("routed_experts")
-        more = {name: [dtype, *shape] for name, (dtype, shape) in self.columns.items() if name not in _INDEXED}
-        listed = {name: sizes for name, sizes in self.listed.items() if name not in _INDEXED}
+        other_columns = {name: [dtype, *shape] for name, (dtype, shape) in self.columns.items() if name not in _INDEXED}
+        list_sizes = {name: sizes for name, sizes in self.list_lengths.items() if name not in _INDEXED}
         return {
             "topk": 0 if topk is None else topk[1][0],
             "routing": None if routing is None else [*routing[1], DTYPES[routing[0]].itemsize],
-            **({"kept": self.listed["sampling_mask_ids"]} if "sampling_mask_ids" in self.listed else {}),
-            **({"columns": more} if more else {}),
-            **({"listed": listed} if listed else {}),
+            **({"kept": self.list_lengths["sampling_mask_ids"]} if "sampling_mask_ids" in self.list_lengths else {}),
+            **({"columns": other_columns} if other_columns else {}),
+            **({"listed": list_sizes} if list_sizes else {}),
         }
 
     def parts(self, i: int) -> tuple[list[Tensor], ...]:
         """Return the tensors of each part of sample i."""
         s = self.tokens[i]
         rows = {"sampled": self.sampled[i], "read": self.prompt + s - 1}
-        found: dict[str, list[Tensor]] = {part: [] for part in PARTS}
-        found["core"] = [("ids", "I32", (s,)), ("spans", "I32", (self.spans[i], 3))]
+        tensors: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+        tensors["core"] = [("ids", "I32", (s,)), ("spans", "I32", (self.spans[i], 3))]
         for column in COLUMNS:
             if column.name in self.columns:
                 dtype, shape = self.columns[column.name]
-                size = self.listed[column.name][i] if column.rows == "listed" else rows[column.rows]
-                found[column.part].append((column.stored_name, dtype, (size, *shape)))
-        return tuple(found.values())
+                size = self.list_lengths[column.name][i] if column.rows == "listed" else rows[column.rows]
+                tensors[column.part].append((column.stored_name, dtype, (size, *shape)))
+        return tuple(tensors.values())
 
     def table(self) -> dict[str, dict[str, Any]]:
         """Return the header's entries of all tensors, in the order of the blob."""

@@ -20,6 +20,7 @@ from .checks import check_group
 from .errors import BankError, BankLocked, BankWriteError, not_accessible, write_error
 from .files import FORMAT, HEAD_NAME, Closed, Head, is_local
 from .ledger import Ledger
+from .reader import BankReader
 from .recovery import recover
 from .retention import delete_unneeded
 from .segment import Segment
@@ -67,25 +68,29 @@ class BankWriter:
         except BaseException:
             self._lock.release()
             raise
-        self._done = self._ledger.positions.all()
+        self._done = self._ledger.positions.to_set()
         self._deleted = 0  # segments before this have no data that the trainer released
         # Groups begun here, changed only by the caller's thread, and failed ones, only by the writer's: no lock.
-        self._stored_before, self._begun, self._failed = self._ledger.total_groups, 0, 0
+        self._stored_before, self._num_begun, self._failed = len(self._ledger.segments), 0, 0
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "bank-writer")
 
     @property
     def num_train_groups(self) -> int:
         """Return the number of groups in the bank; step s uses groups [s G, (s + 1) G) in the order of appending."""
-        return self._ledger.total_groups
+        return len(self._ledger.segments)
 
     @property
     def num_begun_groups(self) -> int:
         """Return `num_train_groups` plus the groups that are being written."""
-        return self._stored_before + self._begun - self._failed
+        return self._stored_before + self._num_begun - self._failed
 
     def done_positions(self) -> frozenset[int]:
         """Return the prompt positions of all groups and dropped prompts, which must not be sampled again."""
         return frozenset(self._done)
+
+    def reader(self) -> BankReader:
+        """Return a reader that shares this writer's index and so has every written group without `refresh`."""
+        return BankReader(self._directory, self._ledger)
 
     def append(self, group: RolloutGroup) -> int:
         """Write one group and return its number in the training order.
@@ -140,7 +145,7 @@ class BankWriter:
                 f"prompt position {position} is already in the bank {self._directory}; leave out `done_positions()`"
             )
         self._done.add(position)
-        self._begun += groups
+        self._num_begun += groups
         return self._thread.submit(self._write, position, write, groups)
 
     # The methods below run in the writer's thread.
@@ -159,7 +164,7 @@ class BankWriter:
         encoded = encode_group(group)
         segment = self._segment_for_next_record()
         self._add(encoded.buffers, lines.group_line(group, segment.data_size, encoded))
-        return self._ledger.total_groups - 1
+        return len(self._ledger.segments) - 1
 
     def _drop(self, position: int, row: int, reason: str, detail: str) -> None:
         self._segment_for_next_record()
@@ -214,7 +219,7 @@ class BankWriter:
 
     def _mark_closed(self) -> None:
         ledger = self._ledger
-        if self._segment.broken or self._segment.number != ledger.segment:
+        if self._segment.failure or self._segment.number != ledger.segment:
             return
         try:
             self._write_head(ledger.segment, Closed(ledger.index_size, ledger.data_size, f"{ledger.chain:08x}"))
@@ -229,9 +234,10 @@ class _WriterLock(FileLock):
         path = directory / LOCK_NAME
         try:
             super().__init__(path)
-        except LockHeld as held:
+        except LockHeld as lock_error:
             raise BankLocked(
-                f"{directory}: another process is writing this bank: {held}. Stop it first, or use another run.dir"
+                f"{directory}: another process is writing this bank: {lock_error}. Stop it first, or use "
+                "another run.dir"
             ) from None
         except OSError as error:
             if error.errno in NO_LOCKS:
@@ -242,17 +248,17 @@ class _WriterLock(FileLock):
 
     def check(self) -> None:
         """Raise `BankLocked` when the file was deleted or replaced, because another writer may have taken the bank."""
-        held = os.fstat(self.descriptor)
+        locked_stat = os.fstat(self.descriptor)
         try:
-            found = os.stat(self._path)
-            if (held.st_dev, held.st_ino) == (found.st_dev, found.st_ino):
+            path_stat = os.stat(self._path)
+            if (locked_stat.st_dev, locked_stat.st_ino) == (path_stat.st_dev, path_stat.st_ino):
                 return
-            why = f"is another file now, of {self.holder()}"
+            reason = f"is another file now, of {self.holder()}"
         except FileNotFoundError:
-            why = "is gone"
+            reason = "is gone"
         except OSError as error:
-            why = f"cannot be read: {error.strerror}"
+            reason = f"cannot be read: {error.strerror}"
         raise BankLocked(
-            f"{self._path}: {why}, though this process has locked the bank; it writes nothing more. Every record that "
-            "it wrote is intact; make sure that no other orchestrator runs, then resume"
+            f"{self._path}: {reason}, though this process has locked the bank; it writes nothing more. Every record "
+            "that it wrote is intact; make sure that no other orchestrator runs, then resume"
         )

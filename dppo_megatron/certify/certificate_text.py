@@ -28,8 +28,8 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
     yield f"weights: {certificate['weights']}"
     yield f"{sampled(certificate)['tokens']} tokens of {certificate['samples']} samples"
     yield ""
-    above = "".join(f"{f'> {share:g}':>9}" for share in SHARES)
-    yield f"{'log-probs':52}{'0 ULP':>8}{'max ULP':>11}{'KL (k3)':>10}{'mean':>10}{'largest':>10}{above}"
+    headings = "".join(f"{f'> {share:g}':>9}" for share in SHARES)
+    yield f"{'log-probs':52}{'0 ULP':>8}{'max ULP':>11}{'KL (k3)':>10}{'mean':>10}{'largest':>10}{headings}"
     for name, table in certificate["logprobs"].items():
         shares = "".join(f"{table[f'above_{share:g}']:9.1%}" for share in SHARES)
         yield (
@@ -43,32 +43,32 @@ def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"operators, in a pass of {certificate['traced_tokens']} tokens (layer by layer: the certificate's JSON)"
     first, entries = certificate["first"], operators["accumulated"]
-    compared, same = len(entries), sum(not entry["differing"] and not entry["problem"] for entry in entries)
-    yield f"  {compared} of {certificate['recorded']} recorded values compared, {same} of them have the same bits"
+    num_compared, same = len(entries), sum(not entry["differing"] and not entry["problem"] for entry in entries)
+    yield f"  {num_compared} of {certificate['recorded']} recorded values compared, {same} of them have the same bits"
     if first is None:
         return
-    own = {entry["name"]: entry for entry in operators["own"]}
+    entries_by_name = {entry["name"]: entry for entry in operators["own"]}
     yield f"  first to differ: {_described(next(e for e in entries if e['name'] == first))}"
     stream = [e["roundings"] for e in entries if e["operator"] in ("residual", "final_residual")]
     yield f"  the residual's difference, layer by layer, in roundings: {' '.join(f'{r:.1f}' for r in stream)}"
     yield "  given the engine's inputs, its operators differ from the trainer's by themselves:"
     for entry in _kinds(operators["own"]):
         yield f"    {entry['operator']:22}{_described(entry)}"
-    beyond = certificate["first_beyond_rounding"]
-    if beyond is None:
+    first_outlier = certificate["first_beyond_rounding"]
+    if first_outlier is None:
         limits = ", ".join(f"{limit:g} in {8 * size} bits" for size, limit in ROUNDINGS.items())
         yield f"  no difference is larger than rounding explains ({limits})"
     else:
-        yield f"  first difference larger than rounding explains: {_described(own[beyond])}"
+        yield f"  first difference larger than rounding explains: {_described(entries_by_name[first_outlier])}"
 
 
-def _kinds(own: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def _kinds(entries: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yield the layer with the largest difference, for each kind of operator that differs."""
     worst: dict[str, Mapping[str, Any]] = {}
-    for entry in own:
+    for entry in entries:
         if entry["differing"]:
-            known = worst.setdefault(entry["operator"], entry)
-            if entry["roundings"] > known["roundings"]:
+            previous = worst.setdefault(entry["operator"], entry)
+            if entry["roundings"] > previous["roundings"]:
                 worst[entry["operator"]] = entry
     yield from worst.values()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.checks import preflight
-from dppo_megatron.common.files import read_json
+from dppo_megatron.common.files import numbered_directory, read_json
 from dppo_megatron.common.process import Child, exit_reason
 from dppo_megatron.config import Config, ConfigError, with_settings
 from dppo_megatron.config.schema import ObjectiveConfig
@@ -16,7 +16,6 @@ from dppo_megatron.convert.files import checkpoint_at
 from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.driver import GRACE_S
-from dppo_megatron.launch.evaluate import numbered_directory
 from dppo_megatron.launch.local_processes import LocalLauncher, rank_plans
 from dppo_megatron.launch.own_engines import running_engines, with_last_lines
 from dppo_megatron.run_dir import RunDir
@@ -62,19 +61,19 @@ def certify(
     preflight(config, source)
     directory = numbered_directory(config.run.dir / "certify", config.model.start.absolute().name, resume=False)
     config = with_settings(config, run={"dir": directory}, weight_sync={"directory": None})
-    own = RunDir(directory)
-    own.make()
+    run_dir = RunDir(directory)
+    run_dir.make()
     make_secret(config)
     report(f"measuring in {directory}")
     with running_engines(config) as answering:
         report(f"the engine answers at {answering[0]}")
-        arguments = ["certify-rank", str(own.config), answering[0], "--prompts", str(prompts)]
+        arguments = ["certify-rank", str(run_dir.config), answering[0], "--prompts", str(prompts)]
         if checkpoint is not None:
             arguments += ["--checkpoint", str(checkpoint)]
-        _run_ranks(config, own, tuple(arguments), report)
+        _run_ranks(config, run_dir, tuple(arguments), report)
     certificate = read_json(directory / CERTIFICATE)
     if certificate is None:
-        raise CertifyError(f"{directory / CERTIFICATE}: the ranks ended without writing it; see {own.logs}")
+        raise CertifyError(f"{directory / CERTIFICATE}: the ranks ended without writing it; see {run_dir.logs}")
     return directory / CERTIFICATE, certificate
 
 
@@ -96,8 +95,8 @@ def _run_ranks(config: Config, run: RunDir, arguments: tuple[str, ...], report: 
                 if code := rank.poll():
                     raise CertifyError(with_last_lines(f"{rank.name} ended: {exit_reason(code)}", rank))
             if running and time.monotonic() > deadline:
-                late = f"{running[0].name} did not end within {LIMIT_S:.0f} s"
-                raise CertifyError(with_last_lines(late, running[0]))
+                message = f"{running[0].name} did not end within {LIMIT_S:.0f} s"
+                raise CertifyError(with_last_lines(message, running[0]))
             time.sleep(POLL_S)
     finally:
         launcher.end(ranks, GRACE_S)

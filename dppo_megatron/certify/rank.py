@@ -71,11 +71,11 @@ def run_rank(config: Config, url: str, prompts: int, checkpoint: Path | None = N
         actor.load_start()
     else:
         actor.load_hf(checkpoint)
-    how = "loaded by the engine"
+    origin = "loaded by the engine"
     rounded = config.engine.quantization == "fp8_block_emulated"
     if checkpoint is not None or rounded:
-        how = f"published by {_publish(config, actor, layout.rank)}{', rounded to FP8' if rounded else ''}"
-    weights = f"{checkpoint or config.model.start}, {how}"
+        origin = f"published by {_publish(config, actor, layout.rank)}{', rounded to FP8' if rounded else ''}"
+    weights = f"{checkpoint or config.model.start}, {origin}"
     certificate = {"weights": weights} | _Measurement(config, actor, ranks, url).certificate(prompts)
     if layout.rank == 0:
         write_json(run.root / CERTIFICATE, certificate)
@@ -121,7 +121,7 @@ class _Measurement:
         tokenizer = load_tokenizer(config.model.path, self._actor.hf.vocab_size)
         source = training_prompts(config, tokenizer)
         end = end_token_ids(config.model.path, tokenizer)
-        asked = [source.prompt(position) for position in range(min(prompts, len(source)))]
+        prompt_list = [source.prompt(position) for position in range(min(prompts, len(source)))]
         n = min(rollout.group_size, SAMPLES)
         requests = [
             GenerateRequest(
@@ -134,10 +134,10 @@ class _Measurement:
                 stop_token_ids=(*end, *rollout.stop_token_ids),
                 routed_experts=rollout.routing_replay,
             )
-            for position, prompt in enumerate(asked)
+            for position, prompt in enumerate(prompt_list)
         ]
         groups = await asyncio.gather(*map(engine.generate, requests))
-        sampled = [(prompt, r) for prompt, group in zip(asked, groups, strict=True) for r in group]
+        sampled = [(prompt, r) for prompt, group in zip(prompt_list, groups, strict=True) for r in group]
         whole = [np.concatenate([prompt.token_ids, r.token_ids]) for prompt, r in sampled]
         alone = [await engine.score(token_ids) for token_ids in whole]
         together = await asyncio.gather(*map(engine.score, whole))
@@ -149,7 +149,7 @@ class _Measurement:
     ) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[ScoredResponse, int]]:
         """Return the tables, every token's log-prob, and the token that differs most: its sample and position."""
         rollout = self._config.rollout
-        build = partial(TokenSequence.of_rollout, advantage=1.0, loss_weight=1.0, temperature=rollout.temperature)
+        build = partial(TokenSequence.from_rollout, advantage=1.0, loss_weight=1.0, temperature=rollout.temperature)
         at_run = [build(s.prompt, s.rollout, replay_routing=rollout.routing_replay) for s in samples]
         at_one = [replace(s, temperature=1.0) for s in at_run]
         shares = self._actor.shares_prefixes
@@ -170,14 +170,16 @@ class _Measurement:
         if rollout.temperature == 1:
             tables["engine: sampled, scored alone"] = (sampled, prefill)
         if self._actor.routing is not None:
-            own = [replace(s, columns={n: a for n, a in s.columns.items() if n != "routed_experts"}) for s in at_one]
-            tables["trainer: routes replayed, its own"] = (alone, self._score(own))
+            own_routing = [
+                replace(s, columns={n: a for n, a in s.columns.items() if n != "routed_experts"}) for s in at_one
+            ]
+            tables["trainer: routes replayed, its own"] = (alone, self._score(own_routing))
         model = self._config.model
         if not model.fp32_head and model.dtype != "fp32" and model.logits != "fused":
             with self._fp32_head():
                 tables["engine scored alone, trainer with model.fp32_head"] = (prefill, self._score(at_one))
-        off = [np.abs(a - b).max() for a, b in zip(sampled, trained, strict=True)]
-        worst = int(np.argmax(off))
+        max_differences = [np.abs(a - b).max() for a, b in zip(sampled, trained, strict=True)]
+        worst = int(np.argmax(max_differences))
         place = int(np.abs(sampled[worst] - trained[worst]).argmax())
         return (
             {name: logprob_table(np.concatenate(a), np.concatenate(b)) for name, (a, b) in tables.items()},
@@ -192,7 +194,7 @@ class _Measurement:
         """Compare the operators of the pass up to the token that differs most, of at most TRACED tokens."""
         prompt = sample.prompt.token_ids
         token_ids = np.concatenate([prompt, sample.rollout.token_ids[: place + 1]])[:TRACED]
-        found = {"traced_tokens": len(token_ids)}
+        section = {"traced_tokens": len(token_ids)}
 
         async def record(engine: Engine) -> Trace | str:
             try:
@@ -201,41 +203,45 @@ class _Measurement:
                 return str(error)
 
         self._say(f"recording the pass of {len(token_ids)} tokens on both sides")
-        given = self._on_engine(record, "the engine's trace")
-        if isinstance(given, str):
-            return found | {"operators": f"not available: {given}"}
+        engine_trace = self._on_engine(record, "the engine's trace")
+        if isinstance(engine_trace, str):
+            return section | {"operators": f"not available: {engine_trace}"}
         batch = sequence(token_ids, sample.rollout.routed_experts)
         try:
-            recorded = trace(self._actor, batch)  # empty on ranks other than 0
+            trainer_trace = trace(self._actor, batch)  # empty on ranks other than 0
         except CannotTrace as error:
-            return found | {"operators": f"not available: {error}"}
-        free = compare(given, recorded)
-        own = compare(given, trace(self._actor, replace(batch, routed_experts=None), given))
-        beyond = [difference.name for difference in own if difference.beyond_rounding]
-        return found | {
-            "recorded": len(given.keys() | recorded.keys()),
-            "operators": {"accumulated": list(map(_entry, free)), "own": list(map(_entry, own))},
-            "first": next((difference.name for difference in free if difference.differs), None),
-            "first_beyond_rounding": next(iter(beyond), None),
-            "beyond_rounding": beyond,
+            return section | {"operators": f"not available: {error}"}
+        accumulated = compare(engine_trace, trainer_trace)
+        local_differences = compare(engine_trace, trace(self._actor, replace(batch, routed_experts=None), engine_trace))
+        outlier_names = [difference.name for difference in local_differences if difference.beyond_rounding]
+        return section | {
+            "recorded": len(engine_trace.keys() | trainer_trace.keys()),
+            "operators": {"accumulated": list(map(_entry, accumulated)), "own": list(map(_entry, local_differences))},
+            "first": next((difference.name for difference in accumulated if difference.differs), None),
+            "first_beyond_rounding": next(iter(outlier_names), None),
+            "beyond_rounding": outlier_names,
         }
 
-    def _packed(self, own: list[TokenSequence], samples: Sequence[ScoredResponse], share: bool) -> list[np.ndarray]:
+    def _packed(
+        self, sequences: list[TokenSequence], samples: Sequence[ScoredResponse], share: bool
+    ) -> list[np.ndarray]:
         """Return log-probs [R] of each response, packed as in an update; `share` computes each prompt once."""
         groups, lengths = ([s.prompt.position for s in samples], [len(s.prompt.token_ids) for s in samples])
         prefixes = Prefixes(np.array(groups), np.array(lengths)) if share else None
-        (plan,) = plan_micro_batches(list(map(len, own)), 1, self._config.train.micro_batch_tokens, prefixes)
-        return self._score(own, plan, share)
+        (plan,) = plan_micro_batches(list(map(len, sequences)), 1, self._config.train.micro_batch_tokens, prefixes)
+        return self._score(sequences, plan, share)
 
-    def _score(self, own: list[TokenSequence], plan: Sequence[list[int]] = (), share: bool = False) -> list[np.ndarray]:
+    def _score(
+        self, sequences: list[TokenSequence], plan: Sequence[list[int]] = (), share: bool = False
+    ) -> list[np.ndarray]:
         """Return log-probs [R] by the micro-batches of a plan; without a plan each sequence has a separate pass."""
-        plan = plan or [[index] for index in range(len(own))]
-        batches = [pack([own[i] for i in indices], share_prefixes=share) for indices in plan]
-        found: dict[int, np.ndarray] = {}
+        plan = plan or [[index] for index in range(len(sequences))]
+        batches = [pack([sequences[i] for i in indices], share_prefixes=share) for indices in plan]
+        logprobs: dict[int, np.ndarray] = {}
         for indices, batch, scored in zip(plan, batches, self._actor.logprobs(batches), strict=True):
-            parts = scored[batch.mask].split([own[i].learned for i in indices])
-            found |= {i: part.numpy() for i, part in zip(indices, parts, strict=True)}
-        return [found[i] for i in range(len(own))]
+            parts = scored[batch.mask].split([sequences[i].learned for i in indices])
+            logprobs |= {i: part.numpy() for i, part in zip(indices, parts, strict=True)}
+        return [logprobs[i] for i in range(len(sequences))]
 
     @contextmanager
     def _fp32_head(self) -> Iterator[None]:
@@ -251,7 +257,7 @@ class _Measurement:
         if self._actor.layout.rank == 0:
             append_line(RunDir(self._config.run.dir).root / PROGRESS, line)
 
-    def _on_engine(self, call: Callable[[Engine], Awaitable[Result]], what: str) -> Result:
+    def _on_engine(self, call: Callable[[Engine], Awaitable[Result]], subject: str) -> Result:
         """Call the engine on rank 0 and return the result on every rank."""
 
         async def once() -> Result:
@@ -261,7 +267,7 @@ class _Measurement:
             finally:
                 await engine.close()
 
-        return self._ranks.from_rank_zero(lambda: asyncio.run(once()), what)
+        return self._ranks.from_rank_zero(lambda: asyncio.run(once()), subject)
 
 
 def _entry(difference: Difference) -> dict[str, Any]:

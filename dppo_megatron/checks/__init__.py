@@ -1,4 +1,4 @@
-"""Checks the rules of a config. CONTRIBUTING.md lists the commands that check them.
+"""Checks the rules of a config. docs/adding.md lists the commands that check them.
 
 A rule file has one subject and a function `problems(config, ...)` that returns lines `setting = value: why; remedy`.
 All problems that can be found are reported together, before a process starts. A rule imports torch only when it needs
@@ -54,9 +54,13 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
     - "elsewhere": no part; the run uses other GPUs
     - "unstaged": no part, and absent files of model and data are only notes
 
-    Starts no run. Returns notes for the user (the method, the data). Raises `ConfigError` with every violation.
+    Starts no run. Returns notes for the user (sizes, the method, the data). Raises `ConfigError` with every violation.
     """
-    notes: list[str] = []
+    r, updates = config.rollout, config.train.updates_per_step
+    step = f"a step: rollout.prompts_per_step {r.prompts_per_step} x rollout.group_size {r.group_size} = "
+    step += f"{r.prompts_per_step * r.group_size} samples, in {updates} updates (train.updates_per_step)"
+    notes = [] if config.objective.supervised else [step]
+    notes += training.size_notes(config)
     absent: list[str] = []  # problems of files that may still be copied here
     tools: list[dict[str, Any]] = []
     hf, elsewhere = model.read(config), place in ("elsewhere", "unstaged")
@@ -74,16 +78,16 @@ def preflight(config: Config, source: str, *, place: Place = "run") -> list[str]
         partial(data.problems, config, hf, notes, absent, tools),
         partial(user_code.reward_problems, config),
     ]
-    notes += training.precision_notes(config, here=place == "run")
+    notes += [*training.precision_notes(config, local=place == "run"), *effects.notes(config)]
     if place == "run":
         rules.append(partial(devices.problems, config))
         notes += devices.unreached(config)
-    found = [problem for rule in rules for problem in _check(rule)]
+    rule_problems = [problem for rule in rules for problem in _check(rule)]
     if place == "unstaged":
         notes += [f"not checked: {line}" for line in absent]
     else:
-        found = absent + found
-    if problems := settings_problems(config) + found:
+        rule_problems = absent + rule_problems
+    if problems := settings_problems(config) + rule_problems:
         raise ConfigError(source, [*dict.fromkeys(problems), *_started_elsewhere(config, source)])
     return notes
 
@@ -110,9 +114,9 @@ def _started_elsewhere(config: Config, source: str) -> list[str]:
     absent = [path for path in paths if path and not path.exists()]
     absent += [path for path in modules if not any(Path(start, path).exists() for start in (".", *sys.path))]
     for directory in Path(source).absolute().parents:
-        if found := [str(path) for path in absent if not path.is_absolute() and (directory / path).exists()]:
-            why = f"relative paths begin there; {', '.join(found)}: in {directory}"
-            return [f"working directory = {Path.cwd()}: {why}; start the command there"]
+        if matches := [str(path) for path in absent if not path.is_absolute() and (directory / path).exists()]:
+            reason = f"relative paths begin there; {', '.join(matches)}: in {directory}"
+            return [f"working directory = {Path.cwd()}: {reason}; start the command there"]
     return []
 
 

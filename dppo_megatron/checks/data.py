@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.config import Config
@@ -28,7 +29,6 @@ def problems(
 
     `tools` are the tools of the environment, which the chat template writes into every prompt.
     """
-    from dppo_megatron.bank.files import HEAD_NAME
     from dppo_megatron.data.prompts import PromptFile, PromptFileError, answer_end
     from dppo_megatron.data.rows import column
     from dppo_megatron.data.tokenizer import TOKENIZER_FILES, TokenizerError, load_tokenizer
@@ -39,25 +39,25 @@ def problems(
         tokenizer = load_tokenizer(config.model.path)
     except TokenizerError as error:
         if hf is not None:  # otherwise the problem of the model is reported
-            here = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
-            (out if here else absent).append(str(error))
+            has_tokenizer = any((config.model.path / name).exists() for name in TOKENIZER_FILES)
+            (out if has_tokenizer else absent).append(str(error))
+    if hf is not None and tokenizer is not None and len(tokenizer) < 0.8 * hf.vocab_size:
+        size = f"the tokenizer has {len(tokenizer)} tokens and the model {hf.vocab_size} rows"
+        notes.append(f"warning: model.path = {config.model.path}: {size}; check that they belong together")
     end = None  # of the answers that an objective learns
     if tokenizer is not None and config.objective.supervised:
         try:
             end = answer_end(config, tokenizer)
         except ValueError as error:
             out.append(str(error))
-    bank = config.rollout.bank
-    if bank is not None and not bank.is_dir():
-        absent.append(f"rollout.bank = {bank}: no such directory; name the bank of a run, RUN/bank")
-    elif bank is not None and any(bank.iterdir()) and not (bank / HEAD_NAME).exists():  # an empty one is filled later
-        out.append(f"rollout.bank = {bank}: not a bank, because it has no {HEAD_NAME}; name RUN/bank")
-    (train, _), *more = config.data.train_files
-    named = [("data.train", train), *((f"data.more.{number}.path", path) for number, (path, _) in enumerate(more))]
+    if config.rollout.bank is not None:
+        out += _bank_problems(config.rollout.bank, config.model.path, absent)
+    (train, _), *extra = config.data.train_files
+    named = [("data.train", train), *((f"data.more.{number}.path", path) for number, (path, _) in enumerate(extra))]
     graded = [(setting, path, config.data, config.reward) for setting, path in named]
-    for name, chosen in config.eval_sets.items():
+    for name, eval_set in config.eval_sets.items():
         setting = f"eval.sets.{name}.path" if name in config.eval.sets else "data.eval"
-        graded.append((setting, chosen.path, config.data_of(chosen), chosen.reward or config.reward))
+        graded.append((setting, eval_set.path, config.data_of(eval_set), eval_set.reward or config.reward))
     files: list[tuple[PromptFile, RewardConfig]] = []
     trained: set[tuple[str, str]] = set()  # prompts with answers
     for setting, path, data, reward in graded:
@@ -81,16 +81,40 @@ def problems(
                     trained |= prompts
                 elif prompts <= trained and config.environment.source is None:
                     out.append(f"{setting} = {path}: the run trains on all of its rows; name rows that it does not")
-                taught, sources = config.distillation, {row.source for row in file.rows}
-                if taught.teachers and setting in dict(named) and None in map(taught.of_source, sources):
+                section, sources = config.distillation, {row.source for row in file.rows}
+                if section.teachers and setting in dict(named) and None in map(section.teacher_of, sources):
                     out.append(f"distillation.teachers: {setting} has rows of sources without one; name one for each")
                 notes.append(f"{setting}: {file.describe()}")
-                asked, there = config.rollout.prompts_per_step, len(file.rows)
-                if setting == "data.train" and not more and asked > there:
-                    notes.append(
-                        f"rollout.prompts_per_step = {asked}: a step uses the {there} prompts {asked / there:.3g} times"
-                    )
+                batch, total = config.rollout.prompts_per_step, len(file.rows)
+                if setting == "data.train" and not extra and batch > total:
+                    times = f"{batch / total:.3g} times"
+                    notes.append(f"rollout.prompts_per_step = {batch}: a step uses the {total} prompts {times}")
     return out + _answer_problems(config, files, notes)
+
+
+def _bank_problems(bank: Path, model: Path, absent: list[str]) -> list[str]:
+    """Return why the stored groups cannot train the model, by the first one. Add a missing directory to `absent`."""
+    from dppo_megatron.bank import BankError, BankReader
+    from dppo_megatron.bank.files import HEAD_NAME
+    from dppo_megatron.data.tokenizer_file import TokenizerFile
+
+    if not bank.is_dir():
+        absent.append(f"rollout.bank = {bank}: no such directory; name the bank of a run, RUN/bank")
+    elif not any(bank.iterdir()):
+        return []  # filled later
+    elif not (bank / HEAD_NAME).exists():
+        return [f"rollout.bank = {bank}: not a bank, because it has no {HEAD_NAME}; name RUN/bank"]
+    elif tokenizer := TokenizerFile.load(model):
+        try:
+            reader = BankReader(bank)
+            for entry in reader.entries(0, min(1, reader.refresh())):
+                group = reader.read(entry, parts=("core",))
+                if mismatch := tokenizer.mismatch(group, truncated=True):  # perhaps, by the run that sampled it
+                    end = "name the model whose tokenizer wrote the bank"
+                    return [f"rollout.bank = {bank}: prompt {entry.position}: model.path's tokenizer {mismatch}; {end}"]
+        except BankError as error:
+            return [f"rollout.bank = {bank}: {error}"]
+    return []
 
 
 def _long_rows(
@@ -102,8 +126,8 @@ def _long_rows(
     if end is not None:
         for row in file.rows:
             length = len(answer_ids(tokenizer, row.answer, end))
-            if why := config.too_long(hf.max_position_embeddings, len(row.token_ids), length):
-                yield row.number, f"{why}; raise the limit, or remove it"
+            if problem := config.too_long(hf.max_position_embeddings, len(row.token_ids), length):
+                yield row.number, f"{problem}; raise the limit, or remove it"
     yield from distillation.long_prompts(config, file.rows, tokenizer)
 
 
@@ -124,8 +148,8 @@ def _answer_problems(config: Config, files: Sequence[tuple[PromptFile, RewardCon
         try:
             with RewardPool(reward) as rewards:
                 for file, _ in graded:
-                    found = rewards.check_answers([(row.source, row.answer) for row in file.rows])
-                    violations = [(row.number, why) for row, why in zip(file.rows, found, strict=True) if why]
+                    errors = rewards.check_answers([(row.source, row.answer) for row in file.rows])
+                    violations = [(row.number, error) for row, error in zip(file.rows, errors, strict=True) if error]
                     if violations:
                         out.append(str(file.error(violations)))
                 firsts = {row.source: row for file, _ in reversed(graded) for row in reversed(file.rows)}.values()

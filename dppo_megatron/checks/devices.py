@@ -40,9 +40,9 @@ def require_gpu() -> None:
 
 def engine_devices(config: Config, index: int, visible: list[str], *, trains: bool = True) -> list[str]:
     """Return the GPUs of engine `index` on this machine, if any. `trains`: ranks use the first GPUs."""
-    each, shared = config.engine.devices, config.engine.placement == "colocated" or not trains
-    first = (0 if shared else config.parallel.world_size) + index * each
-    return visible[first : first + each]
+    num_devices, shared = config.engine.devices, config.engine.placement == "colocated" or not trains
+    first = (0 if shared else config.parallel.world_size) + index * num_devices
+    return visible[first : first + num_devices]
 
 
 def problems(config: Config) -> list[str]:
@@ -83,16 +83,16 @@ def gpu_problems(config: Config, visible: list[str], *, trains: bool = True) -> 
                 "nvidia-smi and torch.version.cuda there, start it by `dppo-megatron slurm` from a login node, or "
                 "set it to null for a run on CPUs"
             ]
-        if engines and (found := kind_of(config).cpu_problems(config)):
-            return found
+        if engines and (engine_problems := kind_of(config).cpu_problems(config)):
+            return engine_problems
         if not engines or not engine.serves_fp8:
             return []
         return [
             f"engine.quantization = {engine.quantization}: needs a GPU, {engine.kind} does not multiply in FP8 on "
             "CPUs; set it to none, or to fp8_block_emulated to study its mismatch"
         ]
-    if engines and (found := kind_of(config).gpu_problems(config)):
-        return found
+    if engines and (engine_problems := kind_of(config).gpu_problems(config)):
+        return engine_problems
     if engines and engine.nodes > 1:
         return [f"engine.nodes = {engine.nodes}: this machine is one node; set it to 1"]
     if not trains:
@@ -117,11 +117,11 @@ def fit_engines(config: Config, visible: list[str]) -> Config:
 
     Prints the number of engines if it is lowered.
     """
-    most = len(visible) // config.engine.devices
-    if not most or config.started_engines <= most:
+    max_engines = len(visible) // config.engine.devices
+    if not max_engines or config.started_engines <= max_engines:
         return config
-    print(f"engine.count = {config.engine.count}: {len(visible)} GPUs are visible; lowered to {most}")
-    return with_settings(config, engine={"count": most})
+    print(f"engine.count = {config.engine.count}: {len(visible)} GPUs are visible; lowered to {max_engines}")
+    return with_settings(config, engine={"count": max_engines})
 
 
 def cluster_problems(config: Config, nodes: int, per_node: int) -> list[str]:
@@ -162,9 +162,9 @@ def _slots(config: Config, nodes: int, per_node: int) -> int:
     Ranks fill node after node. Colocated engines may use the ranks' devices. Engines of several nodes need whole nodes.
     Example: 12 ranks on 3 nodes of 8 devices leave 4 + 8 devices, enough for 3 engines of 4 devices or 1 engine of 8.
     """
-    full, begun = divmod(config.parallel.world_size, per_node)
+    full, remainder = divmod(config.parallel.world_size, per_node)
     if config.engine.placement == "colocated":
-        full = begun = 0
-    each, span = config.engine.devices_per_node, config.engine.nodes
-    free = (nodes - full - bool(begun)) // span
-    return free * (per_node // each) + (bool(begun) and span == 1) * ((per_node - begun) // each)
+        full = remainder = 0
+    num_devices, span = config.engine.devices_per_node, config.engine.nodes
+    free = (nodes - full - bool(remainder)) // span
+    return free * (per_node // num_devices) + (bool(remainder) and span == 1) * ((per_node - remainder) // num_devices)

@@ -34,16 +34,31 @@ _NEEDS: dict[str, tuple[Callable[[Config], object], str]] = {
     "weight_sync.directory": (lambda c: c.weight_sync.transport != "broadcast", "a broadcast writes no files"),
     "checkpoint.keep_rollouts": (lambda c: c.samples, "the run samples no rollouts of its own that it could delete"),
     "profile.memory": (lambda c: c.profile.steps, "profile.steps is empty"),
-    "eval.every": (lambda c: c.eval_sets, "there is nothing to evaluate; set data.eval"),
+    "eval.every": (lambda c: c.eval_sets, "neither data.eval nor eval.sets names a file"),
     "eval.pass_reward": (lambda c: c.data.eval, "only data.eval uses it; each of eval.sets has its own"),
 }
+_OF_SERVERS = ("engine.python.", "engine.host.", "engine.port.", "engine.extra_args.", "engine.env.")
+# Settings that may have an effect only in the command `eval`, which samples, from servers that it starts itself.
+_ONLY_EVAL: tuple[tuple[tuple[str, ...], Callable[[Config], object], str], ...] = (
+    (("data.eval.", "eval.sets."), lambda c: c.samples, "the run has given answers or rollouts, and evaluates nothing"),
+    (_OF_SERVERS, lambda c: not c.engine.urls, "the servers of engine.urls already run, so give it to these"),
+)
 
 
 def problems(config: Config) -> Iterator[str]:
     for name, value in _changed(config.model_dump(mode="json", exclude_defaults=True)):
-        for part, (has_effect, why) in _NEEDS.items():
+        for part, (has_effect, reason) in _NEEDS.items():
             if f"{name}.".startswith(f"{part}.") and not has_effect(config):
-                yield f"{name} = {value}: {why.format(config)}, so it has no effect; remove it"
+                yield f"{name} = {value}: {reason.format(config)}, so it has no effect; remove it"
+
+
+def notes(config: Config) -> Iterator[str]:
+    """Yield warnings about settings that the run does not read, but an evaluation of its model does."""
+    changed = dict(_changed(config.model_dump(mode="json", exclude_defaults=True)))
+    for parts, has_effect, reason in _ONLY_EVAL:
+        if (unread := [name for name in changed if f"{name}.".startswith(parts)]) and not has_effect(config):
+            named = ", ".join(f"{name} = {changed[name]}" for name in unread)
+            yield f"warning: {named}: {reason}; only `dppo-megatron eval` reads this setting"
 
 
 def _changed(tree: dict[str, Any], section: str = "") -> Iterator[tuple[str, str]]:

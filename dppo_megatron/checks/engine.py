@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dppo_megatron.common.environment import child_environment
 from dppo_megatron.config import Config
+from dppo_megatron.engines.internals import names_of
 from dppo_megatron.engines.kinds import kind_of
 
 if TYPE_CHECKING:
@@ -32,19 +34,19 @@ def problems(config: Config) -> Iterator[str]:
         yield f"engine.count = {e.count}: engine.urls names {len(e.urls)} engines; remove engine.count"
     if len(set(e.urls)) < len(e.urls):
         yield f"engine.urls = {', '.join(e.urls)}: each must be another server; remove the repeated one"
-    if e.port + config.started_engines - 1 > LAST_PORT:
-        yield (
-            f"engine.port = {e.port}: with engine.count = {e.count} the last port would be "
-            f"{e.port + config.started_engines - 1}, above {LAST_PORT}; set it to a lower one, or to 0 for free ones"
-        )
+    if (last := e.port + config.started_engines - 1) > LAST_PORT:
+        overflow = f"with engine.count = {e.count} the last port would be {last}, above {LAST_PORT}"
+        yield f"engine.port = {e.port}: {overflow}; set it to a lower one, or to 0 for free ones"
     if not config.weight_sync.fingerprint and config.probe_tolerance > LARGEST_TOLERANCE:
-        what = f"weight_sync.probe_tolerance = {config.probe_tolerance:g}"
-        yield f"{what}: no check would notice wrong weights; lower it, or set weight_sync.fingerprint to true"
-    if given := [argument for argument in e.extra_args if argument.startswith(SPECULATIVE)]:
-        yield (
-            f"engine.extra_args = {given[0]}: a server's own speculative decoding changes the tokens of a seed, and "
-            "with some settings their distribution; remove it, or set engine.draft_tokens"
-        )
+        setting = f"weight_sync.probe_tolerance = {config.probe_tolerance:g}"
+        yield f"{setting}: no check would notice wrong weights; lower it, or set weight_sync.fingerprint to true"
+    if flags := [argument for argument in e.extra_args if argument.startswith(SPECULATIVE)]:
+        reason = "changes the tokens of a seed, and with some settings their distribution"
+        remedy = "remove it, or set engine.draft_tokens"
+        yield f"engine.extra_args = {flags[0]}: a server's own speculative decoding {reason}; {remedy}"
+    if flags := [argument for argument in e.extra_args if re.match(r"-[^\s=]+\s", argument)]:
+        entries = ", ".join(flags[0].split())
+        yield f"engine.extra_args = {flags[0]}: one entry has an option and its value; write [{entries}]"
     yield from kind_of(config).problems(config)
     if e.placement == "colocated":
         yield from _colocated(config)
@@ -56,10 +58,8 @@ def _layout(config: Config) -> Iterator[str]:
     """Return problems of the GPUs of one engine."""
     e = config.engine
     if e.devices % e.nodes:
-        yield (
-            f"engine.nodes = {e.nodes}: does not divide an engine's {e.devices} GPUs (engine.tensor_parallel x "
-            "engine.pipeline_parallel); change one of them"
-        )
+        gpus = f"an engine's {e.devices} GPUs (engine.tensor_parallel x engine.pipeline_parallel)"
+        yield f"engine.nodes = {e.nodes}: does not divide {gpus}; change one of them"
     if e.pipeline_parallel > 1 and config.weight_sync.lora == "adapter":
         yield (
             f"engine.pipeline_parallel = {e.pipeline_parallel}: adapters are untested with pipeline stages "
@@ -90,17 +90,17 @@ def _transport(config: Config) -> Iterator[str]:
 
 def _directory(config: Config) -> Iterator[str]:
     directory, nodes = config.weight_sync.directory, config.slurm.trainer_nodes + config.slurm.engine_nodes
-    for here in OF_ONE_MACHINE:
-        if config.samples and nodes > 1 and directory is not None and directory.absolute().is_relative_to(here):
-            why = f"each machine has its own {here}, but the run has {nodes} nodes"
-            yield f"weight_sync.directory = {directory}: {why}; remove it"
+    for root in OF_ONE_MACHINE:
+        if config.samples and nodes > 1 and directory is not None and directory.absolute().is_relative_to(root):
+            reason = f"each machine has its own {root}, but the run has {nodes} nodes"
+            yield f"weight_sync.directory = {directory}: {reason}; remove it"
 
 
 def _deltas(config: Config) -> list[str]:
     w = config.weight_sync
     if not config.samples or w.full_every == 1:
         return []
-    what, remedy = f"weight_sync.full_every = {w.full_every}", "set it to 1"
+    setting, remedy = f"weight_sync.full_every = {w.full_every}", "set it to 1"
     why_not = (
         (
             w.transport == "broadcast",
@@ -114,7 +114,7 @@ def _deltas(config: Config) -> list[str]:
             "to the engines (engine.placement = colocated)",
         ),
     )
-    return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
+    return [f"{setting}: {reason}; {remedy}" for is_so, reason in why_not if is_so]
 
 
 def _quantization(config: Config) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _quantization(config: Config) -> Iterator[str]:
 def _adapters(config: Config) -> list[str]:
     if not config.samples or config.weight_sync.lora == "merged":
         return []
-    e, m, what, remedy = config.engine, config.model, "weight_sync.lora = adapter", "set it to merged"
+    e, m, setting, remedy = config.engine, config.model, "weight_sync.lora = adapter", "set it to merged"
     why_not = (
         (not m.lora.r, "the run trains no adapters (model.lora.r = 0)"),
         (m.lora.r > MOST_LORA_RANK, f"engines take adapters of r at most {MOST_LORA_RANK} (model.lora.r = {m.lora.r})"),
@@ -141,7 +141,7 @@ def _adapters(config: Config) -> list[str]:
         (config.weight_sync.transport == "broadcast", "adapters are sent as files (weight_sync.transport = broadcast)"),
         (m.weights is not None, "engines start from model.path, the trainer from model.weights"),
     )
-    return [f"{what}: {why}; {remedy}" for is_so, why in why_not if is_so]
+    return [f"{setting}: {reason}; {remedy}" for is_so, reason in why_not if is_so]
 
 
 def model_problems(config: Config, hf: HFModelConfig | None) -> Iterator[str]:
@@ -165,11 +165,8 @@ def model_problems(config: Config, hf: HFModelConfig | None) -> Iterator[str]:
             f"rollout.stop_token_ids = {unknown[0]}: the model has the tokens 0 to {hf.vocab_size - 1}, so no response "
             "would stop there; correct or remove it"
         )
-    if config.rollout.topk_logprobs > hf.vocab_size:
-        yield (
-            f"rollout.topk_logprobs = {config.rollout.topk_logprobs}: the model has {hf.vocab_size} tokens; set it to "
-            "at most that"
-        )
+    if (k := config.rollout.topk_logprobs) > hf.vocab_size:
+        yield f"rollout.topk_logprobs = {k}: the model has {hf.vocab_size} tokens; set it to at most that"
     if config.weight_sync.lora == "adapter" and any((hf.moe, hf.mla, hf.delta_net)):
         yield (
             "weight_sync.lora = adapter: the engines support no adapters of experts or of latent attention, and those "
@@ -228,18 +225,22 @@ def environment_problems(config: Config, *, elsewhere: bool = False) -> list[str
     remedy = f"install {name} there, or set engine.python to the interpreter of an environment that has it"
     remedy += kind.install
     cuda = config.slurm.gpus_per_node > 0 if elsewhere else device_here() == "cuda"
-    packages = {name: f"engine.kind = {name}: {{python}} has no package {name}; {remedy}"}
+    packages = {f"{name}=={names_of(name)[0]}": f"engine.kind = {name}: {{python}} has no {{package}}; {remedy}"}
     try:
         for package, problem in (packages | kind.more_packages(config, cuda=cuda)).items():
             if not _finds(python, package):
-                return [*out, problem.format(python=python)]
+                return [*out, problem.format(python=python, package=package)]
     except OSError as error:
         out.append(f"engine.python = {python}: cannot be run ({error}); {remedy}")
     return out
 
 
 def _finds(python: str, package: str) -> bool:
-    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    """Return whether an interpreter has a package. NAME==0.32 also admits 0.32.1, and a package without a version."""
+    name, _, version = package.partition("==")
+    look = "import sys; from importlib import metadata as m, util; of = "
+    look += f"m.packages_distributions().get({name!r}, ()) if {version!r} else (); "
+    look += f"sys.exit(util.find_spec({name!r}) is None or not all(m.version(d).startswith({version!r}) for d in of))"
     null, environment = subprocess.DEVNULL, child_environment(server=True)  # its output may be endless
     with subprocess.Popen(
         [python, "-c", look], stdin=null, stdout=null, stderr=null, start_new_session=True, env=environment

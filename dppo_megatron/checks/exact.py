@@ -55,7 +55,7 @@ def problems(config: Config) -> list[str]:
             "top_k and min_p to 1, -1 and 0",
         ),
     )
-    return [f"{WHAT}: {why}, {REMEDY}" for is_so, why in why_not if is_so]
+    return [f"{WHAT}: {reason}, {REMEDY}" for is_so, reason in why_not if is_so]
 
 
 def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool) -> list[str]:
@@ -75,4 +75,4 @@ def model_problems(config: Config, hf: HFModelConfig | None, *, elsewhere: bool)
         (hf and hf.delta_net, "gated delta net has no shared operator; use another model"),
         (hf and hf.mla, "latent attention has no shared operator; use another model"),
     )
-    return [f"{WHAT}: {why}, {REMEDY}" for is_so, why in why_not if is_so]
+    return [f"{WHAT}: {reason}, {REMEDY}" for is_so, reason in why_not if is_so]

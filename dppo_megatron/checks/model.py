@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dppo_megatron.config import Config, with_settings
 from dppo_megatron.errors import bounded
+from dppo_megatron.run_dir import RunDir
 
 if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
@@ -41,15 +42,16 @@ def _weights(config: Config, hf: HFModelConfig, absent: list[str]) -> list[str]:
 
     m = config.model
     out: list[str] = []
-    used = {"model.path": m.path} if m.weights is None or config.started_engines else {}
-    for setting, directory in (used if m.weights is None else used | {"model.weights": m.weights}).items():
+    paths = {"model.path": m.path} if m.weights is None or config.started_engines else {}
+    for setting, directory in (paths if m.weights is None else paths | {"model.weights": m.weights}).items():
         try:
-            if found := header_problems(WeightMap(hf), open_weights(directory, hf)):
-                raise ModelError(str(directory), ["its weights do not fit config.json", *found])
+            if mismatches := header_problems(WeightMap(hf), open_weights(directory, hf)):
+                raise ModelError(str(directory), ["its weights do not fit config.json", *mismatches])
         except ModelError as error:
-            problem = f"{setting} = {error.source}: {bounded('; '.join(error.problems), 600)}"
-            here = is_torch_dist(directory) or any(directory.glob("*.safetensors"))
-            (out if here else absent).append(problem)
+            run = "a run; name RUN/checkpoints/step-N" if RunDir(directory).checkpoints.is_dir() else ""
+            problem = f"{setting} = {error.source}: {run or bounded('; '.join(error.problems), 600)}"
+            has_weights = is_torch_dist(directory) or any(directory.glob("*.safetensors"))
+            (out if has_weights else absent).append(problem)
     return out + _adapter(config, hf)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.bank.files import segment_paths
-from dppo_megatron.common.files import read_json, write_json
+from dppo_megatron.common.files import read_as, write_json
 from dppo_megatron.config import Config, ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.data.files import PromptFileError, data_files
 from dppo_megatron.run_dir import RunDir
@@ -26,6 +26,7 @@ from dppo_megatron.weights.place import problem
 # Of a file of more than 256 MiB, its size, first piece (a header) and the beginnings of 255 other pieces are read.
 PIECE, PIECES, SAMPLE = 1 << 20, 256, 1 << 14
 _OF_MODELS = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".safetensors", ".distcp", ".metadata", ".pt")
+Digests = dict[str, dict[str, str]]  # of RUN/files.json: setting -> file -> digest
 # These settings may change between attempts of a run. A change of another setting would make it a different run.
 RESUMABLE_CHANGES = (
     "run.dir", "train.steps", "tracking", "profile", "checkpoint", "eval.every", "engine", "parallel", "slurm",
@@ -40,8 +41,8 @@ RESUMABLE_CHANGES = (
 
 def check_run_dir(config: Config, source: str, *, resume: bool) -> None:
     """Raise `ConfigError` for a new run in an old run's directory, or a resume that would be another run."""
-    if found := problems(config, resume=resume):
-        raise ConfigError(source, found)
+    if violations := problems(config, resume=resume):
+        raise ConfigError(source, violations)
 
 
 def unusable_directory(config: Config) -> list[str]:
@@ -52,14 +53,16 @@ def unusable_directory(config: Config) -> list[str]:
         return [f"run.dir = {config.run.dir}: {existing} is not a directory; choose another run.dir"]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [f"run.dir = {config.run.dir}: {existing} is not writable; choose another run.dir"]
+    if config.model.path.absolute() in (directory, RunDir(directory).final_model):
+        return [f"run.dir = {config.run.dir}: the run would write into model.path; choose another run.dir"]
     return []
 
 
 def unusable_weights_directory(config: Config) -> list[str]:
     """Return why versions cannot be written to `weight_sync.directory`."""
     directory = config.weight_sync.directory
-    found = problem(RunDir(config.run.dir), directory) if config.samples and directory is not None else None
-    return [found] if found else []
+    reason = problem(RunDir(config.run.dir), directory) if config.samples and directory is not None else None
+    return [reason] if reason else []
 
 
 def problems(config: Config, *, resume: bool) -> list[str]:
@@ -69,8 +72,10 @@ def problems(config: Config, *, resume: bool) -> list[str]:
     if not resume:
         return earlier_run(config)
     if not saved.exists():
-        why = f"no run to resume, {saved} is missing; correct it, name the config.yaml in the directory of a moved run"
-        return [f"run.dir = {config.run.dir}: {why}, or omit --resume for a new run"]
+        reason = (
+            f"no run to resume, {saved} is missing; correct it, name the config.yaml in the directory of a moved run"
+        )
+        return [f"run.dir = {config.run.dir}: {reason}, or omit --resume for a new run"]
     earlier = read_config(saved)  # rules between settings may be newer
     return [*changed_settings(config, earlier), *_moved_decay(config, earlier)]
 
@@ -90,7 +95,7 @@ def record(config: Config) -> None:
     """Write the resolved config of a run, and digests of the files that it names, for `changed_settings`."""
     config, run = with_absolute_paths(config), RunDir(config.run.dir)
     save_resolved(config, run.config)
-    digests = read_json(run.files) or {}  # files that this machine does not have keep those of an earlier attempt
+    digests = read_as(Digests, run.files) or {}  # those of files that this machine does not have are kept
     for key, path in _flat(config.model_dump()):
         if isinstance(path, Path) and not _resumable(key) and (files := contents(key, path)):
             digests[key] = files
@@ -102,16 +107,16 @@ def changed_settings(config: Config, saved: Config) -> list[str]:
 
     A path may differ if `record` read the same files there.
     """
-    before, now = (dict(_flat(with_absolute_paths(c).model_dump(mode="json"))) for c in (saved, config))
-    recorded, out = read_json(RunDir(config.run.dir).files) or {}, []
-    for key in sorted(key for key in {*before, *now} if not _resumable(key)):
-        value, files = now.get(key), recorded.get(key)
-        if value and files and (found := contents(key, Path(value))):
-            if changed := sorted({name for name, _ in files.items() ^ found.items()}):
+    old, new = (dict(_flat(with_absolute_paths(c).model_dump(mode="json"))) for c in (saved, config))
+    recorded, out = read_as(Digests, RunDir(config.run.dir).files) or {}, []
+    for key in sorted(key for key in {*old, *new} if not _resumable(key)):
+        value, files = new.get(key), recorded.get(key)
+        if value and files and (digests := contents(key, Path(value))):
+            if changed := sorted({name for name, _ in files.items() ^ digests.items()}):
                 name = "the file" if changed[0] == "." else changed[0]
                 out.append(f"{key} = {value}: {name} is not as at the start; restore it, or use another run.dir")
-        elif before.get(key) != value:
-            out.append(f"{key} = {value!r}: the run was started with {before.get(key)!r}; use that or another run.dir")
+        elif old.get(key) != value:
+            out.append(f"{key} = {value!r}: the run was started with {old.get(key)!r}; use that or another run.dir")
     return out
 
 
@@ -147,11 +152,11 @@ def contents(setting: str, path: Path) -> dict[str, str]:
         if setting == "rollout.bank":
             with (index := segment_paths(path, 0)[1]).open("rb") as lines:
                 return {index.name: hashlib.blake2b(line).hexdigest()} if (line := lines.readline()) else {}
-        of_data = setting.startswith(("data.", "eval."))
-        files = data_files(path) if of_data else [*path.iterdir(), *path.glob("additional_chat_templates/*")]
-        kept = [f for f in files if f.is_file() and (of_data or (f.suffix or f.name) in _OF_MODELS)]
+        is_data = setting.startswith(("data.", "eval."))
+        files = data_files(path) if is_data else [*path.iterdir(), *path.glob("additional_chat_templates/*")]
+        regular_files = [f for f in files if f.is_file() and (is_data or (f.suffix or f.name) in _OF_MODELS)]
         base = path if path.exists() else files[0].parent
-        return {os.path.relpath(f, base): _digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in kept}
+        return {os.path.relpath(f, base): _digest(f, f.stat().st_size, f.stat().st_mtime_ns) for f in regular_files}
     except (OSError, PromptFileError):  # reported by the checks of data and model
         return {}
 

@@ -41,8 +41,8 @@ def _distribution(config: Config) -> Iterator[str]:
             "of the distribution that was sampled; set engine.logprobs_mode to processed_logprobs"
         )
     if r.topk_logprobs > e.max_logprobs:
-        listed = f"rollout.topk_logprobs = {r.topk_logprobs}"
-        yield f"{listed}: above the engine's cap engine.max_logprobs = {e.max_logprobs}; lower K or raise the cap"
+        setting = f"rollout.topk_logprobs = {r.topk_logprobs}"
+        yield f"{setting}: above the engine's cap engine.max_logprobs = {e.max_logprobs}; lower K or raise the cap"
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -74,19 +74,21 @@ def eval_problems(config: Config) -> Iterator[str]:
     yield from kind_of(config).eval_problems(config)
     if HELDOUT in config.eval.sets:
         yield f"eval.sets.{HELDOUT}: this name is reserved for data.eval; choose another"
-    for name, chosen in config.eval_sets.items():
-        low, high = reward_range(chosen.reward or config.reward)
-        if config.environment.source is None and not low < chosen.pass_reward <= high + 1e-6:
-            setting = f"eval.{'' if name == HELDOUT else f'sets.{name}.'}pass_reward = {chosen.pass_reward:g}"
+    for name, eval_set in config.eval_sets.items():
+        low, high = reward_range(eval_set.reward or config.reward)
+        if config.environment.source is None and not low < eval_set.pass_reward <= high + 1e-6:
+            setting = f"eval.{'' if name == HELDOUT else f'sets.{name}.'}pass_reward = {eval_set.pass_reward:g}"
             yield f"{setting}: rewards are {low:g} to {high:g}, so either no answer or all are right; set it between"
-    for name, chosen in config.eval.sets.items():
+    for name, eval_set in config.eval.sets.items():
         setting = f"eval.sets.{name}"
-        if 0 < chosen.temperature < 0.01:
-            yield f"{setting}.temperature = {chosen.temperature:g}: vLLM raises it to 0.01; set it to that or to 0"
-        if chosen.temperature == 0 and chosen.n > 1:
-            yield f"{setting}.n = {chosen.n}: with {setting}.temperature = 0 all answers are equal; change one of them"
-        if chosen.temperature == 0 and chosen.top_p < 1:
-            yield f"{setting}.top_p = {chosen.top_p:g}: greedy answers do not depend on it; remove it"
-        if chosen.reward is not None and chosen.reward.overlong_buffer:
-            buffer = f"{setting}.reward.overlong_buffer = {chosen.reward.overlong_buffer}"
+        if 0 < eval_set.temperature < 0.01:
+            yield f"{setting}.temperature = {eval_set.temperature:g}: vLLM raises it to 0.01; set it to that or to 0"
+        if eval_set.temperature == 0 and eval_set.n > 1:
+            yield (
+                f"{setting}.n = {eval_set.n}: with {setting}.temperature = 0 all answers are equal; change one of them"
+            )
+        if eval_set.temperature == 0 and eval_set.top_p < 1:
+            yield f"{setting}.top_p = {eval_set.top_p:g}: greedy answers do not depend on it; remove it"
+        if eval_set.reward is not None and eval_set.reward.overlong_buffer:
+            buffer = f"{setting}.reward.overlong_buffer = {eval_set.reward.overlong_buffer}"
             yield f"{buffer}: it shapes only rewards of training; remove it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from dppo_megatron.config import Config
@@ -14,20 +15,20 @@ def server_places(config: Config) -> dict[str, tuple[range, int, int]]:
     Serving nodes are numbered from 0. Engines fill them in turn, after the ranks' GPUs or, if colocated, on these. Then
     each teacher takes free GPUs of the node with most of them.
     """
-    s, each = config.slurm, config.engine.nodes
+    s, span = config.slurm, config.engine.nodes
     ranks = 0 if s.engine_nodes else -(-config.parallel.world_size // s.trainer_nodes)
-    homes = max(each, s.engine_nodes or s.trainer_nodes)
-    used, places = [0 if config.engine.placement == "colocated" else ranks] * homes, {}
+    homes = max(span, s.engine_nodes or s.trainer_nodes)
+    used_gpus, places = [0 if config.engine.placement == "colocated" else ranks] * homes, {}
     for index, name in enumerate(engine_names(config)):
-        first = index % (homes // each) * each
-        places[name] = range(first, first + each), used[first], config.engine.devices_per_node
+        first = index % (homes // span) * span
+        places[name] = range(first, first + span), used_gpus[first], config.engine.devices_per_node
         for node in places[name][0]:
-            used[node] += config.engine.devices_per_node
-    used = [max(ranks, gpus) for gpus in used]
+            used_gpus[node] += config.engine.devices_per_node
+    used_gpus = [max(ranks, gpus) for gpus in used_gpus]
     for name in config.started_teachers:
-        node, gpus = used.index(min(used)), config.distillation.teachers[name].tensor_parallel
-        places[f"teacher-{name}"] = range(node, node + 1), used[node], gpus
-        used[node] += gpus
+        node, gpus = used_gpus.index(min(used_gpus)), config.distillation.teachers[name].tensor_parallel
+        places[f"teacher-{name}"] = range(node, node + 1), used_gpus[node], gpus
+        used_gpus[node] += gpus
     return places
 
 
@@ -41,10 +42,12 @@ def problems(
     """
     out = list(_requested(config, [] if notes is None else notes))
     out += [] if nodes is None else _granted(config, nodes)
-    if gpus is None or gpus >= (wanted := config.slurm.gpus_per_node):
+    if gpus is None or gpus >= (gpus_per_node := config.slurm.gpus_per_node):
         return out
-    why = f"Slurm granted {gpus} GPUs on the first node; make sbatch's --gpus-per-node or --gres and the config agree"
-    return [*out, f"slurm.gpus_per_node = {wanted}: {why}"]
+    reason = (
+        f"Slurm granted {gpus} GPUs on the first node; make sbatch's --gpus-per-node or --gres and the config agree"
+    )
+    return [*out, f"slurm.gpus_per_node = {gpus_per_node}: {reason}"]
 
 
 def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:
@@ -58,9 +61,22 @@ def _granted(config: Config, nodes: tuple[int, ...]) -> list[str]:
     ]
 
 
+def seconds_of(time: str) -> float:
+    """Return the seconds of a time limit as sbatch reads it: 90 and 1:30:00 are 5,400, 1-12 is 129,600."""
+    days, dash, clock = time.rpartition("-")
+    units = (3600, 60, 1) if dash or clock.count(":") == 2 else (60, 1)
+    if not clock[0].isdigit():  # unlimited
+        return math.inf
+    seconds = 86400 * int(days or 0) + sum(u * int(part) for u, part in zip(units, clock.split(":"), strict=False))
+    return seconds or math.inf  # for sbatch, 0 is no limit
+
+
 def _requested(config: Config, notes: list[str]) -> Iterator[str]:
     s, p = config.slurm, config.parallel
     engines, teachers = config.started_engines, len(config.started_teachers)
+    if seconds_of(s.time) <= s.signal_lead_s:
+        longer = f"not less than slurm.time = {s.time}, so each attempt would end at once"
+        yield f"slurm.signal_lead_s = {s.signal_lead_s}: {longer}; lower it, or raise slurm.time"
     if p.world_size % s.trainer_nodes:
         yield (
             f"slurm.trainer_nodes = {s.trainer_nodes}: does not divide parallel.world_size = {p.world_size}; every "
@@ -68,15 +84,15 @@ def _requested(config: Config, notes: list[str]) -> Iterator[str]:
         )
     if s.engine_nodes and not engines + teachers:
         yield f"slurm.engine_nodes = {s.engine_nodes}: the run starts no engine; set it to 0"
-    each, homes = config.engine.nodes, s.engine_nodes or s.trainer_nodes
-    if s.engine_nodes > engines * each + teachers > 0:
+    span, homes = config.engine.nodes, s.engine_nodes or s.trainer_nodes
+    if s.engine_nodes > engines * span + teachers > 0:
         yield (
-            f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines} x engine.nodes = {each}, so "
+            f"slurm.engine_nodes = {s.engine_nodes}: more than engine.count = {engines} x engine.nodes = {span}, so "
             "some would idle; raise engine.count"
         )
-    if engines and homes % each:
+    if engines and homes % span:
         name = "engine_nodes" if s.engine_nodes else "trainer_nodes"
-        yield f"slurm.{name} = {homes}: not a multiple of engine.nodes = {each}; change one of them"
+        yield f"slurm.{name} = {homes}: not a multiple of engine.nodes = {span}; change one of them"
     if s.heterogeneous and not s.engine_nodes:
         yield "slurm.heterogeneous = true: needs slurm.engine_nodes >= 1; raise that, or set this to false"
     if not s.heterogeneous:
@@ -122,5 +138,5 @@ def _need_gpus(config: Config, engines: int) -> list[str]:
         f"model.layers = {m.layers}": m.layers == "transformer_engine" and not trains,
         f"engine.quantization = {engine.quantization}": engine.serves_fp8 and engines > 0 and not serves,
     }
-    why = "needs GPUs, but its nodes have none; set slurm.gpus_per_node or engine_gpus_per_node, or change this"
-    return [f"{setting}: {why}" for setting, wrong in refused.items() if wrong]
+    reason = "needs GPUs, but its nodes have none; set slurm.gpus_per_node or engine_gpus_per_node, or change this"
+    return [f"{setting}: {reason}" for setting, wrong in refused.items() if wrong]

@@ -19,14 +19,15 @@ def problems(config: Config) -> Iterator[str]:
         yield f"{updates} = {r.prompts_per_step}; an update trains on whole groups"
     per_update = r.prompts_per_step * r.group_size // t.updates_per_step
     if 0 < per_update < config.data_parallel:  # 0: updates_per_step is too large
-        yield (
-            f"parallel.world_size = {config.parallel.world_size}: data-parallel size {config.data_parallel} exceeds "
-            f"the {per_update} sequences of an update; lower it or raise rollout.prompts_per_step"
-        )
+        cause = f"data-parallel size {config.data_parallel} exceeds the {per_update} sequences of an update"
+        yield f"parallel.world_size = {config.parallel.world_size}: {cause}; lower it or raise rollout.prompts_per_step"
     if not config.objective.supervised and r.group_size == 1 and not config.distillation.teachers:
         yield "rollout.group_size = 1: a group of one has no baseline, so every advantage is 0; use at least 2"
     if not (config.distillation.teachers or any(term.weight for term in config.reward.all_terms)):
         yield "reward.terms: all weights are 0, so every reward is 0; set one to another number"
+    a, o = config.acceptance, config.objective
+    if (a.bound or 0) >= 1 and (o.divergence if a.divergence == "objective" else a.divergence).endswith("_tv"):
+        yield f"acceptance.bound = {a.bound:g}: a total variation is at most 1, so no step is beyond it; lower it"
     if config.reward.overlong_buffer > r.max_response_tokens:
         buffer = f"reward.overlong_buffer = {config.reward.overlong_buffer}"
         yield f"{buffer}: longer than rollout.max_response_tokens = {r.max_response_tokens}; lower it"
@@ -55,8 +56,8 @@ def _learning_rate(config: Config) -> Iterator[str]:
         longer = longer if decays else f"longer than the run of {updates} updates"
         yield f"optimizer.warmup_updates = {o.warmup_updates}: {longer}; lower it"
     if end < steps and not o.min_lr:
-        why = "the learning rate is 0 in the steps after it; set optimizer.min_lr, or make both equal"
-        yield f"optimizer.decay_steps = {end}: less than train.steps = {steps}, and {why}"
+        reason = "the learning rate is 0 in the steps after it; set optimizer.min_lr, or make both equal"
+        yield f"optimizer.decay_steps = {end}: less than train.steps = {steps}, and {reason}"
 
 
 def _credit(config: Config) -> Iterator[str]:
@@ -113,8 +114,19 @@ def _precision(config: Config) -> Iterator[str]:
         yield "model.fp32_head = true: the fused head multiplies in model.dtype; set model.logits to stored"
 
 
-def precision_notes(config: Config, *, here: bool) -> Iterator[str]:
-    """Yield warnings about dtypes that disagree or, if the run computes on this machine's CPUs (`here`), are slow."""
+def size_notes(config: Config) -> Iterator[str]:
+    """Yield notes about numbers that are valid but of an unusual size."""
+    if (tokens := config.train.micro_batch_tokens) < config.data.max_prompt_tokens + config.rollout.max_response_tokens:
+        longer = "tokens, and a longer prompt with its response has a micro-batch of its own"
+        yield f"train.micro_batch_tokens = {tokens}: {longer}"
+    if (limit := config.reward.timeout_s) > config.run.stall_timeout_s:
+        yield f"reward.timeout_s = {limit:g}: seconds; run.stall_timeout_s ends the run before a sample fails"
+    if config.model.lora.r and config.optimizer.lr < 1e-5:
+        yield f"warning: optimizer.lr = {config.optimizer.lr:g}: adapters (model.lora.r) need 1e-4 to 1e-3; raise it"
+
+
+def precision_notes(config: Config, *, local: bool) -> Iterator[str]:
+    """Yield warnings about dtypes that disagree or, if the run computes on this machine's CPUs (`local`), are slow."""
     import torch
 
     trainer, engine = config.model.dtype, config.engine.dtype if config.samples else config.model.dtype
@@ -124,19 +136,16 @@ def precision_notes(config: Config, *, here: bool) -> Iterator[str]:
             f"warning: engine.dtype = {engine}: rounds most of a small update of model.dtype = {trainer} away, so "
             f"engine and trainer disagree more after the first update; set it to {trainer}, or model.dtype to {engine}"
         )
-    on_cpu = here and not torch.cuda.is_available() and torch.backends.mkldnn.is_available()
+    on_cpu = local and not torch.cuda.is_available() and torch.backends.mkldnn.is_available()
     if on_cpu and "fp16" in (trainer, engine) and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         name = "model.dtype" if trainer == "fp16" else "engine.dtype"
         yield f"warning: {name} = fp16: this CPU has no fp16 units, so fp16 is about 30 times as slow as bf16; use bf16"
 
 
 def _loss_scale(config: Config) -> Iterator[str]:
-    scale = config.optimizer.loss_scale
+    scale, name = config.optimizer.loss_scale, "optimizer.loss_scale"
     if scale.smallest > scale.initial:
-        yield (
-            f"optimizer.loss_scale.smallest = {scale.smallest:g}: is more than optimizer.loss_scale.initial = "
-            f"{scale.initial:g}; set it to that or less"
-        )
+        yield f"{name}.smallest = {scale.smallest:g}: is more than {name}.initial = {scale.initial:g}; lower it"
 
 
 def _adapters(config: Config) -> Iterator[str]:

@@ -17,46 +17,49 @@ def objective_problems(config: Config, notes: list[str]) -> list[str]:
     """
     from dppo_megatron.objectives import PRESETS, ObjectiveError, build_objective
 
-    chosen = config.objective
+    section = config.objective
     try:
-        objective = build_objective(chosen.name, **chosen.settings)
+        objective = build_objective(section.name, **section.settings)
     except ObjectiveError as error:  # only from custom objectives, because presets are checked when a config is read
-        return [f"objective.name = {chosen.name}: {error}"]
+        return [f"objective.name = {section.name}: {error}"]
     try:
-        notes.append(objective.describe())
+        notes.append(objective.describe().partition("\n")[0].removeprefix("objective "))
     except Exception as error:  # custom code may raise anything
-        return [f"objective.name = {chosen.name}: describe() failed: {type(error).__name__}: {error}"]
-    if preset := PRESETS.get(chosen.name):
-        for setting in ("advantage", "aggregation"):
-            published, given = getattr(preset, setting), getattr(chosen, setting)
-            if given != published:
-                notes.append(f"objective.{setting} = {given}: {chosen.name} was published with {published}")
+        return [f"objective.name = {section.name}: describe() failed: {type(error).__name__}: {error}"]
+    if preset := PRESETS.get(section.name):
+        settings = [name for name in ("advantage", "aggregation") if getattr(section, name) != getattr(preset, name)]
+        if settings:
+            chosen_here = ", ".join(f"objective.{name} = {getattr(section, name)}" for name in settings)
+            options = " ".join(f"--set objective.{name}={getattr(preset, name)}" for name in settings)
+            notes.append(f"warning: {chosen_here}: not {section.name} as it was published; for that add {options}")
     out = []
-    if objective.settings.supervised != chosen.supervised:
+    if objective.settings.supervised != section.supervised:
         learns, remedy = "given answers", "remove the setting, or choose a method that learns from rollouts"
         if objective.settings.supervised:
             learns, remedy = "sampled rollouts", "set objective.name to nll to learn from given answers"
         out.append(
             f"objective.settings.supervised = {str(objective.settings.supervised).lower()}: objective.name = "
-            f"{chosen.name} learns from {learns}; {remedy}"
+            f"{section.name} learns from {learns}; {remedy}"
         )
-    out += _column_problems(chosen.name, objective.needs_columns)
+    out += _column_problems(section.name, objective.needs_columns)
     if objective.needs_topk and config.rollout.topk_logprobs == 0:
         out.append(
-            f"rollout.topk_logprobs = 0: objective {chosen.name} compares top-K tokens; set it to the K it should "
+            f"rollout.topk_logprobs = 0: objective {section.name} compares top-K tokens; set it to the K it should "
             "compare, e.g. 20"
         )
-    taught = objective.needs_teacher or any(name.startswith("teacher_") for name in objective.needs_columns)
-    if config.samples and taught != bool(config.distillation.teachers):
-        why = (
+    needs_teacher = objective.needs_teacher or any(name.startswith("teacher_") for name in objective.needs_columns)
+    if config.samples and needs_teacher != bool(config.distillation.teachers):
+        problem = (
             "learns from a teacher; add one to distillation.teachers"
-            if taught
+            if needs_teacher
             else "uses none; set objective.settings.distillation, or remove it"
         )
-        out.append(f"distillation.teachers = {sorted(config.distillation.teachers)}: objective {chosen.name} {why}")
+        out.append(
+            f"distillation.teachers = {sorted(config.distillation.teachers)}: objective {section.name} {problem}"
+        )
     if objective.needs_reference and config.model.lora.r and config.model.lora.adapter is not None:
         out.append(
-            f"model.lora.adapter = {config.model.lora.adapter}: the reference of {chosen.name} would be the model "
+            f"model.lora.adapter = {config.model.lora.adapter}: the reference of {section.name} would be the model "
             "without this adapter, not the start of training; merge it into model.path"
         )
     return out
@@ -71,14 +74,14 @@ def _column_problems(name: str, columns: Any) -> list[str]:
     where = f"objective.name = {name}: needs_columns = {columns!r}"
     if isinstance(columns, str) or not all(isinstance(column, str) for column in columns):
         return [f"{where}: write a tuple of names"]
-    known = {column.name: column for column in COLUMNS if column.packed}
+    batch_columns = {column.name: column for column in COLUMNS if column.packed}
     inputs = inspect.signature(ObjectiveProtocol.__call__).parameters.keys() - {"teacher_logprob"}
     return [
         f"{where}: {column!r} is an input of the call; remove it here, or give the column another name"
         if column in inputs
-        else f"{where}: {column!r} is no column of a batch: {nearest(column, known)}"
+        else f"{where}: {column!r} is no column of a batch: {nearest(column, batch_columns)}"
         for column in columns
-        if column in inputs or column not in known
+        if column in inputs or column not in batch_columns
     ]
 
 
@@ -89,7 +92,7 @@ def reward_problems(config: Config) -> list[str]:
     if not config.samples:
         return []
     named = {"": config.reward}
-    named |= {f"eval.sets.{name}: ": chosen.reward for name, chosen in config.eval.sets.items() if chosen.reward}
+    named |= {f"eval.sets.{name}: ": eval_set.reward for name, eval_set in config.eval.sets.items() if eval_set.reward}
     out = []
     for prefix, reward in named.items():
         problem = import_problem(reward)
@@ -106,7 +109,7 @@ def reward_problems(config: Config) -> list[str]:
 def environment_problems(config: Config, tools: list[dict[str, Any]], notes: list[str]) -> list[str]:
     """Return why a separate process cannot create the environment, or the model cannot call its tools.
 
-    Adds its tools to `tools`, and to `notes` that an agent cannot use any.
+    Adds its tools to `tools`, and to `notes` which of them are not described and that an agent cannot use any.
     """
     from dppo_megatron.data.prompts import render_chat
     from dppo_megatron.data.tokenizer import TokenizerError, load_tokenizer
@@ -134,6 +137,9 @@ def environment_problems(config: Config, tools: list[dict[str, Any]], notes: lis
         )
     by_turn = config.objective.credit == "turn"
     problem = environment_problem(environment, tools, chat=data.chat_template, by_turn=by_turn)
+    if silent := [tool["function"]["name"] for tool in tools if not tool["function"]["description"]]:
+        lacking = f"{', '.join(silent)} without a docstring"
+        notes.append(f"warning: {environment.described}: {lacking}; write one, which tells the policy their use")
     if problem is None and data.chat_template and (tools or environment.agent):
         unusable = None
         with suppress(TokenizerError):  # `data.problems` reports it

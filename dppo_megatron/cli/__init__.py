@@ -12,7 +12,7 @@ import typer
 import dppo_megatron
 from dppo_megatron.common import working_directory
 from dppo_megatron.common.process import follow_parent
-from dppo_megatron.common.stdio import outlive_readers
+from dppo_megatron.common.stdio import at_words, outlive_readers
 from dppo_megatron.config import ConfigError
 from dppo_megatron.config.load import setting_of
 from dppo_megatron.convert.commands import app as convert_app
@@ -23,8 +23,26 @@ from . import after, before, cluster, data, init, runs
 _UsageError: Any = typer.BadParameter.__base__  # typer does not export this class
 
 
+_PANELS = {  # title in the help -> its commands
+    "Run": "init train slurm eval sample study",
+    "Before a run": "validate plan preflight certify objectives data",
+    "During and after a run": "status report view doctor audit",
+    "Models": "convert",
+    "One process of a run, which train and slurm start": "trainer orchestrator engine",
+}
+
+
 class _Commands(typer.core.TyperGroup):
-    """Suggests `--set optimizer.lr=VALUE` for the arguments `--lr 1e-5`, `optimizer.lr=1e-5` and `--set lr 1e-5`."""
+    """Groups commands in the help, and corrects arguments.
+
+    It suggests `--set optimizer.lr=VALUE` for `--lr 1e-5`, `optimizer.lr=1e-5` and `--set lr 1e-5`.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        for title, names in _PANELS.items():
+            for name in names.split():
+                vars(self.commands[name])["rich_help_panel"] = title
+        return sorted(super().list_commands(ctx), key=" ".join(_PANELS.values()).find)
 
     def invoke(self, ctx: Any) -> Any:
         arguments = ctx.args
@@ -38,9 +56,9 @@ class _Commands(typer.core.TyperGroup):
                     error.possibilities = [*(error.possibilities or ()), meant]
                 for name, value in re.findall(r"([\w.]+)(=[^\s)]+)", error.message):
                     error.message += f"; write --set {setting_of(name)}{value}"
-                for option, given in itertools.pairwise(arguments):
-                    if option == "--set" and "=" not in given:
-                        error.message += f"; write --set {setting_of(given)}=VALUE"
+                for option, argument in itertools.pairwise(arguments):
+                    if option == "--set" and "=" not in argument:
+                        error.message += f"; write --set {setting_of(argument)}=VALUE"
             raise
 
 
@@ -53,8 +71,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(version: bool) -> None:
+    if version:
         typer.echo(f"dppo-megatron {dppo_megatron.__version__}")
         raise typer.Exit
 
@@ -81,9 +99,9 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(at_words(str(error), sys.stderr), file=sys.stderr)
         sys.exit(2)
     except ExpectedError as error:
-        of_a_run = sys.argv[1] in ("engine", "orchestrator", "trainer")  # readers of their logs search for error names
-        print(f"{type(error).__name__ if of_a_run else 'error'}: {error}", file=sys.stderr)
+        is_child = sys.argv[1] in ("engine", "orchestrator", "trainer")  # readers of their logs search for error names
+        print(at_words(f"{type(error).__name__ if is_child else 'error'}: {error}", sys.stderr), file=sys.stderr)
         sys.exit(1)

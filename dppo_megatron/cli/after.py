@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import webbrowser
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 
 from dppo_megatron.config.load import run_of
+from dppo_megatron.run_dir import RunDir
 
 from .arguments import AsJson, RunDirectory, RunOrBank
 
@@ -26,11 +28,11 @@ def status(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     """
     from dppo_megatron.slurm.status import read_status, show
 
-    found = read_status(run_dir)
+    run_status = read_status(run_dir)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=1))
+        typer.echo(json.dumps(asdict(run_status), indent=1))
     else:
-        show(found)
+        show(run_status)
 
 
 @app.command()
@@ -38,7 +40,9 @@ def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="directories or configs of runs; several are compared")
     ],
-    out: Annotated[Path | None, typer.Option(help="output directory; default: RUN/report")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="default: RUN/report; for several: comparison-N next to the first")
+    ] = None,
 ) -> None:
     """Print a run's summary table and draw its curves; several runs are overlaid."""
     from dppo_megatron.observability.report import write_report
@@ -49,21 +53,26 @@ def report(
 @app.command()
 def view(
     root: RunOrBank,
-    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="second run or bank to compare")] = None,
+    others: Annotated[list[Path] | None, typer.Argument(metavar="[OTHER...]", help="runs or banks to compare")] = None,
     out: Annotated[Path | None, typer.Option(help="HTML file; default: view[-with-OTHER].html in RUN_OR_BANK")] = None,
     model: Annotated[Path | None, typer.Option(help="directory of the tokenizer; default: the run's model")] = None,
     open_it: Annotated[bool, typer.Option("--open", help="open the file in the browser")] = False,
+    follow: Annotated[bool, typer.Option(help="write the file again every 30 s until RUN ends")] = False,
 ) -> None:
-    """Write the curves, rollouts and tokens of one or two runs to an HTML file that needs no server.
+    """Write the curves, rollouts and tokens of one or several runs to an HTML file that needs no server.
 
-    The runs may be running, ended or crashed; the page names unreadable files.
+    The runs may be running, ended or crashed; the page names unreadable files. The page of a run that is active can
+    reload itself every 30 s.
     """
+    from dppo_megatron.observability.run_state import run_state
     from dppo_megatron.view import write_view
 
-    path = write_view(root, out, model, None if other is None else run_of(other))
-    typer.echo(path)
-    if open_it:
-        webbrowser.open(path.absolute().as_uri())
+    active = True
+    while active:
+        active = follow and run_state(RunDir(root)).kind in ("queued", "starting", "running", "waiting")
+        typer.echo(path := write_view(root, out, model, [run_of(other) for other in others or ()]))
+        open_it = open_it and not webbrowser.open(path.absolute().as_uri() + "#reload=1" * active)
+        time.sleep(30 * active)
 
 
 @app.command()
@@ -71,12 +80,12 @@ def doctor(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     """List the problems of a run with their first step, the evidence and a remedy. Exit code 1 when there are any."""
     from dppo_megatron.doctor import diagnose, text
 
-    found = diagnose(run_dir)
+    examination = diagnose(run_dir)
     if as_json:
-        typer.echo(json.dumps([finding.as_dict() for finding in found.findings.values()], indent=1))
+        typer.echo(json.dumps([finding.as_dict() for finding in examination.findings.values()], indent=1))
     else:
-        typer.echo(text(found))
-    raise typer.Exit(1 if found.findings else 0)
+        typer.echo(text(examination))
+    raise typer.Exit(1 if examination.findings else 0)
 
 
 @app.command()
@@ -88,16 +97,16 @@ def audit(root: RunOrBank) -> None:
     from dppo_megatron.bank.audit import Audit, audit_bank
     from dppo_megatron.view.source import Source
 
-    found, printed = Audit(), 0
+    report, printed = Audit(), 0
     with typer.progressbar(label="audit", length=0, file=sys.stderr) as bar:
-        for done, total, found in audit_bank(Source.of(root).bank):
+        for done, total, report in audit_bank(Source.open(root).bank):
             bar.length = total
             bar.update(done - bar.pos)
-            for problem in found.problems[printed:]:
+            for problem in report.problems[printed:]:
                 typer.echo(problem)
-            printed = len(found.problems)
-    typer.echo(found)
-    raise typer.Exit(1 if found.problems else 0)
+            printed = len(report.problems)
+    typer.echo(report)
+    raise typer.Exit(1 if report.problems else 0)
 
 
 @app.command()
@@ -112,7 +121,7 @@ def study(
     from dppo_megatron.study.runner import run_study
     from dppo_megatron.study.study_report import write_report
 
-    read = read_study(study_file, out.absolute())
+    study_grid = read_study(study_file, out.absolute())
     if not report_only:
-        run_study(read, out.absolute(), typer.echo, only)
-    typer.echo(f"report: {write_report(read.file, out)}")
+        run_study(study_grid, out.absolute(), typer.echo, only)
+    typer.echo(f"report: {write_report(study_grid.file, out)}")

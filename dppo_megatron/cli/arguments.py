@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from dppo_megatron.common.stdio import at_words
 from dppo_megatron.config.load import run_of
 from dppo_megatron.config.section import Url
 
 
-def _urls(given: list[str] | None) -> list[str] | None:
+def _urls(urls: list[str] | None) -> list[str] | None:
     """Raise `typer.BadParameter` for a malformed URL."""
     try:
-        return TypeAdapter(list[Url] | None).validate_python(given)
+        return TypeAdapter(list[Url] | None).validate_python(urls)
     except ValidationError as error:
         raise typer.BadParameter(f"{error.errors()[0]['input']}: {error.errors()[0]['msg']}") from None
+
+
+def echo_notes(notes: Iterable[str], *, err: bool = False) -> None:
+    """Print notes about a config; a terminal gets lines that end between words."""
+    for note in notes:
+        typer.echo(at_words(note, sys.stderr if err else sys.stdout), err=err)
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML config; examples/ has some")]

@@ -11,7 +11,7 @@ import typer
 
 from dppo_megatron.config import read_config
 
-from .arguments import AsJson, ConfigFile, Overrides, Urls
+from .arguments import AsJson, ConfigFile, Overrides, Urls, echo_notes
 
 app = typer.Typer()
 
@@ -22,8 +22,7 @@ def validate(config_file: ConfigFile, overrides: Overrides = None) -> None:
     from dppo_megatron.checks import preflight
 
     config = read_config(config_file, overrides or ())
-    for note in preflight(config, str(config_file)):
-        typer.echo(note)
+    echo_notes(preflight(config, str(config_file)))
     typer.echo(f"{config_file}: valid")
 
 
@@ -39,10 +38,10 @@ def preflight(config_file: ConfigFile, as_json: AsJson = False, overrides: Overr
     from dppo_megatron.checks import load_config
     from dppo_megatron.slurm.preflight import preflight_now
 
-    found = preflight_now(load_config(config_file, overrides or ()))
-    assert found is not None  # only a job stops its preflight
-    typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else found.text())
-    raise typer.Exit(1 if found.errors else 0)
+    report = preflight_now(load_config(config_file, overrides or ()))
+    assert report is not None  # only a job stops its preflight
+    typer.echo(json.dumps(report.as_dict(), indent=1) if as_json else report.text())
+    raise typer.Exit(1 if report.errors else 0)
 
 
 @app.command()
@@ -74,16 +73,16 @@ def plan(
     config = read_config(config_file, overrides or ())
     cluster = Cluster(nodes, gpus_per_node, hardware(gpu))
     with RankBuilder() as builder:
-        made = make_plan(config, cluster, builder, rank, source=str(config_file))
-        typer.echo(report(made, [] if made.fits else advise(made, builder)))
+        layout_plan = make_plan(config, cluster, builder, rank, source=str(config_file))
+        typer.echo(report(layout_plan, [] if layout_plan.fits else advise(layout_plan, builder)))
     if lengths is not None:
         settings = pace_settings(
-            config, made.hf, tokens_per_s=tokens_per_s, train_s=train_s, store_mb_per_s=store_mb_per_s
+            config, layout_plan.hf, tokens_per_s=tokens_per_s, train_s=train_s, store_mb_per_s=store_mb_per_s
         )
         typer.echo("\n" + "\n".join(pace_report(read_lengths(lengths, config.rollout.group_size), settings)))
     if speculation is not None:
         typer.echo("\n" + "\n".join(drafts_report(speculation, config, step_ms)))
-    raise typer.Exit(0 if made.fits else 1)
+    raise typer.Exit(0 if layout_plan.fits else 1)
 
 
 @app.command()
@@ -105,10 +104,10 @@ def certify(
 
     config = read_config(config_file, overrides or ())
     report = partial(typer.echo, err=True)
-    path, found = measure(config, str(config_file), prompts=prompts, run=run, urls=urls or (), report=report)
-    typer.echo(json.dumps(found, indent=1) if as_json else text(found))
+    path, certificate = measure(config, str(config_file), prompts=prompts, run=run, urls=urls or (), report=report)
+    typer.echo(json.dumps(certificate, indent=1) if as_json else text(certificate))
     typer.echo(f"certificate: {path}", err=True)
-    raise typer.Exit(1 if within is not None and exceeds(found, within) else 0)
+    raise typer.Exit(1 if within is not None and exceeds(certificate, within) else 0)
 
 
 @app.command(hidden=True)

@@ -8,7 +8,7 @@ import typer
 
 from dppo_megatron.run_dir import RunDir
 
-from .arguments import ConfigFile, Overrides, Resume
+from .arguments import ConfigFile, Overrides, Resume, echo_notes
 
 app = typer.Typer()
 
@@ -31,8 +31,7 @@ def slurm(
     from dppo_megatron.slurm.submit import prepare, submit
 
     prepared = prepare(config_file, overrides or (), nodes, resume=resume, place="unstaged" if dry_run else "elsewhere")
-    for note in prepared.notes:
-        typer.echo(note, err=dry_run)  # stdout must contain only the script, for sbatch
+    echo_notes(prepared.notes, err=dry_run)  # stdout must contain only the script, for sbatch
     if dry_run:
         typer.echo(steps_of_job(prepared.config, resume=resume), err=True)
         typer.echo(prepared.script, nl=False)

@@ -13,6 +13,8 @@ from dppo_megatron.common.files import output
 from dppo_megatron.config import read_config
 from dppo_megatron.errors import ExpectedError
 
+from .arguments import echo_notes
+
 app = typer.Typer()
 
 CONFIG = """\
@@ -66,6 +68,6 @@ def init(directory: Annotated[Path, typer.Argument(metavar="DIR", help="new, or 
     (directory / "reward.py").write_text(REWARD)
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_small_model(directory / "model", 1, chat_tokenizer())
-    typer.echo("\n".join(preflight(read_config(config_file), str(config_file))))
+    echo_notes(preflight(read_config(config_file), str(config_file)))
     typer.echo(f"{directory}: ready. Train it, one or two minutes without a GPU, then view its rollouts:")
     typer.echo(f"  dppo-megatron train {config_file}\n  dppo-megatron view {directory}/run --open")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dppo_megatron.checks import load_config
-from dppo_megatron.config import read_config
+from dppo_megatron.config import Config, read_config
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
 
-from .arguments import ConfigFile, Overrides, Resume, Urls
+from .arguments import ConfigFile, Overrides, Resume, Urls, echo_notes
 
 app = typer.Typer()
 
@@ -27,7 +28,6 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     from dppo_megatron.checks.resume import record
     from dppo_megatron.launch.local_processes import local_plan
     from dppo_megatron.launch.local_run import LocalRun, finished
-    from dppo_megatron.observability.report import write_report
 
     config = read_config(config_file, overrides or ())
     run = RunDir(config.run.dir)
@@ -37,17 +37,27 @@ def train(config_file: ConfigFile, overrides: Overrides = None, resume: Resume =
     if resume and finished(config):
         done, steps = run.done, config.train.steps
         typer.echo(f"{done} steps are done, train.steps = {steps}; raise it above {done} to continue")
-        typer.echo(f"report: {write_report(run.root)}")
+        _show_results(config)
         return
     notes = preflight(config, str(config_file))  # run.dir does not exist yet, so a rejected config leaves nothing
     with run.take() as lock:
         check_run_dir(config, str(config_file), resume=resume)  # again, since another process may have started the run
-        typer.echo("\n".join(notes))
+        echo_notes(notes)
         record(config)
         code = LocalRun(config, local_plan(config, resume=resume), lock).run()
     if code == 0:
-        typer.echo(f"report: {write_report(run.root)}")
+        _show_results(config)
     raise typer.Exit(code)
+
+
+def _show_results(config: Config) -> None:
+    from dppo_megatron.observability.report import write_report
+
+    run = RunDir(config.run.dir)
+    typer.echo(f"report: {write_report(run.root)}\nmodel: {run.final_model}")
+    typer.echo(f"next: dppo-megatron view {run.root} --open")
+    if config.eval_sets:
+        typer.echo(f"      dppo-megatron eval {run.config}")
 
 
 @app.command()
@@ -61,6 +71,8 @@ def trainer(
     from dppo_megatron.checks.devices import require_gpu
     from dppo_megatron.trainer.main import run_trainer
 
+    if "RANK" not in os.environ:
+        typer.echo("one rank, which waits for the run's other processes; `train` starts all of them", err=True)
     if needs_gpu:
         require_gpu()
     run_trainer(load_config(config_file, overrides or ()), resume=resume)
@@ -131,7 +143,7 @@ def evaluate(
     RUN/eval/MODEL-N/answers.
     """
     from dppo_megatron.launch.evaluate import evaluate_model
-    from dppo_megatron.orchestrator.evaluation import describe
+    from dppo_megatron.observability.heldout import describe
 
     config = load_config(config_file, overrides or ())
     if model is None and not urls:

@@ -24,8 +24,8 @@ SPINS = 3000
 _LONGEST_TMPDIR = 64  # bytes; a socket's path has at most 107, and vLLM and multiprocessing append up to 37
 
 
-def cpu_threads(sharing: int = 0, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the OpenMP variables of a child process that are not `given`.
+def cpu_threads(sharing: int = 0, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the OpenMP variables of a child process that are not in `environment`.
 
     Threads without work sleep. If they spin next to a busy process, the same work takes up to 4 times as long.
     sharing: the number of processes, this child included, that compute at the same time on the CPUs of this process;
@@ -34,9 +34,9 @@ def cpu_threads(sharing: int = 0, given: Mapping[str, str] = os.environ) -> dict
     variables = {"OMP_WAIT_POLICY": "PASSIVE"}
     if sharing:
         variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharing))
-    if sharing == 1 and "OMP_WAIT_POLICY" not in given:
+    if sharing == 1 and "OMP_WAIT_POLICY" not in environment:
         variables["GOMP_SPINCOUNT"] = str(SPINS)
-    return {name: value for name, value in variables.items() if name not in given}
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 def child_environment(
@@ -48,27 +48,27 @@ def child_environment(
     the child's foreign code calls. Requests to it and to loopback pass no proxy. sharing: as in `cpu_threads`.
     """
     dropped = f"{_OF_OTHERS}|{_OF_SERVERS}" if server else _OF_OTHERS
-    kept = {name: value for name, value in os.environ.items() if not re.fullmatch(dropped, name)}
+    variables = {name: value for name, value in os.environ.items() if not re.fullmatch(dropped, name)}
     # With a SOCKS proxy httpx opens no client without socksio. Clients differ in the form of IPv6 in no_proxy.
     if peer and (":" in peer or find_spec("socksio") is None):
         unusable = re.compile("(http|all)_proxy=" if ":" in peer else "(https?|all)_proxy=socks")
-        kept = {name: value for name, value in kept.items() if not unusable.match(f"{name}={value}".lower())}
-    given = [value.strip() for name, value in kept.items() if name.lower() == "no_proxy"]
-    direct = "*" if "*" in given else ",".join(filter(None, dict.fromkeys((*given, *LOOPBACK, peer))))
+        variables = {name: value for name, value in variables.items() if not unusable.match(f"{name}={value}".lower())}
+    no_proxy = [value.strip() for name, value in variables.items() if name.lower() == "no_proxy"]
+    direct = "*" if "*" in no_proxy else ",".join(filter(None, dict.fromkeys((*no_proxy, *LOOPBACK, peer))))
     if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
-        kept["TMPDIR"] = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", ".") if os.access(path, os.W_OK))
-    return kept | cpu_threads(sharing) | {"no_proxy": direct, "NO_PROXY": direct, **(added or {})}
+        variables["TMPDIR"] = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", ".") if os.access(path, os.W_OK))
+    return variables | cpu_threads(sharing) | {"no_proxy": direct, "NO_PROXY": direct, **(added or {})}
 
 
 @contextmanager
 def environment(**changes: str) -> Iterator[None]:
     """Set the variables inside the context; restore their previous values, or their absence, afterwards."""
-    before = {name: os.environ.get(name) for name in changes}
+    previous = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -36,7 +36,7 @@ class FileLock(contextlib.AbstractContextManager):
     def __init__(self, path: Path, *, needed: bool = True):
         self._path = path
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        this = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         try:
             try:
                 # flock, not lockf: it also excludes a second holder in the same process.
@@ -47,7 +47,7 @@ class FileLock(contextlib.AbstractContextManager):
                 if needed or error.errno not in NO_LOCKS:
                     raise
             os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, json.dumps(this).encode(), 0)
+            os.pwrite(self.descriptor, json.dumps(owner).encode(), 0)
         except BaseException:
             self.release()
             raise
@@ -64,12 +64,12 @@ class FileLock(contextlib.AbstractContextManager):
 
     def holder(self) -> LockHeld:
         """Return the process that the file names now, as an error."""
-        held = LockHeld("unknown holder")
+        error = LockHeld("unknown holder")
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            found = json.loads(self._path.read_bytes()[:4096])
-            held = LockHeld(f"process {found['pid']} on {found['host']} since {found['since']}")
-            held.ended = found["host"] == socket.gethostname() and not psutil.pid_exists(found["pid"])
-        return held
+            owner = json.loads(self._path.read_bytes()[:4096])
+            error = LockHeld(f"process {owner['pid']} on {owner['host']} since {owner['since']}")
+            error.ended = owner["host"] == socket.gethostname() and not psutil.pid_exists(owner["pid"])
+        return error
 
     def release(self) -> None:
         """Release the lock. Further calls have no effect."""

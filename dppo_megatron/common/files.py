@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from io import BufferedWriter, FileIO
 from pathlib import Path
@@ -93,13 +95,33 @@ def output(path: Path, option: str = "--out", *, directory: bool = False) -> Pat
     return resolved
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write or replace a small file. Its directory must exist. Raises OSError, and the old file is then unchanged."""
+def numbered_directory(parent: Path, name: str, resume: bool = False, option: str = "run.dir") -> Path:
+    """Return the first new directory of NAME-1, NAME-2, ... in `parent`, or with `resume` the newest one.
+
+    Only its owner can read it, because engines may register in it. Raises `OutputError` naming `option`.
+    """
+    output(parent, option, directory=True)
+    numbers = [int(m[1]) for path in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
+    number = max(numbers, default=0)
+    while not (resume and numbers):
+        number += 1
+        with suppress(FileExistsError):
+            (parent / f"{name}-{number}").mkdir(mode=0o700)
+            break
+    return parent / f"{name}-{number}"
+
+
+def write_atomic(path: Path, content: str | bytes | Iterator[bytes], size: int = 0) -> None:
+    """Write or replace a file. Its directory must exist. Raises OSError, and the old file is then unchanged.
+
+    size: bytes of `content`, for the message of a full disk, if it is an iterator over parts.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
+    parts, size = ([data], len(data)) if isinstance(data, bytes) else (data, size)
     try:
-        with naming_a_full_disk(path, len(data)), aside.open("wb") as file:
-            file.write(data)
+        with naming_a_full_disk(path, size), aside.open("wb") as file:
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -132,9 +154,9 @@ def read_as(kind: type[T], path: Path) -> T | None:
     return None if content is None else parse_as(kind, content, path)
 
 
-def _or_damaged(read: Callable[[Path], T], path: Path) -> T | None:
+def _or_damaged(reader: Callable[[Path], T], path: Path) -> T | None:
     try:
-        return read(path)
+        return reader(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -168,7 +190,7 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error}") from None
+        raise ValueError(LFS_PROBLEM if is_lfs_pointer(path) else f"not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError("not valid JSON: nested too deeply") from None
     if not isinstance(value, dict):
@@ -178,30 +200,38 @@ def read_foreign_json(path: Path) -> dict[str, Any]:
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON as a dict; use as `object_pairs_hook`. Raises `ValueError` if a key is repeated."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {shown(repeated)} is given twice")
-    return found
+    return members
 
 
-def read_regular(path: Path, most: int = _MOST_BYTES) -> bytes:
-    """Return the content of a file of at most `most` bytes.
+def is_irregular(path: str | Path) -> bool:
+    """Return whether a path is a pipe, a device, a directory or a link to nothing; False if a process removes it."""
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return os.path.islink(path)
+
+
+def read_regular(path: Path, limit_bytes: int = _MOST_BYTES) -> bytes:
+    """Return the content of a file of at most `limit_bytes`.
 
     Raises FileNotFoundError, and `ValueError` for any other problem. Pipes and devices are rejected, because reading
     them may not end.
     """
     try:
-        if os.path.lexists(path) and not path.is_file():
+        if is_irregular(path):
             raise ValueError("not a regular file")
         with path.open("rb") as file:
-            content = file.read(most + 1)
+            content = file.read(limit_bytes + 1)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
-    if len(content) > most:
-        raise ValueError(f"more than {most >> 20} MiB")
+    if len(content) > limit_bytes:
+        raise ValueError(f"more than {limit_bytes >> 20} MiB")
     return content
 
 

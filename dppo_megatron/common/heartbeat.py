@@ -26,12 +26,12 @@ _now: dict[str, Any] = {"phase": "load", "step": 0, "moves": 0}  # moves: the pi
 
 @contextmanager
 def in_phase(name: str) -> Iterator[None]:
-    before = _now["phase"]
+    previous_phase = _now["phase"]
     moved(phase=name)
     try:
         yield
     finally:
-        moved(phase=before)
+        moved(phase=previous_phase)
 
 
 def moved(**now: Any) -> None:
@@ -60,12 +60,12 @@ def _beat(file: int, main: int) -> None:
 
 def _call_of(thread: int) -> tuple[str, bool]:
     """Return `all_reduce (megatron/core/timers.py, line 41)`, and whether this call waits for other ranks."""
-    frame, called = sys._current_frames().get(thread), ""
+    frame, waiting_call = sys._current_frames().get(thread), ""
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.endswith(_WAITS):
-            called = called if called and name.startswith("_") else name
+            waiting_call = waiting_call if waiting_call and name.startswith("_") else name
         elif (ours := _OURS.fullmatch(file)) and not file.endswith(_WRAPPERS):
-            return f"{called or name} ({ours[1]}, line {frame.f_lineno})", bool(called)
+            return f"{waiting_call or name} ({ours[1]}, line {frame.f_lineno})", bool(waiting_call)
         frame = frame.f_back
-    return called, bool(called)
+    return waiting_call, bool(waiting_call)

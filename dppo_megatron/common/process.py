@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Child:
                 env=child_environment(env),
                 start_new_session=True,
                 pass_fds=() if lock is None else (lock.descriptor,),
-                preexec_fn=partial(end_with_parent, os.getpid()),
+                preexec_fn=with_this_process(),
             )
 
     @property
@@ -99,6 +99,11 @@ def _is_zombie(process: psutil.Process) -> bool:
         return True
 
 
+def with_this_process() -> Callable[[], None]:
+    """Return a `preexec_fn` of a child that receives SIGTERM when this process dies."""
+    return partial(end_with_parent, os.getpid())
+
+
 def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
     """Make the kernel send this process signal `number` when `parent` dies. Call it as `preexec_fn`.
 
@@ -129,13 +134,13 @@ def _follow(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def raise_open_files_limit(wanted: int) -> int:
-    """Raise the soft limit of open files to the hard one, or to `wanted` if there is none. Return that limit.
+def raise_open_files_limit(fallback: int) -> int:
+    """Raise the soft limit of open files to the hard one, or to `fallback` if there is none. Return that limit.
 
     The soft limit of a shell is often 1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = wanted if hard == resource.RLIM_INFINITY else hard
+    limit = fallback if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
     return limit

@@ -64,64 +64,64 @@ class Ranks:
     """Connects all ranks of the default process group, or only this process if torch.distributed has not started.
 
     timeout_s: the longest wait for the other ranks without a progress report. If None, the store sets the timeout.
-    over: (store, rank, number of ranks) of ranks that share a store without a process group.
+    place: (store, rank, number of ranks) of ranks that share a store without a process group.
 
-    All methods but `alive` and `after` are collective: all ranks call them in the same order, from one thread. The
-    methods transfer pickled objects; `what` names the wait in errors. Each raises `RanksTimeout` if another rank
+    All methods but `alive` and `wait_for_leader` are collective: all ranks call them in the same order, in one thread.
+    The methods transfer pickled objects; `action` names the wait in errors. Each raises `RanksTimeout` if another rank
     terminated or exceeded the timeout. They synchronise processes, never devices.
     """
 
-    def __init__(self, timeout_s: float | None = None, *, over: tuple[dist.Store, int, int] | None = None):
-        if over is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            over = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    def __init__(self, timeout_s: float | None = None, *, place: tuple[dist.Store, int, int] | None = None):
+        if place is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            place = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         self.rank, self.size = 0, 1
-        if over is None:
+        if place is None:
             return
-        store, self.rank, self.size = over
+        store, self.rank, self.size = place
         if timeout_s is None:
             timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined] # torch's stub lacks it
         self._timeout_s = timeout_s
         self._store = dist.PrefixStore("agreements", store)
-        self._of_attempt = store
+        self._attempt_store = store
         self._number = _numbers.setdefault(store, itertools.count())
         self._poll_s = max(POLL_S, POLL_S_PER_RANK * self.size)
         self._reported = 0.0
 
-    def from_rank_zero(self, make: Callable[[], T], what: str) -> T:
+    def from_rank_zero(self, make: Callable[[], T], action: str) -> T:
         """Return the result of `make` on rank 0 to every rank, or raise its error there, with type and text."""
         if self.size == 1:
             return make()
         outcome, error = _outcome_of(make if self.rank == 0 else lambda: None)
-        with self._waiting_for(what):
+        with self._waiting_for(action):
             key = f"{next(self._number)}"
             if self.rank == 0:
                 self._set(key, outcome)
             else:
-                self._wait([key], what, lambda: [0])
+                self._wait([key], action, lambda: [0])
                 outcome = self._take(key, self.size - 1)
         result, failure = outcome
         if failure is not None:
             raise _error_of(*failure) if error is None else error
         return result
 
-    def on_every_rank(self, act: Callable[[], T], what: str) -> list[T]:
+    def on_every_rank(self, act: Callable[[], T], action: str) -> list[T]:
         """Run `act` on every rank and return all results in rank order.
 
         If it raises on any rank, every rank raises an error of the first one's type, with the reasons of all.
         """
         outcome, error = _outcome_of(act)
-        outcomes = self.gather(outcome, what)
+        outcomes = self.gather(outcome, action)
         failures = [(rank, *failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None]
         if failures:
             reasons = [f"rank {rank}: {kind.__name__}: {text}" for rank, kind, text in failures]
             raise _error_of(failures[0][1], "\n".join(reasons)) from error
         return [result for result, _ in outcomes]
 
-    def gather(self, mine: T, what: str) -> list[T]:
+    def gather(self, mine: T, action: str) -> list[T]:
         """Return every rank's object, in rank order, on every rank."""
         if self.size == 1:
             return [mine]
-        with self._waiting_for(what):
+        with self._waiting_for(action):
             number = next(self._number)
             parts, everyone = [f"{number}/{rank}" for rank in range(self.size)], f"{number}/all"
 
@@ -130,11 +130,11 @@ class Ranks:
 
             self._set(parts[self.rank], mine)
             if self.rank == 0:
-                self._wait(parts, what, missing)
+                self._wait(parts, action, missing)
                 gathered = [self._take(part) for part in parts]
                 self._set(everyone, gathered)
                 return gathered
-            self._wait([everyone], what, missing)
+            self._wait([everyone], action, missing)
             return self._take(everyone, self.size - 1)
 
     def begin_attempt(self) -> None:
@@ -145,29 +145,29 @@ class Ranks:
         everyone = self.gather(mine, "every rank's part of this attempt's identity")
         if everyone[self.rank] != mine:
             raise RanksForged(f"rank {self.rank}: the store has values of an earlier attempt of this run")
-        _attempts[self._of_attempt] = hashlib.sha256(b"".join(everyone)).digest()
+        _attempts[self._attempt_store] = hashlib.sha256(b"".join(everyone)).digest()
 
     def new_name(self) -> str:
         """Return a new name that is the same on every rank."""
         return f"name-{next(self._number)}" if self.size > 1 else ""
 
-    def after(self, leader: int, name: str, others: int, what: str) -> None:
+    def wait_for_leader(self, leader: int, name: str, followers: int, action: str) -> None:
         """Return when rank `leader` has called this with the same name; the leader returns at once.
 
-        Only the leader and `others` other ranks call it.
+        Only the leader and `followers` other ranks call it.
         """
         if self.size == 1:
             return
-        with self._waiting_for(what):
+        with self._waiting_for(action):
             if self.rank == leader:
                 self._set(name, None)
             else:
-                self._wait([name], what, lambda: [leader])
-                self._take(name, others)
+                self._wait([name], action, lambda: [leader])
+                self._take(name, followers)
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, action: str) -> None:
         """Return when every rank has called it."""
-        self.gather(None, what)
+        self.gather(None, action)
 
     def alive(self) -> None:
         """Report that this rank makes progress, so that other ranks keep waiting for it. Not collective.
@@ -179,18 +179,18 @@ class Ranks:
             self._store.add("alive", 1)
             self._reported = time.monotonic()
 
-    def _wait(self, keys: list[str], what: str, missing: Callable[[], list[int]]) -> None:
+    def _wait(self, keys: list[str], action: str, missing: Callable[[], list[int]]) -> None:
         since = looked = time.monotonic()
         reports, pause = None, FIRST_POLL_S
         while not self._store.check(keys):
             now = time.monotonic()
             late = now - since > self._timeout_s
             if late or now - looked > LOOK_S:
-                looked, before, reports = now, reports, self._store.add("alive", 0)
-                if reports != before:
+                looked, previous, reports = now, reports, self._store.add("alive", 0)
+                if reports != previous:
                     since = now
                 elif late:
-                    raise self._late(what, f"missing: {_listed(missing() or [0])}")
+                    raise self._late(action, f"missing: {_rank_names(missing() or [0])}")
             time.sleep(pause)
             pause = min(2 * pause, self._poll_s)
 
@@ -207,32 +207,32 @@ class Ranks:
         parts = [f"{key}/part-{index}" for index in range(int(self._store.get(key)))]
         data = b"".join(self._store.get(part) for part in parts)
         if readers == 1 or self._store.add(f"{key}/readers", 1) == readers:
-            for used in (key, *parts, *([f"{key}/readers"] if readers > 1 else [])):
-                self._store.delete_key(used)
+            for store_key in (key, *parts, *([f"{key}/readers"] if readers > 1 else [])):
+                self._store.delete_key(store_key)
         signature, data = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, data)):
             raise RanksForged(f"rank {self.rank}: the store's value of {key} was not signed with this run's secret")
         return pickle.loads(zlib.decompress(data))
 
     def _signature(self, key: str, data: bytes) -> bytes:
-        attempt = _attempts.get(self._of_attempt, b"")
+        attempt = _attempts.get(self._attempt_store, b"")
         return hmac.digest(_secret, key.encode() + b" " + attempt + data, "sha256")
 
     @contextmanager
-    def _waiting_for(self, what: str) -> Iterator[None]:
+    def _waiting_for(self, action: str) -> Iterator[None]:
         try:
             yield
         except dist.DistError as error:  # the store's host process has terminated
-            raise self._late(what, str(error).splitlines()[0]) from error
+            raise self._late(action, str(error).splitlines()[0]) from error
 
-    def _late(self, what: str, why: str) -> RanksTimeout:
+    def _late(self, action: str, reason: str) -> RanksTimeout:
         return RanksTimeout(
-            f"rank {self.rank} waited {self._timeout_s:g} s for {what}: another rank ended or was too late; see the "
-            f"logs of all ranks ({why})"
+            f"rank {self.rank} waited {self._timeout_s:g} s for {action}: another rank ended or was too late; see the "
+            f"logs of all ranks ({reason})"
         )
 
 
-def _listed(ranks: list[int]) -> str:
+def _rank_names(ranks: list[int]) -> str:
     shown = ", ".join(f"rank {rank}" for rank in ranks[:_NAMES_SHOWN])
     return shown if len(ranks) <= _NAMES_SHOWN else f"{shown} and {len(ranks) - _NAMES_SHOWN} more"
 

@@ -73,9 +73,9 @@ async def retry_async(
 def wait_until(condition: Callable[[], Result], timeout_s: float, poll_s: float) -> Result:
     """Return the first true value of `condition()`, called every `poll_s`, or its last, false one after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while not (found := condition()) and time.monotonic() < deadline:
+    while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(poll_s)
-    return found
+    return result
 
 
 def look_again_s(waited_s: float) -> float:

@@ -114,25 +114,25 @@ def attention(
         if begin >= tiles:
             break
         scores = _products(rows[:, begin:], keys[:, block])
-        seen = torch.arange(block * KEYS, (block + 1) * KEYS) <= positions[:, begin:]
-        scores = scores.masked_fill_(~seen, float("-inf"))
-        before = top[:, begin:]
-        now = torch.maximum(before, scores.amax(-1, keepdim=True))
-        weights, fading = (scores - now).exp_(), (before - now).exp_()
+        causal_mask = torch.arange(block * KEYS, (block + 1) * KEYS) <= positions[:, begin:]
+        scores = scores.masked_fill_(~causal_mask, float("-inf"))
+        old_max = top[:, begin:]
+        new_max = torch.maximum(old_max, scores.amax(-1, keepdim=True))
+        weights, fading = (scores - new_max).exp_(), (old_max - new_max).exp_()
         total[:, begin:] = total[:, begin:] * fading + weights.sum(-1, keepdim=True)
         out[:, begin:] = out[:, begin:] * fading + _products(weights, values[:, block])
-        top[:, begin:] = now
+        top[:, begin:] = new_max
     out = out.div_(total).view(n, groups, -1, value.shape[-1])[:, :, :count]
     out = out.view(n, groups, queries, shared, -1).transpose(1, 2).reshape(n, queries, heads, -1)
     return out.to(query.dtype)
 
 
-def _products(tiles: Tensor, others: Tensor) -> Tensor:
+def _products(tiles: Tensor, matrices: Tensor) -> Tensor:
     """Multiply [m, tiles, ROWS, a] by [m, a, b] to [m, tiles, ROWS, b]."""
     m, count = tiles.shape[:2]
-    others = others[:, None].expand(-1, count, -1, -1).reshape(m * count, *others.shape[1:])
+    matrices = matrices[:, None].expand(-1, count, -1, -1).reshape(m * count, *matrices.shape[1:])
     with _one_thread():
-        return torch.bmm(tiles.reshape(m * count, *tiles.shape[2:]), others).view(m, count, ROWS, -1)
+        return torch.bmm(tiles.reshape(m * count, *tiles.shape[2:]), matrices).view(m, count, ROWS, -1)
 
 
 @contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
-from typing import Any
+import textwrap
+from typing import Any, TextIO
 
 
 class _Raw(io.FileIO):
@@ -19,6 +21,15 @@ class _Raw(io.FileIO):
             os.dup2(discard, self.fileno())
             os.close(discard)
             return len(memoryview(data).cast("B"))
+
+
+def at_words(text: str, stream: TextIO) -> str:
+    """Return the text with lines that a terminal would break inside words broken before them."""
+    if not stream.isatty():
+        return text
+    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent="  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return "\n".join(map(wrapper.fill, text.splitlines()))
 
 
 def outlive_readers() -> None:

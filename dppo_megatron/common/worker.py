@@ -53,15 +53,17 @@ class Worker:
     Call `load` first. After a `WorkerError` the worker is unusable. Call `end` in any case.
     """
 
-    def __init__(self, module: str, hello: dict[str, Any], what: str, largest: int = LARGEST_REPLY, **environment: Any):
+    def __init__(
+        self, module: str, hello: dict[str, Any], subject: str, largest: int = LARGEST_REPLY, **environment: Any
+    ):
         """Start the process.
 
-        module: its function `load` is the argument of `serve`. hello: argument of that function. what: names the
+        module: its function `load` is the argument of `serve`. hello: argument of that function. subject: names the
         foreign code in errors. largest: most bytes of a reply. environment: arguments of
         `child_environment`.
         """
         self._hello = hello
-        self._what = what
+        self._subject = subject
         self._largest = largest
         self._requests = 0
         self._ended = False
@@ -78,7 +80,7 @@ class Worker:
             )
         except OSError as error:
             ours.close()
-            raise WorkerError(f"no process for {what}s can be started: {error.strerror}") from None
+            raise WorkerError(f"no process for {subject}s can be started: {error.strerror}") from None
         finally:
             theirs.close()
         ours.sendall(token)  # 16 bytes never block
@@ -86,15 +88,15 @@ class Worker:
     def load(self) -> str | None:
         """Wait until the foreign code is imported; return why it cannot be, or None. Raises `WorkerError`."""
         hello = pickle.dumps({**self._hello, "parent": os.getpid()})
-        reply = self._exchange(hello, _START_S, f"for the {self._what}s to be imported")
+        reply = self._exchange(hello, _START_S, f"for the {self._subject}s to be imported")
         return checked(_Loaded, reply)["error"]
 
-    def ask(self, request: tuple[Any, ...], timeout_s: float, what: str, kind: Any) -> Any:
-        """Return the parts of the reply, or its bytes, as a value of type `kind`; `what` names the wait in messages.
+    def ask(self, request: tuple[Any, ...], timeout_s: float, action: str, kind: Any) -> Any:
+        """Return the parts of the reply, or its bytes, as a value of type `kind`; `action` names the wait in messages.
 
         Raises `WorkerError`, or the error of pickling the request; the worker stays usable after the latter.
         """
-        return checked(kind, self._exchange(pickle.dumps(request), timeout_s, what).get("parts"))
+        return checked(kind, self._exchange(pickle.dumps(request), timeout_s, action).get("parts"))
 
     @property
     def fresh(self) -> bool:
@@ -116,25 +118,25 @@ class Worker:
                 self._process.wait(_EXIT_S)
         self._channel.close()
 
-    def _exchange(self, request: bytes, timeout_s: float, what: str) -> dict[str, Any]:
+    def _exchange(self, request: bytes, timeout_s: float, wait: str) -> dict[str, Any]:
         number, self._requests = self._requests, self._requests + 1
-        begun = False
+        in_progress = False
         try:
             self._channel.send(request, Deadline(timeout_s))
             # Code of an earlier sample may still run in the worker and delay the request.
-            begun = bool(self._channel.receive_reply(Deadline(timeout_s), number, self._largest).get("begun"))
+            in_progress = bool(self._channel.receive_reply(Deadline(timeout_s), number, self._largest).get("begun"))
             reply = self._channel.receive_reply(Deadline(timeout_s), number, self._largest)
             if reply.get("bytes"):
                 reply["parts"] = self._channel.receive(Deadline(timeout_s), self._largest)
             return reply
         except TimeoutError:
-            if begun:
-                raise WorkerTimeout(f"waited {timeout_s:g} s {what}") from None
-            raise WorkerError(f"the {self._what}'s process took no request for {timeout_s:g} s") from None
+            if in_progress:
+                raise WorkerTimeout(f"waited {timeout_s:g} s {wait}") from None
+            raise WorkerError(f"the {self._subject}'s process took no request for {timeout_s:g} s") from None
         except InvalidReply as error:
-            raise WorkerError(f"the {self._what} wrote to the channel of the results: {error}") from None
+            raise WorkerError(f"the {self._subject} wrote to the channel of the results: {error}") from None
         except (EOFError, OSError):
-            raise WorkerError(f"the {self._what}'s process {self._how_it_ended()}") from None
+            raise WorkerError(f"the {self._subject}'s process {self._how_it_ended()}") from None
 
     def _how_it_ended(self) -> str:
         try:
@@ -163,8 +165,8 @@ def confine(memory: int) -> None:
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # RLIMIT_AS would count mapped files too.
-    most = psutil.Process().memory_info().data + memory
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    limit_bytes = psutil.Process().memory_info().data + memory
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
 
@@ -175,7 +177,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
     load: takes the hello and returns (why the code cannot be loaded, the function that answers).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # otherwise asyncio.run would leave a handler of its own installed
-    end, own = socket.socket(fileno=descriptor), os.getpid()
+    end, pid = socket.socket(fileno=descriptor), os.getpid()
     channel = WorkerChannel(end, end.recv(TOKEN_BYTES, socket.MSG_WAITALL))
     try:
         hello = pickle.loads(_request(channel, 0))
@@ -184,7 +186,7 @@ def serve(descriptor: int, load: Callable[[dict[str, Any]], tuple[str | None, An
         parts: list[Any] | bytes = []
         reply: dict[str, Any] = {"error": problem}
         for number in itertools.count():
-            if os.getpid() != own:  # foreign code forked, and this process is the child
+            if os.getpid() != pid:  # foreign code forked, and this process is the child
                 os._exit(0)
             signal.setitimer(signal.ITIMER_REAL, 0)  # a remaining alarm would terminate the next sample
             _open_streams()

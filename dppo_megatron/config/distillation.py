@@ -35,7 +35,7 @@ class DistillationConfig(Section):
     request_timeout_s: Seconds = setting(600.0, "a request without an answer for this long is sent again")
     unavailable_timeout_s: Seconds = setting(900.0, "a group that is not scored by then ends the run; resume it")
 
-    def of_source(self, source: str) -> str | None:
+    def teacher_of(self, source: str) -> str | None:
         """Return the name of the teacher for rows of this data source, or None if it has no teacher."""
-        own = [name for name, teacher in self.teachers.items() if source in teacher.sources]
-        return next(iter([*own, *(name for name, teacher in self.teachers.items() if not teacher.sources)]), None)
+        matches = [name for name, teacher in self.teachers.items() if source in teacher.sources]
+        return next(iter([*matches, *(name for name, teacher in self.teachers.items() if not teacher.sources)]), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -11,6 +10,7 @@ from dppo_megatron.common.dtypes import FloatName
 
 from .section import (
     Bytes,
+    BytesFromZero,
     Count,
     CountFromZero,
     Derived,
@@ -35,7 +35,7 @@ KindName = Literal["vllm", "sglang"]
 class EngineConfig(Section):
     kind: KindName = setting("vllm", "the inference server")
     urls: tuple[Url, ...] = setting((), "engines already running, http://HOST:PORT; empty = started with the run")
-    secret_file: Path | None = setting(
+    secret_file: FilePath | None = setting(
         None, "file with the secret that requests must send; default: RUN/secret, which is created"
     )
     count: Processes = setting(1, "engines to start when urls is empty")
@@ -211,7 +211,7 @@ class WeightSyncConfig(Section):
         "shared_storage: one in this many publishes writes the whole model, the others only the weights whose bits "
         "changed since the previous one; 1 = all are whole",
     )
-    read_ahead_bytes: Annotated[Int, Field(ge=0, le=1 << 50)] = setting(
+    read_ahead_bytes: BytesFromZero = setting(
         4 << 30,
         "full_every: bytes of changed weights that each engine reads into its host's memory before it pauses to load; "
         "0 = all are read in the pause",

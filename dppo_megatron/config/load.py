@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,15 +17,20 @@ from dppo_megatron.errors import ExpectedError, bounded, listing, shown
 from dppo_megatron.objectives.settings import OTHER_NAMES
 
 from .schema import Config
-from .yaml_tree import DEEPEST, MOST_BYTES, parse
+from .yaml_tree import DEEPEST, MOST_BYTES, parse, read_words
 
 
 class ConfigError(ExpectedError, ValueError):
-    """Lists every violation on its own line: the setting, its value and the remedy."""
+    """Lists every violation on its own line: the setting, its value and the remedy.
+
+    Unknown names whose setting is known come first, as in a config of another trainer. The other lines do not shorten
+    them.
+    """
 
     def __init__(self, source: str, violations: Sequence[str]):
-        self.violations = tuple(violations)
-        super().__init__(listing(source, self.violations))
+        named = {line for line in violations if "unknown setting; here " in line or "; did you mean " in line}
+        self.violations = tuple(sorted(violations, key=lambda line: line not in named))
+        super().__init__(listing(source, self.violations, len(named)))
 
 
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -35,10 +41,10 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     source = str(path)
     tree, violations = read_tree(Path(path))
-    if here := _run_with(Path(path)):
+    if run_dir := _run_with(Path(path)):
         run = tree.setdefault("run", {})
         if isinstance(run, dict):
-            run["dir"] = str(here)
+            run["dir"] = str(run_dir)
     violations += _apply_overrides(tree, overrides)
     return validated(tree, source, violations)
 
@@ -52,9 +58,9 @@ def run_of(path: Path) -> Path:
 
 def _run_with(config: Path) -> Path | None:
     """Return the run directory that a file is the config of, or None."""
-    here = config.absolute().parent
-    written = any((here / name).exists() for name in ("run.lock", "files.json"))  # an evaluation has no lock
-    return here if written and config.name == "config.yaml" else None
+    directory = config.absolute().parent
+    written = any((directory / name).exists() for name in ("run.lock", "files.json"))  # an evaluation has no lock
+    return directory if written and config.name == "config.yaml" else None
 
 
 def validated(tree: dict[str, Any], source: str, violations: Sequence[str] = ()) -> Config:
@@ -102,6 +108,8 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
 
     Raises `ConfigError` if the file contains no tree.
     """
+    config = "a YAML config, e.g. examples/quickstart/config.yaml"
+    other = "" if path.suffix in ("", ".yaml", ".yml") else f"; pass {config}"
     try:
         if path.is_fifo():
             raise ValueError("a pipe, not a file; pass the path of a file")
@@ -112,17 +120,18 @@ def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
         tree, repeated = parse(content.decode())
     except (FileNotFoundError, IsADirectoryError):
         problem, inside = "a directory, as an empty path is" if path.is_dir() else "no such file", path / "config.yaml"
-        other = inside if inside.is_file() else "the path of a YAML config, e.g. examples/quickstart/config.yaml"
-        raise ConfigError(str(path), [f"{problem}; pass {other}"]) from None
+        meant = inside if inside.is_file() else f"the path of {config}"
+        raise ConfigError(str(path), [f"{problem}; pass {meant}"]) from None
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror}; correct its permissions"]) from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(str(path), [f"line {line}: not UTF-8 ({error.reason}); save it as UTF-8"]) from None
     except ValueError as error:
-        raise ConfigError(str(path), [str(error)]) from None
-    if not isinstance(tree, dict):
-        raise ConfigError(str(path), [f"the top level must be a mapping of sections, found {type(tree).__name__}"])
+        raise ConfigError(str(path), [str(error) + other]) from None
+    if not isinstance(tree, dict) or (other and not tree.keys() & Config.model_fields.keys()):
+        kind = "none of them" if isinstance(tree, dict) else type(tree).__name__
+        raise ConfigError(str(path), [f"the top level must be a mapping of sections, found {kind}{other}"])
     return tree, repeated
 
 
@@ -158,32 +167,35 @@ def _describe(error: Any) -> str:
     if error["type"] == "missing":
         needed = [name for name, field in _fields(location).items() if field.is_required()]
         return f"{dotted}: required, not set" + "".join(f"; set {dotted}.{name}" for name in needed)
-    why = plain_words(error)
+    reason = plain_words(error)
     name, names = (str(value).lower(), _ALIASES) if dotted == "objective.name" else (location[-1], _NAMES)
-    if location[0] == "objective" and why.startswith("unknown ") and "." in names.get(name, ""):
-        why = f"unknown here; did you mean {names[name]}?"
+    if location[0] == "objective" and reason.startswith("unknown ") and "." in names.get(name, ""):
+        reason = f"unknown here; did you mean {names[name]}?"
     elif error["type"] == "model_type":
         first = next(iter(_fields(location)), None)  # None: an entry of a list
-        why = "a section of settings, not a value; write " + (f"e.g. {dotted}.{first}" if first else "{NAME: VALUE}")
-    return f"{dotted} = {shown(value)}: {why}"
+        reason = "a section of settings, not a value; write " + (f"e.g. {dotted}.{first}" if first else "{NAME: VALUE}")
+        reason = "no blank after the colon; write one" if re.match(r"\w+:\S", str(value)) else reason
+    return f"{dotted} = {shown(value)}: {reason}"
 
 
 def plain_words(error: Any) -> str:
     """Return why pydantic rejects a value, without the names of Python's types."""
     kind, value = error["type"], error["input"]
-    if kind == "missing":
-        return "required, not set"
     if kind == "tuple_type":
         if isinstance(value, int):
             return f"must be a list; write [{value}] for one entry, e.g. [1, 2, 3] for several"
-        return f"must be a list; write [{', '.join(value.split()) if isinstance(value, str) else '...'}]"
-    if kind == "dict_type":
-        return "must be a section of settings; write {NAME: VALUE}"
+        entries = value.split() if isinstance(value, str) else ["..."]
+        return f"must be a list; write [{value if 'setup' in error.get('loc', ()) else ', '.join(entries)}]"
+    if kind == "dict_type" and isinstance(value, list):
+        return "must be a section, not a list; give each entry a name: {NAME: ENTRY}"
+    if kind == "float_parsing" and re.fullmatch(r"\d+(\.\d+)?%", value):
+        return f"must be a number; write {float(value[:-1]) / 100:g}"
     if kind == "string_type" and isinstance(value, dict):
         return "must be text, but ': ' makes it a section; put it in quotes, also inside --set 'NAME=\"...\"'"
     if kind in ("string_type", "path_type") and isinstance(value, (int, float)):
         return f'must be text; put it in quotes, "{value}"'
-    return error["msg"]
+    words = _PYDANTIC.get(kind)
+    return words.format_map(error.get("ctx", {})) if words else error["msg"]
 
 
 def _fields(location: Sequence[str]) -> dict[str, Any]:
@@ -207,34 +219,34 @@ def _without_none(kind: Any) -> Any:
 
 def _nearest(location: list[str], value: Any) -> str:
     """Suggest the closest valid name in the section, among names of other trainers, or in the whole tree."""
-    here = {name: ".".join([*location[:-1], name]) for name in _fields(location[:-1])}
-    close = difflib.get_close_matches(location[-1], here, n=1, cutoff=0.8)
+    siblings = {name: ".".join([*location[:-1], name]) for name in _fields(location[:-1])}
+    close = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.8)
     typo = close and (not isinstance(value, dict) or value.keys() & _fields([*location[:-1], *close]))
-    if not typo and "." not in _ALIASES.get(location[-1], "") and (known := _known(value)):
-        return "; here " + ", ".join(f"{name} is {ours}" for name, ours in known.items())
-    for names, cutoff in ((here, 0.85), (_ALIASES, 1.0), (here, 0.7), (_NAMES, 0.85)):
+    if not typo and "." not in _ALIASES.get(location[-1], "") and (translations := _translations(value)):
+        return "; here " + ", ".join(f"{name} is {ours}" for name, ours in translations.items())
+    for names, cutoff in ((siblings, 0.85), (_ALIASES, 1.0), (siblings, 0.7), (_NAMES, 0.85)):
         if match := difflib.get_close_matches(location[-1], names, n=1, cutoff=cutoff):
             return f"; did you mean {names[match[0]]}?"
-    return f"; valid here: {', '.join(here)}" if here else ""
+    return f"; valid here: {', '.join(siblings)}" if siblings else ""
 
 
 def _leaves(location: list[str]) -> dict[str, str]:
     """Map each name below `location` to the settings with that name: {"dtype": "model.dtype or ..."}."""
-    found: dict[str, str] = {}
+    leaves: dict[str, str] = {}
     for name in _fields(location):
-        own = {name: ".".join([*location, name])} if location else {}
-        for leaf, ours in (own | _leaves([*location, name])).items():
-            found[leaf] = f"{found[leaf]} or {ours}" if leaf in found else ours
-    return found
+        entry = {name: ".".join([*location, name])} if location else {}
+        for leaf, ours in (entry | _leaves([*location, name])).items():
+            leaves[leaf] = f"{leaves[leaf]} or {ours}" if leaf in leaves else ours
+    return leaves
 
 
-def _known(tree: Any) -> dict[str, str]:
+def _translations(tree: Any) -> dict[str, str]:
     """Map names in an unknown tree, from other trainers or another section, to our settings."""
-    found: dict[str, str] = {}
+    translations: dict[str, str] = {}
     for name, part in tree.items() if isinstance(tree, dict) else ():
         named = "." in _NAMES.get(name, "") and (name in _ALIASES or not isinstance(part, dict))
-        found |= {name: _NAMES[name]} if named else _known(part)
-    return found
+        translations |= {name: _NAMES[name]} if named else _translations(part)
+    return translations
 
 
 def setting_of(name: str) -> str:
@@ -242,6 +254,7 @@ def setting_of(name: str) -> str:
     return name if "." in name else _NAMES.get(name, "section.key").split()[0]
 
 
+_PYDANTIC = dict(read_words("pydantic_words.txt"))  # kind of error -> sentence
 _ROWS = Path(__file__).with_name("other_names.txt").read_text().splitlines()  # TRL, verl, OpenRLHF, slime, NeMo-RL
 _ALIASES = {name: ours for ours, _, names in (row.rpartition(": ") for row in _ROWS) for name in names.split()}
 _ALIASES |= {name: f"objective.settings.{axis}" for name, axis in OTHER_NAMES.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
+from dppo_megatron.errors import with_module
 from dppo_megatron.objectives import PRESETS, ObjectiveError
 from dppo_megatron.objectives.settings import (
     OTHER_BOUNDS,
@@ -47,7 +48,7 @@ class ObjectiveConfig(Section):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if ":" not in name and name not in PRESETS:
-            raise refusal(f"unknown objective {name!r}: {nearest(name, PRESETS)}")
+            raise refusal(f"unknown objective {name!r}: {with_module(name) or nearest(name, PRESETS)}")
         return name
 
     @field_validator("settings")
@@ -57,19 +58,19 @@ class ObjectiveConfig(Section):
         name = info.data.get("name")  # None: unknown; the axes are checked in any case
         if name is not None and name not in PRESETS:
             return settings  # a user's own objective
-        wrong = {axis: why for axis, value in settings.items() if (why := axis_problem(axis, value))}
+        wrong = {axis: reason for axis, value in settings.items() if (reason := axis_problem(axis, value))}
         if name is not None:
             bounds = " and ".join(bounds_of(PRESETS[name].settings))
-            why = (
+            reason = (
                 f"objective {name} has {bounds} instead"
                 if bounds
                 else f"objective {name} has no trust region; remove it"
             )
-            wrong |= dict.fromkeys(wrong.keys() & OTHER_BOUNDS, why)
+            wrong |= dict.fromkeys(wrong.keys() & OTHER_BOUNDS, reason)
         if wrong:
             raise ValidationError.from_exception_data(
                 "objective.settings",
-                [{"type": refusal(why), "loc": (axis,), "input": settings[axis]} for axis, why in wrong.items()],
+                [{"type": refusal(reason), "loc": (axis,), "input": settings[axis]} for axis, reason in wrong.items()],
             )
         if name is not None:
             try:
@@ -77,6 +78,11 @@ class ObjectiveConfig(Section):
             except ObjectiveError as error:
                 raise refusal(f"objective {name}: {error}") from None
         return {axis: canonical(axis, value) for axis, value in settings.items()}
+
+    @property
+    def divergence(self) -> str:
+        """Return the axis `divergence` of a preset with these settings, empty for an objective of the user."""
+        return override(PRESETS[self.name].settings, self.settings).divergence if self.name in PRESETS else ""
 
     @property
     def supervised(self) -> bool:

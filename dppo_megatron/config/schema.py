@@ -85,8 +85,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _derive(self) -> Self:
         e = self.engine
-        own = {"dtype": e.dtype or self.model.dtype, "max_model_len": e.max_model_len or self._longest[0]}
-        object.__setattr__(self, "engine", e.model_copy(update=own))  # the attribute is frozen for callers
+        updates = {"dtype": e.dtype or self.model.dtype, "max_model_len": e.max_model_len or self._longest[0]}
+        object.__setattr__(self, "engine", e.model_copy(update=updates))  # the attribute is frozen for callers
         return self
 
     @property
@@ -163,8 +163,8 @@ class Config(Section):
         """Return a mapping of each setting to its largest number of tokens of a trained or evaluated response."""
         lengths = {"rollout.max_response_tokens": self.rollout.max_response_tokens}
         for name, one in self.eval_sets.items():
-            own = name in self.eval.sets and self.eval.sets[name].max_response_tokens
-            setting = f"eval.sets.{name}" if own else "eval" if self.eval.max_response_tokens else "rollout"
+            set_limit = name in self.eval.sets and self.eval.sets[name].max_response_tokens
+            setting = f"eval.sets.{name}" if set_limit else "eval" if self.eval.max_response_tokens else "rollout"
             lengths[f"{setting}.max_response_tokens"] = one.max_response_tokens or 0
         return lengths
 
@@ -174,11 +174,12 @@ class Config(Section):
         prompt = self.data.max_prompt_tokens
         return prompt + response, f"data.max_prompt_tokens = {prompt} + {setting} = {response}"
 
-    def too_long(self, positions: int, prompt: int | None = None, response: int = 0) -> str | None:
+    def too_long(self, positions: int, prompt: int | None = None, response: int = 0, sampled: int = 0) -> str | None:
         """Return the sequence that exceeds `positions` or a limit of the run, in words; None if there is none.
 
         positions: tokens that a model or server can read. prompt, response: tokens of a sequence that exists; default:
         the longest that may be sampled. A response that exists may have `rollout.max_response_tokens`.
+        sampled: 1 if the sequence goes to a server, which samples another token.
         """
         if prompt is None:
             tokens, settings = self._longest
@@ -186,7 +187,8 @@ class Config(Section):
         if response > (limit := self.rollout.max_response_tokens):
             return f"a response of {response} tokens, but rollout.max_response_tokens = {limit}"
         whole = f"a prompt and response of {prompt} + {response} tokens, but the model has {positions} positions"
-        return whole if prompt + response > positions else None
+        whole += ", one of them for a token that the server samples" * sampled
+        return whole if prompt + response + sampled > positions else None
 
     @property
     def request_timeout_s(self) -> float:

@@ -17,9 +17,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=False, allow_inf_nan=False)
 
 
-def refusal(why: str) -> PydanticCustomError:
-    """Return the error that a validator raises for the reason `why`."""
-    return PydanticCustomError("refused", "{why}", {"why": why})
+def refusal(reason: str) -> PydanticCustomError:
+    """Return the error that a validator raises for `reason`."""
+    return PydanticCustomError("refused", "{why}", {"why": reason})
 
 
 def setting(default: Any, description: str, **limits: Any) -> Any:
@@ -38,12 +38,20 @@ def _a_path(value: Any) -> Any:
         text = os.fspath(value)
         if not text:
             raise refusal("is empty; name a file or directory, . for the working directory")
-        if text.startswith(("~", "$")):
+        if text.startswith("~") or "$" in text:
             raise refusal("~ and $NAME are not replaced in a config; write the whole path")
         if not text.isprintable():
             raise refusal("contains an unprintable character; rename the file")
         if len(text.encode()) > 4095 or any(len(part.encode()) > 255 for part in text.split("/")):
             raise refusal("is too long for a path (at most 4095 bytes, 255 between slashes); shorten it")
+    return value
+
+
+def _in_bytes(value: Any) -> Any:
+    """Reject sizes in another unit, such as 8 and 8GB."""
+    text = f"{value}GiB" if type(value) is int and 0 < value < 1024 else str(value)
+    if match := re.fullmatch(r"([0-9]{1,4}) ?([KMGT])i?B", text):
+        raise refusal(f"counts bytes; write {int(match[1]) << 10 * (1 + 'KMGT'.index(match[2]))} for {text}")
     return value
 
 
@@ -83,7 +91,8 @@ Count = Annotated[Int, Field(ge=1, le=10**9)]
 CountFromZero = Annotated[Int, Field(ge=0, le=10**9)]  # 0 = none
 Processes = Annotated[Int, Field(ge=1, le=100_000)]  # ranks, engines, nodes
 ProcessesFromZero = Annotated[Int, Field(ge=0, le=100_000)]
-Bytes = Annotated[Int, Field(ge=1, le=1 << 50)]
+Bytes = Annotated[Int, Field(ge=1, le=1 << 50), BeforeValidator(_in_bytes)]
+BytesFromZero = Annotated[Int, Field(ge=0, le=1 << 50), BeforeValidator(_in_bytes)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Seconds = Annotated[Float, Field(gt=0, le=10**7)]  # 10**7 s = 115 days
 Positive = Annotated[Float, Field(gt=0, le=10**6)]

@@ -35,8 +35,14 @@ def _in_words(value: object) -> object:
 
 _TIME = _written(r"(\d+-)?\d+(:\d+){0,2}|(?i:infinite|unlimited)", "as sbatch takes it, e.g. 24:00:00")
 Time = Annotated[str, BeforeValidator(_in_words), _TIME]
-_OPTION = r"--[a-z][a-z0-9-]*(=[^\"'\\]+)?|-[A-Za-z][^\s\"'\\#]*"
-Option = Annotated[str, _written(_OPTION, "one option without quotes, e.g. --qos=high or --comment=two words")]
+_ONE = r"(?!.*\s--?[A-Za-z])"
+# Other settings give these options to the script.
+_OPTION = _ONE + r"(?!--(nodes|array|time|partition|account|output|signal)(=|$)|-[NatpAo])"
+_OPTION += r"(--[a-z][a-z0-9-]*(=[^\"'\\]+)?|-[A-Za-z][^\s\"'\\#]*)"
+_FORM = "one option without quotes that no other setting has, e.g. --qos=high or --comment=two words"
+Option = Annotated[str, _written(_OPTION, _FORM)]
+StepOption = Annotated[str, _written(_ONE + ".*", "one option; write each in an entry of its own")]
+Word = Annotated[str, _written(r"\S+|[-/].*", "one word of a command; write each in an entry of its own")]
 
 
 class SlurmConfig(Section):
@@ -53,18 +59,18 @@ class SlurmConfig(Section):
     partition: Names | None = setting(None, "partition of the job, as sbatch takes it")
     engine_partition: Names | None = setting(None, "partition of engine nodes; default: partition")
     time: Time = setting("24:00:00", "time limit of one attempt of the job, as sbatch takes it")
-    signal_lead_s: Count = setting(300, "seconds before the time limit for a checkpoint and a requeue", ge=60)
+    signal_lead_s: Count = setting(300, "seconds before the time limit for a checkpoint and a requeue", ge=60, le=65535)
     max_restarts: CountFromZero = setting(3, "restarts in a row that may save no new checkpoint")
     preflight: bool = setting(True, "check nodes, GPUs and network before each attempt; exclude bad nodes")
     interface: str | None = setting(None, "network of NCCL, gloo and engines, e.g. ib0; default: host name's")
     bind: Literal["auto", "none"] = setting("auto", "auto: ranks and engines use the CPUs near their GPUs")
     setup: tuple[str, ...] = setting((), "shell lines before the program: modules, venv, exports")
-    command: tuple[str, ...] = setting(
+    command: tuple[Word, ...] = setting(
         (), "command of this program, e.g. [apptainer, exec, --nv, X.sif, dppo-megatron]"
     )
     sbatch_args: tuple[Option, ...] = setting((), "further #SBATCH options, e.g. --qos=high")
     engine_sbatch_args: tuple[Option, ...] = setting((), "the same for a heterogeneous job's engine nodes")
-    srun_args: tuple[str, ...] = setting((), "further options of every srun, e.g. --container-image=...")
+    srun_args: tuple[StepOption, ...] = setting((), "further options of every srun, e.g. --container-image=...")
     start_timeout_s: Seconds = setting(600.0, "the job fails unless all ranks start in this time")
 
     @model_validator(mode="before")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
@@ -31,15 +32,26 @@ def parse(text: str) -> tuple[Any, list[str]]:
         at = error.problem_mark
         place = "" if at is None else f"line {at.line + 1}, column {at.column + 1}: "
         setting = f"{bounded('.'.join(loader.path), 200)}: " if loader and loader.path else ""
-        before = "" if at is None else (at.buffer or "")[at.pointer - at.column : at.pointer + 1]  # of the line
-        tab = re.search(r"^ *\t|\t$", before)
-        problem = "a tab, which YAML does not allow here; use spaces" if tab else error.problem
+        prefix = "" if at is None else (at.buffer or "")[at.pointer - at.column : at.pointer + 1]  # of the line
+        tab = re.search(r"^ *\t|\t$", prefix)
+        problem = "a tab, which YAML does not allow here; use spaces" if tab else plain_words(error.problem or "")
         raise YamlError(f"not valid YAML: {place}{setting}{problem}") from None
     except (yaml.YAMLError, ValueError, ArithmeticError) as error:
         raise YamlError(f"not valid YAML: {' '.join(str(error).split())}") from None
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def plain_words(problem: str) -> str:
+    """Return a problem that PyYAML found in words of a config; our own problems are unchanged."""
+    return next((words for pattern, words in _PYYAML if re.search(pattern, problem)), problem)
+
+
+def read_words(file: str) -> list[tuple[str, str]]:
+    """Return (kind of error, its sentence) for each line `KIND -> SENTENCE` of a file in this folder."""
+    lines = Path(__file__).with_name(file).read_text().splitlines()
+    return [(kind, words) for kind, _, words in (line.partition(" -> ") for line in lines)]
 
 
 def _apart(value: Any) -> Any:
@@ -59,7 +71,7 @@ class _Loader(yaml.SafeLoader):
         self.path: list[str] = []  # names of the current sections and setting
         self._depth = 0
         self._values = 0
-        self._of_anchor: dict[int, int] = {}
+        self._anchor_sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         named = isinstance(index, yaml.ScalarNode)  # the node is the value of this key
@@ -67,15 +79,15 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if getattr(event, "tag", None) not in (None, "!", _STR):
             raise _refused("a tag; write only the value", event)
-        before, self._depth = self._values, self._depth + 1
+        start_count, self._depth = self._values, self._depth + 1
         if self._depth > DEEPEST:
             raise _refused(f"nested more than {DEEPEST} levels deep", event)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
-            if id(node) not in self._of_anchor:
+            if id(node) not in self._anchor_sizes:
                 raise _refused(f"*{event.anchor} contains itself", event)
-            self._values += self._of_anchor[id(node)]
+            self._values += self._anchor_sizes[id(node)]
         else:
             self._values += 1
             if isinstance(node, yaml.ScalarNode):
@@ -84,7 +96,9 @@ class _Loader(yaml.SafeLoader):
                     if hidden[0] == _STAND_IN:
                         hidden = _HIDDEN.search(self._text, node.start_mark.index) or hidden
                     raise _refused(f"contains the control character U+{ord(hidden[0]):04X}", event)
-            self._of_anchor[id(node)] = self._values - before
+                if node.style is None and node.value[:1] in tuple("“”„‘’«"):
+                    raise _refused(f"begins with {node.value[0]}, which is no quote in YAML; write \" or '", event)
+            self._anchor_sizes[id(node)] = self._values - start_count
         if named:
             self.path.pop()
         if self._values > _MOST_VALUES:
@@ -93,11 +107,15 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        given: dict[str, list[tuple[yaml.ScalarNode, yaml.Node]]] = {}
+        pairs_by_name: dict[str, list[tuple[yaml.ScalarNode, yaml.Node]]] = {}
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):
-                given.setdefault(key.value, []).append((key, value))
-        for name, pairs in given.items():
+                if invisible := next((c for c in key.value if not c.isprintable()), None):
+                    raise _refused(f"this name has the invisible character U+{ord(invisible):04X}; use blanks", key)
+                if key.style is None and re.search(r":\S", key.value) and not value.value:
+                    raise _refused(f"no blank after the colon of {bounded(key.value, 60)}; write one", key)
+                pairs_by_name.setdefault(key.value, []).append((key, value))
+        for name, pairs in pairs_by_name.items():
             if len(pairs) > 1:
                 lines = ", ".join(str(key.start_mark.line + 1) for key, _ in pairs)
                 self.repeated.append(f"{'.'.join([*self.path, name])}: given in lines {lines}; merge them into one")
@@ -108,13 +126,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_PYYAML = read_words("yaml_words.txt")  # regular expression of a problem -> sentence
 # These characters are invisible, or UTF-8 cannot encode them. Line breaks and tabs are text.
 _HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff\ufdd0\ufffe\uffff]")
 _STAND_IN = "\ufdd0"  # a character that no text contains
 
 
-def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=cast(yaml.Mark, event.start_mark))
+def _refused(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=cast(yaml.Mark, at.start_mark))
 
 
 def _read_scalars_as_yaml_1_2() -> None:

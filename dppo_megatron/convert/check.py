@@ -40,7 +40,11 @@ class Support:
     def __str__(self) -> str:
         unread = f"keys of config.json that {self.family} does not read"
         parts = {"supported": self.supported, "missing": self.missing, unread: self.unread}
-        lines = [f"{name}:{''.join(f'{chr(10)}  - {bounded(x, 600)}' for x in of)}" for name, of in parts.items() if of]
+        lines = [
+            f"{title}:{''.join(f'{chr(10)}  - {bounded(entry, 600)}' for entry in entries)}"
+            for title, entries in parts.items()
+            if entries
+        ]
         return "\n".join(lines)
 
 
@@ -74,16 +78,20 @@ def check(directory: Path) -> Support:
 
 
 def _unsupported(raw: Mapping[str, Any], problems: tuple[str, ...]) -> Support:
-    known = {family.architecture: family for family in FAMILIES.values()}
-    named = raw.get("architectures")
-    if isinstance(named, list) and len(named) == 1 and named[0] in known:
-        return Support(known[named[0]].name, (), problems, _unread(raw, known[named[0]]))
-    other = [f"{name}: only text is supported" for name in raw if name.endswith(("vision_config", "audio_config"))]
+    families = {family.architecture: family for family in FAMILIES.values()}
+    architectures = raw.get("architectures")
+    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in families:
+        return Support(families[architectures[0]].name, (), problems, _unread(raw, families[architectures[0]]))
+    modality_problems = [
+        f"{name}: only text is supported" for name in raw if name.endswith(("vision_config", "audio_config"))
+    ]
     text = raw.get("text_config")
     inner = text if isinstance(text, dict) else raw
-    found = {family.name: (_problems(inner, family), _unread(inner, family)) for family in FAMILIES.values()}
-    nearest, (more, unread) = min(found.items(), key=lambda item: len(item[1][0]) + len(item[1][1]))
-    return Support(nearest, (), (*problems, *other, *(f"as {nearest}: {line}" for line in more)), unread)
+    candidates = {family.name: (_problems(inner, family), _unread(inner, family)) for family in FAMILIES.values()}
+    nearest, (mismatches, unread) = min(candidates.items(), key=lambda item: len(item[1][0]) + len(item[1][1]))
+    return Support(
+        nearest, (), (*problems, *modality_problems, *(f"as {nearest}: {line}" for line in mismatches)), unread
+    )
 
 
 def _problems(raw: Mapping[str, Any], family: Family) -> list[str]:
@@ -95,13 +103,15 @@ def _problems(raw: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def _unread(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    known = keys_read(family) | _NEUTRAL
+    known_keys = keys_read(family) | _NEUTRAL
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and set(map(str, kinds)) <= {"full_attention"}:
-        known |= {"layer_types"}
+        known_keys |= {"layer_types"}
     if raw.get("use_sliding_window") is False:
-        known |= {"sliding_window"}
-    return tuple(f"{name} = {shown(value)}" for name, value in raw.items() if name not in known and value is not None)
+        known_keys |= {"sliding_window"}
+    return tuple(
+        f"{name} = {shown(value)}" for name, value in raw.items() if name not in known_keys and value is not None
+    )
 
 
 def _facts(directory: Path, config: HFModelConfig) -> list[str]:

@@ -57,9 +57,9 @@ def _check(check: CheckOption = None) -> None:
         return
     from .check import check as check_directory
 
-    found = check_directory(check)
-    typer.echo(f"{check}:\n{found}")
-    raise typer.Exit(1 if found.missing else 0)
+    support = check_directory(check)
+    typer.echo(f"{check}:\n{support}")
+    raise typer.Exit(1 if support.missing else 0)
 
 
 @app.command("hf-to-megatron")

@@ -23,9 +23,9 @@ def find_checkpoint(path: Path) -> Path | None:
     path = run_of(path)
     for directory in (path, path / "checkpoints"):
         latest = directory / "latest"
-        found = directory / latest.read_text(errors="replace").strip() if latest.is_file() else directory
-        if is_torch_dist(found):
-            return found
+        checkpoint = directory / latest.read_text(errors="replace").strip() if latest.is_file() else directory
+        if is_torch_dist(checkpoint):
+            return checkpoint
     return None
 
 
@@ -34,14 +34,14 @@ def checkpoint_at(path: Path) -> Path:
 
     Raises `ModelError` if there is no Megatron checkpoint.
     """
-    if found := find_checkpoint(path):
-        return found
-    why = "not a Megatron torch_dist checkpoint, nor a run that has one" if path.exists() else "no such directory"
+    if checkpoint := find_checkpoint(path):
+        return checkpoint
+    reason = "not a Megatron torch_dist checkpoint, nor a run that has one" if path.exists() else "no such directory"
     if (path / "config.json").exists():
         raise ModelError(str(path), ["a Hugging Face directory, no Megatron checkpoint; convert it by hf-to-megatron"])
-    near = sorted(p.name for p in path.parent.glob("step-*") if is_torch_dist(p))
-    remedy = f"{path.parent} has {', '.join(near[-5:])}" if near else "name a run, or RUN/checkpoints/step-N"
-    raise ModelError(str(path), [f"{why}; {remedy}"])
+    steps = sorted(p.name for p in path.parent.glob("step-*") if is_torch_dist(p))
+    remedy = f"{path.parent} has {', '.join(steps[-5:])}" if steps else "name a run, or RUN/checkpoints/step-N"
+    raise ModelError(str(path), [f"{reason}; {remedy}"])
 
 
 def template_for(checkpoint: Path) -> Path:
@@ -55,8 +55,8 @@ def template_for(checkpoint: Path) -> Path:
     if run.is_file():
         model = read_tree(run)[0].get("model")
         path = model.get("path") if isinstance(model, dict) else None
-        if found := RunDir(run.parent).model(path if isinstance(path, str) else None):
-            return found
+        if template := RunDir(run.parent).model(path if isinstance(path, str) else None):
+            return template
     raise ModelError(
         str(checkpoint), ["its config.json cannot be found; pass its Hugging Face directory as --template"]
     )

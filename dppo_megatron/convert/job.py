@@ -102,10 +102,10 @@ def prepare(conversion: Conversion, resume: bool) -> None:
     output(conversion.destination, "DST")
     if not staging.exists():
         check_space(staging.parent, conversion.nbytes)
-        made = staging.with_name(f"{staging.name}.{os.getpid()}")
-        (made / _NOTES).mkdir(parents=True)
-        write_json(made / _NOTES / _JOB, job)
-        made.rename(staging)  # atomic: other processes never see it without its job.json
+        temp_dir = staging.with_name(f"{staging.name}.{os.getpid()}")
+        (temp_dir / _NOTES).mkdir(parents=True)
+        write_json(temp_dir / _NOTES / _JOB, job)
+        temp_dir.rename(staging)  # atomic: other processes never see it without its job.json
         return
     if not resume:
         raise ModelError(
@@ -116,9 +116,9 @@ def prepare(conversion: Conversion, resume: bool) -> None:
     for note in (staging / _NOTES).glob("failed.*"):
         note.unlink()
     # Other hosts' directories stay until the final step, because their processes are not visible here.
-    for left in (staging / _NOTES).glob(f"{_WRITING}{socket.gethostname()}.*"):
-        if not psutil.pid_exists(int(left.name.split(".")[-2])):
-            shutil.rmtree(left)
+    for stale_dir in (staging / _NOTES).glob(f"{_WRITING}{socket.gethostname()}.*"):
+        if not psutil.pid_exists(int(stale_dir.name.split(".")[-2])):
+            shutil.rmtree(stale_dir)
     done = sum((staging / shard).stat().st_size for shard in conversion.shards if _receipt(staging, shard))
     check_space(staging, max(conversion.nbytes - done, 0))
 
@@ -137,8 +137,8 @@ def run(
     """
     staging = staging_of(conversion.destination)
     with _lock_job(staging) if worker.rank == 0 else contextlib.nullcontext():
-        own = range(worker.rank, len(conversion.shards), worker.size)
-        if worker.rank > 0 and own:
+        shard_indices = range(worker.rank, len(conversion.shards), worker.size)
+        if worker.rank > 0 and shard_indices:
             _wait_for_job(staging, conversion)
 
         def tick() -> None:
@@ -146,7 +146,7 @@ def run(
                 _trim(0)  # weights of 1 to 32 MB fragment the heap, which would grow with the model
             show(lambda: _bytes_written(staging, conversion.shards))
 
-        todo = [index for index in own if _receipt(staging, conversion.shards[index]) is None]
+        todo = [index for index in shard_indices if _receipt(staging, conversion.shards[index]) is None]
         if worker.rank > 0 and conversion.destination.exists():
             return  # no shard was left for this process, and process 0 has already renamed
         try:
@@ -167,8 +167,8 @@ def _lock_job(staging: Path) -> FileLock:
     """Reject a second process 0, which would rename while the other is still writing."""
     try:
         return FileLock(staging / _NOTES / _LOCK, needed=False)
-    except LockHeld as held:
-        raise ModelError(str(staging), [f"another conversion is writing there: {held}; wait until it ends"]) from None
+    except LockHeld as error:
+        raise ModelError(str(staging), [f"another conversion is writing there: {error}; wait until it ends"]) from None
 
 
 def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callable[[], None]) -> None:
@@ -186,10 +186,10 @@ def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callab
 
 def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
     try:
-        found = json.loads((staging / _NOTES / _JOB).read_text())
+        stored_job = json.loads((staging / _NOTES / _JOB).read_text())
     except (OSError, ValueError):
-        found = {}
-    if differing := [name for name in job if found.get(name) != job[name]]:
+        stored_job = {}
+    if differing := [name for name in job if stored_job.get(name) != job[name]]:
         raise ModelError(
             str(staging),
             [f"cannot be resumed: {', '.join(differing)} changed since it was begun; remove it to start again"],
@@ -207,8 +207,8 @@ def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
 
 def _bytes_written(staging: Path, shards: list[str]) -> int:
     """Return the bytes that all processes have written so far."""
-    in_the_making = (staging / _NOTES).glob(f"{_WRITING}*/*")
-    return sum(_size(path) for path in (*(staging / shard for shard in shards), *in_the_making))
+    partial_files = (staging / _NOTES).glob(f"{_WRITING}*/*")
+    return sum(_size(path) for path in (*(staging / shard for shard in shards), *partial_files))
 
 
 def _size(path: Path) -> int:
@@ -234,12 +234,12 @@ def _records_of_all(
 ) -> list[dict[str, Any]]:
     """Wait for the receipts of all processes and return their records, in the order of `shards`."""
     last, deadline = -1, 0.0
-    found: dict[str, dict[str, Any]] = {}
+    receipts: dict[str, dict[str, Any]] = {}
     while True:
-        found |= {s: receipt for s in shards if s not in found and (receipt := _receipt(staging, s)) is not None}
-        missing = [shard for shard in shards if shard not in found]
+        receipts |= {s: receipt for s in shards if s not in receipts and (receipt := _receipt(staging, s)) is not None}
+        missing = [shard for shard in shards if shard not in receipts]
         if not missing:
-            return [found[shard]["record"] for shard in shards]
+            return [receipts[shard]["record"] for shard in shards]
         if failed := sorted((staging / _NOTES).glob("failed.*")):
             raise ModelError(
                 "conversion", [f"process {note.suffix[1:]} of {worker.size}: {note.read_text()}" for note in failed]
@@ -273,18 +273,20 @@ def convert(
     if worker.rank == 0:
         prepare(conversion, resume)
     context = multiprocessing.get_context("spawn")
-    others = [
+    subprocesses = [
         context.Process(target=_work, args=(build, ConversionWorker(rank, processes)), daemon=True)
         for rank in range(1, processes)
     ]
 
     def watch() -> None:
-        for rank, other in enumerate(others, 1):
-            if other.exitcode:
-                raise ModelError("conversion", [f"process {rank} of {processes} ended with exit code {other.exitcode}"])
+        for rank, process in enumerate(subprocesses, 1):
+            if process.exitcode:
+                raise ModelError(
+                    "conversion", [f"process {rank} of {processes} ended with exit code {process.exitcode}"]
+                )
 
-    for other in others:
-        other.start()
+    for process in subprocesses:
+        process.start()
     try:
         if worker.rank > 0:
             run(conversion, worker)
@@ -292,9 +294,9 @@ def convert(
         with shown_progress(conversion.destination.name, conversion.nbytes) as show:
             run(conversion, worker, show, watch)
     finally:
-        for other in others:
-            other.terminate()  # on success it has nothing left to do
-            other.join()
+        for process in subprocesses:
+            process.terminate()  # on success it has nothing left to do
+            process.join()
     return conversion
 
 

@@ -43,13 +43,13 @@ class TargetLayout:
             "--expert": (self.expert, {"the number of experts": moe.num_experts if moe else self.expert}),
             "--expert-tensor": (self.expert_tensor_size, {"moe_intermediate_size": moe.ffn_hidden_size if moe else 0}),
         }  # fmt: skip
-        for option, (size, wanted) in divisible.items():
-            out += [f"{option} = {size}: does not divide {what} = {n}" for what, n in wanted.items() if n % size]
+        for option, (size, dims) in divisible.items():
+            out += [f"{option} = {size}: does not divide {dim} = {n}" for dim, n in dims.items() if n % size]
         if self.pipeline > config.num_layers:
             out.append(f"--pipeline = {self.pipeline}: more than num_hidden_layers = {config.num_layers}")
         if moe is None:
-            given = (("--expert", self.expert), ("--expert-tensor", self.expert_tensor or 1))
-            out += [f"{option} = {size}: the model has no experts" for option, size in given if size > 1]
+            expert_sizes = (("--expert", self.expert), ("--expert-tensor", self.expert_tensor or 1))
+            out += [f"{option} = {size}: the model has no experts" for option, size in expert_sizes if size > 1]
         return out
 
     def source_ranks(self, config: HFModelConfig) -> list[SourceRank]:

@@ -15,7 +15,7 @@ Show = Callable[[Callable[[], int]], None]
 
 
 @contextmanager
-def shown_progress(what: str, nbytes: int) -> Iterator[Show]:
+def shown_progress(description: str, nbytes: int) -> Iterator[Show]:
     """Yield a function that shows the bytes that its argument returns, at most every few seconds.
 
     It moves a bar on a terminal, or writes a line at intervals to a log.
@@ -26,7 +26,7 @@ def shown_progress(what: str, nbytes: int) -> Iterator[Show]:
     bars = Progress(
         TextColumn("{task.description}"), *columns, console=console, disable=not live, speed_estimate_period=600.0
     )
-    task = bars.add_task(what, total=nbytes)
+    task = bars.add_task(description, total=nbytes)
 
     def show(written: Callable[[], int]) -> None:
         nonlocal shown

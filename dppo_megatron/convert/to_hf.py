@@ -138,5 +138,5 @@ class ToHF:
 
     def _plain_info(self, entry: Entry) -> dict[str, TensorInfo]:
         cast = None if entry.rule.keep_dtype else self._dtype
-        found = {t.name: self._weights.tensors[t.name] for t in entry.hf}
-        return {name: TensorInfo(cast or info.dtype, info.shape) for name, info in found.items()}
+        infos = {t.name: self._weights.tensors[t.name] for t in entry.hf}
+        return {name: TensorInfo(cast or info.dtype, info.shape) for name, info in infos.items()}

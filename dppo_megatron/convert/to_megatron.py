@@ -98,11 +98,11 @@ class ToMegatron:
         for entry in self._map.entries():
             if entry.rule.duplicate:
                 continue
-            at = self._locations(entry)[0]
-            index = "".join(f"[{i}]" for i in at.index)
+            location = self._locations(entry)[0]
+            index = "".join(f"[{i}]" for i in location.index)
             files = [f for f, source in zip(self.shards, self._ranks, strict=True) if self._writes(entry, source)]
             where = files[0] if len(files) == 1 else f"{files[0]} .. {files[-1]} ({len(files)} shards)"
-            target = f"{at.key}{index} {list(self._shape(entry))}"
+            target = f"{location.key}{index} {list(self._shape(entry))}"
             for part in entry.hf:
                 stored = self._weights.tensors[part.name].dtype
                 change = _short(stored, self._stored_dtype(entry, part.name))
@@ -127,10 +127,10 @@ class ToMegatron:
         return shard is not None and (shard[0] == 0 or not entry.op.replicated)
 
     def _stored_dtype(self, entry: Entry, name: str) -> torch.dtype:
-        found = self._weights.tensors[name].dtype
-        return found if self._dtype is None or entry.rule.keep_dtype else self._dtype
+        dtype = self._weights.tensors[name].dtype
+        return dtype if self._dtype is None or entry.rule.keep_dtype else self._dtype
 
 
-def _short(before: torch.dtype, after: torch.dtype) -> str:
-    names = [str(dtype).removeprefix("torch.") for dtype in (before, after)]
-    return names[0] if before == after else " as ".join(names)
+def _short(source_dtype: torch.dtype, target_dtype: torch.dtype) -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in (source_dtype, target_dtype)]
+    return names[0] if source_dtype == target_dtype else " as ".join(names)

@@ -56,22 +56,22 @@ def verify(hf_dir: Path, checkpoint: Path) -> Comparison:
     ids = torch.randint(0, config.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     with _full_precision(hf_dir, config) as readable:
         expected = outputs_of_transformers(readable, ids, open_weights(checkpoint, config))
-        found = outputs_of_megatron(readable, ids, checkpoint, SafetensorsDirectory(hf_dir))
-    return compare(expected, found)
+        actual = outputs_of_megatron(readable, ids, checkpoint, SafetensorsDirectory(hf_dir))
+    return compare(expected, actual)
 
 
-def compare(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Comparison:
+def compare(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> Comparison:
     """Compare outputs [T, ...] by name, in the order of computation, "logits" last."""
     differs_at = None
     for name, right in expected.items():
-        left = found[name][: len(right)]
+        left = actual[name][: len(right)]
         limit = TOLERANCE * max(1.0, right.abs().max().item())
         if not (left - right[: len(left)]).abs().max().item() <= limit:  # also when it is NaN
             differs_at = name
             break
     logits = expected["logits"]
-    rows = min(len(logits), len(found["logits"]))
-    difference = (found["logits"][:rows] - logits[:rows]).abs().max().item()
+    rows = min(len(logits), len(actual["logits"]))
+    difference = (actual["logits"][:rows] - logits[:rows]).abs().max().item()
     return Comparison(difference, logits.abs().max().item(), differs_at)
 
 
@@ -83,8 +83,8 @@ def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource)
     kind = getattr(transformers, read_hf_config(hf_dir).architecture)
     config = kind.config_class.from_pretrained(hf_dir)
     config.model_type = kind.config_class.model_type  # transformers does not know Kimi K2's, and would load no experts
-    given: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
-    model: Any = kind.from_pretrained(hf_dir, attn_implementation="eager", **given).eval()
+    options: dict[str, Any] = {"config": config, "dtype": torch.float32, "local_files_only": True}
+    model: Any = kind.from_pretrained(hf_dir, attn_implementation="eager", **options).eval()
     narrow = {info.dtype for info in rounded_as.tensors.values()} & {torch.bfloat16, torch.float16}
     for parameter in model.parameters():
         for dtype in narrow:

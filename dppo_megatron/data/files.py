@@ -18,6 +18,11 @@ from .rows import PromptFileError, memory_for_rows, numbered_lines, parse_line
 from .worker import WAIT_S, Tables, borrowed
 
 _TABLES = (".parquet", ".arrow")
+_FORMATS = {  # beginning of a file -> its content and, unless it is compressed, the suffix that it needs
+    b"{": ("JSON", ".jsonl"), b"[": ("JSON", ".jsonl"), b"PAR1": ("parquet", ".parquet"), b"ARROW": ("Arrow", ".arrow"),
+    b"\x1f\x8b": ("gzip", ""), b"\x28\xb5\x2f\xfd": ("zstd", ""), b"BZh": ("bzip2", ""), b"\xfd7zXZ": ("xz", ""),
+    b"\x04\x22\x4d\x18": ("lz4", ""), b"PK\x03\x04": ("zip", ""),
+}  # fmt: skip
 _SECONDS, _BYTES_PER_S = 3.0, 20e6  # time limit for computing the next rows, which grows with the file
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
@@ -37,31 +42,29 @@ def data_files(path: Path) -> list[Path]:
         return _dataset_files(path)
     if "*" in str(path) and not path.exists():
         starred = next(i for i, part in enumerate(path.parts) if "*" in part)
-        if found := sorted(Path(*path.parts[:starred]).glob("/".join(path.parts[starred:]))):
-            return found
+        if matches := sorted(Path(*path.parts[:starred]).glob("/".join(path.parts[starred:]))):
+            return matches
         raise PromptFileError(path, problem="no file matches this pattern; correct it")
     return [path]
 
 
-def read_rows(path: Path, *, held: bool = False) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
+def read_rows(path: Path, *, in_memory: bool = False) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
     """Yield (number from 1, columns) of every row; for a malformed line, an error replaces the columns.
 
-    held: whether the caller stores all rows, which must then fit into memory. Raises `PromptFileError` for files with
-    another format than their names.
+    in_memory: whether the caller stores all rows, which must then fit into memory. Raises `PromptFileError` for files
+    with another format than their names.
     """
     first = 1
     for file in data_files(path):
         if file.exists() and not file.is_file():
             raise PromptFileError(file, problem="cannot read the prompt file: a device or a pipe; name a regular file")
-        if file.exists() and is_lfs_pointer(file):
-            raise PromptFileError(file, problem=LFS_PROBLEM)
+        if file.exists() and (problem := LFS_PROBLEM if is_lfs_pointer(file) else _misnamed(file)):
+            raise PromptFileError(file, problem=problem)
         if file.suffix in (".csv", ".tsv"):
-            raise PromptFileError(
-                file,
-                problem="only JSONL and parquet are read: pyarrow.parquet.write_table(pyarrow.csv.read_csv(IN), OUT)",
-            )
+            remedy = "pyarrow.parquet.write_table(pyarrow.csv.read_csv(IN), OUT)"
+            raise PromptFileError(file, problem=f"only JSONL and parquet are read: {remedy}")
         number = first - 1
-        for number, columns in _table(file, first, held) if file.suffix in _TABLES else _json_lines(file, first):
+        for number, columns in _table(file, first, in_memory) if file.suffix in _TABLES else _json_lines(file, first):
             yield number, columns
         first = number + 1
 
@@ -78,7 +81,7 @@ def _json_lines(file: Path, first: int) -> Iterator[tuple[int, dict[str, Any] | 
             yield number + first - 1, error
 
 
-def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+def _table(file: Path, number: int, in_memory: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read the rows of a table; further rows are read while the caller processes the current ones."""
     try:
         import pyarrow
@@ -86,13 +89,13 @@ def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str,
         memory = memory_for_rows()
         seconds = _SECONDS + file.stat().st_size / _BYTES_PER_S
         with ThreadPoolExecutor(1) as thread, borrowed(Tables, max(memory, 1 << 30)) as worker:
-            asked = thread.submit(
-                worker.ask, (file, seconds, memory if held else None), WAIT_S, "for rows", list[Any] | bytes
+            future = thread.submit(
+                worker.ask, (file, seconds, memory if in_memory else None), WAIT_S, "for rows", list[Any] | bytes
             )
-            while parts := asked.result():
+            while parts := future.result():
                 if isinstance(parts, list):
                     raise ValueError(parts[0])
-                asked = thread.submit(worker.ask, (None, seconds, None), WAIT_S, "for rows", list[Any] | bytes)
+                future = thread.submit(worker.ask, (None, seconds, None), WAIT_S, "for rows", list[Any] | bytes)
                 rows = pyarrow.ipc.open_stream(parts).read_next_batch().to_pylist(maps_as_pydicts="strict")
                 yield from enumerate(rows, number)
                 number += len(rows)
@@ -101,17 +104,19 @@ def _table(file: Path, number: int, held: bool) -> Iterator[tuple[int, dict[str,
     except (OSError, ValueError, WorkerError) as error:
         problem = bounded(getattr(error, "strerror", None) or str(error), 1000).rstrip(".")
         remedy = "" if ";" in problem else "; it may be damaged, write it again"
-        if file.suffix == ".parquet" and _begins_like_json(file):
-            remedy = "; it begins like JSON, so rename it to .jsonl"
         raise PromptFileError(file, problem=f"cannot read the table: {problem}{remedy}") from None
 
 
-def _begins_like_json(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(64).lstrip().startswith((b"{", b"["))
-    except OSError:
-        return False
+def _misnamed(file: Path) -> str | None:
+    """Return the problem of a file whose content is not what its name says."""
+    with file.open("rb") as opened:
+        head = opened.read(64).lstrip()
+    for start, (content, suffix) in _FORMATS.items():
+        if head.startswith(start) and file.suffix != suffix and (suffix != ".jsonl" or file.suffix in _TABLES):
+            return f"its content is {content}; " + (
+                f"rename it to {suffix}" if suffix else "unpack it, and name the result"
+            )
+    return None
 
 
 def _dataset_files(directory: Path) -> list[Path]:
@@ -134,7 +139,7 @@ def _dataset_files(directory: Path) -> list[Path]:
     below = [(path, str(path.relative_to(directory))) for path in sorted(directory.rglob("*"))]
     files = [path for path, name in below if path.suffix in (*_TABLES, ".jsonl") and "/." not in f"/{name}"]
     if not files:
-        raise PromptFileError(directory, problem="has no parquet, arrow or jsonl file")
+        raise PromptFileError(directory, problem="has no parquet, arrow or jsonl file; unpack compressed files")
     splits = {m[1].lower() for f in files if (m := _SPLIT.search(str(f.relative_to(directory))))}
     groups = {(f.parent, f.suffix) for f in files}
     if len(splits) > 1 or len(groups) > 1:

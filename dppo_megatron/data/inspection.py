@@ -49,22 +49,27 @@ def inspect(
             unusable.append((number, str(row)))
         else:
             rows.append(row)
-    of = unit(path)
-    out = [f"{path}: {total} {of}s", "", "columns"]
+    unit_name = unit(path)
+    out = [f"{path}: {total} {unit_name}s", "", "columns"]
     width = max(map(len, kinds), default=0)
     out += [f"  {name:{min(width, 40)}}  {_count(counts, readable)}" for name, counts in kinds.items()]
     if sources := Counter(row.source for row in rows if row.source):
         named = (f"{source} {count}" for source, count in sources.most_common())
         out += ["", f"{config.source_column}: {shorten_list(named, 400)}"]
     if rows:
-        out += ["", *_lengths(rows, config, tokenizer), "", f"prompt of {of} {rows[0].number}, as the model reads it"]
+        out += [
+            "",
+            *_lengths(rows, config, tokenizer),
+            "",
+            f"prompt of {unit_name} {rows[0].number}, as the model reads it",
+        ]
         out += ["  " + line for line in bounded(rows[0].text, _LONGEST_PROMPT).splitlines()]
         out += [f"answer: {shown(rows[0].answer)}"]
-    out += ["", *_listed(f"{of}s that cannot be used", unusable, of), *_duplicates(rows)]
+    out += ["", *_problem_lines(f"{unit_name}s that cannot be used", unusable, unit_name), *_duplicates(rows)]
     if check_answers is not None and rows:
         problems = check_answers([(row.source, row.answer) for row in rows])
-        unread = [(row.number, why) for row, why in zip(rows, problems, strict=True) if why]
-        out += _listed("answers that the reward cannot compare with", unread, of)
+        unread = [(row.number, problem) for row, problem in zip(rows, problems, strict=True) if problem]
+        out += _problem_lines("answers that the reward cannot compare with", unread, unit_name)
     return "\n".join(out)
 
 
@@ -89,8 +94,8 @@ def _lengths(rows: Sequence[PromptRow], config: DataConfig, tokenizer: PreTraine
     else:
         ids = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
         name, lengths = "tokens", np.array([len(part) for part in ids])
-    low, median, most, high = np.percentile(lengths, [0, 50, 95, 100]).round().astype(int)
-    out = [f"prompt {name}: {low} to {high}, median {median}, 95 % at most {most}"]
+    low, median, p95, high = np.percentile(lengths, [0, 50, 95, 100]).round().astype(int)
+    out = [f"prompt {name}: {low} to {high}, median {median}, 95 % at most {p95}"]
     size = max(1, -(-int(high - low + 1) // _BINS))
     counts = np.bincount((lengths - low) // size)
     digits = len(str(low + size * len(counts)))
@@ -98,8 +103,8 @@ def _lengths(rows: Sequence[PromptRow], config: DataConfig, tokenizer: PreTraine
         first = low + number * size
         bar = "#" * -(-count * _WIDTH // int(counts.max()))
         out.append(f"  {first:{digits}} to {first + size - 1:{digits}}  {bar} {count}".rstrip())
-    if tokenizer is not None and (over := int((lengths > config.max_prompt_tokens).sum())):
-        out.append(f"  {over} of more than data.max_prompt_tokens = {config.max_prompt_tokens}")
+    if tokenizer is not None and (num_longer := int((lengths > config.max_prompt_tokens).sum())):
+        out.append(f"  {num_longer} of more than data.max_prompt_tokens = {config.max_prompt_tokens}")
     return out
 
 
@@ -117,6 +122,10 @@ def _duplicates(rows: Sequence[PromptRow]) -> list[str]:
     return out
 
 
-def _listed(what: str, found: Sequence[tuple[int, str]], of: str) -> list[str]:
-    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [f"{what}: {len(found)}", *(f"  {of} {n}: {bounded(why, 300)}" for n, why in found[:_SHOWN]), *more]
+def _problem_lines(title: str, problems: Sequence[tuple[int, str]], unit_name: str) -> list[str]:
+    remainder = [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return [
+        f"{title}: {len(problems)}",
+        *(f"  {unit_name} {n}: {bounded(problem, 300)}" for n, problem in problems[:_SHOWN]),
+        *remainder,
+    ]

@@ -58,7 +58,7 @@ def messages_of(value: Any) -> list[dict[str, Any]] | None:
         isinstance(turns, list) and turns and all(isinstance(t, dict) and {"role", "from"} & t.keys() for t in turns)
     ):
         return None
-    return [_message(**_known(turn, _MESSAGE, "message")) for turn in turns]
+    return [_message(**_checked_fields(turn, _MESSAGE, "message")) for turn in turns]
 
 
 def text_of(content: Any) -> str:
@@ -71,22 +71,22 @@ def text_of(content: Any) -> str:
             raise ValueError(f"the prompt is {type(content).__name__}, expected text")
         return content
     kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
-    if others := [kind for kind in kinds if kind not in _TEXT_PARTS]:
-        raise ValueError(f"a part of type {shown(others[0])}: the policy reads only text")
+    if unsupported_kinds := [kind for kind in kinds if kind not in _TEXT_PARTS]:
+        raise ValueError(f"a part of type {shown(unsupported_kinds[0])}: the policy reads only text")
     return "".join(text_of(part.get("text")) for part in content)
 
 
-def _message(content: Any = None, tool_calls: Any = (), **others: Any) -> dict[str, Any]:
+def _message(content: Any = None, tool_calls: Any = (), **fields: Any) -> dict[str, Any]:
     if not tool_calls:
-        return {**others, "content": text_of(content)}
+        return {**fields, "content": text_of(content)}
     calls = tool_calls if isinstance(tool_calls, list) else [tool_calls]
-    return {**others, "content": text_of(content or ""), "tool_calls": [_call(given) for given in calls]}
+    return {**fields, "content": text_of(content or ""), "tool_calls": [_call(call) for call in calls]}
 
 
-def _call(given: Any) -> dict[str, Any]:
+def _call(call: Any) -> dict[str, Any]:
     """Return a call of a tool with its function in a field of its own; arguments may be JSON text."""
-    whole = _known(given, _CALL, "call of a tool")
-    function = _known(whole.get("function", whole), _CALL, "call of a tool")
+    whole = _checked_fields(call, _CALL, "call of a tool")
+    function = _checked_fields(whole.get("function", whole), _CALL, "call of a tool")
     arguments = function.get("arguments", {})
     arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
@@ -95,9 +95,9 @@ def _call(given: Any) -> dict[str, Any]:
     return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _known(value: Any, known: Sequence[str], what: str) -> dict[str, Any]:
+def _checked_fields(value: Any, field_names: Sequence[str], kind: str) -> dict[str, Any]:
     """Return an object without its null fields. Raises `ValueError` if it has unknown ones."""
-    found = {n: v for n, v in value.items() if v is not None} if isinstance(value, dict) else {type(value).__name__: 0}
-    if unknown := sorted(found.keys() - set(known)):
-        raise ValueError(f"a {what} has {shown(unknown[0])}; known are the fields {', '.join(known)}; remove it")
-    return found
+    fields = {n: v for n, v in value.items() if v is not None} if isinstance(value, dict) else {type(value).__name__: 0}
+    if unknown := sorted(fields.keys() - set(field_names)):
+        raise ValueError(f"a {kind} has {shown(unknown[0])}; known are the fields {', '.join(field_names)}; remove it")
+    return fields

@@ -47,10 +47,10 @@ def plan_micro_batches(
     if prefixes is None:
         return _plan(sizes, data_parallel, budget)
     plans = []
-    for most in (budget, budget // 2, budget // 4, 0):
-        parts, rows = _parts(sizes, prefixes, most)
-        of_parts = _plan(rows, data_parallel, budget)
-        plans.append([[[i for part in batch for i in parts[part]] for batch in rank] for rank in of_parts])
+    for part_budget in (budget, budget // 2, budget // 4, 0):
+        parts, rows = _parts(sizes, prefixes, part_budget)
+        part_plan = _plan(rows, data_parallel, budget)
+        plans.append([[[i for part in batch for i in parts[part]] for batch in rank] for rank in part_plan])
     return min(plans, key=lambda plan: _longest(plan, sizes, prefixes))
 
 
@@ -59,8 +59,8 @@ def computed_rows(indices: Sequence[int], sizes: np.ndarray, prefixes: Prefixes 
     rows = int(sizes[indices].sum())
     if prefixes is not None and len(indices):
         groups = prefixes.groups[indices]
-        again = groups[1:] == groups[:-1]
-        rows -= int(prefixes.lengths[indices][1:][again].sum())
+        shares_prefix = groups[1:] == groups[:-1]
+        rows -= int(prefixes.lengths[indices][1:][shares_prefix].sum())
     return rows
 
 
@@ -69,7 +69,7 @@ def computed_pairs(plan: Plan, sizes: np.ndarray, prefixes: Prefixes | None) -> 
     if prefixes is not None:
         prefixes = Prefixes(prefixes.groups, _triangle(prefixes.lengths))
     pairs = _triangle(sizes)
-    return sum(computed_rows(batch, pairs, prefixes) for of_rank in plan for batch in of_rank)
+    return sum(computed_rows(batch, pairs, prefixes) for rank_batches in plan for batch in rank_batches)
 
 
 def _triangle(sizes: np.ndarray) -> np.ndarray:
@@ -78,17 +78,20 @@ def _triangle(sizes: np.ndarray) -> np.ndarray:
 
 def _longest(plan: Plan, sizes: np.ndarray, prefixes: Prefixes) -> int:
     """Return the sum, over the micro-batches, of the most rows that a rank computes: the others wait for that rank."""
-    return sum(max(computed_rows(batch, sizes, prefixes) for batch in of_ranks) for of_ranks in zip(*plan, strict=True))
+    return sum(
+        max(computed_rows(batch, sizes, prefixes) for batch in parallel_batches)
+        for parallel_batches in zip(*plan, strict=True)
+    )
 
 
-def _parts(sizes: np.ndarray, prefixes: Prefixes, most: int) -> tuple[list[list[int]], np.ndarray]:
-    """Split groups into parts of at most `most` rows, or one sequence; return the parts and the rows of each."""
+def _parts(sizes: np.ndarray, prefixes: Prefixes, part_budget: int) -> tuple[list[list[int]], np.ndarray]:
+    """Split groups into parts of at most `part_budget` rows, or one sequence; return the parts and the rows of each."""
     parts: list[list[int]] = []
     rows: list[int] = []
     columns = zip(prefixes.groups.tolist(), sizes.tolist(), prefixes.lengths.tolist(), strict=True)
     last = None
     for index, (group, size, prefix) in enumerate(columns):
-        if group == last and rows[-1] + size - prefix <= most:
+        if group == last and rows[-1] + size - prefix <= part_budget:
             parts[-1].append(index)
             rows[-1] += size - prefix
         else:
@@ -103,13 +106,13 @@ def _plan(sizes: np.ndarray, data_parallel: int, budget: int) -> Plan:
     ordered = sizes[order].tolist()
     bins = _fewest_bins(ordered, data_parallel, budget)
     totals = [sum(ordered[i] for i in members) for members in bins]
-    by_load = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
+    bin_order = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
     plan: Plan = [[] for _ in range(data_parallel)]
     loads = [0] * data_parallel
     for start in range(0, len(bins), data_parallel):
         # Every rank gets one of each round's near-equal bins; the least loaded rank gets the largest.
         ranks = sorted(range(data_parallel), key=lambda rank: (loads[rank], rank))
-        for rank, b in zip(ranks, by_load[start : start + data_parallel], strict=True):
+        for rank, b in zip(ranks, bin_order[start : start + data_parallel], strict=True):
             plan[rank].append(sorted(order[bins[b]].tolist()))
             loads[rank] += totals[b]
     return plan

@@ -31,7 +31,7 @@ class TokenSequence:
     sampled: np.ndarray | None = None  # [S] bool, R of them True; None: all
 
     @classmethod
-    def of_rollout(
+    def from_rollout(
         cls,
         prompt: Prompt,
         rollout: Rollout,
@@ -49,7 +49,7 @@ class TokenSequence:
         return cls(prompt.token_ids, rollout.token_ids, loss_weight, advantage, columns, temperature, rollout.sampled)
 
     @classmethod
-    def of_answer(cls, prompt: Prompt, answer_ids: np.ndarray, *, loss_weight: float) -> TokenSequence:
+    def from_answer(cls, prompt: Prompt, answer_ids: np.ndarray, *, loss_weight: float) -> TokenSequence:
         """Build a sequence from a given answer to imitate (nll)."""
         return cls(prompt.token_ids, answer_ids, loss_weight)
 
@@ -77,8 +77,8 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
             raise ValueError(f"sequence {index}: {problem}")
     if not sequences:
         return _filler({"rollout_logprob": (), **(like or {})})
-    places = _Places.of(sequences)
-    loss_weight = places.of_learned([s.loss_weight for s in sequences])
+    places = _Places.from_sequences(sequences)
+    loss_weight = places.repeat([s.loss_weight for s in sequences])
     _expect_finite("loss_weight", loss_weight, places)
     carries_loss = loss_weight != 0
     token_ids = np.concatenate([part for s in sequences for part in (s.prompt_ids, s.response_ids)])
@@ -104,7 +104,7 @@ def pack(sequences: Sequence[TokenSequence], *, like: Sizes | None = None, share
     }
     if share_prefixes:
         batch["shared_prefix"] = torch.tensor(_shared_prefixes(sequences), dtype=torch.int32)
-    return TokenBatch.of(columns, **batch)
+    return TokenBatch.from_columns(columns, **batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class _Places:
     rows: np.ndarray  # [sum of learned_sizes], the row that predicts each
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence]) -> _Places:
+    def from_sequences(cls, sequences: Sequence[TokenSequence]) -> _Places:
         prompts = np.array([len(s.prompt_ids) for s in sequences])
         responses = np.array([len(s.response_ids) for s in sequences])
         ends = np.cumsum(prompts + responses)
@@ -141,7 +141,7 @@ class _Places:
     def total(self) -> int:
         return int(self.ends[-1])
 
-    def of_learned(self, values: list[Any]) -> np.ndarray:
+    def repeat(self, values: list[Any]) -> np.ndarray:
         """Repeat one value per sequence: [sum of learned_sizes] fp32."""
         return np.repeat(np.array(values, dtype=np.float32), self.learned_sizes)
 
@@ -176,16 +176,16 @@ def _packed(
         return torch.from_numpy(np.concatenate(values)[np.repeat(carries_loss, counts)].astype(column.packed))
     if column.shape and isinstance(places.learned, slice):
         return places.end_to_end(values, column.packed, column.fill)
-    found = np.concatenate(values)
+    flat_values = np.concatenate(values)
     if any(column.name == other.counts for other in COLUMNS):
-        found = np.where(carries_loss, found, 0)
-    return places.at_rows(found, column.packed, column.fill)
+        flat_values = np.where(carries_loss, flat_values, 0)
+    return places.at_rows(flat_values, column.packed, column.fill)
 
 
 def _advantages(sequences: Sequence[TokenSequence], places: _Places) -> np.ndarray:
     if any(isinstance(s.advantage, np.ndarray) for s in sequences):
         return np.concatenate([np.broadcast_to(s.advantage, s.learned) for s in sequences])  # type: ignore[arg-type]
-    return places.of_learned([s.advantage for s in sequences])
+    return places.repeat([s.advantage for s in sequences])
 
 
 def _expect_finite(name: str, values: np.ndarray, places: _Places) -> None:
@@ -201,14 +201,14 @@ def _expect_finite(name: str, values: np.ndarray, places: _Places) -> None:
 def _shared_prefixes(sequences: Sequence[TokenSequence]) -> list[int]:
     """Return for each sequence the prompt tokens shared with the previous one: all or none."""
     shared = [0]
-    for before, own in itertools.pairwise(s.prompt_ids for s in sequences):
-        shared.append(len(own) if own is before or np.array_equal(own, before) else 0)
+    for previous_ids, prompt_ids in itertools.pairwise(s.prompt_ids for s in sequences):
+        shared.append(len(prompt_ids) if prompt_ids is previous_ids or np.array_equal(prompt_ids, previous_ids) else 0)
     return shared
 
 
 def _filler(like: Sizes) -> TokenBatch:
     zeros = torch.zeros(1)
-    return TokenBatch.of(
+    return TokenBatch.from_columns(
         {
             c.name: torch.full((int(c.rows != "listed"), *like[c.name]), c.fill, dtype=getattr(torch, c.packed))
             for c in COLUMNS

@@ -74,10 +74,12 @@ class PromptFile:
     def describe(self) -> str:
         limit = self._config.max_prompt_tokens
         dropped = self.total - len(self.rows)
-        of = f"{len(self.rows)} prompts from {self.path}"
+        distinct = len({row.text for row in self.rows})
+        repeats = f", only {distinct} different ones," if distinct < len(self.rows) else ""
+        summary = f"{len(self.rows)} prompts{repeats} from {self.path}"
         if dropped:
-            return f"{of}; {dropped} dropped, of more than data.max_prompt_tokens = {limit} tokens"
-        return f"{of}; {self.truncated} truncated to {limit} tokens" if self.truncated else of
+            return f"{summary}; {dropped} dropped, of more than data.max_prompt_tokens = {limit} tokens"
+        return f"{summary}; {self.truncated} truncated to {limit} tokens" if self.truncated else summary
 
     def _load(self, tokenizer: PreTrainedTokenizerBase | None, render: Render) -> list[PromptRow]:
         violations: list[tuple[int, str]] = []
@@ -111,9 +113,8 @@ class PromptFile:
         if violations:
             raise self.error(violations)
         if not out:
-            raise PromptFileError(
-                self.path, problem=f"every prompt has more than data.max_prompt_tokens = {limit} tokens"
-            )
+            problem = f"every prompt has more than data.max_prompt_tokens = {limit} tokens"
+            raise PromptFileError(self.path, problem=problem)
         return out
 
     def _cut(self, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> PromptRow:
@@ -137,14 +138,14 @@ class PromptSource:
         tokenizer: PreTrainedTokenizerBase,
         data_config: DataConfig,
         seed: int,
-        more: tuple[tuple[Path, float], ...] = (),
+        extra_files: tuple[tuple[Path, float], ...] = (),
         tools: Sequence[dict[str, Any]] = (),
     ):
-        """Read the files. more: further files with weights; the first file has weight 1. tools: for chat templates."""
-        paths = [Path(path), *(file for file, _ in more)]
+        """Read the files. extra_files: with weights; the first file has weight 1. tools: for chat templates."""
+        paths = [Path(path), *(file for file, _ in extra_files)]
         self.files = [PromptFile(file, tokenizer, data_config, tools) for file in paths]
         self._first_rows = np.cumsum([0, *(file.total for file in self.files)])
-        self._mixture = Mixture([1.0, *(weight for _, weight in more)])
+        self._mixture = Mixture([1.0, *(weight for _, weight in extra_files)])
         seeds = [(seed,), *((seed, number) for number in range(1, len(paths)))]
         self._orders = [EpochOrder(len(file.rows), seeds[i], data_config.shuffle) for i, file in enumerate(self.files)]
 
@@ -169,8 +170,8 @@ def training_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
 ) -> PromptSource:
     """Return the training prompts of a run. tools: for chat templates."""
-    (path, _), *more = config.data.train_files
-    return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(more), tools)
+    (path, _), *further_files = config.data.train_files
+    return PromptSource(path, tokenizer, config.data, config.run.seed, tuple(further_files), tools)
 
 
 def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str, end: int) -> np.ndarray:
@@ -185,16 +186,16 @@ def answer_end(config: Config, tokenizer: PreTrainedTokenizerBase) -> int:
     one, it is the tokenizer's end token, or the model's only one. Raises `TokenizerError`.
     """
     ends = end_token_ids(config.model.path, tokenizer)
-    after: list[int] = list(ends) if len(ends) == 1 else []
+    answer_ends: list[int] = list(ends) if len(ends) == 1 else []
     if config.data.chat_template:
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         (text,) = render_chats(tokenizer, [chat], answered=True)
         written = str(text).rpartition(_ANSWER)[2]
-        after = [i for i in tokenizer.encode(written, add_special_tokens=False) if i in ends]
+        answer_ends = [i for i in tokenizer.encode(written, add_special_tokens=False) if i in ends]
     elif tokenizer.eos_token_id is not None:
-        after = [int(tokenizer.eos_token_id)]
-    if after:
-        return after[0]
+        answer_ends = [int(tokenizer.eos_token_id)]
+    if answer_ends:
+        return answer_ends[0]
     where = f"its chat template writes {written!r} after an answer" if config.data.chat_template else "it has several"
     raise TokenizerError(
         f"model.path = {config.model.path}: no token ends an answer: {where}, and generation_config.json, config.json "
@@ -209,10 +210,10 @@ def parse_rows(
 
     An unusable row gives an error with the reason instead of the row; its columns are None if it is unreadable.
     """
-    rows = read_rows(path, held=True)
+    rows = read_rows(path, in_memory=True)
     while batch := list(itertools.islice(rows, _BATCH)):
-        wanted = [attempt(column, columns, config.prompt_column, "data.prompt_column") for _, columns in batch]
-        for (number, columns), text in zip(batch, render(wanted), strict=True):
+        prompts = [attempt(column, columns, config.prompt_column, "data.prompt_column") for _, columns in batch]
+        for (number, columns), text in zip(batch, render(prompts), strict=True):
             if isinstance(columns, ValueError):
                 yield number, None, columns
             else:
@@ -279,6 +280,8 @@ def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
     `data.prompt_template` is the text around the user's last message.
     """
     messages = messages_of(value) or [{"role": "user", "content": value}]
+    if (role := messages[-1]["role"]) in ("assistant", "gpt", "bot", "human"):
+        raise ValueError(f"the last message has the role {role}; end with a question: remove an answer, or write user")
     last = next((turn for turn in reversed(messages) if turn["role"] == "user"), None)
     if last is not None:
         last["content"] = _fill(last["content"], config)
@@ -289,9 +292,9 @@ def prompt_messages(value: Any, config: DataConfig) -> list[dict[str, Any]]:
 
 def _complete(text: str, chat: Sequence[dict[str, Any]]) -> str:
     """Raise `ValueError` if a chat template left out a message. It may change those of the policy and of tools."""
-    asked = [(turn["content"].strip(), turn["role"]) for turn in chat if turn["role"] not in ("assistant", "tool")]
-    for content, role in asked:
-        if text.count(content) < sum(content == other for other, _ in asked):
+    messages = [(turn["content"].strip(), turn["role"]) for turn in chat if turn["role"] not in ("assistant", "tool")]
+    for content, role in messages:
+        if text.count(content) < sum(content == other for other, _ in messages):
             raise ValueError(f"the chat template leaves out a message of role {shown(role)}; change its role")
     return text
 
@@ -308,10 +311,10 @@ def render_chat(
 
 def _lone_text(value: Any, config: DataConfig, chat: bool) -> str:
     """Return the prompt's text without a chat template. chat: whether the tokenizer has one."""
-    if (given := messages_of(value)) and not chat:
+    if (chat_messages := messages_of(value)) and not chat:
         raise ValueError(
-            f"{len(given)} messages, and the tokenizer has no chat template; use a model that has one, or name the "
-            f"text of a lone message: data.prompt_column = {config.prompt_column}.0.content"
+            f"{len(chat_messages)} messages, and the tokenizer has no chat template; use a model that has one, or name "
+            f"the text of a lone message: data.prompt_column = {config.prompt_column}.0.content"
         )
     messages = prompt_messages(value, config)
     if [turn["role"] for turn in messages] != ["user"]:

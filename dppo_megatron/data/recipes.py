@@ -50,7 +50,7 @@ def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (
         raise RecipeError(f"{recipe}: no such recipe; there are {', '.join(RECIPES)}")
     if out.exists():
         raise RecipeError(f"{out}: exists; name another file, or remove it")
-    kept: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     left_out: Counter[str] = Counter()
     conflicting: set[str] = set()
     total = 0
@@ -69,23 +69,23 @@ def prepare(recipe: str, source: Path, out: Path, *, levels: tuple[int, int] = (
             continue
         except ValueError as error:
             raise RecipeError(f"{source}: row {number} does not have the format of {recipe}: {error}") from None
-        before = kept.setdefault(row["prompt"], row)
-        if before is not row:
-            same = before["answer"] == row["answer"]
-            left_out["repeated"] += same
-            if not same:
+        first_row = rows.setdefault(row["prompt"], row)
+        if first_row is not row:
+            same_answer = first_row["answer"] == row["answer"]
+            left_out["repeated"] += same_answer
+            if not same_answer:
                 conflicting.add(row["prompt"])
     for prompt in conflicting:
-        del kept[prompt]
-    if not kept:
+        del rows[prompt]
+    if not rows:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common())
         raise RecipeError(f"{source}: nothing is left of {total} rows ({reasons})")
-    write_atomic(output(out, "OUT"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept.values()))
-    lines = [f"{out}: {len(kept)} prompts of {total} rows"]
+    write_atomic(output(out, "OUT"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values()))
+    lines = [f"{out}: {len(rows)} prompts of {total} rows"]
     lines += [f"  left out: {count} {reason}" for reason, count in left_out.most_common() if count]
     if conflicting:
         lines.append(f"  left out: {len(conflicting)} prompts with different answers, e.g. {shown(min(conflicting))}")
-    if recipe.startswith("aime") and len(kept) != 30:
+    if recipe.startswith("aime") and len(rows) != 30:
         lines.append("  note: a year of AIME has 30 problems")
     return "\n".join(lines)
 

@@ -65,6 +65,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise PromptFileError(path, problem=f"cannot read the prompt file: {error.strerror}") from error
+    if lines and lines[0].startswith(b"\xff\xfe"):
+        raise PromptFileError(path, problem="UTF-16; save it as UTF-8 (`iconv -f UTF-16 -t UTF-8 FILE`)")
     while lines and not lines[-1].strip():
         lines.pop()
     if lines and lines[0].lstrip()[:1] == b"[" and lines[-1].rstrip()[-1:] == b"]":
@@ -102,17 +104,17 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def check_text(text: str, what: str, *, control: bool = True) -> None:
+def check_text(text: str, subject: str, *, control: bool = True) -> None:
     """Raise `ValueError` for text that is not valid UTF-8, or with control characters other than tab and line ends."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(f"{what} has half a surrogate pair, {found}, which is not text") from None
+        code_point = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(f"{subject} has half a surrogate pair, {code_point}, which is not text") from None
     if control and (match := _CONTROL.search(text)):
         hint = "; a LaTeX command whose backslash was not escaped?" if match[0] in "\x08\x0c" else ""
         raise ValueError(
-            f"{what} has the control character U+{ord(match[0]):04X} at character {match.start() + 1}{hint}"
+            f"{subject} has the control character U+{ord(match[0]):04X} at character {match.start() + 1}{hint}"
         )
 
 
@@ -124,17 +126,17 @@ def column(columns: dict[str, Any], name: str, setting: str) -> Any:
     if name in columns:
         return columns[name]
     value: Any = columns
-    found = ""
+    prefix = ""
     for part in name.split("."):
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, list) and part.isascii() and part.isdigit() and int(part[:9]) < len(value):
             value = value[int(part)]
         else:
-            within = f"its {found[:-1]!r}" if value is not columns else "it"
+            parent = f"its {prefix[:-1]!r}" if value is not columns else "it"
             keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-            raise ValueError(f"no column {name!r} ({setting}); {within} has {shorten_list(map(repr, keys)) or 'none'}")
-        found += f"{part}."
+            raise ValueError(f"no column {name!r} ({setting}); {parent} has {shorten_list(map(repr, keys)) or 'none'}")
+        prefix += f"{part}."
     return value
 
 

@@ -29,15 +29,10 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
     """
     directory = Path(model_dir)
     if not directory.is_dir():
-        raise TokenizerError(
-            f"model.path = {directory}: no such directory; it must be a local Hugging Face model directory "
-            "(nothing is downloaded)"
-        )
+        raise TokenizerError(f"model.path = {directory}: no such directory; name a local one, nothing is downloaded")
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
-        raise TokenizerError(
-            f"model.path = {directory}: has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's "
-            "tokenizer files there"
-        )
+        names = ", ".join(TOKENIZER_FILES)
+        raise TokenizerError(f"model.path = {directory}: has no tokenizer ({names}); copy the model's files there")
     for name in TOKENIZER_FILES:
         if (directory / name).is_file() and is_lfs_pointer(directory / name):
             raise TokenizerError(f"model.path = {directory}: {name}: {LFS_PROBLEM}")
@@ -51,10 +46,10 @@ def load_tokenizer(model_dir: str | Path, vocab_size: int | None = None) -> PreT
         raise
     # Damage may raise any Exception; a Rust panic raises a BaseException.
     except BaseException as error:
-        raise TokenizerError(
-            f"model.path = {directory}: its tokenizer cannot be loaded: {type(error).__name__}: "
-            f"{bounded(str(error), 500)}"
-        ) from error
+        reason = f"{type(error).__name__}: {bounded(' '.join(str(error).split()), 500)}"
+        if not (directory / TOKENIZER_FILES[0]).exists():  # transformers asks for packages instead
+            reason = f"no {TOKENIZER_FILES[0]}; copy the model's there"
+        raise TokenizerError(f"model.path = {directory}: its tokenizer cannot be loaded: {reason}") from error
     rows = vocab_size if vocab_size is not None else read_json(directory / "config.json").get("vocab_size")
     if isinstance(rows, int) and len(tokenizer) > rows:
         raise TokenizerError(
@@ -84,7 +79,7 @@ def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
     Raises `TokenizerError` when there is none.
     """
     directory = Path(model_dir)
-    found: set[int] = set()
+    end_ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
         if value is not None:
@@ -94,16 +89,16 @@ def end_token_ids(model_dir: str | Path, tokenizer: PreTrainedTokenizerBase) -> 
                     f"{directory / name}: eos_token_id = {shown(wrong[0])}: not a token id; write the id of the token "
                     "that ends a response"
                 )
-            found.update(ids)
+            end_ids.update(ids)
             break
     if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    if not found:
+        end_ids.add(tokenizer.eos_token_id)
+    if not end_ids:
         raise TokenizerError(
             f"model.path = {directory}: no end-of-sequence token in generation_config.json, config.json or "
             "the tokenizer; responses would never stop. Set eos_token_id in generation_config.json"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(end_ids))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -61,12 +61,12 @@ def render_chats(
     """
     out: list[str | ValueError] = []
     try:
-        known: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": not answered}
-        known |= tokenizer.special_tokens_map
-        known["chat_template"] = tokenizer.get_chat_template(None, tools=known["tools"])
+        template_kwargs: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": not answered}
+        template_kwargs |= tokenizer.special_tokens_map
+        template_kwargs["chat_template"] = tokenizer.get_chat_template(None, tools=template_kwargs["tools"])
         with borrowed(Templates, _CHATS_MEMORY) as worker:
             while len(out) < len(chats):
-                request = known, chats[len(out) : len(out) + _CHATS]
+                request = template_kwargs, chats[len(out) : len(out) + _CHATS]
                 parts = worker.ask(request, WAIT_S, "for the chat template", list[Any])
                 if isinstance(parts[0], str):
                     raise ValueError(parts[0])
@@ -101,11 +101,11 @@ class Tables:
         confine(memory)
 
     def __call__(self, request: bytes) -> list[Any] | bytes:
-        file, seconds, held = pickle.loads(request)
+        file, seconds, limit_bytes = pickle.loads(request)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             if file is not None:
-                self._batches, self._held = self._read(file), held
+                self._batches, self._left_bytes = self._read(file), limit_bytes
             return next(self._batches, [])
         except MemoryError:
             return ["takes more memory than half of the free memory; write it in smaller row groups"]
@@ -141,11 +141,9 @@ class Tables:
         if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
             raise ValueError(f"has the column {twice[0]!r} twice; rename one")
         for number, field in enumerate(batch.schema):
-            if str(field.type) == "float":  # of 32 bits; as text first, or 0.1 would become 0.10000000149
-                short = batch.column(number).cast("string").cast("float64")
-                batch = batch.set_column(number, field.name, short)
-            if (coarse := self._microseconds(field.type)) != field.type:
-                batch = batch.set_column(number, field.name, batch.column(number).cast(coarse, safe=False))
+            text, plain = (self._plain(field.type, float32) for float32 in (self._pa.string(), self._pa.float64()))
+            if plain != field.type:  # a float becomes text first, or 0.1 would become 0.10000000149
+                batch = batch.set_column(number, field.name, batch.column(number).cast(text, safe=False).cast(plain))
         batch.to_pylist(maps_as_pydicts="strict")
         sink = self._pa.BufferOutputStream()
         with self._pa.ipc.new_stream(sink, batch.schema) as out:
@@ -153,23 +151,30 @@ class Tables:
         self._hold(sink.tell())
         return sink.getvalue().to_pybytes()
 
-    def _microseconds(self, kind: Any) -> Any:
-        """Return a type with times in microseconds, because Python has no nanoseconds."""
-        types = self._pa.types
+    def _plain(self, kind: Any, float32: Any) -> Any:
+        """Return a type with microseconds, Python's finest, for nanoseconds, and `float32` for floats of 32 bits."""
+        pa, types = self._pa, self._pa.types
         if types.is_timestamp(kind) and kind.unit == "ns":
-            return self._pa.timestamp("us", kind.tz)
+            return pa.timestamp("us", kind.tz)
         if types.is_duration(kind) and kind.unit == "ns":
-            return self._pa.duration("us")
+            return pa.duration("us")
+        if types.is_dictionary(kind):
+            return self._plain(kind.value_type, float32)
         if types.is_struct(kind):
-            return self._pa.struct([field.with_type(self._microseconds(field.type)) for field in kind])
-        if types.is_list(kind):
-            return self._pa.list_(kind.value_field.with_type(self._microseconds(kind.value_type)))
-        return self._pa.time64("us") if types.is_time64(kind) else kind
+            return pa.struct([field.with_type(self._plain(field.type, float32)) for field in kind])
+        if types.is_map(kind):
+            return pa.map_(*(f.with_type(self._plain(f.type, float32)) for f in (kind.key_field, kind.item_field)))
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            inner = kind.value_field.with_type(self._plain(kind.value_type, float32))
+            return (
+                pa.large_list(inner) if types.is_large_list(kind) else pa.list_(inner, getattr(kind, "list_size", -1))
+            )
+        return float32 if types.is_float32(kind) else pa.time64("us") if types.is_time64(kind) else kind
 
     def _hold(self, size: int) -> None:
-        if self._held is not None:
-            self._held -= size
-            if self._held < 0:
+        if self._left_bytes is not None:
+            self._left_bytes -= size
+            if self._left_bytes < 0:
                 raise ValueError("its rows take more memory than half of the free memory; leave out rows or columns")
 
 
@@ -186,7 +191,7 @@ class Templates:
         confine(memory)
 
     def __call__(self, request: bytes) -> list[Any]:
-        known, chats = pickle.loads(request)
+        template_kwargs, chats = pickle.loads(request)
         out: list[Any] = []
         signal.setitimer(signal.ITIMER_PROF, _CHATS_S)
         while len(out) < len(chats) and sum(len(text) for text, _ in out) < _MOST_CHARACTERS:
@@ -194,7 +199,7 @@ class Templates:
             try:
                 if isinstance(chat, ValueError):
                     raise chat
-                text = self._render([list(chat)], **known)[0][0]
+                text = self._render([list(chat)], **template_kwargs)[0][0]
             except MemoryError:
                 return ["the template fills its memory"]
             except Exception as error:  # templates raise errors of their own, e.g. for unknown roles

@@ -72,11 +72,11 @@ def reward_stands_still(step: ExaminedStep, past: Past) -> Evidence:
     means = past.reward_means[-STILL:]
     if len(past.reward_means) < STILL or not step.setting("optimizer.lr"):
         return None
-    span, few = past.highest_reward - past.lowest_reward, STILL // 5
-    before, now = sum(means[:few]) / few, sum(means[-few:]) / few
-    if now > before + 0.02 * span or now > past.highest_reward - 0.1 * span:
+    span, window = past.highest_reward - past.lowest_reward, STILL // 5
+    old_mean, new_mean = sum(means[:window]) / window, sum(means[-window:]) / window
+    if new_mean > old_mean + 0.02 * span or new_mean > past.highest_reward - 0.1 * span:
         return None
-    return f"mean reward {now:.3g}, {before:.3g} {STILL} steps before"
+    return f"mean reward {new_mean:.3g}, {old_mean:.3g} {STILL} steps before"
 
 
 @check(
@@ -92,8 +92,8 @@ def rewards_failed(step: ExaminedStep, past: Past) -> Evidence:
     counts = {name: v for name, v in step.metrics.items() if re.match("(reward|environment)/failed_", name) and v}
     reasons = sorted(counts.items(), key=lambda count: -count[1])
     named = ", ".join(f"{name.replace('/failed_', ' ')} {count:.0f}" for name, count in reasons)
-    of = f" of {samples:.0f}" if samples else ""
-    return f"{failed:.0f}{of} samples have no reward" + (f": {named}" if named else "")
+    suffix = f" of {samples:.0f}" if samples else ""
+    return f"{failed:.0f}{suffix} samples have no reward" + (f": {named}" if named else "")
 
 
 @check(
@@ -110,7 +110,7 @@ def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
         if alike < 2 or 2 * alike < entry.num_samples or length * alike > TOKENS:
             continue
         same = np.flatnonzero(entry.response_lengths == length).tolist()
-        rollouts = step.read(entry, same, ("core",)).rollouts
+        rollouts = step.read_group(entry, same, ("core",)).rollouts
         kinds = Counter(rollout.token_ids.tobytes() for rollout in rollouts)
         ids, copies = kinds.most_common(1)[0]
         logprob = max(float(r.rollout_logprob.sum()) for r in rollouts if r.token_ids.tobytes() == ids)
@@ -129,25 +129,25 @@ def cloned_samples(step: ExaminedStep, past: Past) -> Evidence:
 )
 def other_temperature(step: ExaminedStep, past: Past) -> Evidence:
     """Check that the most likely token of the engine's lists is drawn as often as its log-prob predicts."""
-    wanted = step.setting("rollout.temperature", int, float)
+    expected = step.setting("rollout.temperature", int, float)
     for entry in step.entries:
-        if wanted is not None and not math.isclose(entry.temperature, wanted, rel_tol=1e-6):
+        if expected is not None and not math.isclose(entry.temperature, expected, rel_tol=1e-6):
             return (
-                f"prompt {entry.position} was sampled at temperature {entry.temperature:g}, the config has {wanted:g}"
+                f"prompt {entry.position} was sampled at temperature {entry.temperature:g}, the config has {expected:g}"
             )
     if not all(entry.topk for entry in step.entries):
         return None
-    drawn, said = [np.zeros(0)], [np.zeros(0)]
-    for entry, samples in _some(step):
-        for rollout in step.read(entry, samples, ("core", "topk")).rollouts:
+    hit_parts, chance_parts = [np.zeros(0)], [np.zeros(0)]
+    for entry, samples in _first_samples(step):
+        for rollout in step.read_group(entry, samples, ("core", "topk")).rollouts:
             if rollout.topk_ids is None or rollout.rollout_topk_logprob is None or rollout.spans is not None:
                 continue
             logprobs = np.where(rollout.topk_ids < 0, -np.inf, rollout.rollout_topk_logprob)
             best = logprobs.argmax(axis=1)
             rows = np.arange(len(best))
-            drawn.append(rollout.topk_ids[rows, best] == rollout.token_ids)
-            said.append(np.exp(logprobs[rows, best]))
-    hits, chance = np.concatenate(drawn), np.concatenate(said)
+            hit_parts.append(rollout.topk_ids[rows, best] == rollout.token_ids)
+            chance_parts.append(np.exp(logprobs[rows, best]))
+    hits, chance = np.concatenate(hit_parts), np.concatenate(chance_parts)
     spread = math.sqrt(float((chance * (1 - chance)).clip(0).sum()) + 1)
     off = float(hits.sum() - chance.sum())
     if len(hits) < 100 or abs(off) < 7 * spread or abs(off) < 0.02 * len(hits):
@@ -158,16 +158,12 @@ def other_temperature(step: ExaminedStep, past: Past) -> Evidence:
 @check("tokenizer of another model", "model.path must have the tokenizer of the bank's rollouts")
 def other_tokenizer(step: ExaminedStep, past: Past) -> Evidence:
     tokenizer = step.tokenizer
-    if tokenizer is None or step.setting("data.overlong") == "truncate":
+    if tokenizer is None:
         return None
-    for entry, samples in _some(step):
-        group = step.read(entry, samples[:1], ("core",))
-        ids = group.prompt.token_ids.tolist()
-        if ids not in tokenizer.encodings(group.prompt.text):
-            return f"prompt {entry.position}: model.path's tokenizer encodes its text as other token ids"
-        largest = max((int(r.token_ids.max()) for r in group.rollouts if len(r.token_ids)), default=0)
-        if largest >= tokenizer.size:
-            return f"prompt {entry.position}: token {largest} was sampled, the tokenizer has {tokenizer.size}"
+    truncated = step.setting("data.overlong") == "truncate"
+    for entry, samples in _first_samples(step):
+        if mismatch := tokenizer.mismatch(step.read_group(entry, samples[:1], ("core",)), truncated=truncated):
+            return f"prompt {entry.position}: model.path's tokenizer {mismatch}"
     return None
 
 
@@ -176,8 +172,8 @@ def wrong_special_tokens(step: ExaminedStep, past: Past) -> Evidence:
     tokenizer = step.tokenizer
     if tokenizer is None:
         return None
-    for entry, _ in _some(step):
-        prompt = step.read(entry, (), ("core",)).prompt
+    for entry, _ in _first_samples(step):
+        prompt = step.read_group(entry, (), ("core",)).prompt
         ids = prompt.token_ids.tolist()
         if len(ids) > 1 and ids[0] == ids[1] and ids[0] in tokenizer.special:
             return f"prompt {entry.position} begins with {tokenizer.special[ids[0]]} twice"
@@ -210,13 +206,13 @@ def truncated(step: ExaminedStep, past: Past) -> Evidence:
 def held_out_reward_stays(step: ExaminedStep, past: Past) -> Evidence:
     """Check from the third evaluation on whether it gained less than a tenth of the gain in training."""
     names = [name for name in ("eval/reward_mean", "eval/accuracy") if step.value(name) is not None]
-    if not names or len(before := past.first(names[0])) < 2 or not past.improved(step):
+    if not names or len(scores := past.first(names[0])) < 2 or not past.improved(step):
         return None
     gain = float(step.value("rollout/reward_mean") or 0) - float(np.mean(past.reward_means[:FIRST]))
     now = step.value(names[0]) or 0.0
-    if now > before[0] + 0.1 * gain:
+    if now > scores[0] + 0.1 * gain:
         return None
-    return f"{names[0]} {now:.3g}, {before[0]:.3g} at the first evaluation; the training reward rose by {gain:.3g}"
+    return f"{names[0]} {now:.3g}, {scores[0]:.3g} at the first evaluation; the training reward rose by {gain:.3g}"
 
 
 @check(
@@ -230,20 +226,20 @@ def alike_answers(step: ExaminedStep, past: Past) -> Evidence:
     Answers of less than 8 tokens are left out, because a class or a number may be right for several prompts.
     """
     answers: dict[str, list[np.ndarray]] = {}
-    for entry, samples in _some(step):
-        group = step.read(entry, samples, ("core",))
+    for entry, samples in _first_samples(step):
+        group = step.read_group(entry, samples, ("core",))
         long = [rollout.token_ids for rollout in group.rollouts if len(rollout.token_ids) >= 8]
         if 2 * len(long) >= len(group.rollouts) > 0:
             answers.setdefault(group.prompt.text, []).extend(long)
     if len(answers) < 2:
         return None
-    for least, about, kinds in (
-        (0.5, "answers are the same text", [Counter(ids.tobytes() for ids in each) for each in answers.values()]),
-        (0.8, "tokens are the same token", [Counter(np.concatenate(each).tolist()) for each in answers.values()]),
+    for threshold, about, kinds in (
+        (0.5, "answers are the same text", [Counter(ids.tobytes() for ids in arrays) for arrays in answers.values()]),
+        (0.8, "tokens are the same token", [Counter(np.concatenate(arrays).tolist()) for arrays in answers.values()]),
     ):
         common = sum(kinds, Counter()).most_common(1)[0][0]
         share = min(kind[common] / kind.total() for kind in kinds)
-        if share >= least:
+        if share >= threshold:
             return f"to {len(answers)} different prompts, at least {share:.0%} of the {about}"
     return None
 
@@ -283,23 +279,23 @@ def everything_masked(step: ExaminedStep, past: Past) -> Evidence:
 
 @check("stale beyond the bound", "rollout.beyond_bound: drop or wait; fewer rollout.max_concurrent_groups")
 def stale_beyond_bound(step: ExaminedStep, past: Past) -> Evidence:
-    bound, found = step.setting("rollout.max_staleness", int), step.value("rollout/staleness_max")
-    if bound is None or found is None or found <= bound or step.setting("rollout.bank", str):
+    bound, staleness = step.setting("rollout.max_staleness", int), step.value("rollout/staleness_max")
+    if bound is None or staleness is None or staleness <= bound or step.setting("rollout.bank", str):
         return None
-    return f"a token is {found:.0f} versions old, rollout.max_staleness is {bound}"
+    return f"a token is {staleness:.0f} versions old, rollout.max_staleness is {bound}"
 
 
 @check("not finite", "a smaller optimizer.lr; check dtypes and the start model's weights")
 def non_finite(step: ExaminedStep, past: Past) -> Evidence:
-    found = [
+    problems = [
         f"{name} has no finite value" for name in ("train/loss", "train/grad_norm") if step.metrics.get(name, 0) is None
     ]
     counted = {name: step.value(name) for name in ("train/nonfinite_tokens", "rollout/invalid_samples")}
     # In fp16 some updates overflow until the loss scale fits.
     overflowed = step.value("train/overflowed_updates") or 0
     counted["train/skipped_updates"] = (step.value("train/skipped_updates") or 0) - overflowed
-    found += [f"{name} {value:.0f}" for name, value in counted.items() if value]
-    return ", ".join(found) or None
+    problems += [f"{name} {value:.0f}" for name, value in counted.items() if value]
+    return ", ".join(problems) or None
 
 
 @check("routes missing", "the engine must return the experts of every token: docs/engines.md")
@@ -333,28 +329,28 @@ def weights_did_not_arrive(step: ExaminedStep, past: Past) -> Evidence:
     """
     unconfirmed = step.value("engine/unconfirmed")
     version, lag = step.newest_version, step.setting("rollout.max_staleness", int) or 0
-    still = past.newest_versions[-(lag + 2) :]
+    versions = past.newest_versions[-(lag + 2) :]
     follows = not step.setting("rollout.bank", str) and version is not None
-    if follows and len(still) == lag + 2 and min(still) == version:
+    if follows and len(versions) == lag + 2 and min(versions) == version:
         return f"the engines have sampled with version {version} for {lag + 2} steps"
-    now, before = step.value("mismatch/kl"), past.last("mismatch/kl")
-    if now is None or before is None or now < 0.01 or now < 20 * before:
+    now, previous = step.value("mismatch/kl"), past.last("mismatch/kl")
+    if now is None or previous is None or now < 0.01 or now < 20 * previous:
         return None
-    more = f"; {unconfirmed:.0f} engines not verified" if unconfirmed else ""
-    return f"mismatch/kl {now:.2g} nats a token, {before:.2g} one step before{more}"
+    note = f"; {unconfirmed:.0f} engines not verified" if unconfirmed else ""
+    return f"mismatch/kl {now:.2g} nats a token, {previous:.2g} one step before{note}"
 
 
 @check(
     "mismatch grows", "objective.mismatch: truncate, routing replay with experts, or a higher precision in the engine"
 )
 def mismatch_grows(step: ExaminedStep, past: Past) -> Evidence:
-    name, steps, factor, why = "mismatch/kl", 3, 10, ""
+    name, steps, factor, cause = "mismatch/kl", 3, 10, ""
     if step.setting("model.dtype", str) == "fp32" and (dtype := step.setting("engine.dtype", str)) in ("bf16", "fp16"):
-        steps, factor, why = 1, 4, f"; {dtype} engines round small updates of an fp32 trainer away"
+        steps, factor, cause = 1, 4, f"; {dtype} engines round small updates of an fp32 trainer away"
     now, first = step.value(name), past.at_start(name)
     if now is None or first is None or past.steps < steps or now < 1e-3 or now < factor * first:
         return None
-    return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps{why}"
+    return f"mismatch/kl {now:.2g} nats a token, {first:.2g} in the first steps{cause}"
 
 
 @check("short lists of a teacher", "raise distillation.topk, and the teacher's --max-logprobs with it")
@@ -371,12 +367,12 @@ def gradient_norm_spikes(step: ExaminedStep, past: Past) -> Evidence:
     return f"train/grad_norm {now:.2g}, {recent:.2g} in the steps before"
 
 
-def _some(step: ExaminedStep) -> list[tuple[BankEntry, list[int]]]:
+def _first_samples(step: ExaminedStep) -> list[tuple[BankEntry, list[int]]]:
     """Return the first groups with their first samples, up to TOKENS tokens in all."""
-    left, found = TOKENS, []
+    left, selection = TOKENS, []
     for entry in step.entries[:GROUPS]:
         ends = np.cumsum(entry.response_lengths)
         count = int(np.searchsorted(ends, left, side="right"))
-        found.append((entry, list(range(count))))
+        selection.append((entry, list(range(count))))
         left -= int(ends[count - 1]) if count else 0
-    return found
+    return selection

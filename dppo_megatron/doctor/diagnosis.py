@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.bank import BankEntry, BankError, BankReader
+from dppo_megatron.data.tokenizer_file import TokenizerFile
 from dppo_megatron.observability.history import History, ReportError, read_settings
+from dppo_megatron.observability.logs import last_lines
 from dppo_megatron.observability.names import is_step_record
 from dppo_megatron.observability.run_state import RunState, run_state
-from dppo_megatron.observability.tail import JsonlFollower
+from dppo_megatron.observability.tail import JsonlFollower, Select
 from dppo_megatron.run_dir import RunDir, run_below
 
 from .checks import CHECKS, Check
 from .steps import ExaminedStep, Past
-from .tokenizer_file import TokenizerFile
 
 
 @dataclass
@@ -41,14 +42,20 @@ class Finding:
 
 EARLIER = 200  # steps before a resume that are checked again, so that their findings are not reported twice
 DIED, REMEDY = "run died", "remove the cause, then `train --resume`"
+# Each row has parts of messages and a remedy, which docs/faq.md explains: "a part|another => remedy".
+_ROWS = Path(__file__).with_name("known_causes.txt").read_text().splitlines()
+KNOWN_CAUSES = [(part, remedy) for parts, remedy in (row.split(" => ") for row in _ROWS) for part in parts.split("|")]
 
 
 class Examination:
-    """Follows a run. Reads the bank's index and a few tokens of every step, and keeps a few numbers of each step."""
+    """Follows a run. Reads the bank's index and a few tokens of every step, and keeps a few numbers of each step.
 
-    def __init__(self, run_dir: Path):
+    `select` chooses the lines of metrics.jsonl that are read at the start.
+    """
+
+    def __init__(self, run_dir: Path, select: Select = iter):
         self._run = RunDir(run_dir)
-        self._follower = JsonlFollower(self._run.metrics)
+        self._follower = JsonlFollower(self._run.metrics, select)
         self.findings: dict[str, Finding] = {}
         self.unread = ""  # why some rollouts were not read
         self.state: RunState | None = None  # of `diagnose`
@@ -67,17 +74,19 @@ class Examination:
         only the newest EARLIER steps, and keeps the numbers of the others.
         """
         records, restarted = self._follower.poll()
-        if restarted:  # a resumed run repeats steps; earlier findings stay
+        if restarted:  # the trainer of a resumed run removed the steps that it repeats; earlier findings stay
             self._begin()
+            rollouts = False
         for record in records:
             step = record["step"]
             if step <= self.examined:  # an evaluation ends after its step, which was examined already
                 step, record = self.examined + 1, {n: v for n, v in record.items() if n.startswith("eval/")}
             self._rows.setdefault(step, {}).update(record)
         new = []
-        numbers = sorted(step for step, row in self._rows.items() if is_step_record(row))
-        checked = set(numbers if rollouts else numbers[-EARLIER:])
-        for number in numbers:
+        steps = sorted(step for step, row in self._rows.items() if is_step_record(row))
+        checked = set(steps if rollouts else steps[-EARLIER:])
+        # Also evaluations of steps that `select` left out.
+        for number in sorted(step for step in self._rows if steps and step <= steps[-1]):
             new += self._examine(number, self._rows.pop(number), rollouts, CHECKS if number in checked else ())
             self.examined = number
         return new
@@ -96,11 +105,11 @@ class Examination:
                 self.unread, evidence = str(error), None
             if evidence is None:
                 continue
-            if found := self.findings.get(name):
-                found.last, found.steps = number, found.steps + 1
+            if finding := self.findings.get(name):
+                finding.last, finding.steps = number, finding.steps + 1
             else:
                 new.append(Finding(name, number, number, 1, evidence, remedy))
-        self.findings |= {found.name: found for found in new}
+        self.findings |= {finding.name: finding for finding in new}
         self.unread = self.unread or self._source.problem
         self._past.add(step)
         return new
@@ -113,10 +122,13 @@ class _ExaminedRun:
         self._setting = setting = History(run.root.name, read_settings(run.root), {}, ()).setting
         supervised = setting("objective.name", str) == "nll"
         self._groups = 0 if supervised else max(0, setting("rollout.prompts_per_step", int) or 0)
-        self._reader = BankReader(setting("rollout.bank", str) or run.bank)
+        bank = Path(setting("rollout.bank", str) or run.bank)
+        self._reader = BankReader(bank)
         model = setting("model.path", str)
         self._tokenizer = TokenizerFile.load(run.model(model) or Path(model or ""))
-        self.problem = ""
+        # Without config.yaml, settings of the checks are unknown, too.
+        absent = [path for path in (run.config, bank) if not (supervised or path.exists())]
+        self.problem = f"{absent[0]} is missing; restore it" if absent else ""
 
     def step(self, number: int, row: dict[str, Any], rollouts: bool) -> ExaminedStep:
         entries = self._entries(number) if rollouts else []
@@ -144,20 +156,30 @@ def diagnose(run_dir: Path) -> Examination:
     if state.kind == "died":
         prefix = run.flight_recorder.name
         dumps = f"; `torchfrtrace {run.logs} --prefix {prefix}` shows the collectives of each rank"
-        why = state.why + (dumps if any(run.logs.glob(f"{prefix}*")) else "")
-        examination.findings[DIED] = Finding(DIED, state.step, state.step, 1, why, REMEDY)
+        cause, remedy = known_cause(state.reason, run.logs)
+        cause += dumps if any(run.logs.glob(f"{prefix}*")) else ""
+        examination.findings[DIED] = Finding(DIED, state.step, state.step, 1, cause, remedy)
     return examination
+
+
+def known_cause(cause: str, logs: Path) -> tuple[str, str]:
+    """Return `cause`, with the first line of the logs that has a known cause unless `cause` has one, and the remedy."""
+    oldest = sorted(logs.glob("*.log"), key=lambda log: log.stat().st_mtime)[:32]  # a failed process writes first
+    lines = ((cause, cause), *((line, f"{cause}; {line} ({log})") for log in oldest for line in last_lines(log, 400)))
+    matches = ((shown, remedy) for line, shown in lines for part, remedy in KNOWN_CAUSES if part in line)
+    return next(((shown, f"{remedy}; then `train --resume`") for shown, remedy in matches), (cause, REMEDY))
 
 
 def text(examination: Examination) -> str:
     """Return the findings as text: name, steps, evidence and remedy."""
     state = examination.state
     lines = [] if state is None or state.kind == "died" else [f"state: {state}"]
-    for found in sorted(examination.findings.values(), key=lambda finding: finding.since):
-        span = f"step {found.since}" if found.last == found.since else f"steps {found.since} to {found.last}"
-        lines += [f"{found.name}: {span} ({found.steps})", f"  {found.evidence}", f"  -> {found.remedy}"]
+    for finding in sorted(examination.findings.values(), key=lambda finding: finding.since):
+        span = f"step {finding.since}" if finding.last == finding.since else f"steps {finding.since} to {finding.last}"
+        lines += [f"{finding.name}: {span} ({finding.steps})", f"  {finding.evidence}", f"  -> {finding.remedy}"]
     if examination.unread:
         lines.append(f"some rollouts were not read: {examination.unread}")
     if not examination.findings:
-        lines.append(f"nothing found in {examination.examined} steps")
+        steps = examination.examined
+        lines.append(f"nothing found in {steps} steps" if steps else "no step examined: metrics.jsonl has none")
     return "\n".join(lines)

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.bank import BankEntry
+from dppo_megatron.data.tokenizer_file import TokenizerFile
 from dppo_megatron.types import RolloutGroup
-
-from .tokenizer_file import TokenizerFile
 
 FIRST, RECENT = 3, 10  # steps that count as the start, and as recent
 
@@ -23,25 +22,25 @@ FIRST, RECENT = 3, 10  # steps that count as the start, and as recent
 class ExaminedStep:
     """Contains the data that checks read of one step.
 
-    `read(entry, samples, parts)` returns a group. `setting("a.b", *kinds)` returns a setting of the run, or None.
+    `read_group(entry, samples, parts)` returns a group. `setting("a.b", *kinds)` returns a setting of the run, or None.
     """
 
     number: int
     metrics: Mapping[str, float | None]
     entries: Sequence[BankEntry]
-    read: Callable[[BankEntry, Sequence[int], Sequence[str]], RolloutGroup]
+    read_group: Callable[[BankEntry, Sequence[int], Sequence[str]], RolloutGroup]
     setting: Callable[..., Any]
     tokenizer: TokenizerFile | None  # None: model.path has no tokenizer.json
 
     def value(self, name: str) -> float | None:
-        found = self.metrics.get(name)
-        return float(found) if isinstance(found, int | float) else None
+        metric = self.metrics.get(name)
+        return float(metric) if isinstance(metric, int | float) else None
 
     @cached_property
     def rewards(self) -> np.ndarray:
         """Return the rewards, fp32 [trajectories with a reward]."""
-        each = [(entry, entry.first_of_trajectories) for entry in self.entries]
-        parts = [entry.rewards[first][~entry.reward_failed[first]] for entry, first in each]
+        pairs = [(entry, entry.first_of_trajectories) for entry in self.entries]
+        parts = [entry.rewards[first][~entry.reward_failed[first]] for entry, first in pairs]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Any
 
 from dppo_megatron.common.dtypes import DTYPES
 from dppo_megatron.config import Config
-from dppo_megatron.weights.fingerprint import Fingerprint, of_workers
+from dppo_megatron.weights.fingerprint import Fingerprint, join_workers
 
 from .byte_budget import ByteBudget
 from .http import EngineCalls
@@ -50,14 +50,14 @@ class HttpEngine(Engine):
                 self._limits = await self.info()
             return self._limits
 
-    def _joined(self, what: str, decode: Callable[[], list[Trace]]) -> Trace:
+    def _joined(self, action: str, decode: Callable[[], list[Trace]]) -> Trace:
         """Return one trace, joined from the traces that `decode` returns for each worker."""
         try:
             trace = joined(decode())
         except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-            raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error!r}") from error
+            raise InvalidSample(f"engine {self.url}: {action}: garbled reply: {error!r}") from error
         if not trace:
-            raise EngineRefused(f"engine {self.url}: {what}: {UNSEEN}")
+            raise EngineRefused(f"engine {self.url}: {action}: {UNSEEN}")
         return trace
 
     def _fingerprint(self, workers: Any) -> Fingerprint:
@@ -66,7 +66,7 @@ class HttpEngine(Engine):
         Raises `EngineError` if copies of the same weights differ between workers.
         """
         try:
-            whole, unequal = of_workers(
+            whole, unequal = join_workers(
                 {group: share and (int(share[0]), int(share[1])) for group, share in worker.items()}
                 for worker in workers
             )

@@ -61,7 +61,7 @@ class SuffixIndex:
         self._begin = 0  # places before it belong to dropped sequences
         self._places: dict[bytes, list[int]] = {}  # suffix -> indices in `_tokens` of the tokens after the suffix
         self._overall = overall or DraftRate()
-        self._own: DraftRate | None = None  # since the first draft
+        self._rate: DraftRate | None = None  # since the first draft
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Add a response, preceded by the last tokens of its prompt. Drop the oldest sequences above `MOST_TOKENS`."""
@@ -80,21 +80,21 @@ class SuffixIndex:
         """Free the memory of the index. The next draft builds it again."""
         self._indexed, self._begin, self._tokens, self._places = 0, 0, [], {}
 
-    def draft(self, suffix: np.ndarray, most: int) -> tuple[list[int], list[float]]:
-        """Return at most `most` likely next tokens of a sample, and the share of occurrences with each token.
+    def draft(self, suffix: np.ndarray, limit: int) -> tuple[list[int], list[float]]:
+        """Return at most `limit` likely next tokens of a sample, and the share of occurrences with each token.
 
         `suffix` [at least max(SUFFIXES), or all] int32 has the last tokens of the prompt and sample.
         """
         self._index()
         key = np.ascontiguousarray(suffix, np.int32).tobytes()
-        found = next((f for n in SUFFIXES if (f := self._found(key[-4 * n :])) and len(key) >= 4 * n), None)
+        matches = next((f for n in SUFFIXES if (f := self._matches(key[-4 * n :])) and len(key) >= 4 * n), None)
         tokens: list[int] = []
         shares: list[float] = []
-        if not found:
+        if not matches:
             return tokens, shares
-        self._own = self._own or DraftRate(PRIOR, PRIOR * max(LOWEST, self._overall.rate))
-        places, rate, probability = found, self._own.rate, 1.0
-        while len(tokens) < most:
+        self._rate = self._rate or DraftRate(PRIOR, PRIOR * max(LOWEST, self._overall.rate))
+        places, rate, probability = matches, self._rate.rate, 1.0
+        while len(tokens) < limit:
             following: dict[int, list[int]] = {}
             for place in places:
                 following.setdefault(self._tokens[place], []).append(place + 1)
@@ -110,10 +110,10 @@ class SuffixIndex:
 
     def tested(self, shares: Sequence[float], accepted: int) -> None:
         """Record that the first `accepted` tokens of a draft were sampled and that the next token, if any, was not."""
-        for counts in filter(None, (self._own, self._overall)):
+        for counts in filter(None, (self._rate, self._overall)):
             counts.add(sum(shares[: accepted + 1]), accepted)
 
-    def _found(self, suffix: bytes) -> list[int]:
+    def _matches(self, suffix: bytes) -> list[int]:
         """Return the newest places after the suffix, oldest first."""
         newest = self._places.get(suffix, ())[-MOST_PLACES:]
         return [place for place in newest if place >= self._begin]

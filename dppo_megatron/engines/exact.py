@@ -87,9 +87,9 @@ class Operators:
             return self.head(x, layer.weight)
         if kind == "RowParallelLinear":
             parts = zip(x.chunk(ranks, dim=-1), layer.weight.chunk(ranks, dim=1), strict=True)
-            out, *others = [product(part, weight.t()) for part, weight in parts]
-            for other in others:
-                out = out + other
+            out, *partial_outs = [product(part, weight.t()) for part, weight in parts]
+            for partial_out in partial_outs:
+                out = out + partial_out
         else:
             out = self._columns(x, layer.weight, _fused(layer))
         return out if bias is None else out + bias
@@ -114,8 +114,8 @@ class Operators:
     def _shard(self, rows: Tensor, rank: int) -> Tensor:
         """Return the rows of `rank`, padded to the shard's size."""
         columns = self._exact.shard_columns
-        own = rows[rank * columns : (rank + 1) * columns]
-        return F.pad(own, (0, 0, 0, columns - len(own)))
+        shard = rows[rank * columns : (rank + 1) * columns]
+        return F.pad(shard, (0, 0, 0, columns - len(shard)))
 
     def activation(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up, computed separately for the columns of each rank.
@@ -178,15 +178,15 @@ def attend(
         if not count:
             continue
         members = (counts == count).nonzero().flatten()
-        of_members = lengths[members]
-        longest = int(of_members.max())
+        member_lengths = lengths[members]
+        longest = int(member_lengths.max())
         rows = (starts[members][:, None] + torch.arange(count)).flatten()
         keys, values = cached(members, longest)
         # Values after the length may be NaN, and 0 times NaN is NaN.
-        behind = torch.arange(longest) >= of_members[:, None]
-        values = values.masked_fill(behind[:, :, None, None], 0.0)
+        padding = torch.arange(longest) >= member_lengths[:, None]
+        values = values.masked_fill(padding[:, :, None, None], 0.0)
         queries = query[rows].view(len(members), count, *query.shape[1:])
-        out[rows] = attention(queries, keys, values, of_members - count, scale).flatten(0, 1)
+        out[rows] = attention(queries, keys, values, member_lengths - count, scale).flatten(0, 1)
     return out
 
 

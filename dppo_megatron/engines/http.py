@@ -59,7 +59,7 @@ class EngineCalls:
 
     async def call(
         self,
-        what: str,
+        action: str,
         path: str,
         timeout_s: float = CONTROL_TIMEOUT_S,
         *,
@@ -71,7 +71,7 @@ class EngineCalls:
     ) -> bytes | bytearray:
         """Return the body of a 200 reply. Send POST if there is a body, else GET.
 
-        `what` names the operation in errors. The timeout error ends with `timeout_remedy`. With `slot` the reply
+        `action` names the operation in errors. The timeout error ends with `timeout_remedy`. With `slot` the reply
         is read only when it fits the byte budget.
         """
         content = json.dumps(body).encode() if body is not None else content
@@ -87,26 +87,26 @@ class EngineCalls:
                     wait = min(2 * wait, RETRY_BUSY_S[1])
         except TimeoutError:
             raise EngineTimeout(
-                f"engine {self.url}: no answer within {timeout_s:g} s to {what}{timeout_remedy}"
+                f"engine {self.url}: no answer within {timeout_s:g} s to {action}{timeout_remedy}"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             if isinstance(error, aiohttp.ClientConnectorError):
                 reason += "; start that engine, or correct its URL"
-            raise EngineUnavailable(f"engine {self.url}: connection failed during {what}: {reason}") from None
+            raise EngineUnavailable(f"engine {self.url}: connection failed during {action}: {reason}") from None
         if status == 200:
             return reply
-        raise self._failure(what, status, reply)
+        raise self._failure(action, status, reply)
 
-    async def json(self, what: str, path: str, timeout_s: float = CONTROL_TIMEOUT_S, **call: Any) -> dict[str, Any]:
+    async def json(self, action: str, path: str, timeout_s: float = CONTROL_TIMEOUT_S, **call: Any) -> dict[str, Any]:
         """Return the JSON object of a 200 reply. Raises `EngineError` for anything else."""
-        reply = await self.call(what, path, timeout_s, **call)
+        reply = await self.call(action, path, timeout_s, **call)
         try:
             parsed = json.loads(reply)
         except ValueError:
             parsed = None
         if not isinstance(parsed, dict):
-            raise EngineError(f"engine {self.url}: {what}: garbled reply: {reply[:200]!r}")
+            raise EngineError(f"engine {self.url}: {action}: garbled reply: {reply[:200]!r}")
         return parsed
 
     async def close(self) -> None:
@@ -125,8 +125,8 @@ class EngineCalls:
         url = URL(self.url + path, encoded=True)
         headers = None if content is None else JSON
         async with self._session.request(method, url, data=content, headers=headers, allow_redirects=False) as reply:
-            read = reply.read() if slot is None or reply.status != 200 else slot.read(reply)
-            return reply.status, await read
+            body = reply.read() if slot is None or reply.status != 200 else slot.read(reply)
+            return reply.status, await body
 
     def _open(self) -> aiohttp.ClientSession:
         tls = ssl.create_default_context(cafile=certifi.where()) if self.url.startswith("https") else True
@@ -141,8 +141,8 @@ class EngineCalls:
             trust_env=False,  # engines are peers of this process; requests to them must never pass a web proxy
         )
 
-    def _failure(self, what: str, status: int, content: bytes | bytearray) -> EngineError:
-        message = f"engine {self.url}: {what} failed with status {status}: {_reason(content)}"
+    def _failure(self, action: str, status: int, content: bytes | bytearray) -> EngineError:
+        message = f"engine {self.url}: {action} failed with status {status}: {_reason(content)}"
         if status == 404:
             return EngineIncompatible(f"{message} ({self._unknown_route})")
         if status in (401, 403):

@@ -24,23 +24,23 @@ class Internal(NamedTuple):
     """
 
     path: str  # module:name
-    why: str
+    purpose: str
     passed: tuple[str, ...] | None = None  # "self", "name=", or "_" for a positional argument; None = we do not call it
-    read: tuple[str, ...] = ()  # attributes of its instances that we read or set
+    attributes: tuple[str, ...] = ()  # attributes of its instances that we read or set
 
     def problem(self) -> str | None:
         """Return how the installed version differs from this entry, or None if it matches."""
         module, _, names = self.path.partition(":")
         try:
-            found = import_module(module)
+            target = import_module(module)
             for name in filter(None, names.split(".")):
-                found = getattr(found, name)
+                target = getattr(target, name)
         except (ImportError, AttributeError) as error:
-            return f"{self.path} ({self.why}) is absent: {error}"
-        if self.passed is not None and (mismatch := _refuses(found, self.passed)):
-            return f"{self.path} ({self.why}) takes other arguments: {mismatch}"
-        if lost := [name for name in self.read if not _has(found, name)]:
-            return f"{self.path} ({self.why}) has no {', '.join(lost)}"
+            return f"{self.path} ({self.purpose}) is absent: {error}"
+        if self.passed is not None and (mismatch := _refuses(target, self.passed)):
+            return f"{self.path} ({self.purpose}) takes other arguments: {mismatch}"
+        if lost := [name for name in self.attributes if not _has(target, name)]:
+            return f"{self.path} ({self.purpose}) has no {', '.join(lost)}"
         return None
 
 
@@ -54,10 +54,10 @@ def names_of(kind: str) -> tuple[str, list[str], list[Internal]]:
         elif word == "public":
             public = rest.split()
         elif word != "#":
-            if (found := _LINE.fullmatch(line)) is None:
+            if (match := _LINE.fullmatch(line)) is None:
                 raise ValueError(f"{kind}/internals.txt: {line!r} is not a name and its use")
-            passed, read = (None if found[part] is None else _items(found[part]) for part in ("passed", "read"))
-            names.append(Internal(found["path"], found["why"], passed, read or ()))
+            passed, attributes = (None if match[part] is None else _items(match[part]) for part in ("passed", "read"))
+            names.append(Internal(match["path"], match["why"], passed, attributes or ()))
     return version, public, names
 
 

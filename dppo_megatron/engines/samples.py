@@ -31,14 +31,14 @@ class GroupSamples:
     counts: dict[str, int] = field(default_factory=dict)  # work counts of these samples, named as in `Engine.counts`
 
     @classmethod
-    def of(cls, samples: Sequence[Rollout]) -> GroupSamples:
+    def from_rollouts(cls, samples: Sequence[Rollout]) -> GroupSamples:
         """Concatenate the samples of one group, which must all have the same columns."""
-        found = [sample.columns for sample in samples]
+        column_dicts = [sample.columns for sample in samples]
         return cls(
             lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
             finish_reasons=tuple(sample.finish_reason for sample in samples),
             token_ids=np.concatenate([sample.token_ids for sample in samples]),
-            columns={name: np.concatenate([columns[name] for columns in found]) for name in found[0]},
+            columns={name: np.concatenate([columns[name] for columns in column_dicts]) for name in column_dicts[0]},
         )
 
     def rollouts(self, prompt_tokens: int) -> tuple[Rollout, ...]:
@@ -46,8 +46,8 @@ class GroupSamples:
         tokens = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
         columns = split_columns(self.columns, self.lengths, self.lengths + prompt_tokens - 1)
         return tuple(
-            Rollout.of(own, token_ids=ids, finish_reason=reason)
-            for own, ids, reason in zip(columns, tokens, self.finish_reasons, strict=True)
+            Rollout.from_columns(sample_columns, token_ids=ids, finish_reason=reason)
+            for sample_columns, ids, reason in zip(columns, tokens, self.finish_reasons, strict=True)
         )
 
     def check(self, request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
@@ -73,18 +73,18 @@ class GroupSamples:
     def _check_columns(self, request: GenerateRequest) -> None:
         group = f"group {request.request_id}"
         total = int(self.lengths.sum()) if self.lengths.ndim == 1 else -1
-        read = total + request.n * (len(request.token_ids) - 1)
-        found = {"lengths": self.lengths, "token_ids": self.token_ids, **self.columns}
-        shapes = expected_shapes(self.columns, total, read, self.columns, K=request.topk)
+        read_rows = total + request.n * (len(request.token_ids) - 1)
+        arrays = {"lengths": self.lengths, "token_ids": self.token_ids, **self.columns}
+        shapes = expected_shapes(self.columns, total, read_rows, self.columns, K=request.topk)
         for name, shape in {"lengths": (request.n,), "token_ids": (total,), **shapes}.items():
-            column, array = column_named(name), found.get(name)
+            column, array = column_named(name), arrays.get(name)
             if column is not None and not request.asks_for(column):
                 if array is not None:
                     raise InvalidSample(f"{group}: the engine returned {name}, which was not requested")
                 continue
             if array is None or array.shape != shape:
-                what = "missing" if array is None else f"of shape {array.shape}"
-                raise InvalidSample(f"{group}: {name} is {what}, expected {shape}")
+                problem = "missing" if array is None else f"of shape {array.shape}"
+                raise InvalidSample(f"{group}: {name} is {problem}, expected {shape}")
             if str(array.dtype) not in (dtypes := ("int32",) if column is None else column.dtypes):
                 raise InvalidSample(f"{group}: {name} is {array.dtype}, expected {' or '.join(dtypes)}")
         if len(self.finish_reasons) != request.n:
@@ -117,14 +117,14 @@ class GroupSamples:
 
     def _check_topk(self, check: _Check, vocab_size: int) -> None:
         ids, logprobs = self.columns["topk_ids"], self.columns["rollout_topk_logprob"]
-        listed = np.ones(ids.shape, dtype=bool)
+        valid = np.ones(ids.shape, dtype=bool)
         if (counts := self.columns.get("sampling_mask_counts")) is not None:  # other tokens have probability 0
             places = np.arange(ids.shape[1])
-            listed = places < counts[:, None]
-            check.tokens(((ids >= 0) != listed).any(1), "the top K are more or fewer than the tokens of its mask")
-            ids, logprobs = np.where(listed, ids, vocab_size + places), np.where(listed, logprobs, np.float32(-1e30))
-            check.tokens((listed & ~self._in_mask(ids, vocab_size)).any(1), "a top-K id is not in the sampling mask")
-        check.tokens(np.any(listed & ((ids < 0) | (ids >= vocab_size)), axis=1), f"top-K id outside [0, {vocab_size})")
+            valid = places < counts[:, None]
+            check.tokens(((ids >= 0) != valid).any(1), "the top K are more or fewer than the tokens of its mask")
+            ids, logprobs = np.where(valid, ids, vocab_size + places), np.where(valid, logprobs, np.float32(-1e30))
+            check.tokens((valid & ~self._in_mask(ids, vocab_size)).any(1), "a top-K id is not in the sampling mask")
+        check.tokens(np.any(valid & ((ids < 0) | (ids >= vocab_size)), axis=1), f"top-K id outside [0, {vocab_size})")
         check.tokens(~np.isfinite(logprobs).all(1), "top-K log-prob is missing or not finite")
         check.tokens(np.any(np.diff(logprobs, axis=1) > LOGPROB_TOLERANCE, axis=1), "top-K log-probs are not in order")
         check.tokens(np.exp(logprobs).sum(1) > 1 + 1e-3, "top-K probabilities sum to more than 1")
@@ -141,20 +141,20 @@ class GroupSamples:
         starts = np.cumsum(counts) - counts
         outside = np.logical_or.reduceat((ids < 0) | (ids >= vocab_size), starts)
         check.tokens(outside, f"sampling mask id outside [0, {vocab_size})")
-        again = np.diff(ids, prepend=-1) <= 0
-        again[starts] = False
-        check.tokens(np.logical_or.reduceat(again, starts), "sampling mask ids are not ascending")
-        drawn = self._in_mask(self.token_ids[:, None], vocab_size)[:, 0]
-        check.tokens(~drawn, "the sampled token is not in the sampling mask")
+        unordered = np.diff(ids, prepend=-1) <= 0
+        unordered[starts] = False
+        check.tokens(np.logical_or.reduceat(unordered, starts), "sampling mask ids are not ascending")
+        in_mask = self._in_mask(self.token_ids[:, None], vocab_size)[:, 0]
+        check.tokens(~in_mask, "the sampled token is not in the sampling mask")
 
     def _in_mask(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
         """Return [S, n] bool: whether each of ids [S, n] is in the sampling mask of its position."""
         tokens = np.arange(len(ids), dtype=np.int64)
         width = vocab_size + ids.shape[1]
         # One integer for each (position, id) pair. Those of the mask ascend, so one search finds all ids.
-        left = np.repeat(tokens, self.columns["sampling_mask_counts"]) * width + self.columns["sampling_mask_ids"]
-        wanted = tokens[:, None] * width + ids
-        return left[np.searchsorted(left, wanted).clip(max=len(left) - 1)] == wanted
+        mask_keys = np.repeat(tokens, self.columns["sampling_mask_counts"]) * width + self.columns["sampling_mask_ids"]
+        keys = tokens[:, None] * width + ids
+        return mask_keys[np.searchsorted(mask_keys, keys).clip(max=len(mask_keys) - 1)] == keys
 
 
 def parse_version(label: str) -> int:
@@ -170,12 +170,12 @@ def absent_experts(prompt_tokens: int, layers: int, k: int) -> np.ndarray:
     return np.broadcast_to(np.arange(k, dtype=np.uint8), (prompt_tokens - 1, layers, k))
 
 
-def check_scores(what: str, logprobs: np.ndarray | None, expected: int) -> np.ndarray:
+def check_scores(subject: str, logprobs: np.ndarray | None, expected: int) -> np.ndarray:
     """Return `logprobs` if they are `expected` valid log-probs. Raises `InvalidSample` otherwise."""
     if logprobs is None or logprobs.shape != (expected,):
-        raise InvalidSample(f"{what}: expected {expected} log-probs, got {logprobs}")
+        raise InvalidSample(f"{subject}: expected {expected} log-probs, got {logprobs}")
     if not (np.isfinite(logprobs).all() and (logprobs <= LOGPROB_TOLERANCE).all()):
-        raise InvalidSample(f"{what}: log-probs not finite or above 0: {logprobs}")
+        raise InvalidSample(f"{subject}: log-probs not finite or above 0: {logprobs}")
     return logprobs
 
 

@@ -41,10 +41,10 @@ def make_secret(config: Config) -> None:
             os.fsync(file.fileno())
     _close_to_others(path, remedy)
     try:
-        found = wait_until(lambda: _read(path), WRITTEN_S, 0.05)
+        secret = wait_until(lambda: _read(path), WRITTEN_S, 0.05)
     except PermissionError:
         raise NoSecret(f"{path}: this user cannot read it; start the command as the run's user") from None
-    if not found:
+    if not secret:
         raise NoSecret(f"{path}: is empty; {remedy}")
 
 

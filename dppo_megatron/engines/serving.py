@@ -127,7 +127,7 @@ def server_threads(config: Config) -> dict[str, str]:
     Ranks compute at other times. `OMP_NUM_THREADS` in this process's environment is theirs, not the servers'.
     """
     engine, homes = config.engine, config.slurm.engine_nodes or config.slurm.trainer_nodes
-    return cpu_threads(-(-engine.count // homes) * engine.devices_per_node, given={})
+    return cpu_threads(-(-engine.count // homes) * engine.devices_per_node, environment={})
 
 
 def start_model(config: Config) -> Path:

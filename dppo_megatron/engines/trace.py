@@ -54,7 +54,7 @@ class TraceRecorder:
         def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             if values is _EMBEDDING:
                 ids = arguments[0].flatten()
-                self._rows, self._size = self._found(ids), len(ids)
+                self._rows, self._size = self._locate(ids), len(ids)
             if self._rows is None:
                 return
             # All layers share one rotary module, which is named after the first layer.
@@ -72,12 +72,12 @@ class TraceRecorder:
 
         return hook
 
-    def _found(self, ids: Tensor) -> slice | None:
+    def _locate(self, ids: Tensor) -> slice | None:
         size = len(self._token_ids)
         if len(ids) < size:
             return None
-        wanted = torch.tensor(self._token_ids, dtype=ids.dtype, device=ids.device)
-        places = (ids.unfold(0, size, 1) == wanted).all(1).nonzero()
+        token_ids = torch.tensor(self._token_ids, dtype=ids.dtype, device=ids.device)
+        places = (ids.unfold(0, size, 1) == token_ids).all(1).nonzero()
         return slice(int(places[0]), int(places[0]) + size) if len(places) else None
 
 
@@ -92,9 +92,9 @@ def joined(parts: list[Trace], sharded: frozenset[str] = SHARDED) -> Trace:
 
 def _points(model: nn.Module) -> Iterator[tuple[nn.Module, int, Callable[..., dict[str, Tensor]]]]:
     for name, module in model.named_modules():
-        found = _LAYER.search(name)
-        layer, place = (int(found[1]), found[2]) if found else (OUTSIDE, name.rpartition(".")[2])
-        values = (_OF_LAYERS if found else _OF_MODEL).get(place)
+        match = _LAYER.search(name)
+        layer, place = (int(match[1]), match[2]) if match else (OUTSIDE, name.rpartition(".")[2])
+        values = (_OF_LAYERS if match else _OF_MODEL).get(place)
         if values is not None:
             yield module, layer, values
 

@@ -14,7 +14,7 @@ from dppo_megatron.types import ENVIRONMENT, POLICY, Rollout
 
 from .dialogue import Codec, Piece, beginning, ids_of, inherited, put, readable
 from .tool_messages import ChatMessage, Render, assistant_message, render_turns
-from .tools import Tool, ToolCall, opened_reasoning, parse_turn
+from .tools import Tool, ToolCall, opened_reasoning, turn_parts
 
 
 class RequestRejected(Exception):
@@ -71,12 +71,12 @@ class Conversation:
         self._sample = sample
         self._no_tools = no_tools
         self.branches: list[list[Piece]] = []  # each branch ends with a turn
-        self.turns = 0
+        self.turns = self.calls = self.call_errors = 0
         self.admitted = 0  # turns that are finished or being sampled
         self.opening: int | None = None  # tokens before the turn that was admitted first
         # "length": the last turn was truncated or rejected at the limit; "max_turns": a turn was rejected at the limit
         self.finish_reason = "stop"
-        self._said: dict[str, list[list[ChatMessage]]] = {}  # key of a history or turn -> its messages as sampled
+        self._sampled: dict[str, list[list[ChatMessage]]] = {}  # key of a history or turn -> its messages as sampled
         self._undelivered: dict[str, Turn] = {}  # name -> turn
 
     def finished(self) -> list[list[Piece]]:
@@ -89,33 +89,36 @@ class Conversation:
             raise RequestRejected(f"at most {ask.max_tokens!r} tokens: expected a positive integer")
         if ask.tools and self._no_tools:
             raise RequestRejected(f"tools: {self._no_tools}")
-        written, path = self._as_sampled(ask.messages)
+        sampled_messages, history_key = self._as_sampled(ask.messages)
         try:
-            text = render_turns(lambda messages: self._render(messages, ask.tools), written, ask.messages)
+            text = render_turns(lambda messages: self._render(messages, ask.tools), sampled_messages, ask.messages)
         except ValueError as error:
             raise RequestRejected(str(error)) from None
         text = text.encode(errors="backslashreplace").decode()  # tokenizers reject half of a surrogate pair
-        branch, known = self._history(text)
-        kept = branch[:known]
-        rest = put(self._codec, kept[-1].turn if kept else 0, text[sum(len(piece.text) for piece in kept) :])
-        behind = ids_of([*kept, *rest])
-        if not (ask.messages and len(behind)):
+        branch, num_common = self._history(text)
+        prefix = branch[:num_common]
+        rest = put(self._codec, prefix[-1].turn if prefix else 0, text[sum(len(piece.text) for piece in prefix) :])
+        context_ids = ids_of([*prefix, *rest])
+        if not (ask.messages and len(context_ids)):
             raise RequestRejected("the request has no message; send at least one")
-        name = blake2b(behind.data, digest_size=8).hexdigest()
-        if (undelivered := self._undelivered.pop(name, None)) is not None:
-            return undelivered
-        sampled = await self._sample(behind, ask.max_tokens)
-        if len(branch) > known:  # an earlier request of this agent continued differently from here
-            branch = inherited(kept)
+        name = blake2b(context_ids.data, digest_size=8).hexdigest()
+        if (undelivered_turn := self._undelivered.pop(name, None)) is not None:
+            return undelivered_turn
+        sampled = await self._sample(context_ids, ask.max_tokens)
+        if len(branch) > num_common:  # an earlier request of this agent continued differently from here
+            branch = inherited(prefix)
         if not any(branch is other for other in self.branches):
             self.branches.append(branch)
-        whole = self._codec.decode(sampled.token_ids, skip_special_tokens=False)
-        branch += [*rest, Piece(POLICY, self.turns, whole, sampled.token_ids, sampled)]
+        turn_text = self._codec.decode(sampled.token_ids, skip_special_tokens=False)
+        branch += [*rest, Piece(POLICY, self.turns, turn_text, sampled.token_ids, sampled)]
         self.turns += 1
-        turn, raw = self._parsed(name, len(behind), sampled, opened_reasoning(text), ask)
-        for key, sent in ((_key(path, turn.message), [*written, raw]), (_key("", turn.message), [raw])):
-            if sent not in (variants := self._said.setdefault(key, [])):
-                variants.append(sent)
+        turn, raw = self._parsed(name, len(context_ids), sampled, opened_reasoning(text), ask)
+        for key, variant in (
+            (_key(history_key, turn.message), [*sampled_messages, raw]),
+            (_key("", turn.message), [raw]),
+        ):
+            if variant not in (variants := self._sampled.setdefault(key, [])):
+                variants.append(variant)
         return turn
 
     def hung_up(self, turn: Turn) -> None:
@@ -123,43 +126,47 @@ class Conversation:
         self._undelivered[turn.name] = turn
 
     def _parsed(
-        self, name: str, before: int, sampled: Rollout, opened: str, ask: TurnRequest
+        self, name: str, prompt_tokens: int, sampled: Rollout, opened: str, ask: TurnRequest
     ) -> tuple[Turn, ChatMessage]:
         if self.finish_reason != "max_turns":  # set while this turn was sampled
             self.finish_reason = sampled.finish_reason
         truncated = sampled.finish_reason == "length"
         ids = sampled.token_ids if truncated else sampled.token_ids[:-1]
-        shown = parse_turn(opened + readable(self._codec, ids), bool(ask.tools), ask.tools)
-        turn = Turn(name, *shown, truncated, before, len(sampled.token_ids))
+        text = opened + readable(self._codec, ids)
+        reasoning, content, calls = turn_parts(text, bool(ask.tools), ask.tools)
+        valid = tuple(call for call in calls if not call.problem)
+        self.calls += len(calls)
+        self.call_errors += len(calls) - len(valid)
+        turn = Turn(name, reasoning, content, valid, truncated, prompt_tokens, len(sampled.token_ids))
         return turn, {"role": "assistant", "content": self._codec.decode(ids, skip_special_tokens=False)}
 
     def _as_sampled(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], str]:
         """Return the messages with turns exactly as they were sampled, and the key of this history."""
         keys = list(accumulate(messages, _key, initial=""))
-        known = next((n for n in range(len(messages), 0, -1) if len(self._said.get(keys[n], ())) == 1), 0)
-        written = list(self._said[keys[known]][0]) if known else []
-        for message in messages[known:]:
-            turns = self._said.get(_key("", message), ())
-            written += turns[0] if len(turns) == 1 else [message]
-        return written, keys[-1]
+        num_stored = next((n for n in range(len(messages), 0, -1) if len(self._sampled.get(keys[n], ())) == 1), 0)
+        sampled_messages = list(self._sampled[keys[num_stored]][0]) if num_stored else []
+        for message in messages[num_stored:]:
+            turns = self._sampled.get(_key("", message), ())
+            sampled_messages += turns[0] if len(turns) == 1 else [message]
+        return sampled_messages, keys[-1]
 
     def _history(self, text: str) -> tuple[list[Piece], int]:
         """Return the branch that shares most tokens with the text, and its number of pieces to the last common turn."""
         best: tuple[list[Piece], int] = [], 0
-        most = 0
+        best_size = 0
         for branch in self.branches:
-            known = len(beginning(branch, text)[0])
-            while known and branch[known - 1].origin == ENVIRONMENT:
-                known -= 1
-            size = sum(len(piece.token_ids) for piece in branch[:known])
-            if size > most:
-                best, most = (branch, known), size
+            num_common = len(beginning(branch, text)[0])
+            while num_common and branch[num_common - 1].origin == ENVIRONMENT:
+                num_common -= 1
+            size = sum(len(piece.token_ids) for piece in branch[:num_common])
+            if size > best_size:
+                best, best_size = (branch, num_common), size
         return best
 
 
-def _key(before: str, message: ChatMessage) -> str:
-    """Return the key of a message after the history with key `before`, regardless of reasoning."""
+def _key(history_key: str, message: ChatMessage) -> str:
+    """Return the key of a message after the history with key `history_key`, regardless of reasoning."""
     if message["role"] == "assistant":
         calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
         message = {"turn": [(message.get("content") or "").strip(), calls]}
-    return blake2b(json.dumps([before, message], sort_keys=True).encode(), digest_size=16).hexdigest()
+    return blake2b(json.dumps([history_key, message], sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -51,6 +51,8 @@ class Dialogue:
     messages: list[ChatMessage]
     branches: list[list[Piece]]  # at first one branch with the prompt
     turns: int = 0
+    calls: int = 0  # of tools
+    call_errors: int = 0
     _sent: dict[int, ChatMessage] = field(default_factory=dict)  # index in messages -> the turn with `tool_calls`
 
     @property
@@ -63,26 +65,26 @@ class Dialogue:
         self.branches[-1].append(Piece(POLICY, self.turns, text, sampled.token_ids, sampled))
         self.turns += 1
 
-    def answer(self, said: list[Message]) -> bool:
+    def answer(self, replies: list[Message]) -> bool:
         """Append the environment's messages to the last turn; return whether that began a new branch."""
         branch = self.branches[-1]
         turn = branch[-1].turn
         if self.render is None:
-            branch += put(self.codec, turn, "".join(message["content"] for message in said))
+            branch += put(self.codec, turn, "".join(message["content"] for message in replies))
             return False
         # A template expects a turn without the token that ended it.
         last = self.codec.decode(branch[-1].token_ids[:-1], skip_special_tokens=False)
         reasoning, content, _ = parse_turn(last, True)
-        ids = (message["tool_call_id"] for message in said if "tool_call_id" in message)
+        ids = (message["tool_call_id"] for message in replies if "tool_call_id" in message)
         sent = assistant_message(content, zip(ids, tool_calls(last), strict=False))
         self._sent[len(self.messages)] = sent if content else sent | {"thinking": reasoning}  # gpt-oss takes only one
-        self.messages += [assistant_message(last), *({**message} for message in said)]
+        self.messages += [assistant_message(last), *({**message} for message in replies)]
         messages = [self._sent.get(place, message) for place, message in enumerate(self.messages)]
-        kept, rest = beginning(branch, render_turns(self.render, self.messages, messages))
-        if len(kept) == len(branch):
+        prefix, rest = beginning(branch, render_turns(self.render, self.messages, messages))
+        if len(prefix) == len(branch):
             branch += put(self.codec, turn, rest)
             return False
-        self.branches.append([*inherited(kept), *put(self.codec, turn, rest)])
+        self.branches.append([*inherited(prefix), *put(self.codec, turn, rest)])
         return True
 
     def finished(self) -> list[list[Piece]]:
@@ -98,7 +100,11 @@ class Dialogue:
 def readable(codec: Codec, ids: np.ndarray) -> str:
     """Return the text of a turn without special tokens, except for `MARKS`, which are special in some tokenizers."""
     encoded = ((mark, codec.encode(mark, add_special_tokens=False)) for mark in MARKS)
-    special = {own[0]: m for m, own in encoded if len(own) == 1 and not codec.decode(own, skip_special_tokens=True)}
+    special = {
+        mark_ids[0]: m
+        for m, mark_ids in encoded
+        if len(mark_ids) == 1 and not codec.decode(mark_ids, skip_special_tokens=True)
+    }
     parts = np.split(ids, [place for place, token in enumerate(ids.tolist()) if token in special])
     return "".join(special.get(int(p[0]), "") + codec.decode(p, skip_special_tokens=True) for p in parts if len(p))
 
@@ -125,8 +131,8 @@ def common_beginning(arrays: Sequence[np.ndarray]) -> np.ndarray:
     first = arrays[0]
     for other in arrays[1:]:
         size = min(len(first), len(other))
-        differing = np.flatnonzero(first[:size] != other[:size])
-        first = first[: differing[0] if len(differing) else size]
+        differences = np.flatnonzero(first[:size] != other[:size])
+        first = first[: differences[0] if len(differences) else size]
     return first
 
 
@@ -137,7 +143,7 @@ def as_rollout(branch: Sequence[Piece], prompt_tokens: int, finish_reason: str, 
     while skip:  # the prompt is not a span
         spans[0][1], skip = max(spans[0][1] - skip, 0), max(skip - spans[0][1], 0)
         spans = spans if spans[0][1] else spans[1:]
-    return Rollout.of(
+    return Rollout.from_columns(
         join_columns([piece.sampled.columns for piece in branch if piece.sampled is not None]),
         token_ids=ids_of(branch)[prompt_tokens:],
         finish_reason=finish_reason,

@@ -10,6 +10,8 @@ from typing_extensions import TypedDict
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.types import Prompt
 
+CALL_ERROR = "error: "  # the answer to a call that raised begins with it
+
 
 class Message(TypedDict):
     """Represents a message in the form that chat templates expect."""

@@ -96,20 +96,20 @@ class _Free:
         if self._count:
             self._count -= 1
             return
-        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (order, next(self._arrivals), given))
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (order, next(self._arrivals), waiter))
         try:
-            await given
+            await waiter
         except asyncio.CancelledError:
-            if not given.cancelled():
+            if not waiter.cancelled():
                 self.give_back()
             raise
 
     def give_back(self) -> None:
         while self._waiting:
-            *_, given = heapq.heappop(self._waiting)
-            if not given.done():  # done: its task was cancelled
-                given.set_result(None)
+            *_, waiter = heapq.heappop(self._waiting)
+            if not waiter.done():  # done: its task was cancelled
+                waiter.set_result(None)
                 return
         self._count += 1
 
@@ -120,7 +120,7 @@ class Session:
     def __init__(self, pool: WorkerPool[EnvironmentWorker]):
         self._pool = pool
         self._worker: EnvironmentWorker | None = None
-        self._asked = False  # whether a request is pending
+        self._pending = False  # whether a request is pending
 
     async def tools(self) -> list[dict[str, Any]]:
         return await self._begin(lambda worker: worker.described()[0])
@@ -135,18 +135,18 @@ class Session:
         return await self._ask(lambda worker: worker.finish())
 
     async def run_agent(self, prompt: Prompt, url: str, key: str) -> float | None:
-        self._worker = await self._taken(self._pool.lease)
+        self._worker = await self._lease(self._pool.lease)
         return await self._ask(lambda worker: worker.agent(prompt, url, key))
 
     def close(self) -> None:
         """Return the worker to the pool, or terminate it if a request is pending."""
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._pool.give_back(worker, usable=not self._asked)
+            self._pool.give_back(worker, usable=not self._pending)
 
     async def _begin(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
         """Send the first request. If a worker that other trajectories used dies, repeat the request in a new worker."""
-        self._worker = await self._taken(self._pool.lease)
+        self._worker = await self._lease(self._pool.lease)
         if not self._worker.fresh:
             try:
                 return await self._ask(ask)
@@ -154,34 +154,34 @@ class Session:
                 if failure.reason != "died":
                     raise
                 self.close()
-                self._worker = await self._taken(self._pool.start)
+                self._worker = await self._lease(self._pool.start)
         return await self._ask(ask)
 
-    async def _taken(self, take: Callable[[], EnvironmentWorker]) -> EnvironmentWorker:
-        taking = self._pool.in_thread(take)
+    async def _lease(self, take: Callable[[], EnvironmentWorker]) -> EnvironmentWorker:
+        lease = self._pool.in_thread(take)
         try:
-            return await self._answered(taking)
+            return await self._answered(lease)
         except asyncio.CancelledError:  # the thread continues, so its worker is given back later
-            taking.add_done_callback(self._back)
+            lease.add_done_callback(self._back)
             raise
 
-    def _back(self, taking: Future[EnvironmentWorker]) -> None:
-        if not taking.cancelled() and taking.exception() is None:
-            self._pool.give_back(taking.result(), usable=True)
+    def _back(self, lease: Future[EnvironmentWorker]) -> None:
+        if not lease.cancelled() and lease.exception() is None:
+            self._pool.give_back(lease.result(), usable=True)
 
     async def _ask(self, ask: Callable[[EnvironmentWorker], Result]) -> Result:
         worker = self._worker
         assert worker is not None
-        self._asked = True
+        self._pending = True
         result = await self._answered(self._pool.in_thread(lambda: ask(worker)))
-        self._asked = False
+        self._pending = False
         return result
 
-    async def _answered(self, asked: Future[Result]) -> Result:
+    async def _answered(self, future: Future[Result]) -> Result:
         try:
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(future)
         except EnvironmentFailed:
-            self._asked = False  # the failure is an answer
+            self._pending = False  # the failure is an answer
             raise
         except Exception as error:
             raise EnvironmentFailed(*failure_of(error)) from None

@@ -91,17 +91,17 @@ def python_tool(**limits: Any) -> Callable[[str], str]:
 
     Tests each limit. Raises `SandboxError` if one cannot be enforced on this machine.
     """
-    given = Limits(**limits)
-    _try_limits(given)
+    tool_limits = Limits(**limits)
+    _try_limits(tool_limits)
 
     def python(code: str) -> str:
         """Run a Python program and return its printed output. Each program starts in a new, empty directory, without
         network."""
-        printed, ended = _run(code, given)
-        said = printed[: given.output]
-        if len(printed) > given.output:
-            said += f"\n[cut after {given.output} characters]"
-        return f"{said}\n[{ended}]".lstrip("\n") if ended else said or "[it printed nothing]"
+        output, reason = _run(code, tool_limits)
+        text = output[: tool_limits.output]
+        if len(output) > tool_limits.output:
+            text += f"\n[cut after {tool_limits.output} characters]"
+        return f"{text}\n[{reason}]".lstrip("\n") if reason else text or "[it printed nothing]"
 
     return python
 
@@ -120,7 +120,7 @@ def _try_limits(limits: Limits) -> None:
             **vars(limits), port=server.getsockname()[1], canary=canary.name, writable=["/", *_directories(limits)]
         )
         try:
-            printed, ended = _run(code, limits)
+            output, reason = _run(code, limits)
         except EnvironmentFailed as error:
             raise SandboxError(
                 f"the Python tool's limits cannot be enforced on this machine: {error}. It needs Linux 5.14 with user "
@@ -128,11 +128,11 @@ def _try_limits(limits: Limits) -> None:
                 "kernel.apparmor_restrict_unprivileged_userns = 0 where they exist; a container must let it call "
                 "unshare and mount (Docker: --security-opt seccomp=unconfined and apparmor=unconfined)"
             ) from None
-    *loose, last = printed.splitlines() or [""]
-    if loose or last != "tried":
-        found = ", ".join(loose) or f"the test program printed {printed!r} and {ended or 'ended normally'}"
+    *unenforced, last = output.splitlines() or [""]
+    if unenforced or last != "tried":
+        problem = ", ".join(unenforced) or f"the test program printed {output!r} and {reason or 'ended normally'}"
         raise SandboxError(
-            f"the Python tool's limits do not work on this machine: {found}. If Python does not start, give it more "
+            f"the Python tool's limits do not work on this machine: {problem}. If Python does not start, give it more "
             "memory_mb, or add its libraries to `readable`"
         )
 
@@ -142,52 +142,52 @@ def _run(code: str, limits: Limits) -> tuple[str, str]:
 
     Raises `EnvironmentFailed` if no sandbox can be created.
     """
-    largest = max(limits.files_mb << 20, 4 * limits.output)
+    max_file_bytes = max(limits.files_mb << 20, 4 * limits.output)
     output = os.memfd_create("output")
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     share = limits.processes * limits.memory_mb + 2 * limits.files_mb
     # The kernel's records of a process's mappings take at most an eighth of their size; socket buffers take more than
     # pipes.
     memory, buffers = limits.memory_mb << 20, _DESCRIPTORS * _socket_buffer()
     sockets = 4 * buffers <= memory
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as root, os.fdopen(output, "rb") as printed:
-        given = {
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as root, os.fdopen(output, "rb") as output_file:
+        settings = {
             "code": code, "root": root, "python": sys.executable, "env": _variables(), "files": limits.files,
             "megabytes": limits.files_mb, "memory": share << 20, "sockets": sockets,
             "readable": [*_directories(limits), *_DEVICES],
             "limits": {
                 "RLIMIT_AS": memory - memory // 8 - sockets * buffers, "RLIMIT_CPU": limits.cpu_s,
-                "RLIMIT_FSIZE": largest, "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": _DESCRIPTORS,
+                "RLIMIT_FSIZE": max_file_bytes, "RLIMIT_NPROC": limits.processes, "RLIMIT_NOFILE": _DESCRIPTORS,
                 "RLIMIT_SIGPENDING": 64, "RLIMIT_CORE": 0,
             },
         }  # fmt: skip
-        with os.fdopen(told, "rb") as answer:
+        with os.fdopen(read_end, "rb") as answer:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SANDBOX), str(os.getpid()), str(tell)],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[tell], env=_variables(), cwd="/",
+                [sys.executable, "-I", "-S", str(_SANDBOX), str(os.getpid()), str(write_end)],
+                stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[write_end], env=_variables(), cwd="/",
                 start_new_session=True,
             )  # fmt: skip
-            os.close(tell)
-            late = False
+            os.close(write_end)
+            timed_out = False
             try:
-                process.communicate(json.dumps(given).encode(), limits.wall_s)
+                process.communicate(json.dumps(settings).encode(), limits.wall_s)
             except subprocess.TimeoutExpired:
-                late = True
+                timed_out = True
             finally:
                 _end(process)
-            said = json.loads(answer.readline() or '{"failed": "the sandbox was killed"}')
-        if "failed" in said and not (late and process.returncode == 0):
-            raise EnvironmentFailed("raised", said["failed"])
-        printed.seek(0)
-        ended = f"ended after {limits.wall_s:g} s" if late else _ended(said["code"], said["cpu_s"], limits)
-        return printed.read(4 * limits.output + 4).decode(errors="replace"), ended
+            report = json.loads(answer.readline() or '{"failed": "the sandbox was killed"}')
+        if "failed" in report and not (timed_out and process.returncode == 0):
+            raise EnvironmentFailed("raised", report["failed"])
+        output_file.seek(0)
+        reason = f"ended after {limits.wall_s:g} s" if timed_out else _ended(report["code"], report["cpu_s"], limits)
+        return output_file.read(4 * limits.output + 4).decode(errors="replace"), reason
 
 
 @cache
 def _socket_buffer() -> int:
     """Return the most bytes that the kernel buffers for a socket; one write exceeds the limit by half."""
-    with socket.socket(socket.AF_UNIX) as local:
-        return local.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 2
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        return unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 2
 
 
 def _end(supervisor: subprocess.Popen) -> None:
@@ -211,11 +211,11 @@ def _directories(limits: Limits) -> Sequence[str]:
     parts = (
         f"{prefix}/{part}" for prefix in (sys.base_prefix, sys.prefix) for part in ("bin", "lib", "lib64", "pyvenv.cfg")
     )
-    known = dict.fromkeys((*_LIBRARIES, *parts, *limits.readable))
-    return [path for path in known if os.path.exists(path)]
+    paths = dict.fromkeys((*_LIBRARIES, *parts, *limits.readable))
+    return [path for path in paths if os.path.exists(path)]
 
 
 def _variables() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    loader_variables = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {"HOME": PLACE, "TMPDIR": PLACE, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **kept}
+    return {"HOME": PLACE, "TMPDIR": PLACE, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **loader_variables}

@@ -5,7 +5,7 @@ namespaces. They show the Python installation, read-only, and an empty directory
 the new PID namespace; the kernel kills every process of the namespace when process 1 ends. The program is its child.
 
 The program has no capabilities. A filter admits only listed system calls, so that all memory of the program counts
-towards its limits: no socket buffers, System V objects, message queues, file locks or pinned pages.
+towards its limits: no socket buffers, System V objects, message queues, locks of `fcntl` or pinned pages.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ WITHOUT = {"clone": (0, 0x7E020000), "mmap": (3, 0x40000)}
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def call(what: str, function: str, *arguments: object) -> None:
+def call(action: str, function: str, *arguments: object) -> None:
     if getattr(LIBC, function)(*arguments) == -1:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{action}: {os.strerror(number)}")
 
 
 def own_users(inside: int) -> None:
@@ -92,8 +92,8 @@ def own_users(inside: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    given = [None if text is None else text.encode() for text in (source, target, kind)]
-    call(f"mounting {source} at {target}", "mount", *given, ctypes.c_ulong(flags), options.encode())
+    arguments = [None if text is None else text.encode() for text in (source, target, kind)]
+    call(f"mounting {source} at {target}", "mount", *arguments, ctypes.c_ulong(flags), options.encode())
 
 
 def mount_all(root: str, readable: list[str], megabytes: int, files: int, code: str) -> None:
@@ -135,7 +135,7 @@ def leave_root() -> None:
 
 def close_calls(sockets: bool) -> None:
     """Install the filter on system calls. sockets: whether it admits `socketpair`."""
-    only = ONLY if sockets else {**ONLY, "socketpair": (0, ())}
+    restrictions = ONLY if sockets else {**ONLY, "socketpair": (0, ())}
     audit, column = MACHINES[platform.machine()]
     words = CALLS.split()
     # Each line: operation, jump if it is true, jump if not, value. 0x20 loads, 0x06 returns.
@@ -143,8 +143,8 @@ def close_calls(sockets: bool) -> None:
     for name, number in zip(words[::3], words[1 + column :: 3], strict=True):
         if number == "-":
             continue
-        if name in only:
-            argument, values = only[name]
+        if name in restrictions:
+            argument, values = restrictions[name]
             body = [(0x20, 0, 0, 16 + 8 * argument)]
             for value in values:
                 body += [(0x15, 0, 1, value), (0x06, 0, 0, ALLOW)]
@@ -162,17 +162,17 @@ def close_calls(sockets: bool) -> None:
     call("filter on system calls", "prctl", SECCOMP, 2, ctypes.c_char_p(header), 0, 0)
 
 
-def report(descriptor: int, **said: object) -> None:
-    os.write(descriptor, json.dumps(said).encode() + b"\n")
+def report(descriptor: int, **fields: object) -> None:
+    os.write(descriptor, json.dumps(fields).encode() + b"\n")
 
 
-def memory_group(most: int) -> str | None:
-    """Create a cgroup of at most `most` bytes, kernel memory included; return None if this user cannot create one."""
+def memory_group(limit_bytes: int) -> str | None:
+    """Create a cgroup of at most `limit_bytes`, kernel memory included; return None if this user cannot create one."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
-        mine = {controllers: path for _, controllers, path in (line.rstrip("\n").split(":", 2) for line in file)}
-        places, limit = ["/sys/fs/cgroup/memory" + mine.get("memory", "")], "memory.limit_in_bytes"
-        if "memory" not in mine:  # in version 2 only a group without processes has child groups
-            path = mine.get("", "").rstrip("/")
+        group_paths = {controllers: path for _, controllers, path in (line.rstrip("\n").split(":", 2) for line in file)}
+        places, limit = ["/sys/fs/cgroup/memory" + group_paths.get("memory", "")], "memory.limit_in_bytes"
+        if "memory" not in group_paths:  # in version 2 only a group without processes has child groups
+            path = group_paths.get("", "").rstrip("/")
             places = ["/sys/fs/cgroup" + path.rsplit("/", depth)[0] for depth in range(1 + path.count("/"))]
             limit = "memory.max"
         for place in places:
@@ -181,14 +181,14 @@ def memory_group(most: int) -> str | None:
                 os.mkdir(group)
                 try:
                     with open(f"{group}/{limit}", "r+") as file:
-                        file.write(str(most))
+                        file.write(str(limit_bytes))
                     return group
                 except OSError:
                     os.rmdir(group)
     return None
 
 
-def become(given: dict, group: str | None) -> None:
+def become(request: dict, group: str | None) -> None:
     """Run the program in this process; never returns."""
     os.setsid()  # otherwise its signals to its process group reach the supervisor
     with contextlib.suppress(OSError):
@@ -199,17 +199,17 @@ def become(given: dict, group: str | None) -> None:
         leave_root()
     own_users(NOBODY)
     call("no huge pages", "prctl", THP_DISABLE, 1, 0, 0, 0)  # a mapped part would keep the whole huge page
-    os.chroot(given["root"])
+    os.chroot(request["root"])
     os.chdir(PLACE)
-    for name, most in given["limits"].items():
-        resource.setrlimit(getattr(resource, name), (most, most))
+    for name, limit in request["limits"].items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)
-    close_calls(given["sockets"])
-    os.execve(given["python"], [given["python"], "-I", "-B", PROGRAM], given["env"])
+    close_calls(request["sockets"])
+    os.execve(request["python"], [request["python"], "-I", "-B", PROGRAM], request["env"])
 
 
-def guard(given: dict, answer: int, supervisor: int, group: str | None) -> None:
+def guard(request: dict, answer: int, supervisor: int, group: str | None) -> None:
     """Act as process 1: end with the program or the supervisor, and report how the program ended. Never returns."""
     call("end with parent", "prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if select.select([supervisor], [], [], 0)[0]:  # it ended before the call above
@@ -218,10 +218,10 @@ def guard(given: dict, answer: int, supervisor: int, group: str | None) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     program = os.fork()
     if program == 0:
-        become(given, group)
-    ended = 0
-    while ended != program:
-        ended, status, usage = os.wait4(-1, 0)
+        become(request, group)
+    pid = 0
+    while pid != program:
+        pid, status, usage = os.wait4(-1, 0)
     report(answer, code=os.waitstatus_to_exitcode(status), cpu_s=usage.ru_utime + usage.ru_stime)
     os._exit(0)
 
@@ -239,26 +239,26 @@ def main() -> None:
     os.set_inheritable(answer, False)
     os.umask(0o022)
     try:
-        given = json.load(sys.stdin)
+        settings = json.load(sys.stdin)
         if platform.machine() not in MACHINES:
             raise OSError(f"no filter on system calls is known for {platform.machine()}")
         if os.geteuid():
             own_users(0)
         call("namespaces of mounts, processes and network", "unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS)
-        mount_all(given["root"], given["readable"], given["megabytes"], given["files"], given["code"])
-        itself = os.pidfd_open(os.getpid())
-        group = memory_group(given["memory"]) if os.getppid() == caller else os._exit(1)
+        mount_all(settings["root"], settings["readable"], settings["megabytes"], settings["files"], settings["code"])
+        pidfd = os.pidfd_open(os.getpid())
+        group = memory_group(settings["memory"]) if os.getppid() == caller else os._exit(1)
         child = os.fork()
         if child == 0:
-            guard(given, answer, itself, group)
+            guard(settings, answer, pidfd, group)
     except BaseException as error:
         report(answer, failed=str(error)[:500])
         os._exit(1)
     signal.sigwait(ENDINGS)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    LIBC.umount2(given["root"].encode(), MNT_DETACH)
-    for directory in filter(None, (group, given["root"])):  # the caller may have been killed
+    LIBC.umount2(settings["root"].encode(), MNT_DETACH)
+    for directory in filter(None, (group, settings["root"])):  # the caller may have been killed
         with contextlib.suppress(OSError):
             os.rmdir(directory)
 

@@ -21,8 +21,8 @@ def described_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 def assistant_message(content: str, calls: Iterable[tuple[str, ToolCall]] = ()) -> ChatMessage:
     """Return a turn with (id, call) of each of its calls."""
-    described = [described_call(id, call.name, call.arguments) for id, call in calls]
-    return {"role": "assistant", "content": content, **({"tool_calls": described} if described else {})}
+    call_entries = [described_call(id, call.name, call.arguments) for id, call in calls]
+    return {"role": "assistant", "content": content, **({"tool_calls": call_entries} if call_entries else {})}
 
 
 def render_turns(
@@ -54,17 +54,19 @@ def tools_problem(render: Render) -> str | None:
     problems = []
     # Mistral's template wants ids of nine letters, Kimi's wants names in them, and DeepSeek's wants arguments as text.
     for id, arguments in product((call.named("", 0), "functions.price:0"), forms):
-        said = assistant_message("", [(id, call._replace(arguments=arguments))])
+        call_message = assistant_message("", [(id, call._replace(arguments=arguments))])
         result = {"role": "tool", "content": "1", "tool_call_id": id, "name": call.name}
         try:
             if with_tools([user]) == render([user], ()):
                 raise ValueError("it does not show tools to the policy")
-            before, _, after = with_tools([user, assistant_message("§")]).partition("§")
-            written = with_tools([user, said]).removeprefix(before).removesuffix(after)
-            if [found[:3] for found in tool_calls(written, tools)] != [call[:3]]:
-                raise ValueError(f"it writes a call in an unknown form: {written[-200:]!r}")
-            raw = assistant_message(written)
-            render_turns(with_tools, [user, raw, result, raw, result], [user, said, result, said, result])
+            prefix, _, suffix = with_tools([user, assistant_message("§")]).partition("§")
+            call_text = with_tools([user, call_message]).removeprefix(prefix).removesuffix(suffix)
+            if [parsed_call[:3] for parsed_call in tool_calls(call_text, tools)] != [call[:3]]:
+                raise ValueError(f"it writes a call in an unknown form: {call_text[-200:]!r}")
+            raw = assistant_message(call_text)
+            render_turns(
+                with_tools, [user, raw, result, raw, result], [user, call_message, result, call_message, result]
+            )
             return None
         except ValueError as error:
             problems.append(f"the model's chat template does not suit them: {error}; use another model or template")

@@ -75,7 +75,7 @@ def tool_calls(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
 
     docs/environments.md lists the formats. `tools` have the types of arguments that a format writes without quotes.
     """
-    return _parse(text, True, tools)[2]
+    return turn_parts(text, True, tools)[2]
 
 
 def parse_turn(text: str, offered: bool, tools: Sequence[Tool] = ()) -> tuple[str, str, tuple[ToolCall, ...]]:
@@ -83,7 +83,7 @@ def parse_turn(text: str, offered: bool, tools: Sequence[Tool] = ()) -> tuple[st
 
     `offered` states whether the policy has tools.
     """
-    reasoning, content, calls = _parse(text, offered, tools)
+    reasoning, content, calls = turn_parts(text, offered, tools)
     return reasoning, content, tuple(call for call in calls if not call.problem)
 
 
@@ -92,24 +92,25 @@ def opened_reasoning(prompt: str) -> str:
     return next((mark for mark in _THINK if prompt.rstrip().endswith(mark)), "")
 
 
-def _parse(text: str, offered: bool, tools: Sequence[Tool]) -> tuple[str, str, list[ToolCall]]:
+def turn_parts(text: str, offered: bool, tools: Sequence[Tool]) -> tuple[str, str, list[ToolCall]]:
+    """Return (reasoning, content, calls) as `parse_turn` does, with the calls that have a problem."""
     text = _MESSAGE.sub(_without_channels, text)
     parts: tuple[list[str], list[str]] = [], []  # content, reasoning
     calls: list[ToolCall] = []
-    at, thinking = 0, False
-    while mark := _MARK.search(text, at):
-        parts[thinking].append(text[at : mark.start()])
-        at = mark.end()
+    position, thinking = 0, False
+    while mark := _MARK.search(text, position):
+        parts[thinking].append(text[position : mark.start()])
+        position = mark.end()
         if mark["thought"] and not thinking:  # the prompt opened the reasoning, or a quoted mark seemed to end it
             parts, calls = ([], [text[: mark.start()]]), []
         elif mark["think"] or mark["thought"]:
             thinking = bool(mark["think"])
         elif mark["call"]:
-            called, end = _read_call(text, mark.start(), tools) if offered and not thinking else ([], 0)
-            calls += called
-            at = end or at
+            new_calls, end = _read_call(text, mark.start(), tools) if offered and not thinking else ([], 0)
+            calls += new_calls
+            position = end or position
             parts[thinking].append("" if end else mark[0])
-    parts[thinking].append(text[at:])
+    parts[thinking].append(text[position:])
     content, reasoning = ("".join(part).strip() for part in parts)
     return reasoning, content, calls
 
@@ -117,8 +118,8 @@ def _parse(text: str, offered: bool, tools: Sequence[Tool]) -> tuple[str, str, l
 def _without_channels(message: re.Match[str]) -> str:
     """Return a message of gpt-oss with the marks of other models."""
     head, body = message.groups()
-    if to := re.search(r"to=([\w.-]+)", head):
-        return f"<|tool_call_begin|>{to[1]}<|tool_call_argument_begin|>{body}<|tool_call_end|>"
+    if recipient := re.search(r"to=([\w.-]+)", head):
+        return f"<|tool_call_begin|>{recipient[1]}<|tool_call_argument_begin|>{body}<|tool_call_end|>"
     return f"<think>{body}</think>" if "analysis" in head else body
 
 
@@ -128,7 +129,7 @@ def _read_call(text: str, start: int, tools: Sequence[Tool]) -> tuple[list[ToolC
         name, id = head["name"] or "", head["id"] or head["call_id"] or ""
         try:
             value, size = json.JSONDecoder().raw_decode(text[head.end() :])
-            if (ended := _AFTER_JSON.match(text, head.end() + size)) is None:
+            if (end_match := _AFTER_JSON.match(text, head.end() + size)) is None:
                 raise ValueError(f"text after its end: char {size}")
         except (ValueError, RecursionError) as error:
             return [ToolCall(name, {}, f"not JSON: {error}", id)], 0
@@ -136,14 +137,14 @@ def _read_call(text: str, start: int, tools: Sequence[Tool]) -> tuple[list[ToolC
         calls = [_checked(call) for call in (value if isinstance(value, list) else [value])]
         if any(call.problem for call in calls):  # without a mark, an answer may be JSON
             return calls if text.startswith(_CALL, start) else [], 0
-        return calls, ended.end()
+        return calls, end_match.end()
     if head := _FIRST.match(text, start):
         schema: Any = next((t["function"]["parameters"] for t in tools if t["function"]["name"] == head[1]), {})
         end, arguments = head.end(), {}
         while part := _ARGUMENT.match(text, end):
             end, arguments[part[1].strip()] = part.end(), _typed(part[2], schema, part[1].strip())
-        if ended := _LAST.match(text, end):
-            return [ToolCall(head[1], arguments)], ended.end()
+        if end_match := _LAST.match(text, end):
+            return [ToolCall(head[1], arguments)], end_match.end()
     return [_checked(None)], 0
 
 
@@ -157,8 +158,8 @@ def _checked(call: Any) -> ToolCall:
 def _typed(raw: str, schema: Mapping[str, Any], name: str) -> Any:
     """Return an argument that was written without quotes: text if the tool takes text, else JSON."""
     try:
-        wanted = schema.get("properties", {}).get(name, {})
-        types = json.dumps([choice.get("type") for choice in (wanted, *wanted.get("anyOf", ()))])
+        argument_schema = schema.get("properties", {}).get(name, {})
+        types = json.dumps([choice.get("type") for choice in (argument_schema, *argument_schema.get("anyOf", ()))])
         if '"string"' in types and (raw != "null" or '"null"' not in types):
             return raw
         return json.loads({"True": "true", "False": "false", "None": "null"}.get(raw, raw))

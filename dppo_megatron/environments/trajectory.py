@@ -52,14 +52,14 @@ class Trajectory:
 class Attempt:
     """Tracks a running trajectory. After a failure it keeps the turns so far."""
 
-    played: Dialogue | Conversation | None = None
+    dialogue: Dialogue | Conversation | None = None
     finish_reason: str = "abort"
     reward: float | None = None
     turn_rewards: list[float | None] = field(default_factory=list)
 
     @property
     def branches(self) -> list[list[Piece]]:
-        return [] if self.played is None else self.played.finished()
+        return [] if self.dialogue is None else self.dialogue.finished()
 
 
 class AgentGateway(Protocol):

@@ -10,11 +10,12 @@ from typing import Any
 
 from dppo_megatron.common.worker import Answer, Worker, WorkerError, checked
 from dppo_megatron.config.task import EnvironmentConfig
+from dppo_megatron.errors import shown
 from dppo_megatron.rewards.outcome import LONGEST_DETAIL, Failure, as_outcome, awaited, describe
-from dppo_megatron.rewards.registry import load_attribute
+from dppo_megatron.rewards.registry import load_attribute, rejected_arguments
 from dppo_megatron.types import Prompt
 
-from .interface import EnvironmentFailed, EnvironmentNameError, Message, StepResult
+from .interface import CALL_ERROR, EnvironmentFailed, EnvironmentNameError, Message, StepResult
 from .tools import ToolCall, Tools, tool_calls
 
 LARGEST_ANSWER = 4 * 1024 * 1024  # bytes of an environment's answer to a turn
@@ -31,8 +32,8 @@ class EnvironmentWorker(Worker):
 
     def described(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the tools in the form for chat templates, and whether `step` exists, which can reward each turn."""
-        found = self._call(list[Any], "for an environment to be created", "described")
-        return checked(tuple[list[dict[str, Any]], bool], tuple(found))
+        description = self._call(list[Any], "for an environment to be created", "described")
+        return checked(tuple[list[dict[str, Any]], bool], tuple(description))
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         return self._call(str | None, "for reset", "reset", prompt, seed)
@@ -50,8 +51,8 @@ class EnvironmentWorker(Worker):
         """Run the agent to its end. Return its reward, or None if it gives no reward."""
         return self._call(float | None, "for the agent to return", "agent", prompt, url, key)
 
-    def _call(self, kind: Any, what: str, method: str, *arguments: Any) -> Any:
-        match self.ask((method, *arguments), self._timeout_s, f"(environment.timeout_s) {what}", list[Any]):
+    def _call(self, kind: Any, purpose: str, method: str, *arguments: Any) -> Any:
+        match self.ask((method, *arguments), self._timeout_s, f"(environment.timeout_s) {purpose}", list[Any]):
             case ["done", answer]:
                 return checked(kind, answer)
             case ["failed", str(reason), str(detail)]:
@@ -73,20 +74,17 @@ def environment_problem(
     try:
         if problem := worker.load():
             return problem
-        found, steps = worker.described() if config.agent is None else ([], True)
-        tools += found
+        environment_tools, has_step = worker.described() if config.agent is None else ([], True)
+        tools += environment_tools
+        setting = f"environment.name = {config.name}"
         if tools and not chat:
-            return (
-                f"environment.name = {config.name}: has tools, which only a chat template shows to the policy; set "
-                "data.chat_template = true, or give it `step` instead"
-            )
-        if not (tools or steps):
-            return f"environment.name = {config.name}: has neither `tools` nor `step`; give it one of them"
-        if by_turn and not steps:
-            return (
-                f"objective.credit = turn: environment.name = {config.name} has no method `step`, and only it gives "
-                "turns their rewards; set credit to trajectory, or give it one"
-            )
+            reason = "has tools, which only a chat template shows to the policy"
+            return f"{setting}: {reason}; set data.chat_template = true, or give it `step` instead"
+        if not (tools or has_step):
+            return f"{setting}: has neither `tools` nor `step`; give it one of them"
+        if by_turn and not has_step:
+            reason = f"{setting} has no method `step`, and only it gives turns their rewards"
+            return f"objective.credit = turn: {reason}; set credit to trajectory, or give it one"
     except (WorkerError, EnvironmentFailed) as error:
         return f"{config.described}: no environment can be created: {error}"
     finally:
@@ -97,7 +95,13 @@ def environment_problem(
 def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
     """Import the environment or agent in the worker's process."""
     try:
-        make = load_attribute(hello["setting"], hello["name"], EnvironmentNameError)
+        make, settings = load_attribute(hello["setting"], hello["name"], EnvironmentNameError), hello["settings"]
+        is_agent = hello["setting"] == "environment.agent"
+        if is_agent and (reason := rejected_arguments(make, "url", "key", {}, **settings)):
+            raise EnvironmentNameError(
+                f"environment.agent = {hello['name']}: the call (url, key, row, **environment.settings) fails, "
+                f"{reason}; correct its parameters or environment.settings = {shown(settings)}"
+            )
     except EnvironmentNameError as error:
         problem = str(error)
 
@@ -105,7 +109,7 @@ def load(hello: dict[str, Any]) -> tuple[str | None, Answer]:
             raise EnvironmentNameError(problem)
 
         return problem, _Host(no_environment).answer
-    return None, _Host(partial(make, **hello["settings"])).answer
+    return None, _Host(partial(make, **settings)).answer
 
 
 class _Host:
@@ -126,13 +130,16 @@ class _Host:
 
     def _described(self) -> list[Any]:
         environment = self._make()
+        for method, names in (("reset", "prompt, seed"), ("step", "text")):
+            if problem := rejected_arguments(getattr(environment, method, lambda *_: None), *names.split()):
+                raise TypeError(f"{method}: {problem}; write {method}(self, {names})")
         return [Tools(getattr(environment, "tools", ())).schemas, hasattr(environment, "step")]
 
     def _reset(self, prompt: Prompt, seed: int) -> str | None:
         self._environment = self._make()
         self._stepped = Tools(getattr(self._environment, "tools", ()))
         self._rewards: list[float] = []
-        self._called = itertools.count()
+        self._call_numbers = itertools.count()
         opening = awaited(self._environment.reset(prompt, seed)) if hasattr(self._environment, "reset") else None
         return None if opening is None else _text(opening)
 
@@ -140,13 +147,16 @@ class _Host:
         if not hasattr(self._environment, "step"):
             calls = tool_calls(opened + text, self._stepped.schemas)
             return [[self._result(call) for call in calls], None, not calls]
-        said, reward, done = awaited(self._environment.step(text))
+        outcome = awaited(self._environment.step(text))
+        if not isinstance(outcome, (tuple, list)) or len(outcome) != 3:
+            raise TypeError(f"step returned {shown(outcome)}, expected (text, reward or None, whether it is the end)")
+        observation, reward, done = outcome
         if reward is not None:
             reward = as_outcome(reward)
             if isinstance(reward, Failure):
                 return reward
             self._rewards.append(reward)
-        return [[{"role": "user", "content": _text(said)}] if said else [], reward, bool(done)]
+        return [[{"role": "user", "content": _text(observation)}] if observation else [], reward, bool(done)]
 
     def _result(self, call: ToolCall) -> Message:
         try:
@@ -154,8 +164,8 @@ class _Host:
         except EnvironmentFailed:
             raise
         except Exception as error:
-            content = f"error: {describe(error)}"
-        id = call.named("", next(self._called))
+            content = CALL_ERROR + describe(error)
+        id = call.named("", next(self._call_numbers))
         return {"role": "tool", "content": content, "tool_call_id": id, "name": call.name}
 
     def _finish(self) -> float | Failure | None:

@@ -37,21 +37,21 @@ class PrefixRouter:
 
     def choose(self, request: GenerateRequest, engines: Sequence[EngineT]) -> EngineT:
         """Return one of `engines`, which must not be empty, and remember it for the request's conversation."""
-        least = min(engines, key=lambda engine: engine.running)
+        idlest = min(engines, key=lambda engine: engine.running)
         if not request.affinity:
-            return least
+            return idlest
         load = sum(engine.running for engine in engines) + request.n
-        most = max(request.n, BOUND * load / len(engines))
-        fit = {engine.name: engine for engine in engines if engine.running + request.n <= most} or {least.name: least}
+        cap = max(request.n, BOUND * load / len(engines))
+        fit = {engine.name: engine for engine in engines if engine.running + request.n <= cap} or {idlest.name: idlest}
         last = (self._engines.get(name) for name in reversed(request.affinity))
-        chosen = next((name for name in last if name in fit), None)
-        if chosen is None:
-            chosen = max(fit, key=lambda name: _rank(request.affinity[0], name))
-        self._engines[request.affinity[-1]] = chosen
-        self._engines.setdefault(request.affinity[0], chosen)
+        engine_name = next((name for name in last if name in fit), None)
+        if engine_name is None:
+            engine_name = max(fit, key=lambda name: _rank(request.affinity[0], name))
+        self._engines[request.affinity[-1]] = engine_name
+        self._engines.setdefault(request.affinity[0], engine_name)
         while len(self._engines) > MOST_NAMES:
             self._engines.popitem(last=False)
-        return fit[chosen]
+        return fit[engine_name]
 
 
 def _rank(group: str, engine: str) -> bytes:

@@ -118,7 +118,7 @@ class Confirmation:
     scores: np.ndarray  # [P - 1] fp32; empty if nothing was scored
     load_s: float
     pause_s: float  # part of load_s in which it did not sample
-    held: Fingerprint | None  # fingerprint of its weights; None if not requested
+    fingerprint: Fingerprint | None  # fingerprint of its weights; None if not requested
 
 
 async def load_and_measure(
@@ -132,28 +132,28 @@ async def load_and_measure(
     pause_s = await load(engine)
     load_s = time.perf_counter() - started
     scores = await engine.score(tokens) if len(tokens) else np.empty(0, np.float32)
-    held = await engine.weights_fingerprint() if fingerprint else None
+    weights_fingerprint = await engine.weights_fingerprint() if fingerprint else None
     info = await engine.info()
     if info.instance != instance:
         raise EngineUnavailable(f"engine {engine.url}: the server restarted during the weight check")
-    return Confirmation(engine.url, instance, info.version, scores, load_s, pause_s, held)
+    return Confirmation(engine.url, instance, info.version, scores, load_s, pause_s, weights_fingerprint)
 
 
-def check_weights(config: Config, found: Confirmation, policy: PublishedPolicy) -> ScoreDifference:
+def check_weights(config: Config, confirmation: Confirmation, policy: PublishedPolicy) -> ScoreDifference:
     """Return the difference of the scores of an engine that has the weights of `policy`. Raises `OtherWeights`.
 
     The publisher and the pool decide only by this function, so the pool does not admit an engine that a publish
     excluded. It compares fingerprints and scores, each if both sides have them.
     """
-    compared = found.held is not None and policy.fingerprint is not None
-    if compared and (wrong := differing(policy.fingerprint or {}, found.held or {})):
+    has_fingerprints = confirmation.fingerprint is not None and policy.fingerprint is not None
+    if has_fingerprints and (wrong := differing(policy.fingerprint or {}, confirmation.fingerprint or {})):
         raise OtherWeights(
             f"has other weights than the trainer sent: {some_groups(wrong)}. Its version does not show this; do not "
             "train on its rollouts (weight_sync.fingerprint; docs/failures.md lists the coverage)"
         )
     if not policy.probe_tokens:
         return ScoreDifference(0.0, 0.0)
-    difference = ScoreDifference.between(found.scores, np.array(policy.probe_logprobs, np.float32))
+    difference = ScoreDifference.between(confirmation.scores, np.array(policy.probe_logprobs, np.float32))
     if difference.within(config.probe_tolerance):
         return difference
     engine, quantised = config.engine, ""

@@ -89,15 +89,15 @@ class EngineHealth:
         engine that is not confirmed this time may have other weights.
         """
         verified = None if confirmed is None else (confirmed, version)
-        after = replace(self, published=version, confirmed=verified)
+        health = replace(self, published=version, confirmed=verified)
         # Only the publisher loads a serving engine, so no other load can have followed the confirmed one.
         if self.state is State.SERVING and confirmed == self.instance:
-            return replace(after, verified=verified)
+            return replace(health, verified=verified)
         if self.state is State.VERIFYING:  # it continues, and may load the same version after the publisher did
-            return replace(after, outdated=True, confirmed=None if version == self.published else verified)
+            return replace(health, outdated=True, confirmed=None if version == self.published else verified)
         # A suspect must answer first.
         state = State.STALE if self.state is State.SERVING else self.state
-        return after._to(now, state, verified=None)
+        return health._to(now, state, verified=None)
 
     def answered(self, now: float, instance: str, version: int) -> EngineHealth:
         """Return the state after a passed health check of this instance, which reports this policy version.
@@ -113,21 +113,21 @@ class EngineHealth:
         A serving engine, verified as ("a", 7), that answers "a", 8 keeps serving: policy 8 reaches it before 8 is
         published. If it answers "a", 6 or as instance "b", it becomes stale.
         """
-        seen = replace(self, instance=instance, version=version, failed_checks=0, updating=False)
+        health = replace(self, instance=instance, version=version, failed_checks=0, updating=False)
         if instance != self.instance:
-            seen = replace(seen, verified=None)
+            health = replace(health, verified=None)
         if not instance and self.state in (State.STARTING, State.SUSPECT):  # a restart cannot be excluded without names
-            seen = replace(seen, verified=None, confirmed=None)
+            health = replace(health, verified=None, confirmed=None)
         if self.state is State.DEAD:
-            return seen._to(now, State.STALE) if now >= self.quarantined_until else seen
+            return health._to(now, State.STALE) if now >= self.quarantined_until else health
         if self.state is State.VERIFYING:  # the caller cancels the verification of another instance
-            return seen if instance == self.instance else seen._to(now, State.STALE)
+            return health if instance == self.instance else health._to(now, State.STALE)
         claim, published = (instance, version), self.published
-        if published is not None and version >= published and seen.verified == (instance, published):
-            return seen._to(now, State.SERVING)
-        if version == published and seen.confirmed == claim and now >= self.quarantined_until:
-            return seen._to(now, State.SERVING, verified=claim)
-        return seen._to(now, State.STALE, verified=None)
+        if published is not None and version >= published and health.verified == (instance, published):
+            return health._to(now, State.SERVING)
+        if version == published and health.confirmed == claim and now >= self.quarantined_until:
+            return health._to(now, State.SERVING, verified=claim)
+        return health._to(now, State.STALE, verified=None)
 
     def answered_updating(self, now: float) -> EngineHealth:
         """Return the state after a health check during a weight update; later the engine reports the new version."""
@@ -135,12 +135,12 @@ class EngineHealth:
 
     def check_failed(self, now: float, reason: str) -> EngineHealth:
         """Return the state after a failed health check."""
-        seen = replace(self, failed_checks=self.failed_checks + 1, reason=reason)
+        health = replace(self, failed_checks=self.failed_checks + 1, reason=reason)
         if self.state in (State.STARTING, State.DEAD):
-            return seen
-        if seen.failed_checks >= self.rules.failures:
-            return seen._die(now, reason, until=now)
-        return seen._to(now, State.SUSPECT) if self.state is State.SERVING else seen
+            return health
+        if health.failed_checks >= self.rules.failures:
+            return health._die(now, reason, until=now)
+        return health._to(now, State.SUSPECT) if self.state is State.SERVING else health
 
     def request_done(self, now: float) -> EngineHealth:
         """Return the state after a correct answer to a request."""
@@ -150,10 +150,10 @@ class EngineHealth:
         """Return the state after a request failed, gave an invalid sample, or timed out while health checks failed."""
         if self.state is State.DEAD:
             return self
-        seen = replace(self, failed_requests=self.failed_requests + 1, reason=reason)
-        if seen.failed_requests >= self.rules.failures:
-            return seen._quarantine(now, reason)
-        return seen._to(now, State.SUSPECT) if self.state is State.SERVING else seen
+        health = replace(self, failed_requests=self.failed_requests + 1, reason=reason)
+        if health.failed_requests >= self.rules.failures:
+            return health._quarantine(now, reason)
+        return health._to(now, State.SUSPECT) if self.state is State.SERVING else health
 
     def verification_started(self, now: float) -> EngineHealth:
         """Return the state after the pool began to load the published weights."""

@@ -57,11 +57,11 @@ class LiveEngines:
 
         clients = dict(self._clients)
         answers = await asyncio.gather(*(check(service, client) for service, client in clients.items()))
-        found = dict(zip(clients, answers, strict=True))
-        errors = {service: answer for service, answer in found.items() if isinstance(answer, EngineError)}
+        by_service = dict(zip(clients, answers, strict=True))
+        errors = {service: answer for service, answer in by_service.items() if isinstance(answer, EngineError)}
         self._silent = set(errors)
         return (
-            {service.url: answer for service, answer in found.items() if not isinstance(answer, EngineError)},
+            {service.url: answer for service, answer in by_service.items() if not isinstance(answer, EngineError)},
             {service.name: error for service, error in errors.items()},
         )
 

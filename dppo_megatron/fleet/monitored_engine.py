@@ -80,8 +80,10 @@ class MonitoredEngine:
         return self._service.url
 
     def describe(self) -> str:
-        why = f": {self.health.reason}" if self.health.reason else ""
-        return f"{self.name} at {self.url}: {self.health.state} for {time.monotonic() - self.health.since:.0f} s{why}"
+        reason = f": {self.health.reason}" if self.health.reason else ""
+        return (
+            f"{self.name} at {self.url}: {self.health.state} for {time.monotonic() - self.health.since:.0f} s{reason}"
+        )
 
     def move_to(self, service: Service) -> bool:
         """Follow the registry. Return True if the address changed, which means a new instance."""
@@ -161,8 +163,8 @@ class MonitoredEngine:
 
     def take_counts(self) -> Counter[str]:
         """Return the work of the client's calls since the last call."""
-        taken, self._client.counts = self._client.counts, Counter()
-        return taken
+        counts, self._client.counts = self._client.counts, Counter()
+        return counts
 
     def serve(self, policy: PublishedPolicy) -> None:
         """Set the published policy that the engine is to serve."""
@@ -181,23 +183,23 @@ class MonitoredEngine:
         **named: Values.kwargs,
     ) -> None:
         """Apply an event of `EngineHealth` and act on a change of state or instance."""
-        before = self.health
-        after = self.health = event(before, time.monotonic(), *values, **named)
-        died = after.state is State.DEAD and before.state is not State.DEAD
+        previous = self.health
+        health = self.health = event(previous, time.monotonic(), *values, **named)
+        died = health.state is State.DEAD and previous.state is not State.DEAD
         if died:
             self._counts["engine/deaths"] += 1
-        if died or before.instance not in (None, after.instance):
+        if died or previous.instance not in (None, health.instance):
             self._abandon_requests()
             if self._verification is not None:
                 self._verification.cancel()
                 self._verification = None
-        if after.state is before.state:
+        if health.state is previous.state:
             return
-        routine = {before.state, after.state} == _ROUTINE
-        level = logging.DEBUG if routine else logging.WARNING if after.state in _BAD else logging.INFO
-        why = f" ({after.reason})" if after.state in _BAD and after.reason else ""
-        log.log(level, "%s at %s: %s -> %s%s", self.name, self.url, before.state, after.state, why)
-        if after.state in (State.STALE, State.SUSPECT):
+        routine = {previous.state, health.state} == _ROUTINE
+        level = logging.DEBUG if routine else logging.WARNING if health.state in _BAD else logging.INFO
+        reason = f" ({health.reason})" if health.state in _BAD and health.reason else ""
+        log.log(level, "%s at %s: %s -> %s%s", self.name, self.url, previous.state, health.state, reason)
+        if health.state in (State.STALE, State.SUSPECT):
             self._wake.set()
         self._on_change()
 
@@ -278,10 +280,10 @@ class MonitoredEngine:
         try:
             await self._check(client)
             instance = (await client.info()).instance
-            found = await load_and_measure(client, instance, load, tokens, fingerprint=fingerprint)
+            confirmation = await load_and_measure(client, instance, load, tokens, fingerprint=fingerprint)
             # The trainer may be publishing the next policy to it; the measurements are then of that policy.
-            if found.version == policy.version:
-                check_weights(self._config, found, policy)
+            if confirmation.version == policy.version:
+                check_weights(self._config, confirmation, policy)
         except EngineError as error:
             self._verification = None
             self.apply(EngineHealth.verification_failed, f"not admitted: {error}")
@@ -290,7 +292,7 @@ class MonitoredEngine:
             self._counts["engine/caught_up"] += 1
             done = "still has" if policy.path is None else "loaded"
             log.info("%s %s policy %d and scores it as the trainer does", self.name, done, policy.version)
-            self.apply(EngineHealth.verification_passed, found.instance, found.version)
+            self.apply(EngineHealth.verification_passed, confirmation.instance, confirmation.version)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -161,15 +161,15 @@ def _work(engines: Sequence[Counter[str]]) -> dict[str, float]:
     """Return metrics of the work that the engines report, but only for features in use."""
     hits = [c["cached_tokens"] / c["prompt_tokens"] for c in engines if c["prompt_tokens"]]
     total: Counter[str] = sum(engines, Counter())
-    found = {}
+    metrics = {}
     if hits:
-        found["engine/prefix_hits"] = total["cached_tokens"] / total["prompt_tokens"]
-        found["engine/prefix_hits_min"] = min(hits)
+        metrics["engine/prefix_hits"] = total["cached_tokens"] / total["prompt_tokens"]
+        metrics["engine/prefix_hits_min"] = min(hits)
     if total["drafted"]:
-        found["drafts/accepted_share"] = total["accepted"] / total["drafted"]
-        found["drafts/accepted_per_step"] = total["accepted"] / total["draft_steps"]
-        found["drafts/saved_share"] = total["accepted"] / total["sampled_tokens"]
-    return found
+        metrics["drafts/accepted_share"] = total["accepted"] / total["drafted"]
+        metrics["drafts/accepted_per_step"] = total["accepted"] / total["draft_steps"]
+        metrics["drafts/saved_share"] = total["accepted"] / total["sampled_tokens"]
+    return metrics
 
 
 class FixedEngines:

@@ -68,20 +68,22 @@ class Sampler:
         self._engines = engines
         self._counts: Counter[str] = Counter()
 
-    async def sample(self, request: Callable[[int], GenerateRequest], what: str) -> tuple[Rollout, ...]:
+    async def sample(self, request: Callable[[int], GenerateRequest], subject: str) -> tuple[Rollout, ...]:
         """Return the complete samples of `request(0)`, or of the first later attempt without an invalid sample.
 
-        `request` gives every attempt its own seeds and id; `what` names the group in messages. Raises `InvalidSample`
-        when all attempts were invalid, otherwise as `generate`.
+        `request` gives every attempt its own seeds and id; `subject` names the group in messages. Raises
+        `InvalidSample` when all attempts were invalid, otherwise as `generate`.
         """
         problem: InvalidSample | None = None
         for attempt in range(SEED_ATTEMPTS):
             try:
                 return await self.generate(request(attempt))
             except InvalidSample as error:
-                log.warning("%s: rejected an invalid sample (%s)", what, error)
+                log.warning("%s: rejected an invalid sample (%s)", subject, error)
                 problem = error
-        raise InvalidSample(f"{what}: the engine returned an invalid group {SEED_ATTEMPTS} times; the last: {problem}")
+        raise InvalidSample(
+            f"{subject}: the engine returned an invalid group {SEED_ATTEMPTS} times; the last: {problem}"
+        )
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Return the `n` samples in the order of `seeds`, all complete.
@@ -104,7 +106,7 @@ class Sampler:
             piece += 1
             self._counts["rollout/continued_samples"] += 1
             (rest,) = await self._send(_continuation(request, sample, rollout.token_ids, left, piece))
-            rollout = Rollout.of(
+            rollout = Rollout.from_columns(
                 join_columns([rollout.columns, rest.columns]),
                 token_ids=np.concatenate([rollout.token_ids, rest.token_ids]),
                 finish_reason=rest.finish_reason,
@@ -119,9 +121,9 @@ class Sampler:
             if engine is None:
                 break
             # The server may still be ending the previous attempt, and accepts each id once.
-            again = replace(request, request_id=f"{request.request_id}~{attempt}") if attempt else request
+            attempt_request = replace(request, request_id=f"{request.request_id}~{attempt}") if attempt else request
             try:
-                return await engine.generate(again)
+                return await engine.generate(attempt_request)
             except (EngineRefused, EngineIncompatible):
                 raise
             except EngineError as error:

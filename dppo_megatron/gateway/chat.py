@@ -31,8 +31,8 @@ _OF_MESSAGES = ("role", "content", "name", "tool_calls", "tool_call_id", "reason
 
 
 def read(body: Body) -> TurnRequest:
-    given = body.get("tools") or ()
-    tools = [function(t.get("type", "function"), t.get("function") or {}, "parameters") for t in given]
+    tool_bodies = body.get("tools") or ()
+    tools = [function(t.get("type", "function"), t.get("function") or {}, "parameters") for t in tool_bodies]
     return TurnRequest(
         [_message(message) for message in body["messages"]],
         tools,
@@ -53,8 +53,8 @@ def events(turn: Turn, body: Body) -> Iterator[Body]:
         return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
     yield chunk(_message_of(turn))
-    for number, called in enumerate(_calls(turn)):
-        yield chunk({"tool_calls": [{"index": number, **called}]})
+    for number, tool_call in enumerate(_calls(turn)):
+        yield chunk({"tool_calls": [{"index": number, **tool_call}]})
     yield chunk({}, _finish(turn))
     if (body.get("stream_options") or {}).get("include_usage"):
         yield {**head, "choices": [], "usage": _usage(turn)}
@@ -65,8 +65,8 @@ def error(message: str, status: int) -> Body:
 
 
 def _message(message: Body) -> ChatMessage:
-    if unknown := [name for name, value in message.items() if value and name not in _OF_MESSAGES]:
-        raise RequestRejected(f"a message has {unknown[0]}: not supported; omit it")
+    if unknown_fields := [name for name, value in message.items() if value and name not in _OF_MESSAGES]:
+        raise RequestRejected(f"a message has {unknown_fields[0]}: not supported; omit it")
     role = "system" if message["role"] == "developer" else message["role"]
     out: ChatMessage = {"role": role, "content": optional_text(message.get("content"))}
     if calls := message.get("tool_calls"):

@@ -46,10 +46,10 @@ class Interface(Protocol):
 
 def call(id: str, name: str, arguments: str | Body) -> Body:
     """Return a tool call in the form that chat templates take."""
-    given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    if not isinstance(given, dict):
+    arguments_object = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    if not isinstance(arguments_object, dict):
         raise ValueError("the arguments of a call are no object")
-    return described_call(id, name, given)
+    return described_call(id, name, arguments_object)
 
 
 def function(kind: object, described: Body, schema: str) -> Tool:
@@ -66,8 +66,8 @@ def optional_text(content: Any) -> str:
     return "" if content is None else text_of(content)
 
 
-def arguments_of(called: ToolCall) -> str:
-    return json.dumps(called.arguments)
+def arguments_of(call: ToolCall) -> str:
+    return json.dumps(call.arguments)
 
 
 def system(text: str) -> list[ChatMessage]:

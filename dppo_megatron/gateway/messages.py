@@ -32,8 +32,8 @@ def reply(turn: Turn, body: Body) -> Body:
 
 
 def events(turn: Turn, body: Body) -> Iterator[Body]:
-    begun = {**_head(turn, body), "content": [], "stop_reason": None, "usage": {**_usage(turn), "output_tokens": 0}}
-    yield {"type": "message_start", "message": begun}
+    message = {**_head(turn, body), "content": [], "stop_reason": None, "usage": {**_usage(turn), "output_tokens": 0}}
+    yield {"type": "message_start", "message": message}
     for place, block in enumerate(_blocks(turn)):
         match block["type"]:
             case "text":
@@ -66,7 +66,7 @@ def _put(messages: list[ChatMessage], message: Body) -> None:
     if isinstance(content, str):
         messages.append({"role": role, "content": content})
         return
-    said: list[Body] = []
+    text_blocks: list[Body] = []
     calls: list[Body] = []
     for block in content:
         match block["type"]:
@@ -78,11 +78,11 @@ def _put(messages: list[ChatMessage], message: Body) -> None:
             case "thinking" | "redacted_thinking":
                 pass  # the policy's own turns are stored as they were sampled
             case "text":
-                said.append(block)
+                text_blocks.append(block)
             case other:
                 raise RequestRejected(f"a content block of type {other!r}: the policy reads only text")
-    if said or calls:
-        messages.append({"role": role, "content": text_of(said), **({"tool_calls": calls} if calls else {})})
+    if text_blocks or calls:
+        messages.append({"role": role, "content": text_of(text_blocks), **({"tool_calls": calls} if calls else {})})
 
 
 def _blocks(turn: Turn) -> list[Body]:

@@ -26,8 +26,8 @@ SERVED: dict[str, Any] = {
 
 def read(body: Body) -> TurnRequest:
     messages = system(optional_text(body.get("instructions")))
-    given = body["input"]
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+    request_input = body["input"]
+    for item in [{"role": "user", "content": request_input}] if isinstance(request_input, str) else request_input:
         _put(messages, item)
     tools = [function(t.get("type"), t, "parameters") for t in body.get("tools") or ()]
     return TurnRequest(messages, tools, body.get("max_output_tokens"))
@@ -43,33 +43,34 @@ def events(turn: Turn, body: Body) -> Iterator[Body]:
 
 
 def _events(turn: Turn, body: Body) -> Iterator[Body]:
-    begun = _response(turn, body, [], "in_progress")
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
+    initial_response = _response(turn, body, [], "in_progress")
+    yield {"type": "response.created", "response": initial_response}
+    yield {"type": "response.in_progress", "response": initial_response}
     for place, item in enumerate(_items(turn)):
-        at = {"item_id": item["id"], "output_index": place}
+        head = {"item_id": item["id"], "output_index": place}
         empty = {**item, **({"status": "in_progress"} if "status" in item else {})}
         match item["type"]:
             case "message":
                 (part,) = item["content"]
-                text, inside = part["text"], {**at, "content_index": 0}
+                text, part_head = part["text"], {**head, "content_index": 0}
                 yield {"type": "response.output_item.added", "output_index": place, "item": {**empty, "content": []}}
-                yield {"type": "response.content_part.added", **inside, "part": {**part, "text": ""}}
-                yield {"type": "response.output_text.delta", **inside, "delta": text, "logprobs": []}
-                yield {"type": "response.output_text.done", **inside, "text": text, "logprobs": []}
-                yield {"type": "response.content_part.done", **inside, "part": part}
+                yield {"type": "response.content_part.added", **part_head, "part": {**part, "text": ""}}
+                yield {"type": "response.output_text.delta", **part_head, "delta": text, "logprobs": []}
+                yield {"type": "response.output_text.done", **part_head, "text": text, "logprobs": []}
+                yield {"type": "response.content_part.done", **part_head, "part": part}
             case "function_call":
-                given = item["arguments"]
+                arguments = item["arguments"]
                 yield {"type": "response.output_item.added", "output_index": place, "item": {**empty, "arguments": ""}}
-                yield {"type": "response.function_call_arguments.delta", **at, "delta": given}
+                yield {"type": "response.function_call_arguments.delta", **head, "delta": arguments}
                 yield {
-                    "type": "response.function_call_arguments.done", **at, "arguments": given, "name": item["name"],
+                    "type": "response.function_call_arguments.done",
+                    **head, "arguments": arguments, "name": item["name"],
                 }  # fmt: skip
             case _:
                 yield {"type": "response.output_item.added", "output_index": place, "item": empty}
         yield {"type": "response.output_item.done", "output_index": place, "item": item}
-    ended = reply(turn, body)
-    yield {"type": f"response.{ended['status']}", "response": ended}
+    final_response = reply(turn, body)
+    yield {"type": f"response.{final_response['status']}", "response": final_response}
 
 
 def _put(messages: list[ChatMessage], item: Body) -> None:
@@ -81,8 +82,8 @@ def _put(messages: list[ChatMessage], item: Body) -> None:
         case "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            called = call(item["call_id"], item["name"], item["arguments"])
-            messages[-1].setdefault("tool_calls", []).append(called)
+            tool_call = call(item["call_id"], item["name"], item["arguments"])
+            messages[-1].setdefault("tool_calls", []).append(tool_call)
         case "function_call_output":
             content = optional_text(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
@@ -104,10 +105,10 @@ def _items(turn: Turn) -> list[Body]:
         items.append(
             {"type": "message", "id": f"msg_{turn.name}", "role": "assistant", "status": "completed", "content": [part]}
         )
-    for number, called in enumerate(turn.calls):
+    for number, tool_call in enumerate(turn.calls):
         id = turn.call_id(number)
         head = {"type": "function_call", "id": f"fc_{id}", "call_id": id, "status": "completed"}
-        items.append({**head, "name": called.name, "arguments": arguments_of(called)})
+        items.append({**head, "name": tool_call.name, "arguments": arguments_of(tool_call)})
     return items
 
 

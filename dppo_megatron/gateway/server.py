@@ -33,8 +33,12 @@ class _Session:
 
     def asking(self, ask: TurnRequest, request: web.Request) -> asyncio.Task[Turn]:
         """Return the running turn of a disconnected client that sent the same request, or a new one."""
-        left = (task for task, (other, asked) in self.running.items() if other == ask and _gone(asked))
-        task = next(left, None) or asyncio.create_task(self.conversation.ask(ask))
+        abandoned_tasks = (
+            task
+            for task, (turn_request, http_request) in self.running.items()
+            if turn_request == ask and _gone(http_request)
+        )
+        task = next(abandoned_tasks, None) or asyncio.create_task(self.conversation.ask(ask))
         self.running[task] = ask, request
         return task
 
@@ -102,24 +106,24 @@ class Gateway:
         try:
             body = await request.json()
             for name, value in body.items():
-                values, known = interface.SERVED.get(name, ()), name in KNOWN or name in interface.READ
-                served = isinstance(value, TYPES.get(name, object)) if known else value in values
-                if value is not None and not served:
+                values, is_known_field = interface.SERVED.get(name, ()), name in KNOWN or name in interface.READ
+                is_served = isinstance(value, TYPES.get(name, object)) if is_known_field else value in values
+                if value is not None and not is_served:
                     raise RequestRejected(f"{name} = {json.dumps(value)[:100]}: not supported; correct or omit it")
             ask = interface.read(body)
-        except RequestRejected as refused:
-            return _error(interface, str(refused))
+        except RequestRejected as rejection:
+            return _error(interface, str(rejection))
         except MALFORMED as error:
             return _error(interface, f"not a request of {interface.PATH}: {type(error).__name__}: {error}")
-        asking = session.asking(ask, request)
+        task = session.asking(ask, request)
         try:
-            turn = await asking
-        except RequestRejected as refused:
-            return _error(interface, str(refused))
+            turn = await task
+        except RequestRejected as rejection:
+            return _error(interface, str(rejection))
         finally:
-            if current := session.running[asking][1] is request:  # not current: a repeated request gets the reply
-                del session.running[asking]
-        if not current:
+            if is_current := session.running[task][1] is request:  # not current: a repeated request gets the reply
+                del session.running[task]
+        if not is_current:
             return web.Response(status=HUNG_UP)
         try:
             return await _send(interface, request, turn, body)

@@ -156,8 +156,8 @@ def _whole_tensors(
         (False, ranks.tensor, ranks.first_replica),
         (True, ranks.expert_tensor, ranks.first_expert_replica),
     ):
-        of_kind = (weight for weight in weights if exports and weight.entry.is_expert == experts)
-        for entry, shards in _gathered(of_kind, group, dtype, bucket_bytes, before_gather):
+        group_weights = (weight for weight in weights if exports and weight.entry.is_expert == experts)
+        for entry, shards in _gathered(group_weights, group, dtype, bucket_bytes, before_gather):
             parts = weight_map.to_hf(entry, shards)
             if entry.stacks_experts:
                 parts = _complete_stacks(stacks, entry, parts, ranks.expert, before_gather)
@@ -177,9 +177,9 @@ def _complete_stacks(
     """
     out = {}
     for name, part in parts.items():
-        own = stacks.setdefault(name, [])
-        own.append(part.clone())  # a view would keep its bucket
-        if len(own) < entry.rule.experts // group.size:
+        expert_parts = stacks.setdefault(name, [])
+        expert_parts.append(part.clone())  # a view would keep its bucket
+        if len(expert_parts) < entry.rule.experts // group.size:
             continue
         stacked = torch.stack(stacks.pop(name))
         if received := [stacked] if group.group is None else _gather(stacked, group, before_gather):
@@ -233,8 +233,8 @@ def _gather_bucket(
         return
     sizes = [shard.numel() for _, shard in bucket]
     by_entry = zip(*(buffer.split(sizes) for buffer in received), strict=True)
-    for (entry, shard), of_ranks in zip(bucket, by_entry, strict=True):
-        yield entry, [part.view(shard.shape) for part in of_ranks]
+    for (entry, shard), rank_parts in zip(bucket, by_entry, strict=True):
+        yield entry, [part.view(shard.shape) for part in rank_parts]
 
 
 def save_hf(

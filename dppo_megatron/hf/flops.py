@@ -33,17 +33,17 @@ class ModelFlops(NamedTuple):
     adapter_row: int = 0  # LoRA; 0 = all weights are trained
 
     @classmethod
-    def of(cls, config: HFModelConfig, lora: LoraConfig) -> ModelFlops:
+    def from_config(cls, config: HFModelConfig, lora: LoraConfig) -> ModelFlops:
         weights = WeightMap(config).hf_tensors().items()
         widths = config.head_dim + (config.head_dim if config.mla is None else config.mla.v_head_dim)
         return cls(
-            _of_matrices(
+            _matrix_flops(
                 {name: shape for name, shape in weights if ".layers." in name and _is_matrix(name, shape)}, config
             )
-            + _of_states(config),
+            + _state_flops(config),
             2 * len(config.attention_layers) * config.num_heads * widths,
             2 * config.hidden_size * config.vocab_size,
-            _of_matrices(adapter_shapes(config, lora), config) if lora.r else 0,
+            _matrix_flops(adapter_shapes(config, lora), config) if lora.r else 0,
         )
 
     def forward(self, work: Work) -> int:
@@ -64,7 +64,7 @@ def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return not name.endswith("bias") and (len(shape) == 2 or ".experts." in name)
 
 
-def _of_states(config: HFModelConfig) -> int:
+def _state_flops(config: HFModelConfig) -> int:
     """Return the FLOPs of a row in gated delta net, token by token: a state is read twice and updated once."""
     if (sizes := config.delta_net) is None:
         return 0
@@ -73,7 +73,7 @@ def _of_states(config: HFModelConfig) -> int:
     return sum(sizes.layers) * (states + convolution)
 
 
-def _of_matrices(shapes: Mapping[str, tuple[int, ...]], config: HFModelConfig) -> int:
+def _matrix_flops(shapes: Mapping[str, tuple[int, ...]], config: HFModelConfig) -> int:
     moe = config.moe
     experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
     unused = 0 if moe is None else experts * (moe.num_experts - moe.top_k) // moe.num_experts

@@ -164,16 +164,16 @@ class Fp8Weights:
 
 
 def _block_size(config: HFModelConfig) -> tuple[int, int]:
-    given = config.quantization or {}
+    settings = config.quantization or {}
     problems = []
-    if given.get("quant_method") != "fp8":
+    if settings.get("quant_method") != "fp8":
         problems.append(
-            f"quantization_config.quant_method = {given.get('quant_method')!r}: only block-scaled 'fp8' and 'mxfp4' "
+            f"quantization_config.quant_method = {settings.get('quant_method')!r}: only block-scaled 'fp8' and 'mxfp4' "
             "can be read; use the full-precision weights"
         )
-    if given.get("fmt", "e4m3") != "e4m3":
-        problems.append(f"quantization_config.fmt = {given['fmt']!r}: only 'e4m3' can be read")
-    size: Any = given.get("weight_block_size")
+    if settings.get("fmt", "e4m3") != "e4m3":
+        problems.append(f"quantization_config.fmt = {settings['fmt']!r}: only 'e4m3' can be read")
+    size: Any = settings.get("weight_block_size")
     if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
         problems.append(f"quantization_config.weight_block_size = {size!r}: must be two sizes, such as [128, 128]")
     if problems:

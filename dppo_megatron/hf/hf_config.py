@@ -121,14 +121,14 @@ class HFModelConfig:
         Fields of experts, latent attention, delta net and sinks have names like `moe.top_k`; other models do not have
         them.
         """
-        found: dict[str, Any] = {}
+        identity: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in ("moe", "mla", "delta_net", "sinks"):
-                found |= {f"{f.name}.{name}": v for name, v in (asdict(value) if value else {}).items()}
+                identity |= {f"{f.name}.{name}": v for name, v in (asdict(value) if value else {}).items()}
             elif f.name not in _NOT_OF_THE_MODEL:
-                found[f.name] = value
-        return json.loads(json.dumps(found))
+                identity[f.name] = value
+        return json.loads(json.dumps(identity))
 
     @property
     def rotary_dim(self) -> int:

@@ -40,25 +40,25 @@ class Stacked(Replicated):
 
 @dataclass(frozen=True, slots=True)
 class PartlyStored:
-    """Stores only the parts of `op` numbered `chosen`, for B of a layer with only some targets. Other parts are 0."""
+    """Stores only the parts of `op` numbered `indices`, for B of a layer with only some targets. Other parts are 0."""
 
     op: Operation
     rows: tuple[int, ...]  # numbers of rows of all parts, stored or not
-    chosen: tuple[int, ...]
+    indices: tuple[int, ...]
     replicated = False
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return self.op.to_shard(self._all(parts), rank, size)
+        return self.op.to_shard(self._with_zeros(parts), rank, size)
 
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         parts = self.op.from_shards(shards)
-        return tuple(parts[index] for index in self.chosen)
+        return tuple(parts[index] for index in self.indices)
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
-        return self.op.pieces(self._all(parts), rank, size)
+        return self.op.pieces(self._with_zeros(parts), rank, size)
 
-    def _all(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        stored = dict(zip(self.chosen, parts, strict=True))
+    def _with_zeros(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        stored = dict(zip(self.indices, parts, strict=True))
         zeros = (parts[0].new_zeros(rows, *parts[0].shape[1:]) for rows in self.rows)
         return [stored.get(index, zero) for index, zero in enumerate(zeros)]
 
@@ -80,16 +80,16 @@ def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry 
     """Return the adapter of a weight, or None if its layer is not linear or not in `targets`."""
     if not is_linear(entry):
         return None
-    chosen = [index for index, tensor in enumerate(entry.hf) if is_target(tensor.name, targets)]
-    if not chosen:
+    target_indices = [index for index, tensor in enumerate(entry.hf) if is_target(tensor.name, targets)]
+    if not target_indices:
         return None
     op: Operation = entry.op
-    a_op: Operation = Stacked(len(chosen))
+    a_op: Operation = Stacked(len(target_indices))
     if isinstance(op, Sharded) and op.dim == 1:
         a_op, op = op, Replicated()
-    elif len(chosen) < len(entry.hf):
-        op = PartlyStored(op, tuple(tensor.shape[0] for tensor in entry.hf), tuple(chosen))
-    tensors = [entry.hf[index] for index in chosen]
+    elif len(target_indices) < len(entry.hf):
+        op = PartlyStored(op, tuple(tensor.shape[0] for tensor in entry.hf), tuple(target_indices))
+    tensors = [entry.hf[index] for index in target_indices]
 
     def part(which: str, op: Operation, shapes: list[tuple[int, ...]]) -> Entry:
         names = [f"{PEFT_PREFIX}{t.name.removesuffix(_WEIGHT)}.lora_{which}{_WEIGHT}" for t in tensors]
@@ -126,13 +126,17 @@ def target_problems(weight_map: WeightMap, targets: Sequence[str]) -> list[str]:
         layer: [t.name for entry in weight_map.layer_entries(layer, [0]) if is_linear(entry) for t in entry.hf]
         for layer in range(weight_map.config.num_layers)
     }
-    names = {name for of_layer in layers.values() for name in of_layer}
-    known = ", ".join(sorted({name.removesuffix(_WEIGHT).rpartition(".")[2] for name in names}))
+    names = {name for layer_names in layers.values() for name in layer_names}
+    available = ", ".join(sorted({name.removesuffix(_WEIGHT).rpartition(".")[2] for name in names}))
     unknown = [target for target in targets if not any(is_target(name, [target]) for name in names)]
-    bare = [str(layer) for layer, of_layer in layers.items() if not any(is_target(n, targets) for n in of_layer)]
-    out = [f"{target} names no linear layer of {weight_map.config.architecture}; it has {known}" for target in unknown]
-    if bare and not unknown:
-        out.append(f"no adapter in layers {', '.join(bare)}; every layer needs one, so name e.g. q_proj of all")
+    bare_layers = [
+        str(layer) for layer, layer_names in layers.items() if not any(is_target(n, targets) for n in layer_names)
+    ]
+    out = [
+        f"{target} names no linear layer of {weight_map.config.architecture}; it has {available}" for target in unknown
+    ]
+    if bare_layers and not unknown:
+        out.append(f"no adapter in layers {', '.join(bare_layers)}; every layer needs one, so name e.g. q_proj of all")
     return out
 
 

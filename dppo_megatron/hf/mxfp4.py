@@ -59,8 +59,8 @@ class Mxfp4Weights:
             self._last = None
             blocks, scales = (self._stored.tensor(name + suffix) for suffix in (_BLOCKS, _SCALES))
             whole = torch.empty(self.tensors[name].shape, dtype=self._dtype)
-            for out, of_expert, exponents in zip(whole, blocks, scales, strict=True):  # fp32 copies of one are small
-                out.copy_(dequantize(of_expert, exponents, self._dtype).mT)
+            for out, packed, exponents in zip(whole, blocks, scales, strict=True):  # fp32 copies of one are small
+                out.copy_(dequantize(packed, exponents, self._dtype).mT)
             self._last = name, whole
         return self._last[1]
 

@@ -190,9 +190,9 @@ class ByGroup:
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         whole = _cat(shards, 0)
         columns = whole.shape[1:]
-        blocks = [rows // self.groups for of_part in self.sections for rows in of_part]
+        blocks = [rows // self.groups for part_rows in self.sections for rows in part_rows]
         split = iter(whole.view(self.groups, -1, *columns).split(blocks, dim=1))
-        return tuple(_cat([next(split).reshape(-1, *columns) for _ in of_part], 0) for of_part in self.sections)
+        return tuple(_cat([next(split).reshape(-1, *columns) for _ in part_rows], 0) for part_rows in self.sections)
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
         shard = self.to_shard(parts, rank, size)
@@ -226,9 +226,9 @@ class OfExpert:
         return self.op.pieces(self._parts(parts), rank, size)
 
     def _parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        own = parts[0][self.expert]
-        own = own.mT if own.dim() == 2 else own
-        return [own[0::2], own[1::2]] if isinstance(self.op, GateUp) else [own]
+        expert_tensor = parts[0][self.expert]
+        expert_tensor = expert_tensor.mT if expert_tensor.dim() == 2 else expert_tensor
+        return [expert_tensor[0::2], expert_tensor[1::2]] if isinstance(self.op, GateUp) else [expert_tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ def read_hf_config(directory: str | Path) -> HFModelConfig:
             problem = "a PEFT adapter, no model; model.path is its base model, and model.lora.adapter this directory"
         elif any(directory.glob("*.distcp")):
             problem = "a Megatron checkpoint; set model.weights to it, and model.path to its Hugging Face model"
+        elif inside := sorted(directory.glob("snapshots/*/config.json")):
+            problem = f"the cache of a model of the Hub; pass the directory of a revision, e.g. {inside[-1].parent}"
         else:
             file, place = ("config.json ", directory) if any(directory.glob("*.safetensors")) else ("", "DIR")
             remedy = f"pass a model's directory (`hf download NAME {file}--local-dir {place}`)"
@@ -110,8 +112,8 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
     )
     problems += _size_problems(fields, family, config) + fields.problems(raw)
     problems += [
-        f"{name} = {shown(raw[name])}: {why}"
-        for name, (only, why) in _ONLY.items()
+        f"{name} = {shown(raw[name])}: {reason}"
+        for name, (only, reason) in _ONLY.items()
         if raw.get(name) not in (None, only) and name not in family.raw.model_fields  # a family may read it itself
     ]
     if problems:
@@ -127,14 +129,16 @@ def keys_read(family: Family) -> frozenset[str]:
 
 
 def _family(raw: Mapping[str, Any], source: str) -> Family:
-    named = raw.get("architectures") or []
-    known = {family.architecture: family for family in FAMILIES.values()}
-    if isinstance(named, list) and len(named) == 1 and named[0] in known:
-        return known[named[0]]
-    what = f"architectures = {shown(named)}: not supported" if named else "architectures: missing"
-    if any(named == [family.wrapper] for family in FAMILIES.values()):
-        raise ModelError(source, [f"{what}; `dppo-megatron convert hf-to-hf SRC DST` writes its supported text model"])
-    raise ModelError(source, [f"{what}; supported: {', '.join(known)}"])
+    architectures = raw.get("architectures") or []
+    families = {family.architecture: family for family in FAMILIES.values()}
+    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in families:
+        return families[architectures[0]]
+    problem = f"architectures = {shown(architectures)}: not supported" if architectures else "architectures: missing"
+    if any(architectures == [family.wrapper] for family in FAMILIES.values()):
+        raise ModelError(
+            source, [f"{problem}; `dppo-megatron convert hf-to-hf SRC DST` writes its supported text model"]
+        )
+    raise ModelError(source, [f"{problem}; supported: {', '.join(families)}"])
 
 
 def _size_problems(fields: RawConfig, family: Family, config: HFModelConfig) -> list[str]:
@@ -156,37 +160,37 @@ def _size_problems(fields: RawConfig, family: Family, config: HFModelConfig) -> 
 def _rope(fields: RawConfig, family: Family, problems: list[str]) -> Rope:
     """Return base, type and scaling from transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`)."""
     spellings = {"rope_scaling": fields.rope_scaling, "rope_parameters": fields.rope_parameters}
-    found = [_rope_settings(name, given, fields, family, problems) for name, given in spellings.items() if given]
-    if len(found) == 2 and found[0] != found[1]:
+    ropes = [_rope_settings(name, raw, fields, family, problems) for name, raw in spellings.items() if raw]
+    if len(ropes) == 2 and ropes[0] != ropes[1]:
         problems.append("rope_scaling and rope_parameters: they differ; remove the wrong one")
-    return found[0] if found else (fields.rope_theta, "default", {})
+    return ropes[0] if ropes else (fields.rope_theta, "default", {})
 
 
 def _partial_rotary(fields: RawConfig, family: Family, problems: list[str]) -> float:
     """Return the rotated share of each head; transformers 4 has it at the top level, 5 in `rope_parameters`."""
-    given = {"partial_rotary_factor": fields.partial_rotary_factor} | {
+    candidates = {"partial_rotary_factor": fields.partial_rotary_factor} | {
         f"{name}.partial_rotary_factor": (settings or {}).get("partial_rotary_factor")
         for name, settings in (("rope_scaling", fields.rope_scaling), ("rope_parameters", fields.rope_parameters))
     }
-    found = {name: value for name, value in given.items() if isinstance(value, int | float)}
-    if len(set(found.values())) > 1:
-        problems.append(f"{' and '.join(found)}: they differ; remove the wrong one")
-    name, factor = next(iter(found.items()), ("", family.partial_rotary or 1.0))
+    factors = {name: value for name, value in candidates.items() if isinstance(value, int | float)}
+    if len(set(factors.values())) > 1:
+        problems.append(f"{' and '.join(factors)}: they differ; remove the wrong one")
+    name, factor = next(iter(factors.items()), ("", family.partial_rotary or 1.0))
     if factor != 1 and family.partial_rotary is None:
         problems.append(f"{name} = {factor}: not supported")
     return float(factor)
 
 
-def _rope_settings(name: str, given: Mapping[str, Any], fields: RawConfig, family: Family, problems: list[str]) -> Rope:
+def _rope_settings(name: str, raw: Mapping[str, Any], fields: RawConfig, family: Family, problems: list[str]) -> Rope:
     """Read one of the two spellings; either may come with `rope_theta`."""
-    if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
+    if nested := [key for key, value in raw.items() if isinstance(value, Mapping)]:
         problems.append(f"{name}: settings for kinds of layers ({', '.join(nested)}) are not supported")
-    rope_type = given.get("rope_type") or given.get("type") or "default"
+    rope_type = raw.get("rope_type") or raw.get("type") or "default"
     supported = rope_type in family.rope_types
     if not supported:
         problems.append(f"rope_type = {shown(rope_type)}: {family.name} supports {', '.join(family.rope_types)}")
-    settings = read_fields(ROPE_TYPES[rope_type] if supported else RopeSettings, given, problems, f"{name}.")
+    settings = read_fields(ROPE_TYPES[rope_type] if supported else RopeSettings, raw, problems, f"{name}.")
     theta = settings.rope_theta or fields.rope_theta
     if rope_type == "default" or not supported:
         return theta, "default", {}
-    return theta, rope_type, {k: v for k, v in given.items() if v is not None and k not in _ROPE_NAMES}
+    return theta, rope_type, {k: v for k, v in raw.items() if v is not None and k not in _ROPE_NAMES}

@@ -126,32 +126,32 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
     directory = Path(directory)
     try:
         saved = read_foreign_json(directory / ADAPTER_CONFIG)
-        found = read_header(directory / ADAPTER_WEIGHTS)
+        header = read_header(directory / ADAPTER_WEIGHTS)
     except (OSError, ValueError) as error:
         needed = f"name the directory with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         return [f"no adapter in PEFT's format: {getattr(error, 'strerror', None) or error}; {needed}"]
     except ModelError as error:
         return list(error.problems)
     out = []
-    for key, wanted in (("r", lora.r), ("lora_alpha", lora.alpha)):
-        if saved.get(key) != wanted:
+    for key, expected in (("r", lora.r), ("lora_alpha", lora.alpha)):
+        if saved.get(key) != expected:
             setting = f"model.lora.{key.removeprefix('lora_')}"
-            out.append(f"{ADAPTER_CONFIG}: {key} = {saved.get(key)!r}, {setting} = {wanted:g}; use the same")
+            out.append(f"{ADAPTER_CONFIG}: {key} = {saved.get(key)!r}, {setting} = {expected:g}; use the same")
     for key, value in {"peft_type": None, **saved}.items():
         values = _VALUES.get(key, ())
         neutral = key != "peft_type" and (value is None or value is False or value == [])
         if key not in _OTHERS and not neutral and value not in values:
             only = f", only {', '.join(map(repr, values))}" if values else ""
-            why = "the model may not be W x + (alpha / r) B A x; merge the adapter into its model (merge_and_unload)"
-            out.append(f"{ADAPTER_CONFIG}: {key} = {value!r} is not supported{only}: {why}")
+            reason = "the model may not be W x + (alpha / r) B A x; merge the adapter into its model (merge_and_unload)"
+            out.append(f"{ADAPTER_CONFIG}: {key} = {value!r} is not supported{only}: {reason}")
     shapes = adapter_shapes(config, lora)
     if left_out := [name for name in shapes if not _is_chosen(name, saved, config.num_layers)]:
-        chosen = ", ".join(f"{key} = {saved.get(key)!r}" for key in _OTHERS[-3:])
-        out.append(f"{ADAPTER_CONFIG}: {chosen}: leaves out {left_out[0]}; name every layer of model.lora.targets")
-    unlike = shape_problems(shapes, found)
-    if unlike:
-        unlike[0] += "; use the model.lora.r and model.lora.targets that it was made with, and no other tensors"
-    return out + unlike
+        selection = ", ".join(f"{key} = {saved.get(key)!r}" for key in _OTHERS[-3:])
+        out.append(f"{ADAPTER_CONFIG}: {selection}: leaves out {left_out[0]}; name every layer of model.lora.targets")
+    mismatches = shape_problems(shapes, header)
+    if mismatches:
+        mismatches[0] += "; use the model.lora.r and model.lora.targets that it was made with, and no other tensors"
+    return out + mismatches
 
 
 def _is_chosen(tensor: str, saved: Mapping[str, Any], layers: int) -> bool:
@@ -163,9 +163,9 @@ def _is_chosen(tensor: str, saved: Mapping[str, Any], layers: int) -> bool:
             return by == "all-linear" or re.fullmatch(by, layer) is not None
         return is_target(layer, by or ())
 
-    chosen, every = saved.get("layers_to_transform"), set(range(layers))
+    layer_ids, every = saved.get("layers_to_transform"), set(range(layers))
     try:
-        everywhere = chosen in (None, []) or every <= ({chosen} if isinstance(chosen, int) else {*chosen})
+        everywhere = layer_ids in (None, []) or every <= ({layer_ids} if isinstance(layer_ids, int) else {*layer_ids})
         return everywhere and named(saved.get("target_modules")) and not named(saved.get("exclude_modules"))
     except (TypeError, re.error):  # not of PEFT's types
         return False

@@ -83,8 +83,8 @@ class RawConfig(_Fields):
         """Return the number of multi-token prediction layers stored after the model."""
         return 0
 
-    def problems(self, given: Mapping[str, Any]) -> list[str]:
-        """Return problems that the types do not show, one line each. `given` is the file as read, nulls included."""
+    def problems(self, raw: Mapping[str, Any]) -> list[str]:
+        """Return problems that the types do not show, one line each. `raw` is the file as read, nulls included."""
         return []
 
 
@@ -116,35 +116,35 @@ class YarnRope(RopeSettings):
 ROPE_TYPES: Mapping[str, type[RopeSettings]] = {"default": RopeSettings, "llama3": Llama3Rope, "yarn": YarnRope}
 
 
-def read_fields(model: type[M], given: Mapping[str, Any], problems: list[str], prefix: str = "") -> M:
-    """Validate `given` as `model`.
+def read_fields(model: type[M], raw: Mapping[str, Any], problems: list[str], prefix: str = "") -> M:
+    """Validate `raw` as `model`.
 
     Every missing or wrong field adds a line to `problems`, which begins with `prefix` and the field's name. The field
     is then treated as absent, or as 1 if it is required, so that one pass finds all problems of a file.
     """
-    present = {name: value for name, value in given.items() if value is not None}
+    present = {name: value for name, value in raw.items() if value is not None}
     try:
         return model.model_validate(present)
     except ValidationError as error:
-        found = error.errors()
-    problems += [prefix + _problem(error, present) for error in found]
-    wrong = {error["loc"][0] for error in found}
-    usable = {name: value for name, value in present.items() if name not in wrong}
+        errors = error.errors()
+    problems += [prefix + _problem(error, present) for error in errors]
+    wrong_fields = {error["loc"][0] for error in errors}
+    usable = {name: value for name, value in present.items() if name not in wrong_fields}
     try:
         return model.model_validate(usable)
     except ValidationError as error:
         return model.model_validate(usable | {missing["loc"][0]: 1 for missing in error.errors()})
 
 
-def _problem(error: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def _problem(error: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     name = error["loc"][0]
     if error["type"] == "missing":
         return f"{name}: missing"
-    found = shown(error["input"])
+    value = shown(error["input"])
     if error["type"] == "greater_than_equal":
-        return f"{name} = {found}: must be at least {error['ctx']['ge']:g}"
+        return f"{name} = {value}: must be at least {error['ctx']['ge']:g}"
     if error["type"] == "greater_than":
-        return f"{name} = {found}: must be above {error['ctx']['gt']:g}"
+        return f"{name} = {value}: must be above {error['ctx']['gt']:g}"
     if error["type"] in ("less_than", "less_than_equal"):
-        return f"{name} = {found}: more than any model has"
-    return f"{name} = {found}: must be {_TYPES.get(error['type'], error['msg'])}"
+        return f"{name} = {value}: more than any model has"
+    return f"{name} = {value}: must be {_TYPES.get(error['type'], error['msg'])}"

@@ -42,20 +42,20 @@ def _yarn(frequencies: Tensor, hf: HFModelConfig) -> Tensor:
 
     Between `beta_slow` and `beta_fast` rotations both are blended, linearly in the index of the pair.
     """
-    given, pairs = hf.rope_scaling, len(frequencies)
-    original = given.get("original_max_position_embeddings") or hf.max_position_embeddings
+    scaling, pairs = hf.rope_scaling, len(frequencies)
+    original = scaling.get("original_max_position_embeddings") or hf.max_position_embeddings
 
     def index(rotations: float) -> float:
         return pairs * math.log(original / (rotations * 2 * math.pi)) / math.log(hf.rope_theta)
 
-    low, high = index(given.get("beta_fast") or 32), index(given.get("beta_slow") or 1)
-    if given.get("truncate", True):
+    low, high = index(scaling.get("beta_fast") or 32), index(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     if low == high:
         high += 0.001
     interpolated = ((torch.arange(pairs).float() - low) / (high - low)).clamp(0, 1)
-    return frequencies / given["factor"] * interpolated + frequencies * (1 - interpolated)
+    return frequencies / scaling["factor"] * interpolated + frequencies * (1 - interpolated)
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:

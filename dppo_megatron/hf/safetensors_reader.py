@@ -35,14 +35,14 @@ class SafetensorsDirectory:
         problems: list[str] = []
         for file, names in self._index(problems).items():
             try:
-                found = read_header(file)
+                header = read_header(file)
             except ModelError as error:
                 problems += error.problems
                 continue
-            names = names or list(found)
-            absent = [name for name in names if name not in found]
+            names = names or list(header)
+            absent = [name for name in names if name not in header]
             problems += [f"{name}: the index places it in {file.name}, which lacks it" for name in absent]
-            self.tensors.update((name, found[name]) for name in names if name in found)
+            self.tensors.update((name, header[name]) for name in names if name in header)
             self._file_of.update(dict.fromkeys(names, file))
         if problems:
             raise ModelError(str(self.directory), problems)
@@ -67,12 +67,12 @@ class SafetensorsDirectory:
         if single.is_file():
             return {single: []}
         if not index.is_file():
-            neither = (
+            message = (
                 f"neither {SINGLE_FILE} nor {INDEX_FILE}: no weights to read; `hf download NAME --local-dir DIR` "
                 "fetches them, `dppo-megatron convert megatron-to-hf` makes them of a Megatron checkpoint, and "
                 "save_pretrained() of transformers makes them of pytorch_model.bin"
             )
-            problems.append(neither if self.directory.is_dir() else "no such directory")
+            problems.append(message if self.directory.is_dir() else "no such directory")
             return {}
         try:
             weight_map = read_foreign_json(index).get("weight_map")
@@ -98,16 +98,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-            found = {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
+            header = {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
         with file.open("rb") as opened:  # safetensors would use the last of several tensors of one name
             json.loads(opened.read(int.from_bytes(opened.read(8), "little")), object_pairs_hook=each_once)
-        return found
+        return header
     except (SafetensorError, OSError) as error:
-        what = f"not a safetensors file, or truncated ({file.stat().st_size} bytes): {error}"
+        problem = f"not a safetensors file, or truncated ({file.stat().st_size} bytes): {error}"
         if is_lfs_pointer(file):
-            what = LFS_PROBLEM
+            problem = LFS_PROBLEM
     except ValueError as error:
-        what = f"its header: {error}; write the file again"
+        problem = f"its header: {error}; write the file again"
     except KeyError as error:
-        what = f"has tensors of type {error}, which no model here has"
-    raise ModelError(str(file), [f"{file.name}: {what}"])
+        problem = f"has tensors of type {error}, which no model here has"
+    raise ModelError(str(file), [f"{file.name}: {problem}"])

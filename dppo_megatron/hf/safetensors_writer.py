@@ -210,8 +210,8 @@ def copy_metadata(
         if source.is_file() and not weights_or_hidden:
             shutil.copyfile(source, staging / source.name)
     copied = json.loads((staging / "config.json").read_text())
-    given = dict(config or copied)
-    stored = given if dtype is None else with_dtype(given, dtype)
+    content = dict(config or copied)
+    stored = content if dtype is None else with_dtype(content, dtype)
     stored = {k: 0 if k in MTP_NAMES and v else v for k, v in stored.items() if k != "quantization_config"}
     if quantization is not None:
         stored["quantization_config"] = quantization

@@ -51,7 +51,7 @@ def write_staged(
 
     def finish() -> None:
         if everyone.rank == 0:
-            parts = [part for of_rank in written for part in of_rank]
+            parts = [part for rank_parts in written for part in rank_parts]
             if expected is not None:
                 refuse_incomplete(directory, parts, expected)
             complete(staging, parts)

@@ -28,11 +28,11 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return config.json of the text model in `raw`, or None if `raw` is not the config.json of a model with vision."""
-    named, text = raw.get("architectures"), raw.get("text_config")
+    architectures, text = raw.get("architectures"), raw.get("text_config")
     for family in FAMILIES.values():
-        if family.wrapper is not None and named == [family.wrapper] and isinstance(text, Mapping):
-            above = {name: raw[name] for name in _ABOVE if name in raw}
-            return {**above, **text, "architectures": [family.architecture], "model_type": family.name}
+        if family.wrapper is not None and architectures == [family.wrapper] and isinstance(text, Mapping):
+            outer = {name: raw[name] for name in _ABOVE if name in raw}
+            return {**outer, **text, "architectures": [family.architecture], "model_type": family.name}
     return None
 
 
@@ -62,19 +62,19 @@ class TextWeights:
 
     def _place(self, stored: str, info: TensorInfo) -> None:
         name = stored.replace("model.language_model.", "model.", 1)
-        fused = _EXPERTS.fullmatch(name)
-        if fused is None:
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
             self._places[name], self.tensors[name] = (stored, None, slice(None)), info
             return
         experts, rows, columns = info.shape
         parts = {"down": slice(rows)}
-        if fused[2] == "gate_up":
+        if match[2] == "gate_up":
             parts = {"gate": slice(rows // 2), "up": slice(rows // 2, rows)}
         for expert in range(experts):
-            for part, of_part in parts.items():
-                own = f"{fused[1]}.{expert}.{part}_proj.weight"
-                self._places[own] = stored, expert, of_part
-                self.tensors[own] = TensorInfo(info.dtype, (rows // len(parts), columns))
+            for part, part_rows in parts.items():
+                weight_name = f"{match[1]}.{expert}.{part}_proj.weight"
+                self._places[weight_name] = stored, expert, part_rows
+                self.tensors[weight_name] = TensorInfo(info.dtype, (rows // len(parts), columns))
 
     def tensor(self, name: str) -> Tensor:
         stored, expert, rows = self._places[name]

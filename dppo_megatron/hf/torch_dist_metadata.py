@@ -87,13 +87,13 @@ def read_checked(directory: Path) -> tuple[Metadata, str]:
     try:
         content = (directory / METADATA).read_bytes()
         digest = hashlib.sha256(content).hexdigest()
-        found = _Unpickler(io.BytesIO(content)).load()
-        problem = _problem(found)
+        metadata = _Unpickler(io.BytesIO(content)).load()
+        problem = _problem(metadata)
     except Exception as error:  # bytes that are not a pickle raise many types of errors
         problem = f"cannot be read: {error!r}"[:500]
     if problem:
         raise ModelError(str(directory), [f"{METADATA}: {problem}"])
-    return found, digest
+    return metadata, digest
 
 
 def read_again(directory: Path, digest: str) -> Metadata:
@@ -104,16 +104,16 @@ def read_again(directory: Path, digest: str) -> Metadata:
     return _Quick(io.BytesIO(content)).load()
 
 
-def _problem(found: Any) -> str | None:
-    """Return the first reason why `found` is not valid checkpoint metadata, or None if it is valid."""
-    if type(found) is not Metadata:
-        return f"holds a {type(found).__name__}, not a checkpoint's metadata"
-    for key, stored in found.state_dict_metadata.items():
+def _problem(metadata: Any) -> str | None:
+    """Return the first reason why `metadata` is not valid checkpoint metadata, or None if it is valid."""
+    if type(metadata) is not Metadata:
+        return f"holds a {type(metadata).__name__}, not a checkpoint's metadata"
+    for key, stored in metadata.state_dict_metadata.items():
         if type(key) is not str or type(stored) not in (TensorStorageMetadata, BytesStorageMetadata):
             return f"{str(key)[:100]!r}: neither a tensor nor bytes"
         if type(stored) is TensorStorageMetadata and not _is_tensor(stored):
             return f"{key!r}: not the description of a tensor"
-    for index, stored in found.storage_data.items():
+    for index, stored in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(stored) is not filesystem._StorageInfo:
             return "its storage is not that of a file system"
         name, numbers = stored.relative_path, (stored.offset, stored.length)

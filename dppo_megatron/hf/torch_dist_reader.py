@@ -58,8 +58,8 @@ class TorchDistWeights:
         self.tensors: dict[str, TensorInfo] = {}
         self._last: tuple[Entry, dict[str, Tensor]] | None = None
         if any(f".{ADAPTER}." in key for key in self._stored):
-            what = "contains only adapters (model.lora); use the model or the adapter that its run ends with"
-            raise ModelError(str(directory), [what])
+            problem = "contains only adapters (model.lora); use the model or the adapter that its run ends with"
+            raise ModelError(str(directory), [problem])
         problems = (
             recorded_differences(self.directory, config) + self._locate() + self._unknown() + self._file_problems()
         )
@@ -70,8 +70,8 @@ class TorchDistWeights:
         """Return one HF tensor on the CPU. The other parts of a fused weight are kept for the next calls."""
         entry = self._entries[name]
         if entry.stacks_experts and entry.layer is not None:
-            of_layer = [e for e in self._map.layer_entries(entry.layer) if e.hf[0].name == name]
-            return torch.stack([self._map.to_hf(e, self._whole(e))[name] for e in of_layer])
+            expert_entries = [e for e in self._map.layer_entries(entry.layer) if e.hf[0].name == name]
+            return torch.stack([self._map.to_hf(e, self._whole(e))[name] for e in expert_entries])
         if self._last is None or self._last[0] is not entry:
             self._last = None  # frees the old tensors before the next are read
             self._last = entry, self._map.to_hf(entry, self._whole(entry))
@@ -94,8 +94,8 @@ class TorchDistWeights:
                 continue
             stored = self._stored[at.key]
             if tuple(stored.size[: len(at.stacked)]) != at.stacked:
-                found = tuple(stored.size[: len(at.stacked)])
-                problems.append(f"{at.key}: stacks {found}, config.json has {at.stacked} layers or experts")
+                stack_shape = tuple(stored.size[: len(at.stacked)])
+                problems.append(f"{at.key}: stacks {stack_shape}, config.json has {at.stacked} layers or experts")
                 continue
             self._at[entry.megatron] = at
             shape = torch.Size(stored.size[len(at.stacked) :])
@@ -111,12 +111,14 @@ class TorchDistWeights:
         return problems
 
     def _locations(self, entry: Entry) -> list[StoredAt]:
-        return [at for each in (True, False) for at in possible_locations(entry, self._config, layers_stacked=each)]
+        return [
+            at for stacked in (True, False) for at in possible_locations(entry, self._config, layers_stacked=stacked)
+        ]
 
     def _unknown(self) -> list[str]:
         """List weights that this model does not have."""
-        known = {at.key for entry in self._map.entries() for at in self._locations(entry)}
-        unknown = [key for key in self._stored if key not in known and not key.startswith(_SKIPPED)]
+        expected_keys = {at.key for entry in self._map.entries() for at in self._locations(entry)}
+        unknown = [key for key in self._stored if key not in expected_keys and not key.startswith(_SKIPPED)]
         return [f"{key}: unexpected, shape {tuple(self._stored[key].size)}" for key in unknown]
 
     def _file_problems(self) -> list[str]:
@@ -158,11 +160,11 @@ class TorchDistWeights:
     def _chunks_at(self, at: StoredAt) -> list[int]:
         """Return the numbers of the chunks of one weight; a stack of experts has tens of thousands of chunks."""
         if at.key not in self._chunks:
-            depth, found = len(at.index), self._chunks.setdefault(at.key, {})
+            depth, chunk_numbers = len(at.index), self._chunks.setdefault(at.key, {})
             for number, chunk in enumerate(self._stored[at.key].chunks):
                 spans = (range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
                 for index in itertools.product(*spans):
-                    found.setdefault(index, []).append(number)
+                    chunk_numbers.setdefault(index, []).append(number)
         return self._chunks[at.key].get(at.index, [])
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
@@ -190,17 +192,17 @@ class TorchDistWeights:
 
 def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
     """List every field of the model where the checkpoint's record differs from `config`; shapes do not show all."""
-    wanted = config.identity()
-    found: Mapping[str, Any] = {}
+    expected = config.identity()
+    record: Mapping[str, Any] = {}
     if (directory / MODEL).is_dir():
-        found = read_hf_config(directory / MODEL).identity()
+        record = read_hf_config(directory / MODEL).identity()
     elif (directory / _RUN).is_file():
         saved = (read_json(directory / _RUN) or {}).get("run", {})
         if not isinstance(saved, dict):
             raise ModelError(str(directory), [f"{_RUN}: run is {shown(saved)}, not the settings of a run"])
-        found = {name.removeprefix(_RUN_FIELD): value for name, value in saved.items()}
+        record = {name.removeprefix(_RUN_FIELD): value for name, value in saved.items()}
     return [
-        f"{name} = {found[name]!r} in the checkpoint, {wanted[name]!r} in {config.source}"
-        for name in wanted
-        if name in found and found[name] != wanted[name]
+        f"{name} = {record[name]!r} in the checkpoint, {expected[name]!r} in {config.source}"
+        for name in expected
+        if name in record and record[name] != expected[name]
     ]

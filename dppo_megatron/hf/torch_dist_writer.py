@@ -100,12 +100,12 @@ class TorchDistFile:
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
     """Turn off the archive's checksums within the context: they take as long as writing, and torch never reads them."""
-    before = torch.serialization.get_crc32_options()
+    crc32_enabled = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(crc32_enabled)
 
 
 def write_torch_dist_metadata(directory: Path, chunks: Iterable[Chunk]) -> None:

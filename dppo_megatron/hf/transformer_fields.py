@@ -79,18 +79,18 @@ def _latent_attention(config: HFModelConfig, mla: MLAConfig) -> dict[str, Any]:
 
 def _yarn(config: HFModelConfig) -> dict[str, Any]:
     """Return the fields of YaRN; settings missing from config.json have the defaults of transformers."""
-    given = config.rope_scaling
+    scaling = config.rope_scaling
     return {
         "rope_type": "yarn",
-        "rotary_scaling_factor": float(given["factor"]),
+        "rotary_scaling_factor": float(scaling["factor"]),
         # Positions in training, before YaRN extended them.
         "original_max_position_embeddings": int(
-            given.get("original_max_position_embeddings") or config.max_position_embeddings
+            scaling.get("original_max_position_embeddings") or config.max_position_embeddings
         ),
-        "beta_fast": float(given.get("beta_fast") or 32),
-        "beta_slow": float(given.get("beta_slow") or 1),
-        "mscale": float(given.get("mscale") or 1),
-        "mscale_all_dim": float(given.get("mscale_all_dim") or 0),
+        "beta_fast": float(scaling.get("beta_fast") or 32),
+        "beta_slow": float(scaling.get("beta_slow") or 1),
+        "mscale": float(scaling.get("mscale") or 1),
+        "mscale_all_dim": float(scaling.get("mscale_all_dim") or 0),
     }
 
 
@@ -105,7 +105,7 @@ def _sinks(config: HFModelConfig, sinks: SinksConfig) -> dict[str, Any]:
         "softmax_type": "learnable",
         "softmax_scale": factor**2 * config.head_dim**-0.5,
         "window_size": (sinks.window - 1, 0),
-        "window_attn_skip_freq": [int(there) for there in sinks.layers],
+        "window_attn_skip_freq": [int(has_window) for has_window in sinks.layers],
         "activation_func": quick_gelu,
         "activation_func_clamp_value": sinks.swiglu_limit,
         "glu_linear_offset": 1.0,
@@ -122,7 +122,7 @@ def _delta_net(sizes: DeltaNetConfig) -> dict[str, Any]:
     return {
         "attention_output_gate": True,
         "layernorm_zero_centered_gamma": True,
-        "linear_attention_freq": [int(there) for there in sizes.layers],
+        "linear_attention_freq": [int(has_delta_net) for has_delta_net in sizes.layers],
         "linear_conv_kernel_dim": sizes.conv_kernel,
         "linear_key_head_dim": sizes.key_head_dim,
         "linear_value_head_dim": sizes.value_head_dim,
@@ -158,10 +158,10 @@ def disagreements(model_chunks: Sequence[nn.Module], config: HFModelConfig) -> l
     out = []
     for chunk in map(unwrap, model_chunks):
         megatron = getattr(chunk, "config", None)
-        for name, wanted in transformer_fields(config).items():
-            found = getattr(megatron, name, wanted)
-            if found != wanted:
-                out.append(_line(name, found, wanted))
+        for name, expected in transformer_fields(config).items():
+            actual = getattr(megatron, name, expected)
+            if actual != expected:
+                out.append(_line(name, actual, expected))
         rotary_base = getattr(chunk, "rotary_base", config.rope_theta)
         if rotary_base != config.rope_theta:
             out.append(_line("rotary_base", rotary_base, config.rope_theta))
@@ -171,11 +171,11 @@ def disagreements(model_chunks: Sequence[nn.Module], config: HFModelConfig) -> l
 
 def _frequencies(chunk: nn.Module, config: HFModelConfig) -> list[str]:
     """Compare the rotary frequencies: Megatron scales them with constants that no field shows."""
-    found = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
-    if found is None or config.rope_type not in ("default", "llama3"):
+    actual = getattr(getattr(chunk, "rotary_pos_emb", None), "inv_freq", None)
+    if actual is None or config.rope_type not in ("default", "llama3"):
         return []
-    wanted = inverse_frequencies(config)
-    if found.shape == wanted.shape and torch.allclose(found.cpu().float(), wanted, rtol=1e-4, atol=0):
+    expected = inverse_frequencies(config)
+    if actual.shape == expected.shape and torch.allclose(actual.cpu().float(), expected, rtol=1e-4, atol=0):
         return []
     scaling = ", ".join(f"{k} = {v}" for k, v in config.rope_scaling.items())
     return [
@@ -184,5 +184,5 @@ def _frequencies(chunk: nn.Module, config: HFModelConfig) -> list[str]:
     ]
 
 
-def _line(name: str, found: Any, wanted: Any) -> str:
-    return f"{name} = {found!r} in the Megatron model, {wanted!r} by config.json"
+def _line(name: str, actual: Any, expected: Any) -> str:
+    return f"{name} = {actual!r} in the Megatron model, {expected!r} by config.json"

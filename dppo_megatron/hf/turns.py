@@ -32,5 +32,5 @@ class Turns:
         members = dist.get_process_group_ranks(group.group)
         name = f"{self._name}/{'-'.join(map(str, members))}"
         self._gathers[name] += 1
-        what = f"the weights that rank {members[0]} {self._doing}"
-        self._ranks.after(members[0], f"{name}/{self._gathers[name]}", len(members) - 1, what)
+        subject = f"the weights that rank {members[0]} {self._doing}"
+        self._ranks.wait_for_leader(members[0], f"{name}/{self._gathers[name]}", len(members) - 1, subject)

@@ -38,8 +38,8 @@ class WeightMap:
         for rule in self._rules:
             for name in rule.megatron:
                 self._by_name.setdefault(name, []).append(rule)
-        behind = (rf"model\.layers\.{config.num_layers + i}\..*" for i in range(config.mtp_layers))
-        self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *behind, *[r"mtp\..*"] * bool(config.mtp_layers))))
+        mtp_patterns = (rf"model\.layers\.{config.num_layers + i}\..*" for i in range(config.mtp_layers))
+        self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *mtp_patterns, *[r"mtp\..*"] * bool(config.mtp_layers))))
 
     def entry(self, megatron_name: str) -> Entry:
         """Return the entry of a parameter. Raises `KeyError` with the family's name if it does not exist."""
@@ -86,11 +86,11 @@ class WeightMap:
         May be a view of an input. Raises `ModelError` for absent or misshaped inputs and sizes that do not divide.
         """
         parts = []
-        for wanted in entry.hf:
-            tensor = hf_tensors.get(wanted.name)
-            if tensor is None or tuple(tensor.shape) != wanted.shape:
-                found = "absent" if tensor is None else f"shape {tuple(tensor.shape)}"
-                raise ModelError(entry.megatron, [f"{wanted.name}: {found}, expected shape {wanted.shape}"])
+        for expected in entry.hf:
+            tensor = hf_tensors.get(expected.name)
+            if tensor is None or tuple(tensor.shape) != expected.shape:
+                actual = "absent" if tensor is None else f"shape {tuple(tensor.shape)}"
+                raise ModelError(entry.megatron, [f"{expected.name}: {actual}, expected shape {expected.shape}"])
             parts.append(tensor)
         try:
             return entry.op.to_shard(parts, tp_rank, tp_size)
@@ -108,11 +108,11 @@ class WeightMap:
             parts = entry.op.from_shards(shards)
         except RuntimeError as error:
             raise ModelError(entry.megatron, [f"shards {[tuple(s.shape) for s in shards]}: {error}"]) from None
-        for wanted, part in zip(entry.hf, parts, strict=True):
-            shape = wanted.shape[1:] if entry.stacks_experts else wanted.shape
+        for expected, part in zip(entry.hf, parts, strict=True):
+            shape = expected.shape[1:] if entry.stacks_experts else expected.shape
             if tuple(part.shape) != shape:
-                raise ModelError(entry.megatron, [f"{wanted.name}: shape {tuple(part.shape)}, expected {shape}"])
-        return {wanted.name: part for wanted, part in zip(entry.hf, parts, strict=True)}
+                raise ModelError(entry.megatron, [f"{expected.name}: shape {tuple(part.shape)}, expected {shape}"])
+        return {expected.name: part for expected, part in zip(entry.hf, parts, strict=True)}
 
 
 def _extract(pattern: re.Pattern[str], name: str, field: str) -> tuple[int | None, str]:

@@ -79,20 +79,20 @@ def header_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
 
 def shape_problems(
     expected: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, TensorInfo],
+    actual: Mapping[str, TensorInfo],
     may_be_there: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
     """List every missing and unexpected tensor, and those of another shape or of integers, one line each."""
     out = []
     for name, shape in expected.items():
-        if name not in found:
+        if name not in actual:
             out.append(f"{name}: missing, expected shape {shape}")
-        elif found[name].shape != shape:
-            out.append(f"{name}: shape {found[name].shape}, expected {shape}")
-        elif not found[name].dtype.is_floating_point:
-            out.append(f"{name}: {found[name].dtype}, expected floating-point numbers")
-    unexpected = (name for name in found if name not in expected and not may_be_there(name))
-    return out + [f"{name}: unexpected, shape {found[name].shape}" for name in unexpected]
+        elif actual[name].shape != shape:
+            out.append(f"{name}: shape {actual[name].shape}, expected {shape}")
+        elif not actual[name].dtype.is_floating_point:
+            out.append(f"{name}: {actual[name].dtype}, expected floating-point numbers")
+    unexpected = (name for name in actual if name not in expected and not may_be_there(name))
+    return out + [f"{name}: unexpected, shape {actual[name].shape}" for name in unexpected]
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -109,12 +109,12 @@ def overflow_problem(*names: str) -> str:
     return f"{', '.join(names)}: contains values beyond 65504, the largest of fp16; {remedy}"
 
 
-def cast_problem(entry: Entry, before: Iterable[Tensor], after: Iterable[Tensor]) -> str | None:
+def cast_problem(entry: Entry, sources: Iterable[Tensor], results: Iterable[Tensor]) -> str | None:
     """Return why a cast weight must not be stored, or None if it may be stored."""
-    if all(map(all_finite, after)):
+    if all(map(all_finite, results)):
         return None
     names = [t.name for t in entry.hf]
-    return overflow_problem(*names) if all(map(all_finite, before)) else f"{', '.join(names)}: {_NOT_FINITE}"
+    return overflow_problem(*names) if all(map(all_finite, sources)) else f"{', '.join(names)}: {_NOT_FINITE}"
 
 
 def export_problem(name: str, tensor: Tensor) -> str | None:

@@ -43,7 +43,7 @@ def unfit(objective: ObjectiveProtocol, *, topk: bool = False, old: bool = False
         "has a KL to a reference policy of its own": objective.needs_reference and not terms,
         "has an entropy bonus of its own": objective.needs_entropy and not terms,
     }
-    return [why for why, holds in reasons.items() if holds]
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def refuse_unfit(objective: ObjectiveProtocol, trainer: str, reasons: list[str]) -> None:
@@ -62,13 +62,13 @@ def on_rows(objective: ObjectiveProtocol, *, mask: Tensor, **tensors: Any) -> Ob
     tensors: inputs of the objective's call, [B, T] or [B, 1]; None = not given. `topk` is [B T, K] already.
     """
     rows, length = mask.shape
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         name: value if name == "topk" else value.expand(rows, length).reshape(-1)
         for name, value in tensors.items()
         if value is not None
     }
     ids = torch.arange(rows, device=mask.device)[:, None].expand(rows, length)
-    return objective(mask=mask.reshape(-1) != 0, sequence_ids=ids.reshape(-1), **given)
+    return objective(mask=mask.reshape(-1), sequence_ids=ids.reshape(-1), **inputs)
 
 
 def averaged(out: ObjectiveOutput) -> dict[str, float]:

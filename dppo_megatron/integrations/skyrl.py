@@ -31,7 +31,7 @@ def reasons_against(objective: ObjectiveProtocol) -> list[str]:
             s.control == "gate" and s.gate == "gaussian"
         ),
     }
-    return unfit(objective, old=True) + [why for why, holds in scaled.items() if holds]
+    return unfit(objective, old=True) + [reason for reason, holds in scaled.items() if holds]
 
 
 class SkyRLLoss:

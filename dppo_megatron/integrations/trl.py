@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
+from dppo_megatron.errors import shown
 from dppo_megatron.objectives import (
     ObjectiveError,
     ObjectiveOutput,
@@ -77,6 +78,8 @@ class ObjectiveTrainer(GRPOTrainer):
     ):
         self.objective = resolve(objective, settings or {})
         self.topk = topk
+        for argument in (*args, *kwargs.values()):
+            _check_generation_kwargs(getattr(argument, "generation_kwargs", None))
         super().__init__(*args, **kwargs)
         own_sampler = not self.use_vllm and self.rollout_func is None
         refuse_unfit(self.objective, "TRL", unfit(self.objective, topk=own_sampler, old=True, terms=True))
@@ -87,24 +90,31 @@ class ObjectiveTrainer(GRPOTrainer):
     def _sampling_problems(self) -> list[str]:
         """Name the settings with which tokens are sampled from another distribution than the one that is scored."""
         args, kwargs = self.args, self.args.generation_kwargs or {}
-        own = ("top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation", "vllm_structured_outputs_regex")
-        settings = {name: getattr(args, name) for name in own} | kwargs
+        setting_names = (
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "cache_implementation",
+            "vllm_structured_outputs_regex",
+        )
+        settings = {name: getattr(args, name) for name in setting_names} | kwargs
         neutral = _NEUTRAL | {"temperature": (self.temperature,)}
         if not self.use_vllm:  # `generate` adds the settings of the model's generation_config.json
-            used, known = self.model._prepare_generation_config(self.generation_config)[0], GenerationConfig()
-            settings |= {name: value for name, value in used.to_dict().items() if hasattr(known, name)}
-            defaults = {name: (value, None) for name, value in known._get_default_generation_params().items()}
+            config, default = self.model._prepare_generation_config(self.generation_config)[0], GenerationConfig()
+            settings |= {name: value for name, value in config.to_dict().items() if hasattr(default, name)}
+            defaults = {name: (value, None) for name, value in default._get_default_generation_params().items()}
             ends = self.eos_token_ids
             neutral = defaults | neutral | {"eos_token_id": (ends, *ends) if len(ends) == 1 else (ends,), "top_k": (0,)}
             neutral["suppress_tokens"] = (None, [getattr(self.model.config, "image_token_id", None)])  # TRL's own
-        wrong, remedies = [], []
+        wrong_settings, remedies = [], []
         for name, value in settings.items():
             if name not in _FREE and value not in (values := neutral.get(name, (None, False))):
                 place = "generation_kwargs: " if name in kwargs else "generation_config of the model: "
-                wrong.append(f"{'' if name not in kwargs and hasattr(args, name) else place}{name} = {value}")
+                wrong_settings.append(f"{'' if name not in kwargs and hasattr(args, name) else place}{name} = {value}")
                 remedies.append(f"{name} to {values[0]}")
-        why = "tokens would be sampled from another distribution than the scored one, and every ratio would be off"
-        return [f"{', '.join(wrong)}: {why}; set {', '.join(remedies)}"] if wrong else []
+        reason = "tokens would be sampled from another distribution than the scored one, and every ratio would be off"
+        return [f"{', '.join(wrong_settings)}: {reason}; set {', '.join(remedies)}"] if wrong_settings else []
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -125,8 +135,8 @@ class ObjectiveTrainer(GRPOTrainer):
         for rows in torch.arange(len(output["completion_ids"])).split(size):
             part = {name: output[name][rows] for name in _TOKENS}
             ln_mu = (self._logits(self.model, part).float() / self.temperature).log_softmax(-1)
-            logprob, listed = ln_mu.topk(min(self.topk, ln_mu.shape[-1]))
-            ids.append(listed)
+            logprob, topk_ids = ln_mu.topk(min(self.topk, ln_mu.shape[-1]))
+            ids.append(topk_ids)
             logprobs.append(logprob)
         return {"topk_ids": torch.cat(ids), "topk_logps": torch.cat(logprobs)}
 
@@ -232,6 +242,20 @@ def _whole(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def _check_generation_kwargs(kwargs: Any) -> None:
+    """Raise `ObjectiveError` for arrays, because neither TRL nor a check can compare them with a value."""
+    if not isinstance(kwargs, dict | None):
+        raise ObjectiveError(f"generation_kwargs = {shown(kwargs)}: is not a dictionary; name each setting")
+    for name, value in (kwargs or {}).items():
+        if _has_array(value):
+            raise ObjectiveError(f"generation_kwargs: {name} = {shown(value)}: has an array; use numbers or lists")
+
+
+def _has_array(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return bool(getattr(value, "shape", ())) or any(map(_has_array, parts))
+
+
 def _dropout_problems(model: torch.nn.Module) -> list[str]:
     """Name the first dropout of a model. Layers of PyTorch store its probability as `p`, and attention by its name."""
     layer = torch.nn.modules.dropout._DropoutNd
@@ -239,27 +263,27 @@ def _dropout_problems(model: torch.nn.Module) -> list[str]:
         for key, value in vars(module).items():
             dropout = key.endswith("dropout") or (key == "p" and isinstance(module, layer))
             if dropout and isinstance(value, float) and value:
-                why = "its noise differs between sampling and scoring, and every ratio would be off"
-                return [f"{name}.{key} = {value:g}: {why}; set it to 0, or disable_dropout to True for a layer"]
+                reason = "its noise differs between sampling and scoring, and every ratio would be off"
+                return [f"{name}.{key} = {value:g}: {reason}; set it to 0, or disable_dropout to True for a layer"]
     return []
 
 
 def _setting_problems(objective: ObjectiveProtocol, args: GRPOConfig, *, aux_loss: bool) -> list[str]:
     default = {field.name: field.default for field in fields(GRPOConfig)}
-    of_the_loss = default.keys() - {field.name for field in fields(TrainingArguments)} - {*_EFFECTIVE}
+    loss_settings = default.keys() - {field.name for field in fields(TrainingArguments)} - {*_EFFECTIVE}
     problems = [
         f"{name} = {getattr(args, name)}: the loss is objective {objective.name}, which has no such setting; remove it "
         "and set an axis of the objective in `settings`"
-        for name in sorted(of_the_loss | {"label_smoothing_factor", "neftune_noise_alpha"})
+        for name in sorted(loss_settings | {"label_smoothing_factor", "neftune_noise_alpha"})
         if getattr(args, name) != default[name] and not (name == "epsilon_high" and args.epsilon_high == args.epsilon)
     ]
     if args.loss_type not in (sums := ("dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")):
         problems.append(f"loss_type = {args.loss_type}: is not known; use one of {', '.join(sums)}")
-    wanted = objective.settings.reference_kl_coefficient if objective.needs_reference else 0.0
-    if args.beta != wanted:
+    expected_beta = objective.settings.reference_kl_coefficient if objective.needs_reference else 0.0
+    if args.beta != expected_beta:
         problems.append(
             f"beta = {args.beta}: the objective computes the KL to the reference policy; set beta to its coefficient, "
-            f"{wanted} (TRL loads a reference model only if beta is not 0)"
+            f"{expected_beta} (TRL loads a reference model only if beta is not 0)"
         )
     if aux_loss:
         problems.append("router_aux_loss_coef: the loss of the router is not part of the objective; set it to 0")

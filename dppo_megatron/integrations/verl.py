@@ -103,10 +103,10 @@ def use_token_statistics() -> None:
             group=parallel_state.get_tensor_model_parallel_group(),
             entropy="differentiable" if flags["calculate_entropy"] else "none",
         )
-        found = {"log_probs": statistics.logprob.view_as(label)}
+        outputs = {"log_probs": statistics.logprob.view_as(label)}
         if flags["calculate_entropy"]:
-            found["entropy"] = statistics.entropy.view_as(label)
-        return found
+            outputs["entropy"] = statistics.entropy.view_as(label)
+        return outputs
 
     Engine._lm_head_logits_processor = ours
 

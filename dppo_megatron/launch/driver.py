@@ -20,7 +20,8 @@ from dppo_megatron.engines.secret import make_secret
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import forget, forget_all
 from dppo_megatron.observability.logs import Warnings
-from dppo_megatron.observability.run_state import hang, heartbeats
+from dppo_megatron.observability.run_state import HeartbeatReader, hang
+from dppo_megatron.observability.tail import sparse
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.place import clear, lead
 
@@ -133,11 +134,12 @@ class RunDriver(Generic[PlanT, ProcessT]):
         self._run = RunDir(config.run.dir)
         self._launcher = launcher
         self._report = report  # shows the user a line about an engine or a finding
-        self._examination = Examination(self._run.root)
+        self._examination = Examination(self._run.root, sparse)
         self._warnings = Warnings(self._run.log(name) for name in ("orchestrator", "trainer-0"))
         self._servers: list[RestartedServer[PlanT, ProcessT]] = []  # restarted until the run ends
         self._orchestrator: list[ProcessT] = []  # at most one process
         self.trainers: list[ProcessT] = []
+        self._heartbeats = HeartbeatReader(self._run)
         self._look_at_beats = 0.0  # time of the next look at the ranks' heartbeats
 
     def start(self, plan: RunPlan[PlanT]) -> None:
@@ -165,10 +167,10 @@ class RunDriver(Generic[PlanT, ProcessT]):
         if failed := [worker for worker in self._workers if worker.poll() not in (None, 0)]:
             # The other processes raise after a killed one, and after the one that raised first.
             first = min(failed, key=lambda worker: ((worker.poll() or 0) > 0, _written(worker.log)))
-            return Failed(first, hang(heartbeats(self._run), time.time()) if first in self.trainers else "")
+            return Failed(first, hang(self._heartbeats.read(), time.time()) if first in self.trainers else "")
         if self.trainers and time.monotonic() > self._look_at_beats:
             self._look_at_beats, stall_s = time.monotonic() + INTERVAL_S, self._config.run.stall_timeout_s
-            if hung := hang(heartbeats(self._run), time.time(), stall_s):
+            if hung := hang(self._heartbeats.read(), time.time(), stall_s):
                 return Failed(self.trainers[0], f"{hung} (run.stall_timeout_s = {stall_s:g})")
         if self._trainers_ended and not self.trained:
             return TrainerStopped()

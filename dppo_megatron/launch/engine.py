@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dppo_megatron.common.environment import child_environment
 from dppo_megatron.common.files import write_json
-from dppo_megatron.common.process import end_with_parent, exit_reason
+from dppo_megatron.common.process import exit_reason, with_this_process
 from dppo_megatron.common.retry import RetryBudget, retry_async, wait_until
 from dppo_megatron.config import Config
 from dppo_megatron.config.section import host_and_port
@@ -87,7 +87,7 @@ class Servers:
         for node in nodes:
             line = command(config, start, node)
             log.info("%s %d: %s", SERVER_START, node, " ".join(line))
-            tied = partial(end_with_parent, os.getpid())
+            tied = with_this_process()
             processes.append(subprocess.Popen(line, stdin=subprocess.DEVNULL, env=environment, preexec_fn=tied))
         return cls(processes)
 
@@ -252,7 +252,7 @@ def _wait_healthy(config: Config, url: str, server: Servers, output: Path) -> No
     try:
         asyncio.run(wait())
     except EngineError as error:
-        cause = "".join(f"; {found}" for found in (root_cause(output),) if found)
+        cause = "".join(f"; {exception}" for exception in (root_cause(output),) if exception)
         if (code := server.poll()) is not None:
             raise EngineStartError(f"the server at {url} ended while starting ({exit_reason(code)}){cause}") from None
         server.kill()

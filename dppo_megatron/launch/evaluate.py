@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +12,7 @@ from typing import Any
 from dppo_megatron.checks import sampling
 from dppo_megatron.checks.devices import fit_engines, gpu_problems, visible_devices
 from dppo_megatron.checks.resume import changed_settings, record, unusable_directory
-from dppo_megatron.common.files import output, read_json, write_json
+from dppo_megatron.common.files import numbered_directory, read_json, write_json
 from dppo_megatron.config import Config, ConfigError, read_config, with_settings
 from dppo_megatron.config.schema import ObjectiveConfig
 from dppo_megatron.convert.files import checkpoint_at, fingerprint_of, template_for
@@ -98,12 +96,12 @@ async def _take(config: Config, engines: Sequence[Engine], load: Path | None, id
     """Check that running engines suit the evaluation and serve one policy; return its version and its identity."""
     if load is not None:
         await asyncio.gather(*(engine.load_weights(load.absolute(), 0) for engine in engines))
-    found = await asyncio.gather(*(engine.check_compatible(config) for engine in engines))
-    if len(versions := {info.version for info in found}) > 1:
+    infos = await asyncio.gather(*(engine.check_compatible(config) for engine in engines))
+    if len(versions := {info.version for info in infos}) > 1:
         raise EngineIncompatible(f"the engines serve several versions, {sorted(versions)}; name engines of only one")
     # An instance may have loaded its policy after it started, but all serve the same version.
-    served = [] if load else sorted((info.model, info.instance) for info in found)
-    return found[0].version, {"identity": identity, "served": served}
+    served = [] if load else sorted((info.model, info.instance) for info in infos)
+    return infos[0].version, {"identity": identity, "served": served}
 
 
 def _as_hugging_face(model: Path, directory: Path) -> Path:
@@ -121,21 +119,3 @@ def _as_hugging_face(model: Path, directory: Path) -> Path:
         checkpoint = checkpoint_at(model)
         convert(partial(ToHF, checkpoint, converted, template_for(checkpoint)), resume=True, worker=ConversionWorker())
     return converted
-
-
-def numbered_directory(parent: Path, name: str, resume: bool) -> Path:
-    """Return the first new directory of NAME-1, NAME-2, ... in `parent`, or with `resume` the newest one.
-
-    Each evaluation needs its own directory, because engines register in it and serve only its model.
-    """
-    output(parent, "run.dir", directory=True)
-    numbers = [int(m[1]) for path in parent.iterdir() if (m := re.fullmatch(re.escape(name) + r"-(\d+)", path.name))]
-    if resume and numbers:
-        return parent / f"{name}-{max(numbers)}"
-    number = 1
-    while True:
-        directory = parent / f"{name}-{number}"
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-            return directory
-        number += 1

@@ -79,13 +79,13 @@ def prepare_teachers(config: Config) -> dict[str, Path]:
     """Write a run directory with config and secret for each teacher that the run serves; return it by name."""
     homes = {}
     for name in config.started_teachers:
-        own = teacher_config(config, name)
-        run = RunDir(own.run.dir)
+        server_config = teacher_config(config, name)
+        run = RunDir(server_config.run.dir)
         run.make()
         forget_all(run)
-        save_resolved(with_absolute_paths(own), run.config)
-        make_secret(own)
-        homes[name] = own.run.dir
+        save_resolved(with_absolute_paths(server_config), run.config)
+        make_secret(server_config)
+        homes[name] = server_config.run.dir
     return homes
 
 

@@ -14,9 +14,8 @@ from dppo_megatron.config import Config
 from dppo_megatron.fleet.registry import engine_names
 from dppo_megatron.observability.console import ProgressView
 from dppo_megatron.observability.logs import append_line, last_lines, root_cause
-from dppo_megatron.observability.names import evaluated_sets
 from dppo_megatron.observability.run_state import record_attempt
-from dppo_megatron.observability.tail import read_metrics
+from dppo_megatron.observability.tail import evaluated
 from dppo_megatron.run_dir import RunDir
 
 from .driver import LAST_LINES, Completed, Failed, RunDriver, TrainerStopped
@@ -34,8 +33,7 @@ def finished(config: Config) -> bool:
         return False
     if latest.exists() and last.stat().st_mtime < latest.stat().st_mtime:  # the model has fewer steps
         return False
-    evaluated = {n for record in read_metrics(run.metrics) if record["step"] == steps for n in evaluated_sets(record)}
-    return not config.samples or config.eval_sets.keys() <= evaluated
+    return not config.samples or {(steps, name) for name in config.eval_sets} <= evaluated(run.metrics)
 
 
 class LocalRun:

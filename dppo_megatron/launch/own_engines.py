@@ -16,10 +16,10 @@ from .engine import EngineStartError
 from .local_processes import LocalLauncher, engine_plans
 
 
-def with_last_lines(what: str, process: Child) -> str:
-    """Return `what` with the end of the process's log."""
+def with_last_lines(message: str, process: Child) -> str:
+    """Return `message` with the end of the process's log."""
     lines = last_lines(process.log, LAST_LINES)
-    return "\n  ".join((f"{what}. Its last lines ({process.log}):", *lines))
+    return "\n  ".join((f"{message}. Its last lines ({process.log}):", *lines))
 
 
 @contextmanager
@@ -38,8 +38,8 @@ def running_engines(config: Config, *, trains: bool = True) -> Iterator[list[str
     def check() -> None:
         for server in servers:
             if (code := server.poll()) is not None:
-                why = f"{server.name} ended while starting: {exit_reason(code)}"
-                raise EngineStartError(with_last_lines(why, server))
+                failure = f"{server.name} ended while starting: {exit_reason(code)}"
+                raise EngineStartError(with_last_lines(failure, server))
 
     try:
         for plan in engine_plans(config, trains=trains):

@@ -18,8 +18,8 @@ def trace_environment(run: RunDir) -> dict[str, str]:
 
 def connection_environment(config: Config) -> dict[str, str]:
     """Return the variables for CUDA's queues and broadcasts to engines. A variable that is already set is kept."""
-    wanted = kind_of(config).rank_environment(config) if config.samples else {}
-    return _hardware_queues(config) | {name: value for name, value in wanted.items() if name not in os.environ}
+    variables = kind_of(config).rank_environment(config) if config.samples else {}
+    return _hardware_queues(config) | {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def _hardware_queues(config: Config) -> dict[str, str]:

@@ -113,23 +113,23 @@ def turn_advantages(
     longest = turn_rewards.shape[2]
     whole = turns == 0
     number = torch.arange(longest, device=turns.device)
-    there = number < turns[:, :, None]
-    earned = torch.where(there, turn_rewards.double(), 0.0)
+    turn_mask = number < turns[:, :, None]
+    earned = torch.where(turn_mask, turn_rewards.double(), 0.0)
     rest = rewards.double() - earned.sum(2)
     last = (turns - 1).clamp(min=0)[:, :, None]
     earned = earned.scatter_add(2, last, rest[:, :, None])
     returns = torch.zeros_like(earned)
-    ahead = torch.zeros_like(rest)
+    next_return = torch.zeros_like(rest)
     for k in reversed(range(longest)):
-        ahead = returns[:, :, k] = earned[:, :, k] + discount * ahead
-    compared = (there | (whole[:, :, None] & (number == 0))) & valid[:, :, None]
+        next_return = returns[:, :, k] = earned[:, :, k] + discount * next_return
+    valid_turns = (turn_mask | (whole[:, :, None] & (number == 0))) & valid[:, :, None]
     rounding = ROUNDING * torch.where(valid, earned.abs().sum(2), 0.0).amax(1, keepdim=True)
     out = torch.zeros_like(returns)
     for k in range(longest):
-        counts = compared[:, :, k]
+        counts = valid_turns[:, :, k]
         differ = _spread(returns[:, :, k], counts) > rounding
         out[:, :, k] = group_advantages(torch.where(differ, returns[:, :, k], 0.0), counts, kind)
-    alone = compared & (compared.sum(1, keepdim=True) == 1)
+    alone = valid_turns & (valid_turns.sum(1, keepdim=True) == 1)
     as_whole = alone | (whole & valid)[:, :, None]
     return torch.where(as_whole, out[:, :, :1], out).to(rewards.dtype)
 

@@ -55,11 +55,11 @@ def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) 
     if kind == "effective_size":
         total, squares, count = sums
         return torch.where(count > 0, total * total / (count * squares).clamp(min=1e-300), torch.ones_like(total))
-    each = sums.view(2, -1)
-    counts, totals = each.cumsum(1)
+    bin_sums = sums.view(2, -1)
+    counts, totals = bin_sums.cumsum(1)
     if kind == "second_moment_clip":
         edges = (torch.arange(len(counts), dtype=torch.int32) << (32 - _BITS)).view(torch.float32).to(counts)
-        smaller, moment = torch.stack([counts, totals]) - each  # sums over the bins below an edge
+        smaller, moment = torch.stack([counts, totals]) - bin_sums  # sums over the bins below an edge
         return (moment + edges * (counts[-1] - smaller) < budget * counts[-1]).long().sum()
     within = totals < budget * counts.clamp(min=1e-300)
     # Bins are in order of size, so the mean over lower bins grows with the bound: the cut is after the last bin within.
@@ -69,10 +69,10 @@ def statistic_value(kind: str, sums: Float[Tensor, " n"], budget: float | None) 
 
 def beyond_budget(kind: str, log_ratio: Tensor, advantage: Float[Tensor, " T"], cut: Tensor) -> Bool[Tensor, " T"]:
     """Return the budget's tokens with (ln r)^2 at or above the cut; for the clip, also with ln r outside `_KEPT`."""
-    beyond = _moving_away(log_ratio, advantage) & (_bin(log_ratio.double().square()) >= cut)
+    exceeds = _moving_away(log_ratio, advantage) & (_bin(log_ratio.double().square()) >= cut)
     if kind == "second_moment_clip":
-        beyond = beyond & ((log_ratio < _KEPT[0]) | (log_ratio > _KEPT[1]))
-    return beyond
+        exceeds = exceeds & ((log_ratio < _KEPT[0]) | (log_ratio > _KEPT[1]))
+    return exceeds
 
 
 def _moving_away(log_ratio: Tensor, advantage: Tensor) -> Bool[Tensor, " T"]:

@@ -62,8 +62,8 @@ def expected_score(
     ln_mu = torch.maximum(ln_mu, ln_pi - _FARTHEST)
     pi, mu = ln_pi.exp() * present, ln_mu.exp() * present
 
-    listed = ((topk.ids == topk.target_ids[:, None]) & present).any(dim=1)
-    sampled = torch.where(listed, 0.0, tokens.detached_logprob.double().exp())
+    sampled_in_topk = ((topk.ids == topk.target_ids[:, None]) & present).any(dim=1)
+    sampled = torch.where(sampled_in_topk, 0.0, tokens.detached_logprob.double().exp())
     pi_tail = (torch.where(keep, topk.other_logprob.detach().double(), 0.0).exp() + sampled).clamp(min=_LEAST_TAIL)
     mu_tail = (1 - _over_list(mu)).clamp(min=_LEAST_TAIL)
 
@@ -91,20 +91,20 @@ def _coefficients(
     def repeated(value: Tensor) -> Tensor:
         return value[:, None].expand(-1, n).reshape(-1)
 
-    each = Tokens(
+    candidates = Tokens(
         mask=repeated(tokens.mask),
         logprob=ln_pi.reshape(-1),
         detached_logprob=ln_pi.reshape(-1),
         rollout_logprob=ln_mu.reshape(-1),
         advantage=repeated(tokens.advantage.double()),
     )
-    term = policy_term(s, each, None, effective_size)
+    term = policy_term(s, candidates, None, effective_size)
     weight = term.weight
     if "quadratic" in s.control:
-        truncated_away = (s.path == "ratio") & (term.used != term.ratio)
+        truncated_away = (s.path == "ratio") & (term.used_ratio != term.ratio)
         weight = torch.where(truncated_away, torch.zeros_like(weight), torch.ones_like(weight))
-    correction, _ = mismatch_weight(s, each)
-    return product(term.used, product(weight, correction)).reshape(-1, n)
+    correction, _ = mismatch_weight(s, candidates)
+    return product(term.used_ratio, product(weight, correction)).reshape(-1, n)
 
 
 def _over_list(columns: Float[Tensor, "T K"]) -> Float[Tensor, " T"]:

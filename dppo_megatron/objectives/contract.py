@@ -156,11 +156,11 @@ class ObjectiveProtocol(Protocol):
         return self
 
     def statistic_sums(
-        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor, **taught: Tensor
+        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor, **extra: Tensor
     ) -> Float[Tensor, " n"]:
         """Return fp64 sums of tokens [T], to add over the batch; called only if `needs_statistic`.
 
-        advantage: as in the call. taught: `teacher_logprob`, passed only if `needs_teacher`.
+        advantage: as in the call. extra: `teacher_logprob`, passed only if `needs_teacher`.
         """
         raise NotImplementedError(f"objective {self.name} sets needs_statistic; implement statistic_sums")
 
@@ -206,5 +206,5 @@ def missing_attributes(target: Any) -> list[str]:
     """Return the parts of the contract that `target` lacks; the two methods for `needs_statistic` are optional."""
     if isinstance(target, type):
         return ["an instance"]
-    wanted = ("name", "settings", "describe", "needs_columns", *FLAGS, "__call__")
-    return [attribute for attribute in wanted if not hasattr(target, attribute)]
+    required = ("name", "settings", "describe", "needs_columns", *FLAGS, "__call__")
+    return [attribute for attribute in required if not hasattr(target, attribute)]

@@ -53,9 +53,9 @@ def dppo_mask(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) 
 
         M = 0  iff  D > delta  and  (A > 0 and r > 1,  or  A < 0 and r < 1),  else 1.
 
-    `at.beyond` is D > delta, `at.diverging` the condition in brackets; axes may replace both conditions.
+    `at.exceeds` is D > delta, `at.diverging` the condition in brackets; axes may replace both conditions.
     """
-    outside = at.beyond & at.diverging
+    outside = at.exceeds & at.diverging
     return Controlled(-at.advantage * torch.where(outside, 0.0, r), (~outside).to(r.dtype), outside)
 
 
@@ -171,8 +171,8 @@ def inverse_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor,
     positive = at.advantage > 0
     clipped = torch.where(positive, r > 1 + s.epsilon_high, r < 1 - s.epsilon_low)
     bounded = torch.where(positive, r.clamp(max=1 + s.epsilon_high), r.clamp(min=1 - s.epsilon_low))
-    used = torch.where(positive, 1 / bounded, bounded).clamp(max=s.dual_clip)
-    return at.advantage * used, torch.where(clipped, torch.zeros_like(r), used / r.clamp(min=_LEAST_RATIO))
+    factor = torch.where(positive, 1 / bounded, bounded).clamp(max=s.dual_clip)
+    return at.advantage * factor, torch.where(clipped, torch.zeros_like(r), factor / r.clamp(min=_LEAST_RATIO))
 
 
 def gamma_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,5 +250,5 @@ def _ratio_shift(s: ObjectiveSettings, at: Position) -> Tensor:
 
 
 def _by_sign(at: Position, positive: float, negative: float, zero_is_positive: bool = False) -> Tensor:
-    above = at.advantage >= 0 if zero_is_positive else at.advantage > 0
-    return torch.where(above, torch.full_like(at.advantage, positive), torch.full_like(at.advantage, negative))
+    is_positive = at.advantage >= 0 if zero_is_positive else at.advantage > 0
+    return torch.where(is_positive, torch.full_like(at.advantage, positive), torch.full_like(at.advantage, negative))

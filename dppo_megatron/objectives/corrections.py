@@ -129,8 +129,8 @@ def soft_overlong_penalty(response_lengths: Int[Tensor, " B"], max_length: int, 
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer={buffer} must be above 0 and at most max_length={max_length}")
-    over = response_lengths.to(torch.float32) - (max_length - buffer)
-    return -(over / buffer).clamp(0.0, 1.0)
+    excess = response_lengths.to(torch.float32) - (max_length - buffer)
+    return -(excess / buffer).clamp(0.0, 1.0)
 
 
 def _at_level(level: str, log_ratio: Tensor, tokens: Tokens) -> Tensor:

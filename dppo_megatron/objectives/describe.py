@@ -51,6 +51,14 @@ _RESPONSES = {
     "harmful": "the tokens of a response that diverge further are dropped",
     "negative": "all tokens of a response with A < 0 are dropped",
 }
+_SHIFTS = {  # completes "masks tokens whose ..."
+    "ratio": "ratio to {base} probability leaves [{below:g}, {above:g}]",
+    "binary_tv": "probability moves by more than {s.delta:g} from {base}",
+    "binary_kl": "binary KL from {base} probability exceeds {s.delta:g}",
+    "kl_either": "binary KL from or to {base} probability exceeds {s.delta:g}",
+    "topk_tv": "top-K total variation from {base} exceeds {s.delta:g}",
+    "topk_kl": "top-K KL from {base} exceeds {s.delta:g}",
+}
 _BATCH = (
     "  batch: tokens that move away (A > 0 and old > mu, or A < 0 and old < mu) are dropped, those with the largest "
     "|ln old / mu| first, until the mean of {square} over the batch is below {budget:g}{kept}"
@@ -58,7 +66,7 @@ _BATCH = (
 
 
 def describe(name: str, s: ObjectiveSettings) -> str:
-    """Return a few lines, each about one part of the method. The first names the method and its policy term."""
+    """Return a few lines, each about one part of the method. The first is the method in short."""
     return "\n".join(_lines(name, s))
 
 
@@ -66,7 +74,8 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
     if s.supervised:
         yield f"objective {name}: negative log-likelihood of given tokens; no rollout policy, no trust region"
     else:
-        yield f"objective {name}: policy gradient A r grad ln pi(a); {_ratio(s)}"
+        yield f"objective {name}: {'; '.join([_in_short(s), *additions(s)])}"
+        yield f"  policy gradient: A r grad ln pi(a); {_ratio(s)}"
         yield from _region(s)
         yield from _corrections(s)
     if s.reference_kl != "none":
@@ -124,7 +133,7 @@ def additions(s: ObjectiveSettings) -> list[str]:
     by_sign = s.ratio_floor_negative is not None or s.ratio_cap_negative is not None
     which = {"any": "", "harmful": ", harmful tokens", "negative": ", A < 0"}[s.response_sign]
     region = f"{s.response_region} {s.response_divergence} > {_bound(s.response_delta, '-')}{which}"
-    shown = {
+    parts = {
         "score centering": s.centering != "none",
         f"r in [{_bound(low, '0')}, {_bound(high, 'inf')}] where A < 0": by_sign,
         f"delta low {_bound(s.delta_low, '-')}": s.delta_low is not None,
@@ -139,7 +148,19 @@ def additions(s: ObjectiveSettings) -> list[str]:
         f"{s.distillation.replace('_', ' ')} from a teacher, {s.distillation_coefficient:g}": s.distillation != "none",
         f"A times {s.advantage_weight:g}": s.advantage_weight != 1,
     }
-    return [words for words, holds in shown.items() if holds]
+    return [words for words, holds in parts.items() if holds]
+
+
+def _in_short(s: ObjectiveSettings) -> str:
+    base = {"rollout": "the engine's", "old": "the old policy's"}[s.anchor]
+    if s.control in ("none", "gate"):
+        return "no trust region" if s.control == "none" else f"a smooth weight by the ratio to {base} probability"
+    if s.control == "quadratic":
+        return f"a quadratic penalty on the shift from {base} probability"
+    ends = {"below": 1 - (s.epsilon_low or 0), "above": 1 + (s.epsilon_high or 0)}
+    shift = _SHIFTS[s.divergence].format(s=s, base=base, **ends)
+    where = {"predictive": ", where the update raises it", "negative": ", where A < 0"}.get(s.direction, "")
+    return f"{'masks' if s.control == 'mask' else 'penalises'} tokens whose {shift}{where}"
 
 
 def _ratio(s: ObjectiveSettings) -> str:
@@ -158,8 +179,8 @@ def _ratio(s: ObjectiveSettings) -> str:
         bounds.append("at most the batch's effective share of samples")
     if not bounds:
         return text + ", not capped"
-    kept = "loses its gradient" if s.path == "ratio" else "keeps its gradient"
-    return text + f", truncated to {' and '.join(bounds)} (a truncated token {kept})"
+    effect = "loses its gradient" if s.path == "ratio" else "keeps its gradient"
+    return text + f", truncated to {' and '.join(bounds)} (a truncated token {effect})"
 
 
 def _region(s: ObjectiveSettings) -> Iterator[str]:
@@ -201,8 +222,8 @@ def _positions(s: ObjectiveSettings) -> Iterator[str]:
     if s.position_weight is not None:
         yield f"  position: D has weight 1 at the start of a response and {s.position_weight:g} at its end"
     if s.prefix_budget is not None:
-        most = (s.prefix_budget_ceiling or 2) * s.prefix_budget
-        budget = f"{s.prefix_budget:g}, or up to {most:g} by the response's own D"
+        max_budget = (s.prefix_budget_ceiling or 2) * s.prefix_budget
+        budget = f"{s.prefix_budget:g}, or up to {max_budget:g} by the response's own D"
         yield f"  prefix: the threshold shrinks where the mean D before the token is above {budget}"
     if s.free_low is not None or s.free_high is not None:
         yield f"  free: tokens with r in [{1 - (s.free_low or 0):g}, {1 + (s.free_high or 0):g}]"
@@ -213,8 +234,8 @@ def _positions(s: ObjectiveSettings) -> Iterator[str]:
 
 def _corrections(s: ObjectiveSettings) -> Iterator[str]:
     if s.response_region != "none":
-        of = {"mean": "mean", "max": "largest"}[s.response_region]
-        when = f"its {of} {s.response_divergence} is above {s.response_delta:g}"
+        reduction = {"mean": "mean", "max": "largest"}[s.response_region]
+        when = f"its {reduction} {s.response_divergence} is above {s.response_delta:g}"
         yield f"  responses: {_RESPONSES[s.response_sign]} when {when}"
     if s.centering != "none":
         yield "  centering: minus A times the score that mu expects, over the engine's list and a modelled tail"
@@ -222,8 +243,8 @@ def _corrections(s: ObjectiveSettings) -> Iterator[str]:
         yield _BATCH.format(square="its square", budget=s.second_moment_budget, kept="")
     elif s.batch_statistic == "second_moment_clip":
         square = "the square, including those clipped at the bound,"
-        kept = "; tokens with old / mu within [0.7, 1.5] are kept"
-        yield _BATCH.format(square=square, budget=s.second_moment_budget, kept=kept)
+        exemption = "; tokens with old / mu within [0.7, 1.5] are kept"
+        yield _BATCH.format(square=square, budget=s.second_moment_budget, kept=exemption)
     low, high = _bound(s.mismatch_low, "0"), _bound(s.mismatch_high, "inf")
     if s.mismatch == "truncate":
         yield f"  mismatch: weighted by min(trainer / engine, {high}), {s.mismatch_level} level (TIS)"
@@ -232,8 +253,9 @@ def _corrections(s: ObjectiveSettings) -> Iterator[str]:
         yield f"  mismatch: a token is dropped where trainer / engine leaves [{low}, {high}], {level}"
     if s.rejection != "none":
         low, high = _bound(s.rejection_low, "0"), _bound(s.rejection_high, "inf")
-        of = {"geometric": "geometric mean", "sequence": "product", "any_token": "of any of its tokens"}[s.rejection]
-        yield f"  rejection: a response is dropped when trainer / engine ({of}) leaves [{low}, {high}]"
+        reductions = {"geometric": "geometric mean", "sequence": "product", "any_token": "of any of its tokens"}
+        reduction = reductions[s.rejection]
+        yield f"  rejection: a response is dropped when trainer / engine ({reduction}) leaves [{low}, {high}]"
     if s.drops_outliers:
         low, high = _bound(s.outlier_low, "0"), _bound(s.outlier_high, "inf")
         yield f"  outliers: a response is dropped when trainer / engine of any token leaves [{low}, {high}]"

@@ -25,11 +25,11 @@ def effective_advantage(
     policy: ln of the old policy at the sampled tokens if the method needs it, so that A is the same in all updates of a
     step; else of the policy in training. teacher: None unless `sampled`.
     """
-    taught = s.advantage_weight * advantage
+    mixed_advantage = s.advantage_weight * advantage
     if s.distillation == "sampled":
         clip = s.distillation_clip or math.inf
-        taught = taught - _weight(s, step) * (policy - teacher).clamp(-clip, clip)
-    return taught
+        mixed_advantage = mixed_advantage - _weight(s, step) * (policy - teacher).clamp(-clip, clip)
+    return mixed_advantage
 
 
 def distill(
@@ -76,15 +76,15 @@ def distill(
         scale = _weight(s, step) * (
             clip / divergence.clamp(min=clip) if clip < math.inf else torch.ones_like(divergence)
         )
-    measured = {
+    metric_values = {
         "divergence": divergence,
         "sampled_kl": gap,
         "tail_mass_teacher": t[:, -1],
         "tail_mass_policy": p[:, -1],
     }
     if kind == "sampled":
-        return tokens.zeros, measured
-    return scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1)), measured
+        return tokens.zeros, metric_values
+    return scale * (divergence + (slope * (ln_p - ln_p.detach())).sum(dim=1)), metric_values
 
 
 def _weight(s: ObjectiveSettings, step: int) -> float:

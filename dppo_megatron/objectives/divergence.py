@@ -29,7 +29,7 @@ def log1mexp(logprob: Float[Tensor, ...]) -> Float[Tensor, ...]:
     return torch.where(near_one, (-torch.expm1(high)).log(), torch.log1p(-low.exp()))
 
 
-def of_token(
+def token_divergence(
     kind: str, anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"], buckets: Buckets | None
 ) -> Float[Tensor, " T"]:
     """Return the divergence `kind` of each position, from ln mu(a) and ln pi(a), or from the top K.
@@ -62,9 +62,9 @@ def binary_kl(anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"]) -> Float
     1 - p below one rounding step of p is unknown, so both complements stop there instead of at zero. Otherwise an fp32
     log-prob that rounded to 0 would give an infinite divergence.
     """
-    least = -torch.finfo(policy.dtype).eps
-    mu_rest = anchor.clamp(max=least)
-    pi_rest = policy.clamp(max=least)
+    max_logprob = -torch.finfo(policy.dtype).eps
+    mu_rest = anchor.clamp(max=max_logprob)
+    pi_rest = policy.clamp(max=max_logprob)
     inside = _times_log_ratio(anchor.exp(), anchor, policy)
     outside = -torch.expm1(mu_rest) * (log1mexp(mu_rest) - log1mexp(pi_rest))
     return (inside + outside).clamp(min=0.0)
@@ -104,6 +104,6 @@ def predicted_change(buckets: Buckets, tail: str) -> Float[Tensor, " T"]:
 
 def _times_log_ratio(mu: Tensor, ln_mu: Tensor, ln_pi: Tensor) -> Tensor:
     """Return mu (ln mu - ln pi), and 0 where mu is 0, for any logarithms."""
-    used = mu > 0
-    gap = torch.where(used, ln_mu, 0.0) - torch.where(used, ln_pi, 0.0)
+    has_mass = mu > 0
+    gap = torch.where(has_mass, ln_mu, 0.0) - torch.where(has_mass, ln_pi, 0.0)
     return mu * gap

@@ -64,10 +64,11 @@ class Tokens:
         return torch.zeros_like(self.detached_logprob)
 
 
-def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tokens:
+def check_and_clean(objective: ObjectiveProtocol, **tensors: Tensor | None) -> Tokens:
     """Reject inputs that are missing, unknown, misshapen or too coarse; set neutral values outside the mask.
 
-    given: the inputs of an objective's call by name, without `topk`.
+    The values of a mask that is not boolean are read, for which the host waits.
+    tensors: the inputs of an objective's call by name, without `topk`.
     """
     name, supervised = objective.name, objective.settings.supervised
     required = {
@@ -82,10 +83,10 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
         "entropy": objective.needs_entropy,
     }
     inputs = [key for key, needed in required.items() if needed]
-    if unknown := [key for key in given if key not in required and key != "positions"]:
+    if unknown := [key for key in tensors if key not in required and key != "positions"]:
         meant = ", ".join(f"unknown input {key!r}: {nearest(key, inputs).rstrip('?')}" for key in unknown)
         raise ObjectiveError(f"{name}: {meant}; needs, by name and each [T]: {', '.join(inputs)}")
-    present = {key: value for key, value in given.items() if value is not None}
+    present = {key: value for key, value in tensors.items() if value is not None}
     if missing := [key for key in inputs if key not in present]:
         raise ObjectiveError(f"{name} needs {', '.join(missing)}; pass by name, each [T]: {', '.join(inputs)}")
     for key, value in present.items():
@@ -95,13 +96,18 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
     if logprob.ndim != 1:
         raise ObjectiveError(f"{name}: logprob must be [T], got shape {tuple(logprob.shape)}")
     for key, value in {"mask": mask, **present}.items():
-        if value.shape != logprob.shape:
-            raise ObjectiveError(f"{name}: {key} has shape {tuple(value.shape)}, logprob has {tuple(logprob.shape)}")
+        if (value.shape, value.device) != (logprob.shape, logprob.device):
+            theirs = f"{tuple(logprob.shape)} on {logprob.device}"
+            raise ObjectiveError(
+                f"{name}: {key} has shape {tuple(value.shape)} on {value.device}, logprob has {theirs}"
+            )
     for key, value in {"logprob": logprob, **present}.items():
         if key.endswith("logprob"):
             _reject_coarse(name, key, value)
 
     keep = mask != 0
+    if mask.dtype != torch.bool and bool((keep & (mask != 1)).any()):
+        raise ObjectiveError(f"{name}: mask has values other than 0 and 1; multiply the loss by weights of tokens")
     order = {key: present.pop(key) for key in ("sequence_ids", "positions") if key in present}
     if "sequence_ids" in order:
         order["sequence_ids"] = torch.where(keep, order["sequence_ids"], 0).long()
@@ -113,22 +119,22 @@ def check_and_clean(objective: ObjectiveProtocol, **given: Tensor | None) -> Tok
     return Tokens(mask=keep, detached_logprob=clean["logprob"].detach(), **fixed, **order)
 
 
-def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs, taught: bool = False) -> Buckets:
+def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs, is_teacher: bool = False) -> Buckets:
     """Return the top K and the sampled token as disjoint columns, under pi and the anchor of the settings.
 
-    taught: whether the anchor is the teacher; then `policy_other_logprob` carries a gradient too.
+    is_teacher: whether the anchor is the teacher; then `policy_other_logprob` carries a gradient too.
     """
     name = objective.name
     if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
         raise ObjectiveError(
             f"{name}: topk.ids has shape {tuple(topk.ids.shape)}, expected [{tokens.mask.shape[0]}, K]"
         )
-    old = objective.settings.anchor == "old" and not taught
+    old = objective.settings.anchor == "old" and not is_teacher
     if old and topk.old_logprob is None:
         raise ObjectiveError(f"{name} with anchor='old' needs topk.old_logprob")
     anchor_list = topk.old_logprob if old else topk.rollout_logprob
-    anchor_sampled = tokens.old_logprob if old else tokens.teacher_logprob if taught else tokens.rollout_logprob
-    other = topk.other_logprob if taught else topk.other_logprob.detach()
+    anchor_sampled = tokens.old_logprob if old else tokens.teacher_logprob if is_teacher else tokens.rollout_logprob
+    other = topk.other_logprob if is_teacher else topk.other_logprob.detach()
     for key, value in (("logprob", topk.logprob), ("rollout_logprob", anchor_list)):
         if value.shape != topk.ids.shape:
             raise ObjectiveError(

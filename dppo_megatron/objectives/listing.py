@@ -22,8 +22,8 @@ def table() -> str:
     widths = {head: max(map(len, [head, *cells])) for head, cells in columns.items()}
     lines = [columns.keys(), *zip(*columns.values(), strict=True)]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths.values(), strict=True)) for line in lines]
-    more = [f"  {name}: {', '.join(words)}" for name, p in PRESETS.items() if (words := additions(p.settings))]
-    return "\n".join([*(line.rstrip() for line in shown), "", "in addition", *more, "", _LEGEND])
+    extra_lines = [f"  {name}: {', '.join(words)}" for name, p in PRESETS.items() if (words := additions(p.settings))]
+    return "\n".join([*(line.rstrip() for line in shown), "", "in addition", *extra_lines, "", _LEGEND])
 
 
 def in_words(name: str) -> str:
@@ -48,6 +48,6 @@ def in_words(name: str) -> str:
         lines.append(f"  {axis:<{width}} {mark} {value!s:<12} {field.metadata['doc']}")
     also = [f"{alias} (sets {' and '.join(axes)})" for alias, axes in AXIS_ALIASES.items()]
     for axis, field in AXES.items():
-        also += [f"{axis}: {value} (= {own})" for value, own in field.metadata.get("aliases", {}).items()]
+        also += [f"{axis}: {value} (= {main_name})" for value, main_name in field.metadata.get("aliases", {}).items()]
     lines += ["", f"also accepted: {', '.join(also)}"]
     return "\n".join(lines)

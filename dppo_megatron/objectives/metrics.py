@@ -45,8 +45,8 @@ Metrics = Mapping[str, Metric]
 
 def mean_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
     """Return the mean of `value` over the positions `where`; for a bool value, the share of True."""
-    kept = torch.where(where, value.detach().double(), 0.0)
-    return _summing("mean", torch.stack([kept.sum(), where.sum().double()]))
+    masked_value = torch.where(where, value.detach().double(), 0.0)
+    return _summing("mean", torch.stack([masked_value.sum(), where.sum().double()]))
 
 
 def sum_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
@@ -76,8 +76,8 @@ def quantiles_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> M
 
 def effective_size_metric(weight: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
     """Return (sum w)^2 / (n sum w^2) in (0, 1], the effective share of samples in a weighted mean; w at most 1e130."""
-    kept = torch.where(where, weight.detach().double().clamp(max=1e130), 0.0)  # squares of 1e48 tokens stay finite
-    return _summing("effective_size", torch.stack([kept.sum(), kept.square().sum(), where.sum().double()]))
+    weights = torch.where(where, weight.detach().double().clamp(max=1e130), 0.0)  # squares of 1e48 tokens stay finite
+    return _summing("effective_size", torch.stack([weights.sum(), weights.square().sum(), where.sum().double()]))
 
 
 def merge_metrics(parts: Sequence[Metrics]) -> dict[str, Metric]:
@@ -153,14 +153,14 @@ def _quantiles(counts: list[float]) -> dict[str, float]:
     total = sum(counts)
     if not total:
         return {}
-    result, seen, wanted = {}, 0.0, list(_QUANTILES.items())
+    result, cumulative, quantiles = {}, 0.0, list(_QUANTILES.items())
     for bin_, count in enumerate(counts):
-        seen += count
-        while wanted and seen >= wanted[0][1] * total:
+        cumulative += count
+        while quantiles and cumulative >= quantiles[0][1] * total:
             # The geometric middle of the bin; the open bins at the ends report their only edge.
             middle = 10 ** (_LOWEST_DECADE + (bin_ - 0.5) / _BINS_PER_DECADE)
             ends = {0: 0.0, _BINS - 1: 10.0 ** (_LOWEST_DECADE + _DECADES)}
-            result["/" + wanted.pop(0)[0]] = ends.get(bin_, middle)
+            result["/" + quantiles.pop(0)[0]] = ends.get(bin_, middle)
     return result
 
 
@@ -170,5 +170,5 @@ def _summing(kind: str, sums: Tensor) -> Metric:
 
 def _extreme(kind: str, value: Tensor, where: Tensor) -> Metric:
     lowest = value.new_full((1,), -math.inf)
-    kept = torch.where(where, value, lowest)
-    return Metric(kind, value.new_zeros(0), torch.cat([kept, lowest]).amax()[None])
+    masked_value = torch.where(where, value, lowest)
+    return Metric(kind, value.new_zeros(0), torch.cat([masked_value, lowest]).amax()[None])

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dppo_megatron.errors import with_module
+
 from .batch_statistic import beyond_budget, statistic_sums, statistic_value
 from .centering import expected_score
 from .contract import ObjectiveOutput, ObjectiveProtocol, TopKLogprobs, missing_attributes
@@ -42,9 +44,9 @@ class Objective(ObjectiveProtocol):
         return replace(self, step=step)
 
     def statistic_sums(
-        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor, **taught: Tensor
+        self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor, **extra: Tensor
     ) -> Float[Tensor, " n"]:
-        teacher = taught.get("teacher_logprob")
+        teacher = extra.get("teacher_logprob")
         advantage = effective_advantage(self.settings, advantage, old_logprob, teacher, self.step)
         return statistic_sums(self.settings.batch_statistic, old_logprob - rollout_logprob, advantage, mask != 0)
 
@@ -56,7 +58,7 @@ class Objective(ObjectiveProtocol):
         return describe(self.name, self.settings)
 
     def __call__(
-        self, *, topk: TopKLogprobs | None = None, teacher: TopKLogprobs | None = None, **given: Tensor | None
+        self, *, topk: TopKLogprobs | None = None, teacher: TopKLogprobs | None = None, **inputs: Tensor | None
     ) -> ObjectiveOutput:
         """Return the loss of each sampled token; `ObjectiveProtocol.__call__` describes the inputs.
 
@@ -70,9 +72,9 @@ class Objective(ObjectiveProtocol):
         Raises ObjectiveError for inputs that are missing, unknown, misshapen, or of 16-bit precision.
         """
         s = self.settings
-        tokens = check_and_clean(self, **given)
+        tokens = check_and_clean(self, **inputs)
         if self.needs_teacher:
-            taught, measured = self._distill(tokens, teacher)
+            distillation_loss, metric_values = self._distill(tokens, teacher)
         policy = tokens.old_logprob if self.needs_old else tokens.detached_logprob
         statistic = self._statistic(tokens)
         advantage = effective_advantage(s, tokens.advantage, policy, tokens.teacher_logprob, self.step)
@@ -81,15 +83,15 @@ class Objective(ObjectiveProtocol):
         effective_size = statistic if s.batch_statistic == "effective_size" else None
         term = policy_term(s, tokens, buckets, effective_size)
         # Centering weighs listed tokens like sampled ones, so their mismatch is that of pi and mu.
-        compared = tokens if s.centering == "none" else replace(tokens, old_logprob=None)
-        correction, by_mismatch = mismatch_weight(s, compared)
-        by_rejection = rejected(s, compared)
+        mismatch_tokens = tokens if s.centering == "none" else replace(tokens, old_logprob=None)
+        correction, by_mismatch = mismatch_weight(s, mismatch_tokens)
+        by_rejection = rejected(s, mismatch_tokens)
         by_region = self._outside_region(tokens, buckets, statistic)
-        taken_out = by_rejection | by_region
-        correction = torch.where(taken_out, torch.zeros_like(correction), correction)  # mismatch has already set 0
+        dropped = by_rejection | by_region
+        correction = torch.where(dropped, torch.zeros_like(correction), correction)  # mismatch has already set 0
 
         w = product(term.weight, correction)
-        coefficient = product(term.used, w)  # r w
+        coefficient = product(term.used_ratio, w)  # r w
         slope = term_slope(coefficient, tokens.advantage)
         loss = join(term_value(s, term, correction, slope, tokens), slope, tokens)
         controlled = term.controlled
@@ -97,12 +99,12 @@ class Objective(ObjectiveProtocol):
             penalty = controlled.penalty
             if controlled.slope is not None:
                 penalty = join(penalty, -controlled.slope, tokens)
-            loss = loss + torch.where(by_mismatch | taken_out, torch.zeros_like(penalty), penalty)
+            loss = loss + torch.where(by_mismatch | dropped, torch.zeros_like(penalty), penalty)
         centering = None
         if s.centering != "none":
             centering = expected_score(s, tokens, topk, effective_size)
-            loss = loss + tokens.advantage * torch.where(taken_out, torch.zeros_like(loss), centering.score)
-        kl = reference_kl(s, tokens, term.used) if self.needs_reference else None
+            loss = loss + tokens.advantage * torch.where(dropped, torch.zeros_like(loss), centering.score)
+        kl = reference_kl(s, tokens, term.used_ratio) if self.needs_reference else None
         if kl is not None:
             loss = loss + s.reference_kl_coefficient * kl
         if s.rollout_kl != "none":
@@ -112,20 +114,20 @@ class Objective(ObjectiveProtocol):
             loss = loss - s.entropy_coefficient * tokens.entropy
         metrics = {}
         if self.needs_teacher:
-            untaught = by_mismatch | taken_out | (term.position.beyond & s.masks)
-            loss = loss + torch.where(untaught, torch.zeros_like(loss), taught)
-            measured = measured | {"dropped_share": untaught}
-            metrics = {f"distillation/{name}": mean_metric(value, tokens.mask) for name, value in measured.items()}
+            distillation_dropped = by_mismatch | dropped | (term.position.exceeds & s.masks)
+            loss = loss + torch.where(distillation_dropped, torch.zeros_like(loss), distillation_loss)
+            metric_values = metric_values | {"dropped_share": distillation_dropped}
+            metrics = {f"distillation/{name}": mean_metric(value, tokens.mask) for name, value in metric_values.items()}
 
-        known = s.importance != "none"
+        has_ratio = s.importance != "none"
         results = TokenResults(
             loss=loss.detach(),
             weight=weight_over_plain_ratio(s, tokens, term, coefficient, w),
-            ratio=term.ratio if known else None,
-            used_ratio=term.used if known else None,
+            ratio=term.ratio if has_ratio else None,
+            used_ratio=term.used_ratio if has_ratio else None,
             divergence=term.position.divergence,
             outside=controlled.outside | by_region,
-            beyond=term.position.beyond,
+            exceeds=term.position.exceeds,
             dropped=by_mismatch | by_rejection,
             correction=correction,
             centering=centering,
@@ -144,14 +146,16 @@ class Objective(ObjectiveProtocol):
             raise ObjectiveError(f"{self.name} needs `teacher`, the top-K list of a teacher")
         if tokens.logprob.requires_grad and not teacher.logprob.requires_grad:
             raise ObjectiveError(f"{self.name} needs a gradient through teacher.logprob: pass it without detach()")
-        return distill(self.settings, tokens, make_buckets(self, tokens, teacher, taught=True), self.step)
+        return distill(self.settings, tokens, make_buckets(self, tokens, teacher, is_teacher=True), self.step)
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
         """Return the batch's statistic; if none was given, compute it from this call's tokens."""
         if not self.needs_statistic or self.statistic is not None:
             return self.statistic
-        taught = {} if tokens.teacher_logprob is None else {"teacher_logprob": tokens.teacher_logprob}
-        sums = self.statistic_sums(tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask, **taught)
+        teacher_inputs = {} if tokens.teacher_logprob is None else {"teacher_logprob": tokens.teacher_logprob}
+        sums = self.statistic_sums(
+            tokens.old_logprob, tokens.rollout_logprob, tokens.advantage, tokens.mask, **teacher_inputs
+        )
         return self.with_statistic(sums).statistic
 
     def _outside_region(self, tokens: Tokens, buckets: Buckets | None, statistic: Tensor | None) -> Tensor:
@@ -192,7 +196,7 @@ def build_objective(name: str, **overrides: Any) -> ObjectiveProtocol:
     if ":" in name:
         return _load(name, overrides)
     if name not in PRESETS:
-        raise ObjectiveError(f"unknown objective {name!r}: {nearest(name, PRESETS)}")
+        raise ObjectiveError(f"unknown objective {name!r}: {with_module(name) or nearest(name, PRESETS)}")
     try:
         return Objective(name, override(PRESETS[name].settings, overrides))
     except ObjectiveError as error:

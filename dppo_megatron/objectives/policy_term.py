@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class PolicyTerm:
     """Contains the parts of the policy term, all [T] and without gradient except `controlled.penalty`.
 
-    ratio: r before its bounds. used: r after them. weight: w of the control, 0 where a bound has removed the gradient.
+    ratio: r before its bounds. used_ratio: r after them. weight: w of the control, 0 where a bound cut the gradient.
     """
 
     position: Position
     ratio: Float[Tensor, " T"]
-    used: Float[Tensor, " T"]
+    used_ratio: Float[Tensor, " T"]
     controlled: Controlled
     weight: Float[Tensor, " T"]
 
@@ -38,12 +38,12 @@ def policy_term(
     """Apply the axes of the ratio and of the region. effective_size: 0-d, caps r if the settings require it."""
     position = locate(s, tokens, buckets)
     ratio = _importance_ratio(s, tokens)
-    used = truncated(s, ratio, tokens.advantage, effective_size) if s.truncates else ratio
-    controlled = CONTROLS[s.control, s.divergence](s, position, used, buckets)
+    used_ratio = truncated(s, ratio, tokens.advantage, effective_size) if s.truncates else ratio
+    controlled = CONTROLS[s.control, s.divergence](s, position, used_ratio, buckets)
     weight = controlled.weight
     if s.path == "ratio":  # a capped ratio is constant
-        weight = torch.where(used == ratio, weight, torch.zeros_like(weight))
-    return PolicyTerm(position, ratio, used, controlled, weight)
+        weight = torch.where(used_ratio == ratio, weight, torch.zeros_like(weight))
+    return PolicyTerm(position, ratio, used_ratio, controlled, weight)
 
 
 def truncated(
@@ -53,14 +53,14 @@ def truncated(
 
     P3O (arXiv 2605.12380) caps r at the effective share of the batch's samples.
     """
-    used = ratio
+    used_ratio = ratio
     if s.ratio_floor is not None or s.ratio_cap is not None:
-        used = ratio.clamp(s.ratio_floor, s.ratio_cap)
+        used_ratio = ratio.clamp(s.ratio_floor, s.ratio_cap)
     if s.ratio_floor_negative is not None or s.ratio_cap_negative is not None:
-        used = torch.where(advantage < 0, ratio.clamp(*negative_bounds(s)), used)
+        used_ratio = torch.where(advantage < 0, ratio.clamp(*negative_bounds(s)), used_ratio)
     if effective_size is not None:
-        used = torch.minimum(used, effective_size.to(used.dtype))
-    return used
+        used_ratio = torch.minimum(used_ratio, effective_size.to(used_ratio.dtype))
+    return used_ratio
 
 
 def term_slope(coefficient: Tensor, advantage: Tensor) -> Float[Tensor, " T"]:
@@ -104,7 +104,7 @@ def weight_over_plain_ratio(
     if s.importance == "none":
         weight = w
     elif s.importance == "rollout" and s.ratio_level == "token":
-        weight = torch.where(term.used == term.ratio, w, coefficient / term.ratio)
+        weight = torch.where(term.used_ratio == term.ratio, w, coefficient / term.ratio)
     else:
         base = tokens.old_logprob if tokens.rollout_logprob is None else tokens.rollout_logprob
         weight = coefficient / (tokens.detached_logprob - base).exp()

@@ -86,13 +86,13 @@ def _branch_problems(s: Any, axes: Mapping[str, Any]) -> Iterator[str]:
 def _conflicts(s: Any) -> Iterator[str]:
     """Yield the conflicts that no branch excludes."""
     for low, high in _BOUNDS:
-        least, most = getattr(s, low), getattr(s, high)
-        if least is not None and most is not None and least > most:
-            yield f"{low}={least} is above {high}={most}: nothing would be kept"
-    least, most = negative_bounds(s)
-    if least is not None and most is not None and least > most:
+        lower, upper = getattr(s, low), getattr(s, high)
+        if lower is not None and upper is not None and lower > upper:
+            yield f"{low}={lower} is above {high}={upper}: nothing would be kept"
+    lower, upper = negative_bounds(s)
+    if lower is not None and upper is not None and lower > upper:
         yield (
-            f"where A < 0 the floor of r, {least}, is above its cap, {most}: set ratio_floor_negative and "
+            f"where A < 0 the floor of r, {lower}, is above its cap, {upper}: set ratio_floor_negative and "
             "ratio_cap_negative"
         )
     constant = s.position_weight is None and s.prefix_budget is None
@@ -131,8 +131,8 @@ def _conflicts(s: Any) -> Iterator[str]:
         )
     if s.rollout_kl == "topk_squared" and s.has_region and s.anchor == "old":
         yield "rollout_kl='topk_squared' is measured from mu, whose top K anchor='old' replaces: use 'squared'"
-    compared = (s.importance, s.control, s.mismatch, s.rejection, s.response_region, s.rollout_kl, s.centering)
-    if s.supervised and (set(compared) | {s.batch_statistic, s.distillation} != {"none"} or s.drops_outliers):
+    rollout_axes = (s.importance, s.control, s.mismatch, s.rejection, s.response_region, s.rollout_kl, s.centering)
+    if s.supervised and (set(rollout_axes) | {s.batch_statistic, s.distillation} != {"none"} or s.drops_outliers):
         yield (
             "supervised=true has no rollout policy: importance, control, mismatch and rejection must be 'none', and so "
             "must every other axis that compares with it"

@@ -23,15 +23,15 @@ _UNIT = 2.0**-32  # unit of running sums: 1e6 tokens of up to 1,000 each fit, ex
 def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
     """Return the sum or mean of `value` over the loss-carrying tokens of each sequence, repeated for all its tokens."""
     ids = tokens.sequence_ids
-    kept = torch.where(tokens.mask, value, torch.zeros_like(value)).double()
-    zeros = kept.new_zeros(max(value.shape[0], 1))
+    masked_value = torch.where(tokens.mask, value, torch.zeros_like(value)).double()
+    zeros = masked_value.new_zeros(max(value.shape[0], 1))
     count = zeros.index_add(0, ids, tokens.mask.double())
     # Integers add exactly. Each sequence gets units so small that `count` times its largest value fills 62 bits.
-    finite = torch.where(kept.isfinite(), kept, 0.0)
+    finite = torch.where(masked_value.isfinite(), masked_value, 0.0)
     largest = zeros.scatter_reduce(0, ids, finite.abs(), "amax")
     units = 2.0**62 / (largest * count).clamp(min=1)
     total = zeros.long().index_add(0, ids, (finite * units[ids]).round().long()) / units
-    total = total + zeros.index_add(0, ids, kept - finite)  # zeros, infinities and nan: exact in any order
+    total = total + zeros.index_add(0, ids, masked_value - finite)  # zeros, infinities and nan: exact in any order
     if mean:
         total = total / count.clamp(min=1)
     return total[ids].to(value.dtype)
@@ -41,34 +41,34 @@ def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> 
 def largest_of_sequence(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
     """Return the largest `value` among the loss-carrying tokens of each sequence, repeated for all its tokens."""
     lowest = torch.full_like(value, -torch.inf)
-    kept = torch.where(tokens.mask, value, lowest)
-    return lowest.scatter_reduce(0, tokens.sequence_ids, kept, "amax")[tokens.sequence_ids]
+    masked_value = torch.where(tokens.mask, value, lowest)
+    return lowest.scatter_reduce(0, tokens.sequence_ids, masked_value, "amax")[tokens.sequence_ids]
 
 
 @torch.no_grad()
 def sum_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
     """Return the sum of `value`, in [0, 1000], over the earlier loss-carrying tokens of the sequence, to 2e-10."""
     order, first = _in_order(tokens)
-    kept = torch.where(tokens.mask, value, torch.zeros_like(value))[order]
-    units = (kept.double().nan_to_num(nan=0.0).clamp(max=1e3) / _UNIT).round().long()
-    before = units.cumsum(0) - units
-    return _in_place((before - before[first]).double() * _UNIT, order).to(value.dtype)
+    masked_value = torch.where(tokens.mask, value, torch.zeros_like(value))[order]
+    units = (masked_value.double().nan_to_num(nan=0.0).clamp(max=1e3) / _UNIT).round().long()
+    prefix_sums = units.cumsum(0) - units
+    return _in_place((prefix_sums - prefix_sums[first]).double() * _UNIT, order).to(value.dtype)
 
 
 @torch.no_grad()
 def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
     """Return the least `value` among the earlier loss-carrying tokens of each token's sequence; +inf at the first."""
     order, first = _in_order(tokens)
-    least = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))[order]
-    least = torch.cat([torch.full_like(least[:1], torch.inf), least[:-1]])
+    prefix_min = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))[order]
+    prefix_min = torch.cat([torch.full_like(prefix_min[:1], torch.inf), prefix_min[:-1]])
     place = torch.arange(len(order), device=order.device)
-    least = torch.where(place > first, least, torch.inf)
+    prefix_min = torch.where(place > first, prefix_min, torch.inf)
     step = 1
     while step < len(order):  # each round doubles the distance looked back, never past the first
         reach = torch.where(place - step > first, place - step, place)
-        least = torch.minimum(least, least[reach])
+        prefix_min = torch.minimum(prefix_min, prefix_min[reach])
         step *= 2
-    return _in_place(least, order)
+    return _in_place(prefix_min, order)
 
 
 @torch.no_grad()
@@ -90,8 +90,8 @@ def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -
     low = at.floor().long()
     high = torch.minimum(low + 1, last.long())
     lower, upper = ranked[first + low], ranked[first + high]
-    found = torch.where(upper == lower, lower, lower + (upper - lower) * (at - low).to(value.dtype))
-    return _in_place(found, order)
+    quantile = torch.where(upper == lower, lower, lower + (upper - lower) * (at - low).to(value.dtype))
+    return _in_place(quantile, order)
 
 
 def _in_order(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:

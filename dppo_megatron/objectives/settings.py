@@ -27,9 +27,9 @@ AGGREGATION_KINDS: tuple[AggregationKind, ...] = get_args(AggregationKind)
 
 @dataclass(frozen=True)
 class _Above:
-    """Requires a number above `least`, or equal to it if `included`."""
+    """Requires a number above `bound`, or equal to it if `included`."""
 
-    least: float
+    bound: float
     included: bool = False
 
 
@@ -242,8 +242,8 @@ class ObjectiveSettings:
     def __post_init__(self) -> None:
         for name in AXES:
             object.__setattr__(self, name, canonical(name, getattr(self, name)))
-        wrong = {name: axis_problem(name, getattr(self, name)) for name in AXES}
-        problems = [f"{name}={getattr(self, name)!r} {why}" for name, why in wrong.items() if why]
+        axis_problems = {name: axis_problem(name, getattr(self, name)) for name in AXES}
+        problems = [f"{name}={getattr(self, name)!r} {problem}" for name, problem in axis_problems.items() if problem]
         if not problems:
             problems = combination_problems(self, AXES)
         if problems:
@@ -315,19 +315,19 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
 
     Raises ObjectiveError for an unknown axis (with the nearest name), an ill-typed value, or a meaningless combination.
     """
-    given = dict(overrides)
+    axis_values = dict(overrides)
     for alias, axes in AXIS_ALIASES.items():
-        if alias in given:
-            given = dict.fromkeys(axes, given.pop(alias)) | given
-    if unknown := [_unknown_axis(name) for name in given if name not in AXES]:
+        if alias in axis_values:
+            axis_values = dict.fromkeys(axes, axis_values.pop(alias)) | axis_values
+    if unknown := [_unknown_axis(name) for name in axis_values if name not in AXES]:
         raise ObjectiveError("; ".join(unknown))
-    merged = {**{name: getattr(base, name) for name in AXES}, **given}
+    merged = {**{name: getattr(base, name) for name in AXES}, **axis_values}
     draft = object.__new__(ObjectiveSettings)
     for name, value in merged.items():
         object.__setattr__(draft, name, value)
     for name, field in AXES.items():
         branch = field.metadata["of"]
-        if branch is not None and name not in given and not BRANCHES[branch][0](draft):
+        if branch is not None and name not in axis_values and not BRANCHES[branch][0](draft):
             merged[name] = field.default
     return ObjectiveSettings(**merged)
 
@@ -338,9 +338,9 @@ def bounds_of(settings: ObjectiveSettings) -> list[str]:
     return [axis for axis in axes if BRANCHES[AXES[axis].metadata["of"]][0](settings)]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return the known names nearest to `name` as a question, or all names if none is near."""
-    return did_you_mean(name, known, f"known: {', '.join(sorted(known))}")
+    return did_you_mean(name, names, f"known: {', '.join(sorted(names))}")
 
 
 def axis_problem(name: str, value: Any) -> str:
@@ -354,8 +354,8 @@ def axis_problem(name: str, value: Any) -> str:
         return "" if isinstance(value, bool) else "must be true or false"
     if get_origin(hint) is Literal:
         return "" if value in get_args(hint) else _choice_problem(value, get_args(hint), AXES[name].metadata["aliases"])
-    number, above = get_args(hint)
-    return _number_problem(value, number is not float, above)
+    number, limit = get_args(hint)
+    return _number_problem(value, number is not float, limit)
 
 
 def canonical(name: str, value: Any) -> Any:
@@ -367,7 +367,7 @@ def canonical(name: str, value: Any) -> Any:
 def _unknown_axis(name: str) -> str:
     if name in OTHER_NAMES:
         return f"unknown axis {name!r}; did you mean {OTHER_NAMES[name]}?"
-    hint = did_you_mean(name, [*AXES, *AXIS_ALIASES], "`dppo-megatron objectives NAME` lists them")
+    hint = did_you_mean(name, [*AXES, *AXIS_ALIASES], "`dppo-megatron objectives NAME` lists the axes to pass by name")
     return f"unknown axis {name!r}: {hint}"
 
 
@@ -377,7 +377,7 @@ def _choice_problem(value: Any, choices: tuple[str, ...], aliases: Mapping[str, 
     return f"is not one of {', '.join(accepted)}. {hint}".rstrip(". ")
 
 
-def _number_problem(value: Any, optional: bool, above: _Above) -> str:
+def _number_problem(value: Any, optional: bool, limit: _Above) -> str:
     or_none = " or None" if optional else ""
     if value is None:
         return "" if optional else "must be a number, not None"
@@ -385,6 +385,6 @@ def _number_problem(value: Any, optional: bool, above: _Above) -> str:
         return f"must be a finite number{or_none}"
     if value != 0 and not _SMALLEST <= abs(value) <= _LARGEST:
         return f"must be a finite number{or_none}, of {_SMALLEST:g} to {_LARGEST:g}: the loss is computed in fp32"
-    if not (value >= above.least if above.included else value > above.least):
-        return f"must be {'at least' if above.included else 'above'} {above.least:g}"
+    if not (value >= limit.bound if limit.included else value > limit.bound):
+        return f"must be {'at least' if limit.included else 'above'} {limit.bound:g}"
     return ""

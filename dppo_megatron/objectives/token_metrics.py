@@ -25,7 +25,7 @@ class TokenResults:
     used_ratio: Tensor | None  # r after cap and floor
     divergence: Tensor  # D
     outside: Tensor  # True if the control masks, clips or penalises the token, or its response is dropped
-    beyond: Tensor  # True if D is above its threshold, for any A and direction
+    exceeds: Tensor  # True if D is above its threshold, for any A and direction
     dropped: Tensor  # True if mismatch or rejection drops the token
     correction: Tensor  # factor of A r for mismatch
     centering: Centering | None
@@ -34,7 +34,7 @@ class TokenResults:
 
 @torch.no_grad()
 def token_metrics(
-    s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None, found: TokenResults
+    s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None, results: TokenResults
 ) -> dict[str, Metric]:
     """Return the metrics of one call. Settings and the given inputs, not their values, determine which ones exist.
 
@@ -51,13 +51,13 @@ def token_metrics(
 
     metrics = {
         "train/tokens": sum_metric(mask, mask),
-        "train/nonfinite_tokens": sum_metric(~found.loss.isfinite(), mask),
-        "loss/token_mean": mean_metric(found.loss, mask),
+        "train/nonfinite_tokens": sum_metric(~results.loss.isfinite(), mask),
+        "loss/token_mean": mean_metric(results.loss, mask),
     }
     if tokens.entropy is not None:
         metrics["train/entropy"] = mean_metric(tokens.entropy, mask)
-    if found.reference_kl is not None:
-        metrics["train/reference_kl"] = mean_metric(found.reference_kl, mask)
+    if results.reference_kl is not None:
+        metrics["train/reference_kl"] = mean_metric(results.reference_kl, mask)
     if s.supervised:
         return metrics
 
@@ -65,50 +65,50 @@ def token_metrics(
         metrics |= by_sign("train/entropy", tokens.entropy)
     metrics |= {
         "advantage/zero_share": mean_metric(tokens.advantage == 0, mask),
-        "weight/mean": mean_metric(found.weight, signed),
-        "weight/min": min_metric(found.weight, signed),
-        "weight/max": max_metric(found.weight, signed),
+        "weight/mean": mean_metric(results.weight, signed),
+        "weight/min": min_metric(results.weight, signed),
+        "weight/max": max_metric(results.weight, signed),
     }
     if s.has_region or s.response_region != "none" or s.batch_statistic.startswith("second_moment"):
-        metrics |= {"policy/masked_share": mean_metric(found.outside, signed)}
-        metrics |= by_sign("policy/masked_share", found.outside)
+        metrics |= {"policy/masked_share": mean_metric(results.outside, signed)}
+        metrics |= by_sign("policy/masked_share", results.outside)
     if s.has_region:
-        metrics |= {"policy/outside_share": mean_metric(found.beyond, mask)}
-        metrics |= by_sign("policy/outside_share", found.beyond)
+        metrics |= {"policy/outside_share": mean_metric(results.exceeds, mask)}
+        metrics |= by_sign("policy/outside_share", results.exceeds)
     if s.mismatch != "none" or s.rejection != "none" or s.drops_outliers:
-        metrics["correction/dropped_share"] = mean_metric(found.dropped, mask)
+        metrics["correction/dropped_share"] = mean_metric(results.dropped, mask)
     if s.mismatch == "truncate":
-        metrics["correction/capped_share"] = mean_metric(found.correction >= s.mismatch_high, mask)
-        metrics["correction/weight_mean"] = mean_metric(found.correction, mask)
-    if found.centering is not None:
+        metrics["correction/capped_share"] = mean_metric(results.correction >= s.mismatch_high, mask)
+        metrics["correction/weight_mean"] = mean_metric(results.correction, mask)
+    if results.centering is not None:
         metrics |= {
-            "centering/mass_rollout": mean_metric(found.centering.anchor_mass, mask),
-            "centering/mass_policy": mean_metric(found.centering.mass, mask),
-            "centering/size": mean_metric(found.centering.size, signed),
+            "centering/mass_rollout": mean_metric(results.centering.anchor_mass, mask),
+            "centering/mass_policy": mean_metric(results.centering.mass, mask),
+            "centering/size": mean_metric(results.centering.size, signed),
         }
-    if found.ratio is not None:
+    if results.ratio is not None:
         metrics |= {
-            "ratio/mean": mean_metric(found.ratio, mask),
-            "policy/ratio_min": min_metric(found.ratio, mask),
-            "policy/ratio_max": max_metric(found.ratio, mask),
-            "ratio/effective_sample_size": effective_size_metric(found.used_ratio, mask),
+            "ratio/mean": mean_metric(results.ratio, mask),
+            "policy/ratio_min": min_metric(results.ratio, mask),
+            "policy/ratio_max": max_metric(results.ratio, mask),
+            "ratio/effective_sample_size": effective_size_metric(results.used_ratio, mask),
         }
         if s.truncates:
-            metrics["ratio/capped_share"] = mean_metric(found.used_ratio != found.ratio, signed)
+            metrics["ratio/capped_share"] = mean_metric(results.used_ratio != results.ratio, signed)
     if tokens.rollout_logprob is not None:
-        k3 = measure.of_token("k3", tokens.rollout_logprob, tokens.detached_logprob, None)
+        k3 = measure.token_divergence("k3", tokens.rollout_logprob, tokens.detached_logprob, None)
         metrics |= {"mismatch/kl": mean_metric(k3, mask), **by_sign("mismatch/kl", k3)}
         metrics |= _mismatch("mismatch", tokens.rollout_logprob, tokens.detached_logprob, mask)
         if tokens.old_logprob is not None:
-            k3 = measure.of_token("k3", tokens.rollout_logprob, tokens.old_logprob, None)
+            k3 = measure.token_divergence("k3", tokens.rollout_logprob, tokens.old_logprob, None)
             metrics["mismatch_recomputed/k3"] = mean_metric(k3, mask)
             metrics |= _mismatch("mismatch_recomputed", tokens.rollout_logprob, tokens.old_logprob, mask)
     if logprob_of(s.anchor, tokens) is not None:
         metrics |= {
-            "policy/divergence_mean": mean_metric(found.divergence, mask),
-            "policy/divergence_max": max_metric(found.divergence, mask),
-            "divergence": quantiles_metric(found.divergence, mask),
-            **by_sign("policy/divergence", found.divergence),
+            "policy/divergence_mean": mean_metric(results.divergence, mask),
+            "policy/divergence_max": max_metric(results.divergence, mask),
+            "divergence": quantiles_metric(results.divergence, mask),
+            **by_sign("policy/divergence", results.divergence),
         }
     if buckets is not None:
         metrics |= _topk(s, tokens, buckets, signed)

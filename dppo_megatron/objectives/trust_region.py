@@ -30,7 +30,7 @@ class Position:
 
     advantage: A. anchor, policy: ln of anchor(a) and pi(a). base: ln p(a) of the importance ratio's denominator, which
     need not be the anchor. ratio: of the token, or at the level of the axis. divergence: D, as the settings define it.
-    beyond: D is above its threshold. diverging: the update moves the token further from the anchor, and the region
+    exceeds: D is above its threshold. diverging: the update moves the token further from the anchor, and the region
     applies to it.
     """
 
@@ -40,7 +40,7 @@ class Position:
     policy: Float[Tensor, " T"]
     ratio: Float[Tensor, " T"]
     divergence: Float[Tensor, " T"]
-    beyond: Bool[Tensor, " T"]
+    exceeds: Bool[Tensor, " T"]
     diverging: Bool[Tensor, " T"]
 
     @property
@@ -71,7 +71,7 @@ def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Pos
         policy=policy,
         ratio=ratio,
         divergence=divergence,
-        beyond=beyond_threshold(s, tokens, divergence, ratio),
+        exceeds=beyond_threshold(s, tokens, divergence, ratio),
         diverging=diverging,
     )
 
@@ -82,7 +82,7 @@ def _divergence(
     """Return D of pi from the anchor. Top-K kinds need buckets."""
     if s.divergence == "ratio":
         return (ratio - 1).abs()
-    return measure.of_token(s.divergence, anchor, tokens.detached_logprob, buckets)
+    return measure.token_divergence(s.divergence, anchor, tokens.detached_logprob, buckets)
 
 
 def _diverging(s: ObjectiveSettings, advantage: Tensor, ratio: Tensor, buckets: Buckets | None) -> Bool[Tensor, " T"]:
@@ -114,8 +114,8 @@ def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor
     if s.ratio_level in ("sequence", "product"):
         log_ratio = over_sequence(log_ratio, tokens, mean=s.ratio_level == "sequence")
     elif s.ratio_level == "prefix_minimum":
-        least = least_before(log_ratio, tokens)
-        log_ratio = log_ratio + torch.where(least.isinf(), torch.zeros_like(least), least)
+        prefix_min = least_before(log_ratio, tokens)
+        log_ratio = log_ratio + torch.where(prefix_min.isinf(), torch.zeros_like(prefix_min), prefix_min)
     return log_ratio.exp()
 
 
@@ -138,17 +138,17 @@ def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, r
         weighted = weight * divergence
         if s.prefix_budget is not None:
             threshold = torch.minimum(threshold, threshold + prefix_allowance(s, tokens, divergence, weight))
-    beyond = weighted > threshold
+    exceeds = weighted > threshold
     if s.free_low is not None or s.free_high is not None:  # BandPO's code also requires r outside PPO's interval
-        beyond = beyond & ((ratio < 1 - (s.free_low or 0)) | (ratio > 1 + (s.free_high or 0)))
-    return beyond
+        exceeds = exceeds & ((ratio < 1 - (s.free_low or 0)) | (ratio > 1 + (s.free_high or 0)))
+    return exceeds
 
 
 def position_weights(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
     """Return CPPO's weights (arXiv 2606.10968):  w_t = 1 - (1 - w_min) (t - 1) / (T - 1)  for token t of T."""
-    least = 1.0 if s.position_weight is None else s.position_weight
-    before, length = place_in_sequence(tokens)
-    return 1 - (1 - least) * before.to(tokens.detached_logprob.dtype) / (length - 1).clamp(min=1)
+    min_weight = 1.0 if s.position_weight is None else s.position_weight
+    position, length = place_in_sequence(tokens)
+    return 1 - (1 - min_weight) * position.to(tokens.detached_logprob.dtype) / (length - 1).clamp(min=1)
 
 
 def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, weight: Tensor) -> Float[Tensor, " T"]:
@@ -157,8 +157,8 @@ def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, w
     W and S are the sums of w and of w D over the tokens before t. b is the 0.9-quantile of D over the response, at
     least prefix_budget and at most prefix_budget_ceiling times that: 2 in the paper, 5 in its authors' code for verl.
     """
-    most = (s.prefix_budget_ceiling or 2) * s.prefix_budget
-    budget = quantile_of_sequence(divergence, 0.9, tokens).clamp(s.prefix_budget, most)
+    max_budget = (s.prefix_budget_ceiling or 2) * s.prefix_budget
+    budget = quantile_of_sequence(divergence, 0.9, tokens).clamp(s.prefix_budget, max_budget)
     return budget * sum_before(weight, tokens) - sum_before(weight * divergence, tokens)
 
 
@@ -178,12 +178,14 @@ def outside_response_region(s: ObjectiveSettings, tokens: Tokens, buckets: Bucke
     DeepSeek-V3.2, arXiv 2512.02556: mean k1). harmful: A ln r > 0, tokens that diverge further (VACO, arXiv 2603.01365:
     mean |r - 1|). D is measured from mu.
     """
-    divergence = measure.of_token(s.response_divergence, tokens.rollout_logprob, tokens.detached_logprob, buckets)
+    divergence = measure.token_divergence(
+        s.response_divergence, tokens.rollout_logprob, tokens.detached_logprob, buckets
+    )
     if s.response_region == "mean":
-        of_response = over_sequence(divergence, tokens, mean=True)
+        response_divergence = over_sequence(divergence, tokens, mean=True)
     else:
-        of_response = largest_of_sequence(divergence, tokens)
-    outside = (of_response > s.response_delta) & tokens.mask
+        response_divergence = largest_of_sequence(divergence, tokens)
+    outside = (response_divergence > s.response_delta) & tokens.mask
     if s.response_sign == "negative":
         return outside & (tokens.advantage < 0)
     if s.response_sign == "harmful":

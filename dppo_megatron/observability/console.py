@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,9 +18,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .heldout import describe, heldout_scores, score_format
 from .logs import duration, plain_text
-from .names import accuracies, is_step_record
-from .tail import JsonlFollower
+from .names import evaluated_sets, is_step_record
+from .tail import JsonlFollower, sparse
 
 Record = Mapping[str, Any]
 
@@ -27,12 +29,16 @@ Record = Mapping[str, Any]
 COLUMNS = (  # metric, label, width, format, unit
     ("train/loss", "loss ", 9, ".2e", ""),
     ("rollout/reward_mean", "reward ", 6, ".3f", ""),
+    ("environment/turns_mean", "turns ", 4, ".1f", ""),
+    ("environment/calls_mean", "calls ", 4, ".1f", ""),
+    ("environment/call_errors_mean", "call errors ", 4, ".1f", ""),
     ("policy/masked_share", "masked ", 6, ".2%", ""),
     ("mismatch/kl", "mismatch ", 8, ".1e", ""),
     ("throughput/tokens_per_s", "", 7, ",.0f", " tok/s"),
     ("throughput/mfu", "MFU ", 5, ".1%", ""),
     ("time/step_s", "", 6, ".1f", " s/step"),
 )
+_CHANGING = ("train/loss", "rollout/reward_mean")  # a terminal shows their change since the first step
 _PACE_STEPS = 20  # the pace of these last steps predicts the time left
 _REDRAW_S = 1.0  # the countdown moves even without new records
 
@@ -57,7 +63,7 @@ class PlainView:
             self._last = at
             self.line(text)
 
-    def show(self, step: int, total: int, left: str, values: str) -> None:
+    def show(self, step: int, total: int, left: str, values: Sequence[str]) -> None:
         """Do nothing, because plain output cannot redraw."""
 
     def close(self) -> None:
@@ -72,14 +78,16 @@ class LiveView:
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()
 
-    def show(self, step: int, total: int, left: str, values: str) -> None:
+    def show(self, step: int, total: int, left: str, values: Sequence[str]) -> None:
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=total, completed=step)
         head.add_row(Text(f"step {step}/{total}", "bold"), bar, Text(left, "cyan"))
-        self._live.update(Group(head, Text(values)), refresh=True)
+        fixed = "  ".join(value.replace(" ", "\0") for value in values)  # a value stays with its name
+        lines = textwrap.fill(fixed, self._console.width, break_on_hyphens=False)
+        self._live.update(Group(head, Text(lines.replace("\0", " "))), refresh=True)
 
     def step_line(self, text: str, at: float, last: bool) -> None:
         """Do nothing, because the bar already shows the step."""
@@ -109,6 +117,8 @@ class ProgressView:
         self._total, self._samples = total_steps, samples
         self._follower: JsonlFollower | None = None
         self._latest: Record = {}
+        self._first: Record = {}
+        self._sampled: dict[int, dict[str, Any]] = {}  # step -> the orchestrator's values of COLUMNS
         self._evals: dict[int, dict[str, Any]] = {}
         self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS + 1)  # step, its time
         self._drawn_at = 0.0
@@ -120,10 +130,10 @@ class ProgressView:
         An idle call costs less than 1 ms. Of the records before a resume only the last is used, in the bar.
         """
         first = self._follower is None
-        self._follower = self._follower or JsonlFollower(path)
-        found, restarted = self._follower.poll()
+        self._follower = self._follower or JsonlFollower(path, sparse)
+        new_records, restarted = self._follower.poll()
         restarted = restarted or first
-        records = [record for record in found if "step" in record and "time" in record]
+        records = [record for record in new_records if "step" in record and "time" in record]
         if restarted:
             self._evals.clear()
             for record in records:
@@ -140,11 +150,11 @@ class ProgressView:
         self._absorb(record)
         step, at = int(record["step"]), float(record["time"])
         if is_step_record(record):
-            line = self._step_line(record, step, at)
+            line = self._step_line(self._latest, step, at)
             self._draw(lambda view: view.step_line(line, at, step >= self._total))
             self._refresh()
-        if evaluated := _evaluation(record):
-            self._draw(lambda view: view.line(self._eval_line(step, evaluated)))
+        for name in evaluated_sets(record):
+            self._draw(methodcaller("line", self._eval_line(step, name, record)))
 
     def note(self, text: str) -> None:
         """Show a message of the launcher above the bar, without its control codes."""
@@ -159,11 +169,16 @@ class ProgressView:
             self._follower.close()
 
     def _absorb(self, record: Record) -> None:
-        if evaluated := _evaluation(record):
-            self._evals.setdefault(int(record["step"]), {}).update(evaluated)
+        step = int(record["step"])
+        if evaluated := {name: value for name, value in record.items() if name.startswith("eval/")}:
+            self._evals.setdefault(step, {}).update(evaluated)
         if is_step_record(record):
-            self._latest = record
-            self._pace.append((int(record["step"]), float(record["time"])))
+            self._latest = {**self._sampled.pop(step, {}), **record}
+            self._first = self._first or self._latest
+            self._pace.append((step, float(record["time"])))
+        else:
+            sampled = {name: record[name] for name, *_ in COLUMNS if name in record}
+            self._sampled.setdefault(step, {}).update(sampled)
 
     def _seconds_left(self) -> float | None:
         if not self._pace:
@@ -179,31 +194,29 @@ class ProgressView:
         if (left := self._seconds_left()) is not None:
             parts.append(f"{duration(left):>8} left")
         if failed := record.get("rollout/reward_failed"):
-            of = f" of {self._samples}" if self._samples else ""
-            parts.append(f"{failed:.0f}{of} samples failed")
+            suffix = f" of {self._samples}" if self._samples else ""
+            parts.append(f"{failed:.0f}{suffix} samples failed")
         if skipped := record.get("train/skipped_updates"):
             overflowed = record.get("train/overflowed_updates")
-            why = f", {overflowed:.0f} for a loss scale too large" if overflowed else ""
-            parts.append(f"{skipped:.0f} updates skipped{why}")
+            cause = f", {overflowed:.0f} for a loss scale too large" if overflowed else ""
+            parts.append(f"{skipped:.0f} updates skipped{cause}")
         if record.get("train/updates") == 0:
             parts.append("no signal, no update")
         return " | ".join(parts)
 
-    def _eval_line(self, step: int, values: Record) -> str:
-        shown = ", ".join(f"{name.removeprefix('eval/')} {_number(value)}" for name, value in values.items())
-        line = f"eval at step {step}: {shown}"
+    def _eval_line(self, step: int, name: str, record: Record) -> str:
         first = min(self._evals)
-        if first < step and "eval/accuracy" in self._evals[first]:
-            line += f" (accuracy at step {first}: {_number(self._evals[first].get('eval/accuracy'))})"
-        return line
+        since = f" (change since step {first})" if first < step else ""
+        return f"held-out at step {step}: {describe(name, record, self._evals[first] if since else None)}{since}"
 
     def _refresh(self) -> None:
         left = self._seconds_left()
-        values = list(_values(self._latest, aligned=False))
-        if self._evals:
-            last = self._evals[max(self._evals)]
-            name, label = next(iter(accuracies(last).items()), ("", ""))
-            values.append(f"eval {label.replace('accuracy', '')}".rstrip() + f" {_number(last.get(name))}")
+        values = list(_values(self._latest, aligned=False, first=self._first))
+        if scores := heldout_scores(self._evals.values()):
+            name, label = next(iter(scores.items()))
+            step_scores = [scored[name] for _, scored in sorted(self._evals.items()) if name in scored]
+            label = "held-out" if label == "accuracy" else f"held-out {label}"
+            values.append(f"{label} {_changed(step_scores[-1], step_scores[0], score_format(name))}")
         done = int(self._latest.get("step", 0))
         if not self._latest or done >= self._total:
             status = "done" if self._latest else "waiting for the first step"
@@ -212,7 +225,7 @@ class ProgressView:
         else:  # counts down between steps
             status = f"{duration(max(0.0, left - max(0.0, time.time() - self._pace[-1][1])))} left"
         self._drawn_at = time.monotonic()
-        self._draw(lambda view: view.show(done, self._total, status, "  ".join(values)))
+        self._draw(lambda view: view.show(done, self._total, status, values))
 
     def _draw(self, action: Callable[[LiveView | PlainView], None]) -> None:
         if self._view is None:
@@ -223,17 +236,18 @@ class ProgressView:
             self._view = None
 
 
-def _evaluation(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name.startswith("eval/")}
-
-
-def _values(record: Record, aligned: bool) -> Iterator[str]:
+def _values(record: Record, aligned: bool, first: Record | None = None) -> Iterator[str]:
     for name, label, width, form, unit in COLUMNS:
         if name not in record or (name == "train/loss" and "rollout/reward_mean" in record):
             continue  # the loss is shown only without a reward
-        text = _number(record[name], form)
+        since = first.get(name) if first and name in _CHANGING else None
+        text = _changed(record[name], since, form)
         yield label + (text.rjust(width) if aligned else text) + unit
 
 
-def _number(value: float | None, form: str = ".3g") -> str:
-    return "n/a" if value is None else format(value, form)
+def _changed(value: float | None, first: float | None, form: str) -> str:
+    """Return a value with its change since the first one: `0.480 (+0.338)`."""
+    if value is None:
+        return "n/a"
+    change = f" ({value - first:+{form}})" if first not in (None, value) else ""
+    return format(value, form) + change

@@ -1,8 +1,9 @@
-"""Draws the curves of one run, or of several overlaid, as six small panels in one PNG."""
+"""Draws the curves of one run, or of several overlaid, as small panels in one PNG. Empty panels are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +11,25 @@ import numpy as np
 
 from dppo_megatron.errors import bounded
 
+from .heldout import heldout_scores, score_format
 from .history import History, Series
-from .names import STEP_PARTS, accuracies
+from .names import STEP_PARTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.typing import RcKeyType
 
-# Okabe and Ito's palette, distinguishable by colour-blind readers and in print.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+# Okabe and Ito's palette, distinguishable by colour-blind readers and in print; the last six are for more runs.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999",
+           "#332288", "#117733", "#882255", "#8B5A2B", "#7FC97F", "#9467BD")  # fmt: skip
 _GREY = "#666666"
+_MASKED = "masked share of tokens"
+_SIGNS = {"policy/masked_share_positive": "A > 0", "policy/masked_share_negative": "A < 0"}
+CALLS = {
+    "environment/turns_mean": "turns",
+    "environment/calls_mean": "tool calls",
+    "environment/call_errors_mean": "failed calls",
+}
 _STYLE: dict[RcKeyType, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -50,22 +60,31 @@ def draw_curves(runs: Sequence[History], path: Path) -> None:
 
     last = max(1, *(max(run.rows) for run in runs))
     with rc_context(_STYLE):
-        figure = Figure(figsize=(12.5, 6.6), dpi=120, layout="constrained")
-        panels = figure.subplots(2, 3)
-        for axes, draw in zip(panels.flat, _PANELS, strict=True):
+        figure = Figure(dpi=120, layout="constrained")
+        panels: list[Any] = [figure.add_subplot() for _ in _PANELS]
+        for axes, draw in zip(panels, _PANELS, strict=True):
             draw(axes, runs)
-            if not axes.lines and not axes.collections:
-                axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color="#999999")
-            elif axes.get_legend() is None and axes.get_legend_handles_labels()[1]:
-                axes.legend()
+        shown_panels = [axes for axes in panels if axes.lines or axes.collections] or panels[:1]
+        columns = 3 if len(shown_panels) <= 6 else 4
+        lines = -(-len(shown_panels) // columns)
+        figure.set_size_inches(4.17 * columns, 3.3 * lines)
+        grid = figure.add_gridspec(lines, columns)
+        for axes in set(panels) - set(shown_panels):
+            axes.remove()
+        for number, axes in enumerate(shown_panels):
+            axes.set_subplotspec(grid[number])
+            if axes.get_legend() is None and axes.get_legend_handles_labels()[1]:
+                legend = axes.legend()
+                for handle in legend.legend_handles if len(runs) > 1 else ():  # lines of this kind, of every run
+                    handle.set_color(_GREY)
             axes.set_xlim(-0.015 * last, 1.015 * last)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        for axes in panels[1]:
-            axes.set_xlabel("step")
+            if number + columns >= len(shown_panels):
+                axes.set_xlabel("step")
         if len(runs) > 1:
-            lines = [Line2D([], [], color=_colour(i), lw=2.5) for i in range(len(runs))]
+            handles = [Line2D([], [], color=_colour(i, len(runs)), lw=2.5) for i in range(len(runs))]
             names = [_title(run) for run in runs]
-            figure.legend(lines, names, loc="outside upper center", ncols=min(4, len(runs)))
+            figure.legend(handles, names, loc="outside upper center", ncols=min(columns, len(runs)))
         else:
             figure.suptitle(_title(runs[0]), fontsize=12, x=0.01, ha="left")
         figure.savefig(path, format="png")
@@ -83,34 +102,35 @@ def _draw_reward(axes: Axes, runs: Sequence[History]) -> None:
     _draw_metric(axes, runs, "rollout/reward_mean" if rewarded else "train/loss")
 
 
-def _draw_accuracy(axes: Axes, runs: Sequence[History]) -> None:
-    axes.set_title("held-out accuracy")
-    axes.margins(y=0.12)
-    _percent_axis(axes)
+def _draw_heldout(axes: Axes, runs: Sequence[History], title: str, form: str) -> None:
+    """Draw the held-out scores with this format: shares of right answers, or mean rewards."""
+    axes.set_title(title)
+    scores = heldout_scores(record for run in runs for record in run.rows.values())
+    names = [name for name in scores if score_format(name) == form]
     for index, run in enumerate(runs):
-        names = accuracies(run.names)
-        for number, (name, label) in enumerate(names.items()):
+        for number, name in enumerate(names):
             series = run.series(name)
-            colour = _colour(number if len(runs) == 1 else index)
-            shown = label if len(names) > 1 and index == 0 else None
+            colour = _colour(number) if len(runs) == 1 else _colour(index, len(runs))
+            shown = scores[name] if len(names) > 1 and index == 0 else None
             style = ("o-", "s--", "^:", "v-.")[number % 4]
-            axes.plot(series.steps, series.values, style, color=colour, lw=1.8, ms=4, label=shown)
-        if len(names) == 1 and len(runs) == 1:
-            for at, offset, side in ((0, (8, -4), "left"), (-1, (0, 7), "right"))[: len(series.values)]:
-                point = (series.steps[at], series.values[at])
-                axes.annotate(f"{point[1]:.1%}", point, offset, textcoords="offset points", ha=side, color=_GREY)
+            axes.plot(series.steps, series.values, style, color=colour, lw=1.8, ms=4, label=shown, clip_on=False)
+    axes.margins(y=0.12)
+    if form.endswith("%") and names:
+        _percent_axis(axes)
 
 
-def _draw_masked(axes: Axes, runs: Sequence[History]) -> None:
-    axes.set_title("masked share of tokens")
-    _percent_axis(axes)
-    signs = (("positive", "A > 0", "-"), ("negative", "A < 0", (0, (4, 2))))
+def _draw_kinds(axes: Axes, runs: Sequence[History], title: str, kinds: dict[str, str]) -> None:
+    """Draw several metrics, `kinds` maps each to its label; colours distinguish them for one run, else dashes."""
+    axes.set_title(title)
     for index, run in enumerate(runs):
-        for number, (sign, label, style) in enumerate(signs):
-            colour = _colour(number if len(runs) == 1 else index)
+        for number, (name, label) in enumerate(kinds.items()):
+            colour = _colour(number) if len(runs) == 1 else _colour(index, len(runs))
             new = label not in axes.get_legend_handles_labels()[1]
-            _draw_curve(axes, run.series(f"policy/masked_share_{sign}"), colour, label if new else None, style)
-    if axes.lines:
+            style = ("-", (0, (4, 2)), ":")[number]
+            _draw_curve(axes, run.series(name), colour, label if new else None, style)
+    if title == _MASKED:
+        _percent_axis(axes)
+    elif axes.lines:
         axes.set_ylim(bottom=0)
 
 
@@ -150,12 +170,21 @@ def _draw_time(axes: Axes, runs: Sequence[History]) -> None:
     axes.legend(loc="upper left", ncols=3, handlelength=1.2)
 
 
-_PANELS = (_draw_reward, _draw_accuracy, _draw_masked, _draw_mismatch, _draw_grad_norm, _draw_time)
+_PANELS: tuple[Callable[[Axes, Sequence[History]], None], ...] = (
+    _draw_reward,
+    partial(_draw_heldout, title="held-out accuracy", form=".1%"),
+    partial(_draw_heldout, title="held-out mean reward", form=".3f"),
+    partial(_draw_kinds, title="turns and tool calls of a trajectory", kinds=CALLS),
+    partial(_draw_kinds, title=_MASKED, kinds=_SIGNS),
+    _draw_mismatch,
+    _draw_grad_norm,
+    _draw_time,
+)
 
 
 def _draw_metric(axes: Axes, runs: Sequence[History], name: str, label: str | None = None) -> None:
     for index, run in enumerate(runs):
-        _draw_curve(axes, run.series(name), _colour(index), label)
+        _draw_curve(axes, run.series(name), _colour(index, len(runs)), label)
 
 
 def _draw_curve(axes: Axes, series: Series, colour: str, label: str | None = None, style: object = "-") -> None:
@@ -175,12 +204,20 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.convolve(values, near, "same") / np.convolve(np.ones_like(values), near, "same")
 
 
-def _colour(index: int) -> str:
-    return PALETTE[index % len(PALETTE)]
+def _colour(index: int, count: int = 1) -> Any:
+    """Return the colour of a curve among `count`, all of them distinct."""
+    if count <= len(PALETTE):
+        return PALETTE[index % len(PALETTE)]
+    from matplotlib import colormaps
+
+    return colormaps["turbo"](index / (count - 1))
 
 
 def _percent_axis(axes: Axes) -> None:
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(bottom=0)
 
 
 def _wide_axis(axes: Axes) -> None:

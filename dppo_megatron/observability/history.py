@@ -64,8 +64,8 @@ class History:
     masked: tuple[dict[str, Any], ...] = ()  # the most masked tokens of each step
 
     def series(self, name: str) -> Series:
-        found = {step: value for step, row in sorted(self.rows.items()) if (value := row.get(name)) is not None}
-        return Series(tuple(found), tuple(found.values()))
+        points = {step: value for step, row in sorted(self.rows.items()) if (value := row.get(name)) is not None}
+        return Series(tuple(points), tuple(points.values()))
 
     @property
     def names(self) -> set[str]:

@@ -106,8 +106,8 @@ def root_cause(path: Path) -> str | None:
                 text, at = line, number
             elif text and number <= at + 2 and line.startswith("  ") and 'File "' not in line:  # its next lines
                 text += f" {line.strip()}"
-    here = " (here: engine.kv_cache_bytes, engine.max_model_len)" if _CACHE.search(text) else ""
-    return f"{bounded(text, 1000)}{here} ({path}, line {at})" if text else None
+    hint = " (here: engine.kv_cache_bytes, engine.max_model_len)" if _CACHE.search(text) else ""
+    return f"{bounded(text, 1000)}{hint} ({path}, line {at})" if text else None
 
 
 def last_error(lines: Sequence[str]) -> str | None:
@@ -115,16 +115,16 @@ def last_error(lines: Sequence[str]) -> str | None:
 
     Errors of a server that was asked to end are ignored, and those of a start after which the server answered.
     """
-    found, before, ends = None, None, False
+    error, previous_error, ends = None, None, False
     for line in lines:
         if SERVER_START in line:
-            before = found
+            previous_error = error
         elif SERVER_READY in line:
-            found = before
+            error = previous_error
         ends = SERVER_STOP in line or (ends and SERVER_START not in line)
         if not ends and _ERROR_LINE.search(line):
-            found = line
-    return found
+            error = line
+    return error
 
 
 class NewErrors:
@@ -156,25 +156,25 @@ class Warnings:
     """Collects new warnings in the logs of processes, each text once, regardless of the numbers in it."""
 
     def __init__(self, logs: Iterable[Path]):
-        self._read = {log: log.stat().st_size if log.is_file() else 0 for log in logs}
-        self._seen: set[str] = set()
+        self._offsets = {log: log.stat().st_size if log.is_file() else 0 for log in logs}
+        self._kinds: set[str] = set()
 
     def poll(self) -> list[str]:
         """Return `PROCESS warns: TEXT` for new warnings, `MOST_WARNINGS` in all. An idle call costs a `stat`."""
-        found = []
-        for log, read in self._read.items():
-            if not log.is_file() or log.stat().st_size <= read:
+        warnings = []
+        for log, offset in self._offsets.items():
+            if not log.is_file() or log.stat().st_size <= offset:
                 continue
             with log.open("rb") as file:
-                file.seek(read)
+                file.seek(offset)
                 data = file.read(_MOST_READ)
-            self._read[log] = read + (data.rfind(b"\n") + 1 or (len(data) if len(data) == _MOST_READ else 0))
-            for match in _WARNING.finditer(data[: self._read[log] - read].decode(errors="replace")):
+            self._offsets[log] = offset + (data.rfind(b"\n") + 1 or (len(data) if len(data) == _MOST_READ else 0))
+            for match in _WARNING.finditer(data[: self._offsets[log] - offset].decode(errors="replace")):
                 kind = re.sub(r"\d+", "", match[2])
-                if kind not in self._seen and len(self._seen) < MOST_WARNINGS:
-                    self._seen.add(kind)
-                    found.append(f"{match[1]} warns: {bounded(plain_text(match[2]), 500)}")
-        return found
+                if kind not in self._kinds and len(self._kinds) < MOST_WARNINGS:
+                    self._kinds.add(kind)
+                    warnings.append(f"{match[1]} warns: {bounded(plain_text(match[2]), 500)}")
+        return warnings
 
 
 def plain_text(text: str) -> str:

@@ -33,10 +33,10 @@ class MaskedTokenLog:
         masked = sum(counts.values())
         if not masked:
             return
-        most = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST]
+        top_tokens = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST]
         tokens = [
             {"id": token, "text": self._decode(token), "count": count, "share": round(count / masked, 6)}
-            for token, count in most
+            for token, count in top_tokens
         ]
         self._file.append({"step": step, "masked": masked, "tokens": tokens})
 
@@ -73,7 +73,8 @@ def masked_rows(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         for token in step.tokens:
             counts[token.id] += token.count
             texts[token.id] = token.text
-    most = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST]
+    top_tokens = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))[:MOST]
     return {
-        str(rank): f"{texts[token]!r} {count:,} ({count / masked:.1%})" for rank, (token, count) in enumerate(most, 1)
+        str(rank): f"{texts[token]!r} {count:,} ({count / masked:.1%})"
+        for rank, (token, count) in enumerate(top_tokens, 1)
     }

@@ -18,11 +18,8 @@ A set NAME of `eval.sets` with n answers to a prompt has metrics `eval/NAME/...`
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-_AVERAGE = re.compile(r"eval/[^/]+/avg@[0-9]+")
 
 
 class MetricInfo(NamedTuple):
@@ -99,6 +96,8 @@ _ROWS = (
     ("rollout/dropped_groups", "count", "groups without signal that dynamic sampling replaced"),
     ("rollout/generated_tokens_per_s", "tokens/s", "response tokens of all engines while generating"),
     ("environment/turns_mean", "count", "turns of the policy in a trajectory, mean"),
+    ("environment/calls_mean", "count", "tool calls of a trajectory, mean; absent without tools and agent"),
+    ("environment/call_errors_mean", "count", "of them answered by `error: ...`, or an agent's that cannot be read"),
     ("environment/max_turns_share", "share", "trajectories ended by environment.max_turns"),
     ("environment/rewritten_histories", "count", "times a chat template changed earlier turns, so that a branch began"),
     ("environment/replayed_turns", "count", "turns of an earlier process or environment that were not sampled again"),
@@ -152,15 +151,6 @@ def evaluated_sets(record: Mapping[str, Any]) -> set[str]:
     """
     parts = [name.split("/") for name in record if name.startswith("eval/")]
     return {part[1] if len(part) > 2 else "heldout" for part in parts}
-
-
-def accuracies(names: Iterable[str]) -> dict[str, str]:
-    """Return the held-out accuracies among metric names, each with a short label; the greedy one comes first.
-
-    Example: {"eval/accuracy": "accuracy", "eval/math/avg@4": "math avg@4"}.
-    """
-    named = {name: f"{name.split('/')[1]} {name.split('/')[2]}" for name in sorted(names) if _AVERAGE.fullmatch(name)}
-    return {"eval/accuracy": "accuracy", **named} if "eval/accuracy" in names else named
 
 
 def is_step_record(record: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from dppo_megatron.config.schema import ProfileConfig
 
 log = logging.getLogger(__name__)
 
-EVENTS = 200_000  # allocations in a memory snapshot
+EVENTS = 200_000  # of the allocator in a memory snapshot
 
 
 @dataclass

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dppo_megatron.common.file_lock import FileLock
@@ -17,7 +16,7 @@ from dppo_megatron.run_dir import RunDir
 
 from .logs import duration, root_cause
 from .names import is_step_record
-from .tail import each_record, metrics_of, parse_lines, read_records, records_as
+from .tail import parse_lines, read_metrics, read_records, records_as, sparse
 
 LATE_S = 6 * INTERVAL_S  # a process that wrote no heartbeat for this long is stopped, or its machine failed
 Kind = Literal["new", "queued", "starting", "running", "waiting", "finished", "died", "paused"]
@@ -55,12 +54,12 @@ class Beat:
 class RunState:
     kind: Kind
     step: int  # last recorded step
-    why: str = ""  # the awaited event, or the cause of the end
+    reason: str = ""  # the awaited event, or the cause of the end
 
     def __str__(self) -> str:
         """Return for example `died at step 3: trainer-1: killed by SIGKILL`."""
         at = f" at step {self.step}" if self.kind in ("running", "died", "paused", "finished") else ""
-        return f"{self.kind}{at}" + (f": {self.why}" if self.why else "")
+        return f"{self.kind}{at}" + (f": {self.reason}" if self.reason else "")
 
 
 def record_attempt(run: RunDir, event: str, cause: str) -> None:
@@ -73,7 +72,7 @@ def record_attempt(run: RunDir, event: str, cause: str) -> None:
 def run_state(run: RunDir) -> RunState:
     """Return the state of a running or ended run. Asks no process."""
     last = ([RunAttempt(), *records_as(RunAttempt, read_records(run.restarts))])[-1]
-    steps = deque(filter(is_step_record, metrics_of(each_record(run.metrics))), maxlen=1)
+    steps = list(filter(is_step_record, read_metrics(run.metrics, sparse)))
     step, beats = steps[-1]["step"] if steps else 0, heartbeats(run)
     if last.event in _AFTER:
         return RunState(_AFTER[last.event], step, last.cause)
@@ -97,18 +96,34 @@ def run_state(run: RunDir) -> RunState:
         return RunState("starting", step, waits)
     if not beats or beats[0].phase != "wait":
         return RunState("running", step, f"{beats[0].phase} of step {beats[0].step}" if beats else "")
-    why = f"rollouts of step {beats[0].step}, for {duration(time.time() - beats[0].since)}"
-    return RunState("waiting", step, why + (f"; {loading} loads the model" if loading else ""))
+    event = f"rollouts of step {beats[0].step}, for {duration(time.time() - beats[0].since)}"
+    return RunState("waiting", step, event + (f"; {loading} loads the model" if loading else ""))
 
 
 def heartbeats(run: RunDir) -> list[Beat]:
     """Return the heartbeats of the trainer's ranks, in rank order, without any that is written at this moment."""
-    found: list[Beat] = []
+    beats: list[Beat] = []
     for path in run.heartbeats.glob("trainer-*"):
         with contextlib.suppress(OSError):
             rank = {"rank": path.name.rpartition("-")[2]}
-            found += records_as(Beat, (beat | rank for beat in parse_lines(path.read_bytes().splitlines())))
-    return sorted(found, key=lambda beat: beat.rank)
+            beats += records_as(Beat, (beat | rank for beat in parse_lines(path.read_bytes().splitlines())))
+    return sorted(beats, key=lambda beat: beat.rank)
+
+
+class HeartbeatReader:
+    """Reads a run's heartbeats often, and dates each by this machine's clock: clocks of nodes may differ."""
+
+    def __init__(self, run: RunDir):
+        self._run = run
+        self._dates: dict[int, tuple[float, float]] = {}  # rank -> time in the newest heartbeat, time of its first read
+
+    def read(self) -> list[Beat]:
+        beats = heartbeats(self._run)
+        for beat in beats:
+            if self._dates.get(beat.rank, (0.0, 0.0))[0] != beat.time:
+                self._dates[beat.rank] = beat.time, time.time()
+        dates = [self._dates[beat.rank][1] for beat in beats]
+        return [replace(b, time=d, since=d - (b.time - b.since)) for b, d in zip(beats, dates, strict=True)]
 
 
 def hang(beats: Sequence[Beat], now: float, longest_s: float = LATE_S) -> str:
@@ -118,7 +133,9 @@ def hang(beats: Sequence[Beat], now: float, longest_s: float = LATE_S) -> str:
     """
     silent = [beat for beat in beats if now - beat.time > longest_s]
     waiting = [beat for beat in beats if beat not in silent and (silent or beat.waits)]
-    busy = [beat for beat in beats if not beat.waits and beat.phase != "wait" and waiting]
+    # A stopped rank is no busy one, although its phase began before its last heartbeat: it is silent a little later.
+    fresh = [beat for beat in beats if now - beat.time <= longest_s / 2]
+    busy = [beat for beat in fresh if not beat.waits and beat.phase != "wait" and waiting]
     late = silent or [beat for beat in busy if now - beat.since > longest_s]
     about = "shows no sign of life" if silent else "does not advance"
     parts = [

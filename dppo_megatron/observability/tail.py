@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import logging
 import math
 import os
+import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
-from dppo_megatron.common.files import DamagedFile, adapter, naming_a_full_disk, write_atomic
+from dppo_megatron.common.files import DamagedFile, adapter, is_irregular, naming_a_full_disk, write_atomic
+
+from .names import evaluated_sets
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Select = Callable[[Iterable[bytes]], Iterable[bytes]]  # chooses lines, because parsing takes 20 x the time of reading
+
+BEGINNING, NEWEST = 100, 250  # lines, and steps
+_REWARD = re.compile(rb'"rollout/reward_mean": ([-+.\deE]+)')
+_STEP = re.compile(rb'\{"step": (\d{1,10})[,}].*\}\n?', re.DOTALL)
 _MOST_STEPS = 10**9
 _LATEST = 1e11  # Unix seconds: year 5138
 _LARGEST = 1e38  # limit of a number in float32
@@ -31,11 +40,13 @@ class JsonlFollower:
     """Reads the records of metrics appended since the last call. An idle call costs one `stat`.
 
     A line without its newline waits for the next call. A file that was replaced or cut (a resumed run removes the steps
-    that it repeats) is read again from the start and reported as `restarted`.
+    that it repeats) is read again from the start and reported as `restarted`. `select` chooses the lines of each call
+    that reads from the start.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, select: Select = iter):
         self.path = Path(path)
+        self._select = select
         self._file: BinaryIO | None = None  # stays open, so a replacement cannot reuse its inode
         self._offset = 0
 
@@ -57,16 +68,19 @@ class JsonlFollower:
                 return [], restarted
         if not restarted and status.st_size == self._offset:
             return [], False
-        self._file.seek(self._offset)
-        data = self._file.read()
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        return list(metrics_of(parse_lines(io.BytesIO(data[:end])))), restarted
+        select = iter if self._offset else self._select
+        return list(metrics_of(parse_lines(select(self._new_lines(self._file))))), restarted
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file, self._offset = None, 0
+
+    def _new_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        file.seek(self._offset)
+        for line in _whole_lines(file):
+            self._offset += len(line)
+            yield line
 
     def _was_rewritten(self, status: os.stat_result) -> bool:
         assert self._file is not None
@@ -82,35 +96,68 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     return list(each_record(path))
 
 
-def each_record(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield all complete records of a file, or none if it does not exist. Ignore an incomplete last line.
+def each_record(path: str | Path, select: Select = iter) -> Iterator[dict[str, Any]]:
+    """Yield the complete records of a file in the lines that `select` chooses, or none if it does not exist.
 
-    Raises `DamagedFile` if the path is not a regular file.
+    Ignores an incomplete last line. Raises `DamagedFile` if the path is not a regular file.
     """
     try:
-        if os.path.lexists(path) and not Path(path).is_file():  # reading a pipe or device may not end
+        if is_irregular(path):  # reading a pipe or device may not end
             raise DamagedFile(f"{path}: not a regular file; restore it, or move it away")
         with open(path, "rb") as file:
-            yield from parse_lines(line for line in file if line.endswith(b"\n"))
+            yield from parse_lines(select(_whole_lines(file)))
     except FileNotFoundError:
         return
     except OSError as error:
         raise DamagedFile(f"{path}: cannot be read: {error.strerror}; restore it, or move it away") from None
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path, select: Select = iter) -> list[dict[str, Any]]:
     """Return the metrics in a file: `metrics_of` applied to its records."""
-    return list(metrics_of(each_record(path)))
+    return list(metrics_of(each_record(path, select)))
+
+
+def sparse(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a long run that its readers need, in their order.
+
+    These are all lines from the NEWEST-th newest step on, and of the earlier ones the first BEGINNING lines,
+    evaluations, which have records of their own, and steps with a new lowest or highest mean reward.
+    """
+    last: deque[tuple[bytes, bool]] = deque()
+    steps, earlier, lowest, highest = 0, 0, math.inf, -math.inf
+    for new in lines:
+        last.append((new, b'"train/' in new or b'"time/step_s"' in new))  # `is_step_record`, before it is parsed
+        steps += last[-1][1]
+        while steps > NEWEST:
+            line, is_step = last.popleft()
+            steps, earlier = steps - is_step, earlier + 1
+            reward = float(match[1]) if is_step and (match := _REWARD.search(line)) else math.nan
+            if reward < lowest or reward > highest:
+                lowest, highest = min(lowest, reward), max(highest, reward)
+            elif earlier > BEGINNING and (is_step or not has_evaluation(line)):
+                continue
+            yield line
+    yield from (line for line, _ in last)
+
+
+def has_evaluation(line: bytes) -> bool:
+    return b'"eval/' in line[:100]  # after step and time; a search in all of a step's line would take 2 us
+
+
+def evaluated(path: str | Path) -> set[tuple[int, str]]:
+    """Return the step and the set of each evaluation in a file."""
+    records = read_metrics(path, lambda lines: filter(has_evaluation, lines))
+    return {(record["step"], name) for record in records for name in evaluated_sets(record)}
 
 
 def records_as(kind: type[T], records: Iterable[Mapping[str, Any]]) -> list[T]:
     """Return the records that have the fields of a dataclass. Skip other records, which a crash may leave."""
-    found = []
+    instances = []
     for record in records:
         with contextlib.suppress(ValidationError):
             # typeshed's lru_cache accepts no type[T].
-            found.append(adapter(kind).validate_python(record))  # type: ignore[arg-type]
-    return found
+            instances.append(adapter(kind).validate_python(record))  # type: ignore[arg-type]
+    return instances
 
 
 def metrics_of(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -123,14 +170,14 @@ def metrics_of(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _numbers_of(record: dict[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {"step": record["step"]}
+    numbers: dict[str, Any] = {"step": record["step"]}
     for name, value in record.items():
         number = type(value) in (int, float) and abs(value) <= _LARGEST
         if name == "time" and number and 0 <= value <= _LATEST:
-            kept[name] = value
+            numbers[name] = value
         elif name not in ("step", "time") and (number or value is None or type(value) is float):
-            kept[name] = value if number else None
-    return kept
+            numbers[name] = value if number else None
+    return numbers
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -189,18 +236,24 @@ def _set_aside(path: Path) -> None:
 
 def _remove_after(path: Path, resume_step: int) -> None:
     """Keep the lines of steps up to `resume_step`, and remove an incomplete last line."""
-    with path.open("rb") as file:  # a long run's lines are not all kept in memory
-        sizes = [(len(line), line.endswith(b"\n"), _step_of(line) <= resume_step) for line in file]
-        if all(stays for _, whole, stays in sizes if whole):
-            os.truncate(path, sum(size for size, whole, _ in sizes if whole))
+    with path.open("rb") as file:  # read twice, because a long run's lines take too much memory
+        line_lengths = [len(line) if step_of(line) <= resume_step else 0 for line in _whole_lines(file)]
+        if all(line_lengths):
+            os.truncate(path, sum(line_lengths))
             return
         file.seek(0)
-        kept = b"".join(line for line, (_, whole, stays) in zip(file, sizes, strict=True) if whole and stays)
-    # The file is replaced, because readers detect a new file even if it grows fast.
-    write_atomic(path, kept)
+        # The file is replaced, because readers detect a new file even if it grows fast.
+        write_atomic(path, compress(file, line_lengths), sum(line_lengths))
 
 
-def _step_of(line: bytes) -> float:
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    return takewhile(lambda line: line.endswith(b"\n"), file)
+
+
+def step_of(line: bytes) -> float:
+    """Return the step of a line, or infinity if the line is not a record."""
+    if written := _STEP.fullmatch(line):
+        return int(written[1])
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

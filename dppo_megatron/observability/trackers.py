@@ -57,11 +57,11 @@ def build_trackers(config: Config, resume_step: int | None) -> Trackers:
 
 def missing_packages(tracking: TrackingConfig) -> list[str]:
     """Return a line for each tracker of `tracking` with a package that is not installed."""
-    asked = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb}
+    settings = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb}
     return [
         f"tracking.{name} = {str(value).lower()}: its package is not installed; pip install {name}, or set it to "
         f"{'false' if value is True else 'off'}"
-        for name, value in asked.items()
+        for name, value in settings.items()
         if value not in (False, "off") and importlib.util.find_spec(name) is None
     ]
 
@@ -183,8 +183,8 @@ def open_wandb(config: Config, resume_step: int | None) -> WandbTracker | None:
 
 def _run_id(run_dir: Path, fresh: bool) -> str:
     path = run_dir / "wandb_id"
-    if not fresh and path.exists() and (known := path.read_text().strip()):
-        return known
+    if not fresh and path.exists() and (stored_id := path.read_text().strip()):
+        return stored_id
     run_id = uuid.uuid4().hex[:12]
     write_atomic(path, run_id + "\n")
     return run_id

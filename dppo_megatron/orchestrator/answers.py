@@ -41,16 +41,16 @@ class _SavedRecord:
 
 
 class SavedAnswers:
-    """Stores the answers of one set under one policy. Stored answers are used only if their `of` is equal."""
+    """Stores the answers of one set under one policy. Stored answers are used only if their `origin` is equal."""
 
-    def __init__(self, directory: Path, version: int, of: dict[str, Any], *, prompts: int, n: int):
+    def __init__(self, directory: Path, version: int, origin: dict[str, Any], *, prompts: int, n: int):
         """Load the stored answers. The set has `prompts` prompts at positions from 0, with `n` answers each."""
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / f"v{version:06d}.jsonl"
         self._head = self.path.with_suffix(".json")
-        self._of = json.loads(json.dumps(of))
+        self._origin = json.loads(json.dumps(origin))
         self.records: dict[int, dict[str, Any]] = {}  # by position
-        if self._found() == self._of:
+        if self._stored_origin() == self._origin:
             for record in read_records(self.path):
                 if not _is_whole(record, prompts, n):
                     log.warning("%s: a damaged record; its prompt is answered again", self.path)
@@ -58,25 +58,25 @@ class SavedAnswers:
                 elif all(sample["versions"] == [version, version] for sample in record["samples"]):
                     self.records[record["position"]] = record
         write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in self.records.values()))
-        write_json(self._head, {"of": self._of})
+        write_json(self._head, {"of": self._origin})
 
     def add(self, record: dict[str, Any]) -> None:
         append_json_line(self.path, record)
         self.records[record["position"]] = record
 
-    def _found(self) -> Any:
+    def _stored_origin(self) -> Any:
         try:
             return (read_json(self._head) or {}).get("of")
         except ValueError:  # a damaged file; its answers are not used
             return None
 
     def finish(self, metrics: dict[str, Any]) -> None:
-        write_json(self._head, {"of": self._of, "metrics": metrics}, indent=1)
+        write_json(self._head, {"of": self._origin, "metrics": metrics}, indent=1)
 
 
 def _is_whole(record: dict[str, Any], prompts: int, n: int) -> bool:
     try:
-        found = parse_as(_SavedRecord, json.dumps(record).encode(), "a record")
+        saved_record = parse_as(_SavedRecord, json.dumps(record).encode(), "a record")
     except DamagedFile:
         return False
-    return found.position < prompts and len(found.samples) == n
+    return saved_record.position < prompts and len(saved_record.samples) == n

@@ -53,13 +53,13 @@ class SignalFilter:
         config = self.config
         self._failed = self._failed + 1 if group.reward_failed.all() else 0
         if self._failed >= max(config.prompts_per_step, FEWEST_FAILED):
-            which, cause, remedy = "the last one", self.last_failure(), "correct the reward"
-            if played := self.trajectory_failure():
-                which, cause = "most trajectories", played
+            subject, cause, remedy = "the last one", self.last_failure(), "correct the reward"
+            if frequent_failure := self.trajectory_failure():
+                subject, cause = "most trajectories", frequent_failure
                 remedy = "correct the environment or agent (a higher limit needs a new run)"
             raise NoReward(
-                f"step {step}: every reward of the last {self._failed} groups failed, {which} with {cause}; {remedy}, "
-                "then --resume"
+                f"step {step}: every reward of the last {self._failed} groups failed, {subject} with {cause}; "
+                f"{remedy}, then --resume"
             )
         if not config.dynamic_sampling or _has_signal(group):
             return True

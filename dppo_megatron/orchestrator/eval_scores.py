@@ -41,15 +41,15 @@ def majority(right: np.ndarray, answers: Sequence[Sequence[str | None]]) -> floa
 
     A response without an answer (None) does not vote; a prompt without any vote counts as wrong.
     """
-    return float(np.mean([_majority(row, given) for row, given in zip(right, answers, strict=True)]))
+    return float(np.mean([_majority(row, prompt_answers) for row, prompt_answers in zip(right, answers, strict=True)]))
 
 
 def _majority(right: np.ndarray, answers: Sequence[str | None]) -> float:
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
-    most = max(votes.values())
-    winners = [answer for answer, count in votes.items() if count == most]
+    max_votes = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == max_votes]
     # Equal answers have equal rewards, unless the verifier failed on one of them.
-    shares = [np.mean([r for r, given in zip(right, answers, strict=True) if given == winner]) for winner in winners]
+    shares = [np.mean([r for r, answer in zip(right, answers, strict=True) if answer == winner]) for winner in winners]
     return float(np.mean(shares))

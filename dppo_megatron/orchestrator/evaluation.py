@@ -20,8 +20,8 @@ from dppo_megatron.config.task import HELDOUT, EvalSet
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.fleet.sampling import Sampler
-from dppo_megatron.observability.names import evaluated_sets
-from dppo_megatron.observability.tail import read_metrics
+from dppo_megatron.observability.heldout import describe
+from dppo_megatron.observability.tail import evaluated
 from dppo_megatron.types import Prompt
 
 from .answers import SavedAnswers
@@ -59,8 +59,7 @@ class Evaluator:
     answers: Path  # directory with one entry per set
 
     def __post_init__(self) -> None:
-        records = read_metrics(self.output)
-        self._begun = {(record["step"], name) for record in records for name in evaluated_sets(record)}
+        self._started = evaluated(self.output)
         self._gate = asyncio.Semaphore(self.config.rollout.max_concurrent_groups)  # shared by all evaluations
 
     def due(self, version: int) -> bool:
@@ -75,34 +74,38 @@ class Evaluator:
         Raises the errors of `Sampler.sample`.
         """
         missing = self._missing(version)
-        self._begun |= {(version, name) for name in missing}
+        self._started |= {(version, name) for name in missing}
         # Their tasks exist from here on, so their requests precede those of all groups that begin later.
         running = {name: self._start_set(name, version, policy, sampler) for name in missing}
-        return asyncio.create_task(_all(running))
+        return asyncio.create_task(_gather(running))
 
     def _missing(self, version: int) -> list[str]:
-        return [name for name in self.sets if (version, name) not in self._begun]
+        return [name for name in self.sets if (version, name) not in self._started]
 
     def _start_set(self, name: str, version: int, policy: Any, sampler: Sampler) -> asyncio.Task[dict[str, float]]:
-        one = self.sets[name]
-        chosen = one.settings.model_dump(mode="json")
-        of = {
+        eval_set = self.sets[name]
+        settings = eval_set.settings.model_dump(mode="json")
+        identity = {
             "set": name,
-            "settings": chosen,
+            "settings": settings,
             "seed": self.config.run.seed,
             "stop_token_ids": list(self.stop_token_ids),
-            "prompts": zlib.crc32(b"".join(p.token_ids.tobytes() + p.answer.encode() + b"\0" for p in one.prompts)),
+            "prompts": zlib.crc32(
+                b"".join(p.token_ids.tobytes() + p.answer.encode() + b"\0" for p in eval_set.prompts)
+            ),
             "policy": policy,
         }
-        if one.episodes is not None:
-            of["environment"] = self.config.environment.model_dump(mode="json")
-        answers = SavedAnswers(self.answers / name, version, of, prompts=len(one.prompts), n=one.settings.n)
+        if eval_set.episodes is not None:
+            identity["environment"] = self.config.environment.model_dump(mode="json")
+        answers = SavedAnswers(
+            self.answers / name, version, identity, prompts=len(eval_set.prompts), n=eval_set.settings.n
+        )
         if answers.records:
-            log.info("%s: %d of %d prompts were answered before", name, len(answers.records), len(one.prompts))
+            log.info("%s: %d of %d prompts were answered before", name, len(answers.records), len(eval_set.prompts))
         running = asyncio.gather(
             *(
                 self._answer(name, version, prompt, sampler, answers)
-                for prompt in one.prompts
+                for prompt in eval_set.prompts
                 if prompt.position not in answers.records
             )
         )
@@ -120,14 +123,14 @@ class Evaluator:
         metrics = scores(name, self.sets[name].settings, records, seconds)
         answers.finish({"step": oldest, **metrics})
         append_json_line(self.output, {"step": oldest, **metrics})
-        self._begun.add((oldest, name))
+        self._started.add((oldest, name))
         log.info("policy %d: %s", oldest, describe(name, metrics))
         return metrics
 
     async def _answer(self, name: str, version: int, prompt: Prompt, sampler: Sampler, answers: SavedAnswers) -> None:
-        one = self.sets[name]
+        eval_set = self.sets[name]
         async with self._gate:
-            samples = await (self._sampled if one.episodes is None else self._played)(name, version, prompt, sampler)
+            samples = await (self._sampled if eval_set.episodes is None else self._play)(name, version, prompt, sampler)
         answers.add(
             {
                 "position": prompt.position,
@@ -140,72 +143,72 @@ class Evaluator:
         show_progress(self.output)
 
     async def _sampled(self, name: str, version: int, prompt: Prompt, sampler: Sampler) -> list[dict[str, Any]]:
-        one = self.sets[name]
+        eval_set = self.sets[name]
         rollouts = await sampler.sample(
             self._requests(name, version, prompt), f"held-out prompt {prompt.position} of {name}"
         )
         texts = self.tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
-        rewards, failed = await one.rewards.score(prompt, texts, recorded=False)
-        finals = await one.rewards.final_answers(prompt, texts) if len(texts) > 1 else None
+        rewards, failed = await eval_set.rewards.score(prompt, texts, recorded=False)
+        finals = await eval_set.rewards.final_answers(prompt, texts) if len(texts) > 1 else None
         samples = [
             {
                 "text": text,
-                "reward": float(reward) * (not lost),
-                "failed": bool(lost),
+                "reward": float(reward) * (not sample_failed),
+                "failed": bool(sample_failed),
                 "tokens": len(rollout.token_ids),
                 "finish": rollout.finish_reason,
                 "versions": [int(rollout.versions.min()), int(rollout.versions.max())],
             }
-            for text, reward, lost, rollout in zip(texts, rewards, failed, rollouts, strict=True)
+            for text, reward, sample_failed, rollout in zip(texts, rewards, failed, rollouts, strict=True)
         ]
         for sample, final in zip(samples, finals or (), strict=bool(finals)):
             sample["final"] = final
         return samples
 
-    async def _played(self, name: str, version: int, prompt: Prompt, _: Sampler) -> list[dict[str, Any]]:
+    async def _play(self, name: str, version: int, prompt: Prompt, _: Sampler) -> list[dict[str, Any]]:
         """Return the samples for answers in turns. Their text is that of the last branch, prompt included."""
-        one, request = self.sets[name], self._requests(name, version, prompt)(0)
-        assert one.episodes is not None
+        eval_set, request = self.sets[name], self._requests(name, version, prompt)(0)
+        assert eval_set.episodes is not None
         samples = []
-        for played in await one.episodes.play_request(prompt, request, one.rewards):
-            versions = [int(v) for rollout in played.sampled for v in rollout.versions] or [version]
+        for trajectory in await eval_set.episodes.play_request(prompt, request, eval_set.rewards):
+            versions = [int(v) for rollout in trajectory.sampled for v in rollout.versions] or [version]
             samples.append(
                 {
-                    "text": "".join(piece.text for branch in played.branches[-1:] for piece in branch),
-                    "reward": played.reward or 0.0,
-                    "failed": played.reward is None,
-                    "tokens": sum(len(rollout.token_ids) for rollout in played.sampled),
-                    "finish": played.finish_reason,
+                    "text": "".join(piece.text for branch in trajectory.branches[-1:] for piece in branch),
+                    "reward": trajectory.reward or 0.0,
+                    "failed": trajectory.reward is None,
+                    "tokens": sum(len(rollout.token_ids) for rollout in trajectory.sampled),
+                    "finish": trajectory.finish_reason,
                     "versions": [min(versions), max(versions)],
                 }
             )
         return samples
 
     def _requests(self, name: str, version: int, prompt: Prompt) -> Callable[[int], GenerateRequest]:
-        chosen, seed = self.sets[name].settings, self.config.run.seed
-        longest = chosen.max_response_tokens
+        settings, seed = self.sets[name].settings, self.config.run.seed
+        longest = settings.max_response_tokens
         assert longest is not None  # `Config.eval_sets` fills in the default
 
         def request(attempt: int) -> GenerateRequest:
             words = np.random.SeedSequence([seed, zlib.crc32(name.encode()), prompt.position, attempt])
-            seeds = [int(s) >> 1 for s in words.generate_state(chosen.n)]
+            seeds = [int(s) >> 1 for s in words.generate_state(settings.n)]
             prefix = f"eval-{version}" if name == HELDOUT else f"eval-{version}-{name}"
             return GenerateRequest(
                 request_id=f"{prefix}-{prompt.position}-{attempt}",
                 token_ids=prompt.token_ids,
-                n=chosen.n,
-                seeds=tuple(seeds) if chosen.temperature else (seed,),
-                temperature=chosen.temperature,
+                n=settings.n,
+                seeds=tuple(seeds) if settings.temperature else (seed,),
+                temperature=settings.temperature,
                 max_tokens=longest,
                 stop_token_ids=self.stop_token_ids,
                 topk=0,
-                top_p=chosen.top_p,
+                top_p=settings.top_p,
             )
 
         return request
 
 
-async def _all(running: Mapping[str, asyncio.Task[dict[str, float]]]) -> dict[str, dict[str, float]]:
+async def _gather(running: Mapping[str, asyncio.Task[dict[str, float]]]) -> dict[str, dict[str, float]]:
     try:
         return dict(zip(running, await asyncio.gather(*running.values()), strict=True))
     finally:
@@ -213,7 +216,7 @@ async def _all(running: Mapping[str, asyncio.Task[dict[str, float]]]) -> dict[st
             task.cancel()
 
 
-def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+def scores(name: str, eval_set: EvalSet, records: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
     """Return the metrics of a set, computed only from the answers and the seconds: see `observability.names`."""
     samples = [record["samples"] for record in records]
     flat = [sample for answers in samples for sample in answers]
@@ -221,7 +224,7 @@ def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], sec
     spread = max(s["versions"][1] for s in flat) - min(s["versions"][0] for s in flat)
     length = float(np.mean([sample["tokens"] for sample in flat]))
     failed = np.array([[sample["failed"] for sample in answers] for answers in samples])
-    right = ~failed & (rewards >= chosen.pass_reward - 1e-6)  # rewards are sums in fp32
+    right = ~failed & (rewards >= eval_set.pass_reward - 1e-6)  # rewards are sums in fp32
     if name == HELDOUT:
         return {
             "eval/accuracy": float(right.mean()),
@@ -232,14 +235,14 @@ def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], sec
             "time/eval_s": seconds,
         }
     mean, error = average(right)
-    found: dict[str, float] = {f"avg@{chosen.n}": mean}
+    metrics: dict[str, float] = {f"avg@{eval_set.n}": mean}
     if error is not None:
-        found[f"avg@{chosen.n}_stderr"] = error
-    found |= {f"pass@{k}": pass_at(k, right) for k in ks(chosen.n)}
+        metrics[f"avg@{eval_set.n}_stderr"] = error
+    metrics |= {f"pass@{k}": pass_at(k, right) for k in ks(eval_set.n)}
     if any("final" in sample for sample in flat):
         finals = [[sample.get("final") for sample in answers] for answers in samples]
-        found[f"maj@{chosen.n}"] = majority(right, finals)
-    found |= {
+        metrics[f"maj@{eval_set.n}"] = majority(right, finals)
+    metrics |= {
         "reward_mean": float(rewards.mean()),
         "failed_share": float(failed.mean()),
         "response_tokens_mean": length,
@@ -248,23 +251,4 @@ def scores(name: str, chosen: EvalSet, records: Sequence[Mapping[str, Any]], sec
         "version_spread": spread,
         "seconds": seconds,
     }
-    return {f"eval/{name}/{metric}": value for metric, value in found.items()}
-
-
-def describe(name: str, metrics: Mapping[str, float]) -> str:
-    """Return the result of a set in one line."""
-    values = {metric.rpartition("/")[2]: value for metric, value in metrics.items()}
-    if name == HELDOUT:
-        shown = f"greedy accuracy {values['accuracy']:.4f}, mean reward {values['reward_mean']:.4f}"
-        return f"{shown} on {values['prompts']} held-out prompts"
-    parts = []
-    for metric, value in values.items():
-        if "@" in metric and not metric.endswith("_stderr"):
-            error = values.get(f"{metric}_stderr")
-            parts.append(f"{metric} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
-    if values["failed_share"]:
-        parts.append(f"{values['failed_share']:.1%} not graded")
-    return (
-        f"{name}: {', '.join(parts)}; {values['response_tokens_mean']:.0f} tokens, "
-        f"{values['truncated_share']:.1%} truncated, {values['prompts']} prompts"
-    )
+    return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}

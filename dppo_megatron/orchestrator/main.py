@@ -29,6 +29,7 @@ from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.gateway import Gateway
 from dppo_megatron.hf import read_hf_config
 from dppo_megatron.observability.logs import setup_logging
+from dppo_megatron.observability.run_state import heartbeats
 from dppo_megatron.rewards import RewardPool
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
@@ -40,6 +41,7 @@ from .teachers import MOST_REQUESTS, Teachers
 
 log = logging.getLogger(__name__)
 
+LAUNCHER_S = 60.0  # the launcher names a rank that hangs; the orchestrator, which cannot, waits this much longer
 OTHER_FILES = 256  # bank, logs, reward processes, health checks
 
 
@@ -56,8 +58,8 @@ def run_orchestrator(config: Config, prompts: int | None = None) -> None:
     if config.environment.source is None:
         setting.training_prompts()
     engine_urls(config, run)
-    for own in (teacher_config(config, name) for name in config.started_teachers):
-        engine_urls(own, RunDir(own.run.dir))
+    for server_config in (teacher_config(config, name) for name in config.started_teachers):
+        engine_urls(server_config, RunDir(server_config.run.dir))
 
     async def main() -> None:
         task = asyncio.create_task(_fill_bank(config, setting, prompts))
@@ -114,7 +116,9 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
         run.weights.mkdir(exist_ok=True)
         PublishedPolicy(0, str(start_model(config).absolute()), time.time()).write(run.published)
     groups = config.rollout.prompts_per_step
-    published = PublishedFollower(run.published, config.run.stall_timeout_s)
+    published = PublishedFollower(
+        run.published, config.run.stall_timeout_s + LAUNCHER_S, lambda: [beat.since for beat in heartbeats(run)]
+    )
 
     async def check(engine: Engine) -> None:
         await engine.check_compatible(config, vocab_size=setting.vocab_size)
@@ -138,7 +142,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
             journals = Journals(run.open_turns, bank.done_positions())
             pools.callback(journals.close)
         episodes = await setting.episodes(pools, sampler, journals)
-        played = dict if episodes is None else episodes.take_metrics
+        take_episode_metrics = dict if episodes is None else episodes.take_metrics
         teachers = None
         if config.servers_teach:
             teachers = Teachers(config, setting.tokenizer, setting.vocab_size, sampler)
@@ -159,7 +163,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
                     lambda: {
                         **sampler.take_metrics(),
                         **rewards.take_metrics(),
-                        **played(),
+                        **take_episode_metrics(),
                         **(teachers.take_metrics() if teachers else {}),
                     },
                     alone=prompts is not None,
@@ -170,7 +174,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
                 journals=journals,
                 prompts_in_all=prompts,
                 budget=budget,
-                earlier=EarlierSamples(run.bank) if config.engine.draft_tokens else None,
+                earlier=EarlierSamples(bank.reader()) if config.engine.draft_tokens else None,
             ).run()
 
 
@@ -240,14 +244,14 @@ class _Setting:
         """Return the evaluator. Sets without a grader use the run's `rewards`. `pools` closes the other graders."""
         config, run = self._config, RunDir(self._config.run.dir)
         sets = {}
-        for name, chosen in config.eval_sets.items():
+        for name, settings in config.eval_sets.items():
             graders = rewards
-            if graders is None or chosen.reward != config.reward:
-                graders = pools.enter_context(RewardPool(chosen.reward or config.reward))
+            if graders is None or settings.reward != config.reward:
+                graders = pools.enter_context(RewardPool(settings.reward or config.reward))
             sets[name] = Evaluated(
-                chosen,
+                settings,
                 PromptSource(
-                    chosen.path, self.tokenizer, config.data_of(chosen), config.run.seed, tools=self.tools
+                    settings.path, self.tokenizer, config.data_of(settings), config.run.seed, tools=self.tools
                 ).once(),
                 graders,
                 episodes,

@@ -52,10 +52,14 @@ class StepRecorder:
             return
         seconds = time.monotonic() - self._started.pop(step)
         tokens = self._response_tokens.pop(step)
-        ended = self.groups_per_step + self._dropped + self._given_up
+        num_groups = self.groups_per_step + self._dropped + self._given_up
         del self._finished[step]
         rewards = self._rewards.pop(step)
-        own = {"time": time.time(), "time/step_s": seconds, "rollout/reward_mean": float(np.mean(rewards or [0.0]))}
+        step_metrics = {
+            "time": time.time(),
+            "time/step_s": seconds,
+            "rollout/reward_mean": float(np.mean(rewards or [0.0])),
+        }
         append_json_line(
             self.path,
             {
@@ -64,9 +68,9 @@ class StepRecorder:
                 "rollout/generated_tokens_per_s": tokens / max(seconds, 1e-9),
                 "rollout/dropped_groups": self._dropped,
                 "rollout/too_stale_groups": self._given_up,
-                "rollout/too_stale_share": self._given_up / ended,
+                "rollout/too_stale_share": self._given_up / num_groups,
                 **self.take_metrics(),
-                **(own if self.alone else {}),
+                **(step_metrics if self.alone else {}),
             },
         )
         self._dropped = self._given_up = 0

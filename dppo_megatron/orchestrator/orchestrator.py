@@ -89,8 +89,8 @@ class Orchestrator:
     def __post_init__(self) -> None:
         rollout, episodes = self.config.rollout, self.episodes
         self._waiting = WaitingGroups(self.budget or ByteBudget(), RunDir(self.config.run.dir).bank)
-        played = str if episodes is None else lambda: episodes.environments.frequent_failure
-        self._filter = SignalFilter(rollout, lambda: self.rewards.last_failure, played)
+        trajectory_failure = str if episodes is None else lambda: episodes.environments.frequent_failure
+        self._filter = SignalFilter(rollout, lambda: self.rewards.last_failure, trajectory_failure)
         self._training_request = training_requests(self.config, self.stop_token_ids)
         self._evaluations: set[asyncio.Task] = set()  # running ones
         self._writes: deque[Future] = deque()  # pending writes, in order
@@ -105,24 +105,28 @@ class Orchestrator:
         cannot be written.
         """
         rollout = self.config.rollout
-        wanted = self.prompts_in_all or self.config.train.steps * rollout.prompts_per_step
+        total_groups = self.prompts_in_all or self.config.train.steps * rollout.prompts_per_step
         positions = self._open_positions()
         running: dict[asyncio.Task, Running] = {}
         finished: list[tuple[int, RolloutGroup]] = []  # (last step, group): they wait for slower ones
         try:
-            while (stored := self.bank.num_begun_groups) < wanted:
-                begun = stored + len(running) + len(finished)
+            while (num_stored := self.bank.num_begun_groups) < total_groups:
+                num_begun = num_stored + len(running) + len(finished)
                 self._take_written()
                 if not running:
-                    await self._wait_for(self._bound.needed_version(min(begun, wanted - 1)))
+                    await self._wait_for(self._bound.needed_version(min(num_begun, total_groups - 1)))
                 await self._evaluate_if_due()
-                most = rollout.max_concurrent_groups if len(self._writes) <= MOST_WRITES else 0
-                while begun < wanted and len(running) - len(self._scoring) < most and self._may_begin(begun):
-                    self.recorder.count_started(begun // rollout.prompts_per_step)
+                max_running = rollout.max_concurrent_groups if len(self._writes) <= MOST_WRITES else 0
+                while (
+                    num_begun < total_groups
+                    and len(running) - len(self._scoring) < max_running
+                    and self._may_begin(num_begun)
+                ):
+                    self.recorder.count_started(num_begun // rollout.prompts_per_step)
                     prompt = self.prompts.prompt(next(positions))
-                    last_step = self._bound.last_step(self._oldest_version(prompt, begun))
+                    last_step = self._bound.last_step(self._oldest_version(prompt, num_begun))
                     running[asyncio.create_task(self._produce(prompt))] = Running(prompt, last_step)
-                    begun += 1
+                    num_begun += 1
                 done, _ = await asyncio.wait(
                     {*running, *self._evaluations},
                     timeout=LOOK_S if rollout.max_staleness or self.teachers else None,
@@ -223,47 +227,47 @@ class Orchestrator:
         step = group // self.config.rollout.prompts_per_step
         # A group that is already late, and will be trained on late, delays no other group.
         in_time = sorted((t for t in running if running[t].last_step >= step), key=lambda t: running[t].last_step)
-        others = [last_step for last_step in waiting if last_step >= step]
-        too_late = self._bound.count_too_late(group, [running[task].last_step for task in in_time], others)
+        other_steps = [last_step for last_step in waiting if last_step >= step]
+        too_late = self._bound.count_too_late(group, [running[task].last_step for task in in_time], other_steps)
         if not too_late:
             return True
-        beyond = self.config.rollout.beyond_bound
-        if beyond == "wait" or self._version() < step:
+        beyond_bound = self.config.rollout.beyond_bound
+        if beyond_bound == "wait" or self._version() < step:
             return False
-        if beyond == "drop":
+        if beyond_bound == "drop":
             for task in in_time[:too_late]:
                 self._give_up(task, running.pop(task))
         return True
 
-    def _give_up(self, task: asyncio.Task, late: Running) -> None:
+    def _give_up(self, task: asyncio.Task, late_group: Running) -> None:
         task.cancel()  # the engine aborts the request
-        detail = f"not done when step {late.last_step} needed its last group, and no later step may train on it"
-        position, row = late.prompt.position, late.prompt.row
+        detail = f"not done when step {late_group.last_step} needed its last group, and no later step may train on it"
+        position, row = late_group.prompt.position, late_group.prompt.row
         self._write(position, self.bank.begin_drop(position, row, TOO_STALE, detail))
         self.recorder.count_given_up()
-        log.warning("prompt %d: given up, %s", late.prompt.position, detail)
+        log.warning("prompt %d: given up, %s", late_group.prompt.position, detail)
 
     def _keep(self, group: RolloutGroup) -> bool:
         """Return whether the run trains on `group`; if not, record its prompt as dropped."""
         step = self.bank.num_begun_groups // self.config.rollout.prompts_per_step
-        keeps = self._filter.keeps(group, step)
-        if not keeps:
+        is_kept = self._filter.keeps(group, step)
+        if not is_kept:
             self.recorder.count_dropped(step, group)
             position, row = group.prompt.position, group.prompt.row
             self._write(position, self.bank.begin_drop(position, row, NO_SIGNAL, describe_drop(group)))
-        return keeps
+        return is_kept
 
     async def _produce(self, prompt: Prompt) -> RolloutGroup:
         if self.episodes is not None:
             group = await self.episodes.play(prompt, self.rewards)
             group = replace(group, rollouts=await self._waiting.keep(prompt.position, group.rollouts))
-            return await self._taught(group)
+            return await self._score(group)
         rollouts = await self._waiting.keep(prompt.position, await self._sample(prompt))
         texts = self.tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
         rewards, failed = await self.rewards.score(prompt, texts)
-        return await self._taught(RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature))
+        return await self._score(RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature))
 
-    async def _taught(self, group: RolloutGroup) -> RolloutGroup:
+    async def _score(self, group: RolloutGroup) -> RolloutGroup:
         """Return the group with its teacher's columns. Meanwhile another group may be sampled in its place."""
         position = group.prompt.position
         if self.teachers is not None:
@@ -277,7 +281,7 @@ class Orchestrator:
         return group
 
     async def _sample(self, prompt: Prompt) -> Sequence[Rollout]:
-        drafts = () if self.earlier is None else await asyncio.to_thread(self.earlier.of, prompt)
+        drafts = () if self.earlier is None else await asyncio.to_thread(self.earlier.samples, prompt)
 
         def request(attempt: int) -> GenerateRequest:
             words = np.random.SeedSequence([self.config.run.seed, prompt.position, attempt])
@@ -317,5 +321,5 @@ class Orchestrator:
 
 def _identity(policy: PublishedPolicy) -> dict[str, object]:
     """Return the trainer's scores, which distinguish policies of the same version, for example after a resume."""
-    scored = zlib.crc32(json.dumps(policy.probe_logprobs).encode()) if policy.probe_logprobs else policy.published_at
-    return {"version": policy.version, "scored": scored}
+    digest = zlib.crc32(json.dumps(policy.probe_logprobs).encode()) if policy.probe_logprobs else policy.published_at
+    return {"version": policy.version, "scored": digest}

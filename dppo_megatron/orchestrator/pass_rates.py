@@ -36,12 +36,12 @@ class Measured:
 
 def measure(bank: Path, pass_reward: float = 1.0) -> str:
     """Return a line about a bank: its prompts, its answers, and how many of these are right."""
-    found = _pass_rates(bank, pass_reward).values()
-    graded, right = sum(m.graded for m in found), sum(m.right for m in found)
-    always, never = sum(m.graded == m.right > 0 for m in found), sum(m.graded > 0 == m.right for m in found)
+    tallies = _pass_rates(bank, pass_reward).values()
+    graded, right = sum(t.graded for t in tallies), sum(t.right for t in tallies)
+    always, never = sum(t.graded == t.right > 0 for t in tallies), sum(t.graded > 0 == t.right for t in tallies)
     share = f"{right / graded:.1%} right" if graded else "none right"
     share += f" (reward of at least {pass_reward:g})"
-    return f"{len(found)} prompts, {graded} graded answers, {share}; {always} prompts always solved, {never} never"
+    return f"{len(tallies)} prompts, {graded} graded answers, {share}; {always} prompts always solved, {never} never"
 
 
 def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: float = 1.0) -> str:
@@ -57,21 +57,23 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
         raise PassRateError(f"{out}: exists; name another file, or remove it")
     config_path = bank.absolute().parent / "config.yaml"
     if not config_path.exists():
-        raise PassRateError(f"{config_path}: missing; a bank must be in the directory of the run that filled it")
+        raise PassRateError(
+            f"--bank = {bank}: {config_path} is missing; name RUN/bank, in the directory of the run that filled it"
+        )
     config = read_config(config_path)
     if config.data.more:
         raise PassRateError("data.more: rows of several files cannot be distinguished by their number; sample one file")
-    found = _pass_rates(bank, pass_reward)
+    tallies = _pass_rates(bank, pass_reward)
     file = _prompts(config)
     lines, counts = [], Counter[str]()
     for row in file.rows:
-        measured = found.pop(row.number - 1, None)
-        if measured is None:
+        tally = tallies.pop(row.number - 1, None)
+        if tally is None:
             counts["not sampled"] += 1
             continue
-        if (row.text, row.answer) != (measured.prompt.text, measured.prompt.answer):
+        if (row.text, row.answer) != (tally.prompt.text, tally.prompt.answer):
             raise PassRateError(f"{file.path}: row {row.number} is not the prompt that was sampled; restore the file")
-        rate = measured.right / measured.graded if measured.graded else None
+        rate = tally.right / tally.graded if tally.graded else None
         if rate is None:
             counts["without a graded answer"] += 1
         elif rate < lowest:
@@ -79,13 +81,13 @@ def keep(bank: Path, out: Path, lowest: float, highest: float, pass_reward: floa
         elif rate > highest:
             counts[f"with a pass rate above {highest:g}"] += 1
         else:
-            kept = {**row.columns, "pass_rate": rate, "pass_answers": measured.graded}
-            lines.append(json.dumps(kept, ensure_ascii=False, default=str) + "\n")
+            columns = {**row.columns, "pass_rate": rate, "pass_answers": tally.graded}
+            lines.append(json.dumps(columns, ensure_ascii=False, default=str) + "\n")
     counts["not sampled"] += file.total - len(file.rows)  # dropped, because they are too long
-    if found:
-        raise PassRateError(f"{config.data.train}: has no row {min(found) + 1}, which the bank has; restore the file")
+    if tallies:
+        raise PassRateError(f"{config.data.train}: has no row {min(tallies) + 1}, which the bank has; restore the file")
     report = [f"{out}: {len(lines)} of {len(lines) + counts.total()} prompts"]
-    report += [f"  left out: {count} {why}" for why, count in counts.most_common() if count]
+    report += [f"  left out: {count} {reason}" for reason, count in counts.most_common() if count]
     if not lines:
         raise PassRateError("\n".join([f"{bank}: no prompt is left", *report[1:]]))
     write_atomic(output(out, "OUT"), "".join(lines))
@@ -104,14 +106,14 @@ def _prompts(config: Config) -> PromptFile:
 def _pass_rates(bank: Path, pass_reward: float) -> dict[int, Measured]:
     """Return the answers by row of the prompt file, from 0. If a prompt was sampled again, all its answers are used."""
     reader = BankReader(bank)
-    found: dict[int, Measured] = {}
+    tallies: dict[int, Measured] = {}
     for entry in reader.entries(0, reader.refresh()):
-        if entry.row not in found:
-            found[entry.row] = Measured(reader.read(entry, [], ()).prompt)
-        each = entry.first_of_trajectories
-        graded = ~entry.reward_failed[each]
-        found[entry.row].graded += int(graded.sum())
-        found[entry.row].right += int((graded & (entry.rewards[each] >= np.float32(pass_reward - 1e-6))).sum())
-    if not found:
+        if entry.row not in tallies:
+            tallies[entry.row] = Measured(reader.read(entry, [], ()).prompt)
+        first_rows = entry.first_of_trajectories
+        graded = ~entry.reward_failed[first_rows]
+        tallies[entry.row].graded += int(graded.sum())
+        tallies[entry.row].right += int((graded & (entry.rewards[first_rows] >= np.float32(pass_reward - 1e-6))).sum())
+    if not tallies:
         raise PassRateError(f"{bank}: has no group; name a bank that `sample` or a run filled")
-    return found
+    return tallies

@@ -34,27 +34,27 @@ class WaitingGroups:
     def __init__(self, budget: ByteBudget, directory: Path):
         self._budget = budget
         self._directory = directory
-        self._kept: dict[int, int] = {}  # bytes by prompt position
+        self._sizes: dict[int, int] = {}  # bytes by prompt position
 
     async def keep(self, position: int, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         """Return the samples of one group, in memory or in a file; `release` them afterwards."""
         size = sum(array.nbytes for rollout in rollouts for _, array in _arrays(rollout))
         fits = self._budget.charged + size <= self._budget.limit // 2
-        self._kept[position] = size
+        self._sizes[position] = size
         self._budget.charge(size)
         if fits or not size:
             return tuple(rollouts)
         try:
-            aside = await asyncio.to_thread(spill, rollouts, self._directory)
+            mapped_rollouts = await asyncio.to_thread(spill, rollouts, self._directory)
         except OSError as error:
             log.warning("prompt %d waits in memory: %s: %s", position, self._directory, error)
             return tuple(rollouts)
         self.release(position)
-        return aside
+        return mapped_rollouts
 
     def release(self, position: int) -> None:
         """Return a group's bytes to the budget, after it was stored, dropped or given up."""
-        self._budget.refund(self._kept.pop(position, 0))
+        self._budget.refund(self._sizes.pop(position, 0))
 
 
 def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
@@ -63,18 +63,18 @@ def spill(rollouts: Sequence[Rollout], directory: Path) -> tuple[Rollout, ...]:
     Raises OSError.
     """
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-        places = [{name: (_write(file, array), array) for name, array in _arrays(r)} for r in rollouts]
+        layouts = [{name: (_write(file, array), array) for name, array in _arrays(r)} for r in rollouts]
         # Unlike a map of the standard library, it keeps no descriptor open: there may be thousands of groups.
         mapped = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=file.tell(), dtype=torch.uint8).numpy()
         mapped.flags.writeable = False
-    aside = []
-    for rollout, of in zip(rollouts, places, strict=True):
+    mapped_rollouts = []
+    for rollout, layout in zip(rollouts, layouts, strict=True):
         arrays: dict[str, Any] = {
             name: np.frombuffer(mapped, array.dtype, array.size, offset).reshape(array.shape)
-            for name, (offset, array) in of.items()
+            for name, (offset, array) in layout.items()
         }
-        aside.append(replace(rollout, **arrays))
-    return tuple(aside)
+        mapped_rollouts.append(replace(rollout, **arrays))
+    return tuple(mapped_rollouts)
 
 
 def _arrays(rollout: Rollout) -> Iterator[tuple[str, np.ndarray]]:
@@ -88,7 +88,7 @@ def _write(file: IO[bytes], array: np.ndarray) -> int:
     """Write an array and return its offset in the file."""
     offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
     file.seek(offset)
-    left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    while left:
-        left = left[file.write(left) :]
+    remaining = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    while remaining:
+        remaining = remaining[file.write(remaining) :]
     return offset

@@ -41,7 +41,7 @@ class MicroBatchWork:
         return self.config.parallel.expert_tensor or self.tensor
 
     @property
-    def kept(self) -> int:
+    def local_tokens(self) -> int:
         return -(-self.tokens // self.tensor) if self.config.parallel.sequence else self.tokens
 
     @property
@@ -55,13 +55,13 @@ class MicroBatchWork:
     @property
     def local(self) -> int:
         """Return the context-parallel size if `actor.PackedAttention` gathers keys on a GPU, else 0."""
-        own = self.config.model.layers == "local" or self.config.model.lora.r > 0
-        return self.config.parallel.context if self.cuda and own else 0
+        local_layers = self.config.model.layers == "local" or self.config.model.lora.r > 0
+        return self.config.parallel.context if self.cuda and local_layers else 0
 
     @property
     def hidden_bytes(self) -> int:
         """Return the bytes of one [s, H] tensor, the output of a layer."""
-        return self.e * self.kept * self.hf.hidden_size
+        return self.e * self.local_tokens * self.hf.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def layer(work: MicroBatchWork, moe: bool, delta_net: bool = False) -> Layer:
 
 def _norm(work: MicroBatchWork) -> int:
     """Return the bytes of the saved input plus those of the output, which the next matrix product saves."""
-    elements = work.kept * work.hf.hidden_size
+    elements = work.local_tokens * work.hf.hidden_size
     saved = work.e if work.cuda else FP32  # our norm on the CPU saves the normalised rows in fp32
     return elements * (saved + work.e)
 
@@ -130,7 +130,7 @@ def _latent(work: MicroBatchWork, mla: MLAConfig) -> tuple[int, int]:
     query = t * heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     value = t * heads * mla.v_head_dim
     up = t * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    compressed = work.kept * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
+    compressed = work.local_tokens * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
     norms = compressed * ((e if work.cuda else FP32) + e)
     log_sums = FP32 * t * heads
     unfused = 0 if work.cuda else e * (2 * query + 2 * value)  # padded for SDPA
@@ -143,8 +143,8 @@ def _delta_net(work: MicroBatchWork, sizes: DeltaNetConfig) -> int:
     """Return the bytes of gated delta net, which computes in fp32. The factors are fitted to its saved tensors."""
     groups, heads = (n // work.tensor for n in (sizes.num_key_heads, sizes.num_value_heads))
     key, value = sizes.key_head_dim, sizes.value_head_dim
-    of_head = 5 * key + 13 * value + 6 * CHUNK + key * value // CHUNK
-    return FP32 * work.tokens * (14 * groups * key + heads * of_head)
+    head_elements = 5 * key + 13 * value + 6 * CHUNK + key * value // CHUNK
+    return FP32 * work.tokens * (14 * groups * key + heads * head_elements)
 
 
 def _swiglu(work: MicroBatchWork, width: int, rows: int) -> tuple[int, int]:
@@ -157,32 +157,32 @@ def _swiglu(work: MicroBatchWork, width: int, rows: int) -> tuple[int, int]:
 
 def _experts(work: MicroBatchWork, moe: MoEConfig) -> tuple[dict[str, int], int]:
     """Return (saved, bytes of the backward pass) of router, dispatch, routed and shared experts."""
-    hf, e, own = work.hf, work.e, work.kept
-    received = own * moe.top_k * work.expert_tensor
+    hf, e, local_tokens = work.hf, work.e, work.local_tokens
+    received = local_tokens * moe.top_k * work.expert_tensor
     if work.config.parallel.expert > 1:
         received = int(received * EXPERT_IMBALANCE)
     dispatched = e * received * hf.hidden_size
     routed, working = _swiglu(work, moe.ffn_hidden_size // work.expert_tensor, received)
     saved = {
-        "router": own * moe.num_experts * 3 * FP32 + own * moe.top_k * 3 * INDEX,
+        "router": local_tokens * moe.num_experts * 3 * FP32 + local_tokens * moe.top_k * 3 * INDEX,
         "dispatched tokens": dispatched,
         "experts": routed,
     }
-    here = moe.num_experts // work.config.parallel.expert
-    if work.config.model.lora.r and here > 1:  # A and B of the gate, up and down projections
+    local_experts = moe.num_experts // work.config.parallel.expert
+    if work.config.model.lora.r and local_experts > 1:  # A and B of the gate, up and down projections
         sizes = 3 * hf.hidden_size + 5 * moe.ffn_hidden_size // work.expert_tensor
-        saved["stacked adapters"] = e * here * work.config.model.lora.r * sizes
+        saved["stacked adapters"] = e * local_experts * work.config.model.lora.r * sizes
     if moe.shared_ffn_hidden_size:
         saved["shared experts"] = _swiglu(work, moe.shared_ffn_hidden_size // work.tensor, work.tokens)[0]
     return saved, working + 2 * dispatched
 
 
-def with_recompute(work: MicroBatchWork, made: Layer) -> tuple[int, int]:
+def with_recompute(work: MicroBatchWork, layer: Layer) -> tuple[int, int]:
     """Return (saved, working) bytes of a layer under `model.recompute`."""
     return {
-        "none": (made.total, made.working),
-        "selective": (made.total - made.core, made.working + made.core),
-        "full": (work.hidden_bytes, made.total + made.working),
+        "none": (layer.total, layer.working),
+        "selective": (layer.total - layer.core, layer.working + layer.core),
+        "full": (work.hidden_bytes, layer.total + layer.working),
     }[work.config.model.recompute]
 
 

@@ -81,8 +81,8 @@ def parse_step_times(text: str) -> StepTime:
         raise DraftsError(f"--step-ms {text!r}: rows and milliseconds must be above 0")
     slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else 0.0
 
-    def step_s(wanted: int) -> float:
-        return float(np.interp(wanted, rows, seconds)) + max(0, wanted - rows[-1]) * slope if wanted else start_s
+    def step_s(num_rows: int) -> float:
+        return float(np.interp(num_rows, rows, seconds)) + max(0, num_rows - rows[-1]) * slope if num_rows else start_s
 
     return step_s
 
@@ -92,27 +92,29 @@ def read_groups(run: Path) -> list[StoredGroup]:
     reader = BankReader(run / "bank" if (run / "bank").is_dir() else run)
     entries = reader.entries(0, reader.refresh())
     numbers: defaultdict[int, list[int]] = defaultdict(list)
-    before: list[list[int]] = []
+    earlier_numbers: list[list[int]] = []
     for entry in entries:
-        before.append(list(numbers[entry.row]))
+        earlier_numbers.append(list(numbers[entry.row]))
         numbers[entry.row].append(entry.number)
     if not entries:
         raise DraftsError(f"--speculation {run}: no bank with groups; name a run or its bank")
-    found = []
+    groups = []
     for entry in entries[-MOST_GROUPS:]:
         group = reader.read(entry, parts=("core",))
         tail = group.prompt.token_ids[-PROMPT_TOKENS:]
-        of_row = (reader.read(entries[number], parts=("core",)) for number in before[entry.number][-GROUPS:])
-        earlier = [sequence for other in of_row for sequence in sequences(other, group.prompt)]
+        earlier_groups = (
+            reader.read(entries[number], parts=("core",)) for number in earlier_numbers[entry.number][-GROUPS:]
+        )
+        earlier = [sequence for other in earlier_groups for sequence in sequences(other, group.prompt)]
         samples = [rollout.token_ids for rollout in group.rollouts if len(rollout.token_ids)]
-        found.append(StoredGroup(tail, samples, earlier, len(before[entry.number])))
-    return found
+        groups.append(StoredGroup(tail, samples, earlier, len(earlier_numbers[entry.number])))
+    return groups
 
 
 def decode(
-    groups: Sequence[StoredGroup], *, together: int, running: int, batch: int, most: int, step_s: StepTime
+    groups: Sequence[StoredGroup], *, together: int, running: int, batch: int, max_drafts: int, step_s: StepTime
 ) -> Decoded:
-    """Decode groups on one engine, with at most `most` drafts of each sample in a step.
+    """Decode groups on one engine, with at most `max_drafts` drafts of each sample in a step.
 
     The engine gets `together` groups at once, so fewer samples run towards their ends, and runs at most `running`
     samples. Drafts are made while at most `batch` samples run. They follow earlier samples and finished samples of the
@@ -134,7 +136,7 @@ def decode(
         if not active:
             return result
         rows = len(active)
-        drafts = most if rows <= batch else 0
+        drafts = max_drafts if rows <= batch else 0
         for one in active:
             place, accepted = one.place, 0
             room = min(drafts, len(one.tokens) - place - 1)
@@ -157,36 +159,36 @@ def decode(
 def drafts_report(run: Path, config: Config, step_ms: str | None) -> Iterator[str]:
     """Yield the lines that `plan --speculation` prints."""
     groups, batch = read_groups(run), config.engine.draft_batch
-    most = config.engine.draft_tokens or DEFAULT_TOKENS
-    found = decode(groups, together=1, running=batch, batch=batch, most=most, step_s=lambda rows: 0.0)
+    draft_tokens = config.engine.draft_tokens or DEFAULT_TOKENS
+    stats = decode(groups, together=1, running=batch, batch=batch, max_drafts=draft_tokens, step_s=lambda rows: 0.0)
     total = sum(len(tokens) for group in groups for tokens in group.samples)
-    accepted = sum(map(sum, found.accepted.values()))
+    accepted = sum(map(sum, stats.accepted.values()))
     yield (
-        f"{len(groups)} groups of {run}, {total:,} tokens, up to {most} drafted tokens at any load: "
+        f"{len(groups)} groups of {run}, {total:,} tokens, up to {draft_tokens} drafted tokens at any load: "
         f"{accepted / max(1, total):.0%} of the tokens need no step of their own, "
-        f"{accepted / max(1, found.drafted):.0%} of the drafted ones are accepted"
+        f"{accepted / max(1, stats.drafted):.0%} of the drafted ones are accepted"
     )
     yield f"accepted tokens of a step, by earlier groups of the prompt and place in the response (of {TOKENS} tokens):"
-    for epoch in sorted({epoch for epoch, _ in found.accepted}):
-        places = sorted(place for known, place in found.accepted if known == epoch)
-        means = "  ".join(f"{place * TOKENS}: {mean(found.accepted[epoch, place]):.2f}" for place in places[:8])
+    for epoch in sorted({epoch for epoch, _ in stats.accepted}):
+        places = sorted(place for group_epoch, place in stats.accepted if group_epoch == epoch)
+        means = "  ".join(f"{place * TOKENS}: {mean(stats.accepted[epoch, place]):.2f}" for place in places[:8])
         yield f"  {epoch} earlier   {means}"
     if step_ms is None:
         yield "name the engine's step times by --step-ms to predict the gain; benchmarks/speculation.py measures them"
         return
-    plain, drafted = gain(groups, config, parse_step_times(step_ms), most)
+    plain, drafted = gain(groups, config, parse_step_times(step_ms), draft_tokens)
     yield (
         f"decoding a step's samples takes {plain:.1f} s without drafts and {drafted:.1f} s with engine.draft_tokens = "
-        f"{most} and engine.draft_batch = {batch}: {plain / drafted:.2f} x as fast"
+        f"{draft_tokens} and engine.draft_batch = {batch}: {plain / drafted:.2f} x as fast"
     )
 
 
-def gain(groups: Sequence[StoredGroup], config: Config, step_s: StepTime, most: int) -> tuple[float, float]:
+def gain(groups: Sequence[StoredGroup], config: Config, step_s: StepTime, max_drafts: int) -> tuple[float, float]:
     """Return the mean seconds of one engine to decode its samples of a training step, without and with drafts."""
     size, engines, engine = config.rollout.prompts_per_step, config.engine.count, config.engine
     together = -(-config.rollout.max_concurrent_groups // engines)
     first = len(groups) % size if len(groups) > size else 0
     steps = [groups[i : i + size][::engines] for i in range(first, len(groups), size)]
     on_engine = partial(decode, together=together, running=engine.max_num_seqs, batch=engine.draft_batch, step_s=step_s)
-    plain, drafted = (mean(on_engine(step, most=m).seconds for step in steps) for m in (0, most))
+    plain, drafted = (mean(on_engine(step, max_drafts=m).seconds for step in steps) for m in (0, max_drafts))
     return plain, drafted

@@ -26,7 +26,7 @@ class Item:
 
     name: str
     bytes: int
-    why: str
+    basis: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ def estimate(
         "loading a checkpoint": [*rank.offloaded, *rank.loading()],
     }
     host, saved = ([*rank.offloaded, *rank.step_line()], rank.saved()) if hardware.cuda else ([], [])
-    kept = {name: tuple(items) for name, items in phases.items()}
-    return Memory(tuple(rank.static()), kept, tuple(host), tuple(saved))
+    phase_items = {name: tuple(items) for name, items in phases.items()}
+    return Memory(tuple(rank.static()), phase_items, tuple(host), tuple(saved))
 
 
 class _Rank:
@@ -122,38 +122,38 @@ class _Rank:
             count = sum(map(math.prod, shapes)) // (p.tensor * p.pipeline)
             items.append(Item("teacher", count * e, f"about {count:,} x {e} bytes: a frozen model in this layout"))
         batch = load.micro_batches * load.tokens * self._bytes_per_token()
-        why = f"tokens of {load.micro_batches} micro-batches, all of an update; counters"
-        return [*items, Item("batch", batch + INT64 * self.hf.vocab_size, why)]
+        explanation = f"tokens of {load.micro_batches} micro-batches, all of an update; counters"
+        return [*items, Item("batch", batch + INT64 * self.hf.vocab_size, explanation)]
 
     def optimizer(self) -> list[Item]:
         model = self.model
-        over = f" / {model.dense_replicas} ranks" if self.sharded and model.dense_replicas > 1 else ""
-        if over and model.expert and model.expert_replicas != model.dense_replicas:
-            over += f", experts / {model.expert_replicas}"
-        items = [Item("Adam moments", self.state * 2 * FP32, f"{model.trained:,} x 8 bytes{over}")]
+        divisor = f" / {model.dense_replicas} ranks" if self.sharded and model.dense_replicas > 1 else ""
+        if divisor and model.expert and model.expert_replicas != model.dense_replicas:
+            divisor += f", experts / {model.expert_replicas}"
+        items = [Item("Adam moments", self.state * 2 * FP32, f"{model.trained:,} x 8 bytes{divisor}")]
         if self.config.model.dtype != "fp32":
-            items.insert(0, Item("main parameters", self.state * FP32, f"{model.trained:,} x 4 bytes{over}"))
+            items.insert(0, Item("main parameters", self.state * FP32, f"{model.trained:,} x 4 bytes{divisor}"))
         return items
 
     def step_line(self) -> list[Item]:
         """Return the copies with which `acceptance` undoes a step. See `actor.StepLine`."""
         if self.config.acceptance.bound is None:
             return []
-        why = "fp32 parameters, for acceptance.bound; the end only while a step is taken back"
-        return [Item("start and end of a step", 2 * FP32 * self.state, why)]
+        explanation = "fp32 parameters, for acceptance.bound; the end only while a step is taken back"
+        return [Item("start and end of a step", 2 * FP32 * self.state, explanation)]
 
     def _bytes_per_token(self) -> int:
         """Return the bytes of a token of the batch on the device."""
         rollout, hf = self.config.rollout, self.hf
-        taught = self.config.distillation
-        out = 10 * INT64 + 8 * (rollout.topk_logprobs + (taught.topk + 1 if taught.teachers else 0))
+        distillation = self.config.distillation
+        out = 10 * INT64 + 8 * (rollout.topk_logprobs + (distillation.topk + 1 if distillation.teachers else 0))
         if rollout.has_sampling_mask:  # upper bound; rollout/kept_tokens_mean is the measured mean
             out += 4 * (1 + rollout.top_k)
         if not self.cuda and hf.mla is None:
             out += 2 * hf.rotary_dim * self.work.e  # tables of our own rotation
         if rollout.routing_replay and hf.moe is not None:
             routed = sum(hf.is_moe_layer(index) for chunk in self.model.chunks for index in chunk)
-            out += 2 * routed * hf.moe.top_k * self.work.kept // self.work.tokens
+            out += 2 * routed * hf.moe.top_k * self.work.local_tokens // self.work.tokens
         return out
 
     def _kind(self, index: int) -> tuple[bool, bool]:
@@ -164,25 +164,28 @@ class _Rank:
         work = self.work
         in_flight = chunks_in_flight(self.config, self.model, self.load.micro_batches)
         kinds = [Counter(map(self._kind, chunk)) for chunk in self.model.chunks]
-        made = {kind: layer(work, *kind) for of_chunk in kinds for kind in of_chunk}
-        kept = {kind: with_recompute(work, each) for kind, each in made.items()}
+        layer_estimates = {kind: layer(work, *kind) for chunk_kinds in kinds for kind in chunk_kinds}
+        layer_bytes = {kind: with_recompute(work, layer_estimate) for kind, layer_estimate in layer_estimates.items()}
         layers: Counter[tuple[bool, bool]] = Counter()
-        for of_chunk, count in zip(kinds, in_flight, strict=True):
-            for kind, number in of_chunk.items():
+        for chunk_kinds, count in zip(kinds, in_flight, strict=True):
+            for kind, number in chunk_kinds.items():
                 layers[kind] += number * count
         items = []
         for kind, number in layers.items():
             name = f"activations, {'expert' if kind[0] else 'dense'} layers" if self.hf.moe else "activations"
             name += ", gated delta net" * kind[1]
-            why = _why(work, made[kind], number, sum(in_flight), kept[kind][0])
-            items.append(Item(name, number * kept[kind][0], why))
+            explanation = _explain(work, layer_estimates[kind], number, sum(in_flight), layer_bytes[kind][0])
+            items.append(Item(name, number * layer_bytes[kind][0], explanation))
         if self.config.parallel.pipeline > 1:
             count = sum(in_flight)
             items.append(Item("stage inputs and outputs", 2 * count * work.hidden_bytes, f"2 x {count} in flight"))
-        working = max((each[1] for each in kept.values()), default=0)
-        above = head(work, padded_vocab) if self.model.has_head else {}
-        if sum(above.values()) >= working:
-            return [*items, *(Item(f"head: {name}", size, f"{work.tokens:,} rows") for name, size in above.items())]
+        working = max((pair[1] for pair in layer_bytes.values()), default=0)
+        head_bytes = head(work, padded_vocab) if self.model.has_head else {}
+        if sum(head_bytes.values()) >= working:
+            return [
+                *items,
+                *(Item(f"head: {name}", size, f"{work.tokens:,} rows") for name, size in head_bytes.items()),
+            ]
         return [*items, Item("backward of one layer", working, "gradients in flight and recomputed activations")]
 
     def step(self) -> list[Item]:
@@ -212,10 +215,10 @@ class _Rank:
         return items
 
     def exchange(self) -> list[Item]:
-        size, why = 0, "none: every rank stores the whole state"
+        size, explanation = 0, "none: every rank stores the whole state"
         if self.sharded:
-            size, why = self._exchanged(), "parts of the optimizer's state, sent and received"
-        return [Item("exchange of optimizer state", size, why)]
+            size, explanation = self._exchanged(), "parts of the optimizer's state, sent and received"
+        return [Item("exchange of optimizer state", size, explanation)]
 
     def saved(self) -> list[Item]:
         """Return the copy that a save makes on the host. A synchronous save copies weights tensor by tensor."""
@@ -247,16 +250,16 @@ class _Rank:
         return Item("optimizer state on the host", self.shard * 3 * FP32, "what this rank saves, 12 bytes each")
 
 
-def _why(work: MicroBatchWork, made: Layer, number: int, in_flight: int, kept: int) -> str:
+def _explain(work: MicroBatchWork, layer_estimate: Layer, number: int, in_flight: int, saved_bytes: int) -> str:
     recompute = work.config.model.recompute
     if recompute == "full":
         parts = "inputs only"
     else:
-        parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in made.saved.items())
-        if recompute == "selective" and abs(made.core) >= 2**19:
-            parts += f", core attention recomputed {-made.core / 2**20:+,.0f}"
+        parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in layer_estimate.saved.items())
+        if recompute == "selective" and abs(layer_estimate.core) >= 2**19:
+            parts += f", core attention recomputed {-layer_estimate.core / 2**20:+,.0f}"
         parts += " MiB"
-    return f"{number} x {kept / 2**20:,.1f} MiB a layer ({parts}); {in_flight} in flight, {work.tokens:,} tokens"
+    return f"{number} x {saved_bytes / 2**20:,.1f} MiB a layer ({parts}); {in_flight} in flight, {work.tokens:,} tokens"
 
 
 def chunks_in_flight(config: Config, model: RankModel, micro_batches: int) -> list[int]:

@@ -130,10 +130,10 @@ def predict(groups: Sequence[np.ndarray], settings: PaceSettings) -> Pace:
 
     If there are exactly as many groups as the run needs, they are used once each, in their order.
     """
-    wanted = settings.steps * settings.prompts_per_step
+    num_groups = settings.steps * settings.prompts_per_step
     rng = np.random.default_rng(0)
-    draws = [[groups[i] for i in rng.integers(0, len(groups), wanted)] for _ in range(REPEATS)]
-    if len(groups) == wanted:
+    draws = [[groups[i] for i in rng.integers(0, len(groups), num_groups)] for _ in range(REPEATS)]
+    if len(groups) == num_groups:
         draws = [list(groups)]
     waits, lags = zip(*(_play(draw, settings) for draw in draws), strict=True)
     return Pace(mean(waits), settings.train_s, mean(lags))
@@ -149,16 +149,16 @@ def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
     stored = 0
     events: list[tuple[float, int, int]] = []  # time, kind, group
     published = [0.0]  # time of each version
-    begun: dict[int, float] = {}  # start times of groups that are being sampled or scored
+    start_times: dict[int, float] = {}  # start times of groups that are being sampled or scored
     last_steps: dict[int, int] = {}  # last allowed step of each such group
     finished: list[tuple[int, int, float]] = []  # last step, group, time at which it was begun
     while True:
         version = len(published) - 1
-        while len(begun) < s.concurrent:
-            group = stored + len(begun) + len(finished)
+        while len(start_times) < s.concurrent:
+            group = stored + len(start_times) + len(finished)
             if group >= len(groups) or version < bound.needed_version(group):
                 break
-            begun[group], last_steps[group] = now, bound.last_step(version)
+            start_times[group], last_steps[group] = now, bound.last_step(version)
             heapq.heappush(events, (now + float(groups[group].max()) / s.tokens_per_s, _SAMPLED, group))
         if not events:
             tokens = sum(int(lengths.sum()) for lengths in groups)
@@ -172,16 +172,16 @@ def _play(groups: list[np.ndarray], s: PaceSettings) -> tuple[float, float]:
             published.append(now)
             waiting_since = now
         else:
-            finished.append((last_steps.pop(group), group, begun.pop(group)))
+            finished.append((last_steps.pop(group), group, start_times.pop(group)))
             finished.sort()
             while finished:
-                others = [last for last, _, _ in finished[1:]]
-                if last_steps and not bound.leaves_room(stored, [*last_steps.values(), *others]):
+                other_last_steps = [last for last, _, _ in finished[1:]]
+                if last_steps and not bound.leaves_room(stored, [*last_steps.values(), *other_last_steps]):
                     break
                 _, group, start = finished.pop(0)
                 newer = 0.0  # versions that tokens gain from weights published while the group was sampled
-                for at in published[1:]:
-                    newer += np.clip(groups[group] - max(at - start, 0.0) * s.tokens_per_s, 0, None).sum()
+                for publish_time in published[1:]:
+                    newer += np.clip(groups[group] - max(publish_time - start, 0.0) * s.tokens_per_s, 0, None).sum()
                 lag += stored // s.prompts_per_step * float(groups[group].sum()) - newer
                 stored += 1
         step = len(published) - 1

@@ -24,10 +24,10 @@ def _model(plan: LayoutPlan) -> Iterator[str]:
         f", {total.active:,} active per token" if hf.moe is not None else ""
     )
     serving = config.engine_devices
-    e, over = config.engine, ""
+    e, placement = config.engine, ""
     if e.nodes > 1 or e.pipeline_parallel > 1:
-        over = f" over {e.nodes} nodes (tensor {e.tensor_parallel}, pipeline {e.pipeline_parallel})"
-    engines = f", {e.count} engines of {e.devices}{over}" if serving else ""
+        placement = f" over {e.nodes} nodes (tensor {e.tensor_parallel}, pipeline {e.pipeline_parallel})"
+    engines = f", {e.count} engines of {e.devices}{placement}" if serving else ""
     yield (
         f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.hardware.name}: {p.world_size} trainer ranks{engines}; "
         f"tensor {p.tensor}{' + sequence' if p.sequence else ''}, pipeline {p.pipeline}"
@@ -81,41 +81,45 @@ def _disk(plan: LayoutPlan) -> Iterator[str]:
                 + (f" in {sync.directory}" if sync.directory is not None else "")
             )
         keep = config.checkpoint.keep_rollouts
-        whole = f"{_size(total.bank_bytes)} in all {config.train.steps} steps"
-        kept = f"{_size(total.kept_bank_bytes)} with checkpoint.keep_rollouts = {keep or 0}"
-        most = f"{whole}; {kept}" if keep is None else f"{kept}; without it {whole}"
+        full_size = f"{_size(total.bank_bytes)} in all {config.train.steps} steps"
+        kept_size = f"{_size(total.kept_bank_bytes)} with checkpoint.keep_rollouts = {keep or 0}"
+        bank_limit = f"{full_size}; {kept_size}" if keep is None else f"{kept_size}; without it {full_size}"
         for name, size in total.answer_bytes.items():
             yield f"answers of {name} at most {_size(size)} a prompt in each of {total.evaluations} evaluations"
-        yield f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step, to at most {most}"
+        yield f"the bank grows by at most {_size(total.bank_bytes_per_step)} a step, to at most {bank_limit}"
 
 
 def _rank(plan: LayoutPlan) -> Iterator[str]:
     model, memory = plan.stages[plan.busiest]
-    yield f"rank {model.rank} ({_held(model)}), {model.parameters:,} parameters:"
-    rows = [(item.name, item.bytes, item.why) for item in memory.static]
+    yield f"rank {model.rank} ({_stage_text(model)}), {model.parameters:,} parameters:"
+    rows = [(item.name, item.bytes, item.basis) for item in memory.static]
     rows.append(("always", memory.static_bytes, ""))
     for phase, items in memory.phases.items():
-        rows += [(f"{phase}: {item.name}", item.bytes, item.why) for item in items]
+        rows += [(f"{phase}: {item.name}", item.bytes, item.basis) for item in items]
     rows.append((f"peak, in {memory.largest_phase}", memory.tensors, ""))
     hardware = plan.cluster.hardware
     if hardware.cuda:
-        why = f"assumed: CUDA {CONTEXT_BYTES / GIB:.0f} GiB, NCCL {NCCL_BYTES / GIB:.0f} GiB"
-        rows.append(("libraries", hardware.reserved_bytes, why))
+        explanation = f"assumed: CUDA {CONTEXT_BYTES / GIB:.0f} GiB, NCCL {NCCL_BYTES / GIB:.0f} GiB"
+        rows.append(("libraries", hardware.reserved_bytes, explanation))
     rows.append(("margin", hardware.margin_bytes, f"{MARGIN:.0%} for fragmentation"))
     rows.append(("needed", plan.cluster.need(memory), f"of {hardware.memory_bytes / GIB:.1f} GiB"))
     count = min(plan.config.parallel.world_size, plan.cluster.gpus_per_node)
     for kind, items in (("pinned, ", memory.host), ("", memory.saved)):
         for item in items:
-            rows.append((f"host: {item.name}", item.bytes, f"{kind}{_size(count * item.bytes)} on a node; {item.why}"))
+            rows.append(
+                (f"host: {item.name}", item.bytes, f"{kind}{_size(count * item.bytes)} on a node; {item.basis}")
+            )
     width = max(len(name) for name, _, _ in rows)
-    yield from (f"  {name:<{width}}  {size / GIB:>8.2f} GiB  {why}".rstrip() for name, size, why in rows)
+    yield from (
+        f"  {name:<{width}}  {size / GIB:>8.2f} GiB  {explanation}".rstrip() for name, size, explanation in rows
+    )
     if plan.config.parallel.expert > 1:
         yield f"  assumed: the busiest rank's experts receive {EXPERT_IMBALANCE} times the mean number of tokens"
 
 
-def _held(model: RankModel) -> str:
+def _stage_text(model: RankModel) -> str:
     layers = ", ".join(f"{chunk[0]}-{chunk[-1]}" for chunk in model.chunks if chunk)
-    ends = [name for name, held in (("embedding", model.has_embedding), ("head", model.has_head)) if held]
+    ends = [name for name, present in (("embedding", model.has_embedding), ("head", model.has_head)) if present]
     return ", ".join([f"stage {model.stage}", f"layers {layers}", *ends])
 
 
@@ -125,7 +129,7 @@ def _stages(plan: LayoutPlan) -> Iterator[str]:
     for index, (model, memory) in enumerate(plan.stages):
         mark = "*" if index == plan.busiest else " "
         fits = "" if plan.cluster.fits(memory) else "  does not fit"
-        yield f"{mark} {_held(model):<40} {plan.cluster.need(memory) / GIB:>8.2f} GiB{fits}"
+        yield f"{mark} {_stage_text(model):<40} {plan.cluster.need(memory) / GIB:>8.2f} GiB{fits}"
     yield ""
 
 
@@ -151,9 +155,12 @@ def _verdict(plan: LayoutPlan, advice: Sequence[Advice]) -> Iterator[str]:
     if not advice:
         yield "no single change of the layout helps: use more devices"
         return
-    first, *others = advice
+    first, *alternatives = advice
     yield f"change first: {first}   saves {_size(first.saves)}{_enough(first)}; costs: {first.price}"
-    yield from (f"        else: {other}   saves {_size(other.saves)}{_enough(other)}" for other in others)
+    yield from (
+        f"        else: {alternative}   saves {_size(alternative.saves)}{_enough(alternative)}"
+        for alternative in alternatives
+    )
 
 
 def _update_does_not_fit(plan: LayoutPlan, engine: EngineMemory) -> str:

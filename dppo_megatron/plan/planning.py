@@ -160,18 +160,18 @@ def advise(plan: LayoutPlan, builder: RankBuilder) -> list[Advice]:
     """
     if plan.ranks_fit:
         return []
-    before = max(memory.tensors for _, memory in plan.stages)
-    found = []
+    peak_bytes = max(memory.tensors for _, memory in plan.stages)
+    options = []
     for change, price in _candidates(plan.config, plan.hf, plan.cluster):
         try:
             changed = make_plan(_with(plan.config, change), plan.cluster, builder)
         except ConfigError:
             continue
-        saves = before - max(memory.tensors for _, memory in changed.stages)
-        if saves > before // 200:
-            found.append(Advice(change, saves, changed.ranks_fit, price))
-    first = next((advice for advice in found if advice.fits), max(found, key=lambda a: a.saves, default=None))
-    return [] if first is None else [first, *(advice for advice in found if advice is not first)]
+        saves = peak_bytes - max(memory.tensors for _, memory in changed.stages)
+        if saves > peak_bytes // 200:
+            options.append(Advice(change, saves, changed.ranks_fit, price))
+    first = next((advice for advice in options if advice.fits), max(options, key=lambda a: a.saves, default=None))
+    return [] if first is None else [first, *(advice for advice in options if advice is not first)]
 
 
 def _candidates(config: Config, hf: HFModelConfig, cluster: Cluster) -> Iterator[tuple[Change, str]]:

@@ -67,7 +67,7 @@ def totals(hf: HFModelConfig, config: Config, ranks: Sequence[RankModel]) -> Tot
         sequences_per_update=sequences,
         tokens_per_update=tokens,
         micro_batches_per_update=max(1, math.ceil(tokens / (config.data_parallel * t.micro_batch_tokens))),
-        flops_per_update=ModelFlops.of(hf, config.model.lora).update(work),
+        flops_per_update=ModelFlops.from_config(hf, config.model.lora).update(work),
         checkpoint_bytes=checkpoint,
         published_bytes=published_bytes(hf, config) if config.samples else 0,
         **(bank_disk(hf, config) if config.samples else dict.fromkeys(_BANK, 0)),
@@ -116,15 +116,15 @@ def bank_disk(hf: HFModelConfig, config: Config) -> dict[str, int]:
         fields["columns"] = {"teacher_logprob": ["F32"], **lists}
     if r.has_sampling_mask:
         fields["kept"] = [size * max(r.top_k, 1) for size in longest]  # an upper limit
-    table = Shapes.of_fields(fields).table()
+    table = Shapes.from_fields(fields).table()
     tensors = max(entry["data_offsets"][1] for entry in table.values())
     header = len(json.dumps(table, separators=(",", ":"))) + prompt * _TEXT_BYTES
     group = tensors + header + r.group_size * _SAMPLE_BYTES + _GROUP_BYTES
     line = r.group_size * _SAMPLE_BYTES + _GROUP_BYTES
     step, index, steps = r.prompts_per_step * group, r.prompts_per_step * line, config.train.steps
-    whole = steps * (step + index)
-    kept = min(whole, steps * index + kept_steps(config.checkpoint, r.max_staleness, steps) * step)
-    return dict(zip(_BANK, (step + index, whole, kept), strict=True))
+    bank_bytes = steps * (step + index)
+    kept_bank_bytes = min(bank_bytes, steps * index + kept_steps(config.checkpoint, r.max_staleness, steps) * step)
+    return dict(zip(_BANK, (step + index, bank_bytes, kept_bank_bytes), strict=True))
 
 
 def kept_steps(c: CheckpointConfig, max_staleness: int, steps: int) -> int:
@@ -135,5 +135,5 @@ def kept_steps(c: CheckpointConfig, max_staleness: int, steps: int) -> int:
     """
     if not c.every:
         return steps
-    behind = max(c.keep * c.every, c.every + (c.keep_rollouts or 0)) + (c.every if c.asynchronous else 0)
-    return min(steps, behind + max_staleness + 2)
+    past_steps = max(c.keep * c.every, c.every + (c.keep_rollouts or 0)) + (c.every if c.asynchronous else 0)
+    return min(steps, past_steps + max_staleness + 2)

@@ -55,11 +55,11 @@ def findings(tasks: Tasks, groups: Mapping[str, Sequence[str]], ended: Mapping[s
 
     groups: names of the members of each group, in the order of the checks. ended: node -> how a process there ended.
     """
-    ends = [NodeFinding(f"a process there ended: {how}", (node,)) for node, how in ended.items()]
-    return [*_of_nodes(tasks), *(ends or _behind(tasks) or _of_groups(tasks, groups))]
+    ends = [NodeFinding(f"a process there ended: {reason}", (node,)) for node, reason in ended.items()]
+    return [*_node_findings(tasks), *(ends or _late_findings(tasks) or _group_findings(tasks, groups))]
 
 
-def _of_nodes(tasks: Tasks) -> Iterator[NodeFinding]:
+def _node_findings(tasks: Tasks) -> Iterator[NodeFinding]:
     """Return problems of single nodes: reported ones, shared GPUs, and values that differ from most other nodes'."""
     nodes: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # an ordered set of nodes for each text
     users: dict[tuple[str, str], list[str]] = defaultdict(list)  # ranks of each GPU
@@ -70,8 +70,8 @@ def _of_nodes(tasks: Tasks) -> Iterator[NodeFinding]:
                 nodes[kind, text][task.node] = None
         if abs(skew := task.facts.get("skew_s", 0.0)) > MOST_SKEW_S:
             nodes["warnings", f"its clock is {skew:+.0f} s from the driver's: times in logs mislead"][task.node] = None
-        for what, value in task.facts.get("same", {}).items():
-            same[what][task.node] = value
+        for fact, value in task.facts.get("same", {}).items():
+            same[fact][task.node] = value
         if name.startswith("rank") and (gpu := task.facts.get("gpu")):
             users[task.node, gpu].append(name)
     every = {task.node for task in tasks.values()}
@@ -82,50 +82,52 @@ def _of_nodes(tasks: Tasks) -> Iterator[NodeFinding]:
         if len(names) > 1:
             text = f"{' and '.join(names)} share GPU {gpu}; see --gpu-bind in slurm.srun_args"
             yield NodeFinding(text, (node,))
-    for what, values in same.items():
+    for fact, values in same.items():
         counts = Counter(values.values())
         common = max(counts, key=lambda value: (counts[value], value))  # the highest of the most frequent values
         odd = [node for node, value in values.items() if value != common]
-        yield from (NodeFinding(f"{what}: {values[node]}, on other nodes {common}", (node,)) for node in odd)
+        yield from (NodeFinding(f"{fact}: {values[node]}, on other nodes {common}", (node,)) for node in odd)
 
 
-def _behind(tasks: Tasks) -> list[NodeFinding]:
+def _late_findings(tasks: Tasks) -> list[NodeFinding]:
     """Return processes that failed or never reached the groups; if rank 0 has no store, only rank 0."""
-    behind = {name: task for name, task in tasks.items() if task.stage not in (READY, DONE) or "error" in task.facts}
-    if causes := {name: task for name, task in behind.items() if task.stage != LOOKED or name == KEEPER}:
-        behind = causes
-    home, away = tasks[KEEPER].node, {task.node for task in tasks.values()} - {tasks[KEEPER].node}
-    if len(away) > 1 and not causes and away == {task.node for task in behind.values()}:
+    late_tasks = {
+        name: task for name, task in tasks.items() if task.stage not in (READY, DONE) or "error" in task.facts
+    }
+    if causes := {name: task for name, task in late_tasks.items() if task.stage != LOOKED or name == KEEPER}:
+        late_tasks = causes
+    home, other_nodes = tasks[KEEPER].node, {task.node for task in tasks.values()} - {tasks[KEEPER].node}
+    if len(other_nodes) > 1 and not causes and other_nodes == {task.node for task in late_tasks.values()}:
         return [NodeFinding("the store of rank 0 there is reached from no other node", (home,))]
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, task in behind.items():
+    for name, task in late_tasks.items():
         reasons[task.node, task.facts.get("error") or f"no answer while {task.stage}"].append(name)
-    return [NodeFinding(f"{', '.join(names)}: {why}", (node,)) for (node, why), names in reasons.items()]
+    return [NodeFinding(f"{', '.join(names)}: {reason}", (node,)) for (node, reason), names in reasons.items()]
 
 
-def _of_groups(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> Iterator[NodeFinding]:
+def _group_findings(tasks: Tasks, groups: Mapping[str, Sequence[str]]) -> Iterator[NodeFinding]:
     """Return the groups that ended with a wrong result or with none, if all processes have met."""
     worked: set[str] = set()  # nodes of groups that worked between nodes
-    broken = {}
+    failures = {}
     for group, members in groups.items():
         nodes = {tasks[name].node for name in members}
-        seen = {name: tasks[name].groups.get(group, {}) for name in members}
-        if wrong := sorted({members[row] for facts in seen.values() for row in facts.get("wrong", ())}):
+        outcomes = {name: tasks[name].groups.get(group, {}) for name in members}
+        if wrong := sorted({members[row] for facts in outcomes.values() for row in facts.get("wrong", ())}):
             at = tuple(sorted({tasks[name].node for name in wrong}))
             yield NodeFinding(f"group {group}: the values of {', '.join(wrong)} arrived wrong", at)
-        if all("wrong" in facts for facts in seen.values()):
+        if all("wrong" in facts for facts in outcomes.values()):
             worked |= nodes if len(nodes) > 1 else set()
-        elif any(seen.values()):
-            broken[group] = nodes, seen
+        elif any(outcomes.values()):
+            failures[group] = nodes, outcomes
     stuck: set[str] = set()  # these members reach no later group, which is not that group's fault
-    for group, (nodes, seen) in broken.items():
-        if PAIRS in group or not stuck & seen.keys():
-            absent = [name for name, facts in seen.items() if not facts]
+    for group, (nodes, outcomes) in failures.items():
+        if PAIRS in group or not stuck & outcomes.keys():
+            absent = [name for name, facts in outcomes.items() if not facts]
             at_fault = {tasks[name].node for name in absent} or (nodes - worked if len(nodes) > 1 else nodes)
-            why = f"{', '.join(absent)} did not arrive" if absent else "all arrived, and it did not end"
-            why += "".join([f"; {facts['error']}" for facts in seen.values() if "error" in facts][:1])
-            known = at_fault != {task.node for task in tasks.values()}
-            who = bounded(f"{', '.join(seen)} on {', '.join(sorted(nodes))}", 200)
-            text = bounded(f"group {group} ({who}): {why}", 1000)
-            yield NodeFinding(text, tuple(sorted(at_fault)) if known else ())
-        stuck |= seen.keys()
+            reason = f"{', '.join(absent)} did not arrive" if absent else "all arrived, and it did not end"
+            reason += "".join([f"; {facts['error']}" for facts in outcomes.values() if "error" in facts][:1])
+            has_culprit = at_fault != {task.node for task in tasks.values()}
+            who = bounded(f"{', '.join(outcomes)} on {', '.join(sorted(nodes))}", 200)
+            text = bounded(f"group {group} ({who}): {reason}", 1000)
+            yield NodeFinding(text, tuple(sorted(at_fault)) if has_culprit else ())
+        stuck |= outcomes.keys()

@@ -38,8 +38,8 @@ def process_groups(parallel: ParallelConfig, per_node: int) -> dict[str, list[in
     kinds = {kind: np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]) for kind, (grid, axis) in axes.items()}
     if len(first := ranks[::per_node]) > 2:
         even = len(first) // 2 * 2
-        others = np.roll(first, -1)[:even].reshape(-1, 2)
-        kinds = {PAIRS: first[:even].reshape(-1, 2), f"other {PAIRS}": others} | kinds
+        shifted_pairs = np.roll(first, -1)[:even].reshape(-1, 2)
+        kinds = {PAIRS: first[:even].reshape(-1, 2), f"other {PAIRS}": shifted_pairs} | kinds
     kinds["world"] = ranks[None]
     return {
         f"{kind} {number}": members

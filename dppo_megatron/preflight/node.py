@@ -60,15 +60,15 @@ def judge_gpu(out: Observed, rows: Sequence[Sequence[str]], local_rank: int, cud
     cuda: the CUDA version of torch.
     """
     names = gpu_names(rows)
-    own = names[0] if len(names) == 1 else dict(enumerate(names)).get(local_rank)
-    row = next((row for row in rows if own in row[:2]), None)
+    gpu = names[0] if len(names) == 1 else dict(enumerate(names)).get(local_rank)
+    row = next((row for row in rows if gpu in row[:2]), None)
     if row is None:
-        out.faults.append(f"GPU {own} is missing: nvidia-smi lists {len(rows)}, this process has {','.join(names)}")
+        out.faults.append(f"GPU {gpu} is missing: nvidia-smi lists {len(rows)}, this process has {','.join(names)}")
         return
-    _, out.gpu, name, driver, used = row
+    _, out.gpu, name, driver, used_mib = row
     out.same |= {"driver": driver} | ({"GPU": name} if trains else {})
-    if used.isdecimal() and int(used) > MOST_USED_MIB:
-        out.faults.append(f"GPU {out.gpu}: another process uses {used} MiB of it")
+    if used_mib.isdecimal() and int(used_mib) > MOST_USED_MIB:
+        out.faults.append(f"GPU {out.gpu}: another process uses {used_mib} MiB of it")
     oldest, major = OLDEST_DRIVER.get((cuda or "").partition(".")[0], 0), driver.partition(".")[0]
     if major.isdecimal() and int(major) < oldest:
         out.problems.append(f"driver {driver}: torch for CUDA {cuda} needs {oldest} or newer")
@@ -82,7 +82,7 @@ def look_at_limits(out: Observed) -> None:
     out.warnings += [f"ulimit -Hn is {files}: the run needs 4096 or more"] if 0 <= files < 4096 else []
 
 
-def look_at_files(out: Observed, config: Config, token: str, own: str, *, trains: bool) -> None:
+def look_at_files(out: Observed, config: Config, token: str, name: str, *, trains: bool) -> None:
     """Check that this node sees the driver's file in the run directory, the model and the data.
 
     Also measures how fast it writes to the run directory.
@@ -97,7 +97,7 @@ def look_at_files(out: Observed, config: Config, token: str, own: str, *, trains
     if not wait_until((root / f"{TOKEN}{token}").exists, VISIBLE_S, POLL_S):
         out.problems.append(f"run.dir = {root}: a file that the driver wrote there is not visible; is it shared?")
         return
-    path, began = root / f"{TOKEN}{token}-{own}", time.monotonic()
+    path, began = root / f"{TOKEN}{token}-{name}", time.monotonic()
     try:
         with path.open("wb") as file:
             file.write(os.urandom(WRITTEN_BYTES))

@@ -103,8 +103,8 @@ def _check(config: Config, place: ProcessPlace, address: str, report: Callable[.
             store.set(WEIGHTS, "")
         report(joins=group)
         try:
-            rank, own = members.index(place.name), dist.PrefixStore(group, store)
-            report(left=group, wrong=_all_reduce(own, rank, len(members), device, address, timeout_s))
+            rank, group_store = members.index(place.name), dist.PrefixStore(group, store)
+            report(left=group, wrong=_all_reduce(group_store, rank, len(members), device, address, timeout_s))
         except Exception as error:
             report(left=group, error=_brief(error))
             failed = True
@@ -130,7 +130,7 @@ def _all_reduce(store: Any, rank: int, members: int, device: Any, address: str, 
 
 def wrong_rows(values: Any) -> list[int]:
     """Return the rows of `values` [members, COLUMNS] that are not their own number, counted from 1."""
-    return [row for row, found in enumerate(values.cpu()) if not bool((found == row + 1).all())]
+    return [row for row, columns in enumerate(values.cpu()) if not bool((columns == row + 1).all())]
 
 
 def _brief(error: Exception) -> str:

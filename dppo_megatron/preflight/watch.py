@@ -73,14 +73,14 @@ def run_preflight(
     file.touch()
     try:
         started.extend(map(launcher.start, plans))
-        found = _watch(config, {task: Reported(node) for task, node in places.items()}, log, offset, started, stopped)
+        report = _watch(config, {task: Reported(node) for task, node in places.items()}, log, offset, started, stopped)
     finally:
         launcher.end(started, 0.0)
         file.unlink()
-    if found is not None:
-        write_json(run.root / "preflight.json", found.as_dict(), indent=1)
-        append_line(log, found.text())
-    return found
+    if report is not None:
+        write_json(run.root / "preflight.json", report.as_dict(), indent=1)
+        append_line(log, report.text())
+    return report
 
 
 def _watch(

@@ -26,8 +26,7 @@ class Arithmetic:
     def check_answer(self, answer: str) -> None:
         """Raise `ValueError` unless the answer is an integer."""
         if not _INTEGER.fullmatch(answer.strip()):
-            remedy = "; set reward.name to gsm8k, which reads the number after ####" if "####" in answer else ""
-            raise ValueError(f"reward arithmetic: the answer {shown(answer.strip())} is not an integer{remedy}")
+            raise ValueError(f"reward arithmetic: the answer {shown(answer.strip())} is not an integer")
 
 
 arithmetic = Arithmetic()

@@ -16,7 +16,7 @@ _TRL = {"completions"}
 _ABSENT = {"completion_ids", "completions_ids", "trainer_state", "environments"}  # TRL also passes these
 # First parameters with these names, or words of names, would not mean the prompt; second ones not the response.
 _LISTS = {"data_sources", "ground_truths", "prompts", "responses", "solution_strs"}  # of several samples
-_MISPLACED = (_LISTS | {"text"}, _LISTS | {"answer", "prompt", "question", "row", "solution"})
+_MISPLACED = (_LISTS | {"args", "text"}, _LISTS | {"answer", "prompt", "question", "row", "solution"})
 _RIGHT = {"correct", "expected", "gold", "gt", "label", "reference", "target", "true", "truth"}
 _GIVEN = {"answer", "completion", "generation", "hypothesis", "output", "pred", "prediction", "response", "solution"}
 _WORDS = (_RIGHT | _GIVEN, _RIGHT)
@@ -41,18 +41,20 @@ def adapt(function: Callable[..., Any], name: str) -> Reward:
     except (TypeError, ValueError):  # code without a signature
         return function
     takes_all, bound = any(p.kind is p.VAR_KEYWORD for p in parameters.values()), getattr(function, "keywords", {})
-    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    known, trl = parameters.keys() & _VERL, parameters.keys() >= _TRL
-    verl = (known and known == set(named)) or (len(known) > 1 and not {"prompt", "response_text"} & set(named))
+    positional = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    verl_names, trl = parameters.keys() & _VERL, parameters.keys() >= _TRL
+    verl = (verl_names and verl_names == set(positional)) or (
+        len(verl_names) > 1 and not {"prompt", "response_text"} & set(positional)
+    )
     needed = {
         n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    if absent := sorted(needed - _VERL if verl else needed & (_ABSENT if trl else {*named[2:]})):
+    if absent := sorted(needed - _VERL if verl else needed & (_ABSENT if trl else {*positional[2:]})):
         raise RewardError(f"reward.name = {name}: {', '.join(absent)}: not passed here; give it a default or remove it")
     if verl or trl:
-        of_convention = (_verl_arguments, _verl_value) if verl else (_trl_arguments, _trl_value)
-        return _Foreign(function, lambda n: n not in bound and (takes_all or n in parameters), needed, *of_convention)
-    for parameter, meaning, names, words in zip(named, ("prompt", "response"), _MISPLACED, _WORDS, strict=False):
+        converters = (_verl_arguments, _verl_value) if verl else (_trl_arguments, _trl_value)
+        return _Foreign(function, lambda n: n not in bound and (takes_all or n in parameters), needed, *converters)
+    for parameter, meaning, names, words in zip(positional, ("prompt", "response"), _MISPLACED, _WORDS, strict=False):
         if parameter in names or words & {*parameter.split("_")}:
             raise RewardError(
                 f"reward.name = {name}: the {meaning} would be passed as parameter {parameter}; name the parameters "
@@ -103,11 +105,11 @@ def _verl_value(returned: Any) -> Any:
 
 
 def _trl_arguments(prompt: Prompt, text: str) -> dict[str, Any]:
-    asked = prompt.columns.get("prompt", prompt.text)
-    completion = text if isinstance(asked, str) else [{"role": "assistant", "content": text}]
+    row_prompt = prompt.columns.get("prompt", prompt.text)
+    completion = text if isinstance(row_prompt, str) else [{"role": "assistant", "content": text}]
     columns = {name: [value] for name, value in prompt.columns.items() if name not in ("prompt", "completion")}
     logs = dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
-    return {**columns, **logs, "prompts": [asked], "completions": [completion]}
+    return {**columns, **logs, "prompts": [row_prompt], "completions": [completion]}
 
 
 def _trl_value(returned: Any) -> Any:

@@ -36,16 +36,16 @@ class Dapo:
         self._wrong = float(wrong)
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        found = self.final_answer(response_text)
-        return 1.0 if found is not None and found == normal_form(prompt.answer) else self._wrong
+        answer = self.final_answer(response_text)
+        return 1.0 if answer is not None and answer == normal_form(prompt.answer) else self._wrong
 
     def final_answer(self, response_text: str) -> str | None:
-        found = _ANSWER.findall(response_text[-_READ:])
-        return normal_form(found[-1]) if found else None
+        matches = _ANSWER.findall(response_text[-_READ:])
+        return normal_form(matches[-1]) if matches else None
 
     def check_answer(self, answer: str) -> None:
-        if not normal_form(answer):
-            raise ValueError("the answer is empty without its units and signs")
+        if not normal_form(answer) or "####" in answer:
+            raise ValueError("the answer is empty without its units and signs, or a whole solution")
 
 
 def normal_form(answer: str) -> str:

@@ -29,19 +29,19 @@ def boxes(text: str, longest: int) -> Iterator[tuple[int, str]]:
 
 def answer_line(text: str) -> tuple[int, str] | None:
     """Return (index, rest of the line) of the last `Answer:`. If the rest is empty, return the next line instead."""
-    found = list(_ANSWER_LINE.finditer(text))
-    if not found:
+    matches = list(_ANSWER_LINE.finditer(text))
+    if not matches:
         return None
-    line = text[found[-1].end() :].lstrip(_MARKDOWN + "\n").partition("\n")[0]
-    return found[-1].start(), line.strip(_MARKDOWN)
+    line = text[matches[-1].end() :].lstrip(_MARKDOWN + "\n").partition("\n")[0]
+    return matches[-1].start(), line.strip(_MARKDOWN)
 
 
 def last_answer(text: str, longest: int) -> str | None:
     """Return the last box or `Answer:` line in the text, or None if it has neither."""
-    found = list(boxes(text, longest))
+    candidates = list(boxes(text, longest))
     if (line := answer_line(text)) is not None:
-        found.append(line)
-    return max(found)[1] if found else None
+        candidates.append(line)
+    return max(candidates)[1] if candidates else None
 
 
 def depth(text: str) -> int:

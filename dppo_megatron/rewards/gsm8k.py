@@ -48,12 +48,12 @@ def _plain(text: str) -> str:
     return text.replace("\\,", " ").strip().removesuffix(".").strip()
 
 
-def _equal(gold: Decimal, found: str) -> bool:
-    if len(found) > _LONGEST or depth(found) > _DEEPEST or "," in found:  # a list is not a number
+def _equal(gold: Decimal, answer: str) -> bool:
+    if len(answer) > _LONGEST or depth(answer) > _DEEPEST or "," in answer:  # a list is not a number
         return False
-    if _NUMBER.fullmatch(found):
-        return Decimal(found) == gold
-    return equal(str(gold), found)
+    if _NUMBER.fullmatch(answer):
+        return Decimal(answer) == gold
+    return equal(str(gold), answer)
 
 
 class Gsm8k:
@@ -68,8 +68,8 @@ class Gsm8k:
     check_answer = staticmethod(_gold)
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        gold, found = _gold(prompt.answer), final_answer(response_text)
-        return 0.0 if found is None else float(_equal(gold, found))
+        gold, answer = _gold(prompt.answer), final_answer(response_text)
+        return 0.0 if answer is None else float(_equal(gold, answer))
 
 
 gsm8k = Gsm8k()

@@ -49,43 +49,45 @@ class Math:
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        found = last_answer(response_text, LONGEST)
-        if found is None:
+        answer = last_answer(response_text, LONGEST)
+        if answer is None:
             return 0.0
         try:
             self.check_answer(prompt.answer)
         except ValueError as error:
             raise Ungradable(str(error)) from error
-        return float(equal(prompt.answer, found))
+        return float(equal(prompt.answer, answer))
 
     def final_answer(self, response_text: str) -> str | None:
-        found = last_answer(response_text, LONGEST)
-        return None if found is None else _one_spelling(plain(found))
+        answer = last_answer(response_text, LONGEST)
+        return None if answer is None else _one_spelling(plain(answer))
 
     def check_answer(self, answer: str) -> None:
         parsed = _parsed(plain(answer))
-        if not parsed or (isinstance(parsed[0], str) and not _word(plain(answer))):
+        if not parsed or "####" in answer or (isinstance(parsed[0], str) and not _word(plain(answer))):
             raise ValueError(f"the answer {shown(answer)} is not a number, expression or word that can be compared")
 
 
-def equal(gold: str, found: str) -> bool:
+def equal(gold: str, answer: str) -> bool:
     """Return whether two answers, in forms that `Math` accepts, are equal."""
-    gold, found = plain(gold), plain(found)
-    if gold == found:
+    gold, answer = plain(gold), plain(answer)
+    if gold == answer:
         return bool(gold)
-    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(found) and max(len(gold), len(found)) <= LONGEST:
-        return int(gold) == int(found)
-    if _word(gold) or _word(found):
-        return (_word(gold) or _letters(gold)) == (_word(found) or _letters(found))
-    if "\\equiv" in gold + found:  # math-verify would compare the moduli only
-        return gold.replace(" ", "") == found.replace(" ", "")
-    pairs = dict.fromkeys((read(gold), read(found)) for read in (scientific, str, partial(_PERCENT.sub, r"\1")))
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer) and max(len(gold), len(answer)) <= LONGEST:
+        return int(gold) == int(answer)
+    if _word(gold) or _word(answer):
+        return (_word(gold) or _letters(gold)) == (_word(answer) or _letters(answer))
+    if "\\equiv" in gold + answer:  # math-verify would compare the moduli only
+        return gold.replace(" ", "") == answer.replace(" ", "")
+    pairs = dict.fromkeys(
+        (convert(gold), convert(answer)) for convert in (scientific, str, partial(_PERCENT.sub, r"\1"))
+    )
     return any(starmap(_same_value, pairs))
 
 
-def _same_value(gold: str, found: str) -> bool:
+def _same_value(gold: str, answer: str) -> bool:
     """Return whether math-verify equates two answers, also at the precision of their smallest number."""
-    first, second = list(_parsed(gold)), list(_parsed(found))
+    first, second = list(_parsed(gold)), list(_parsed(answer))
     if not (first and second and verify(first, second, timeout_seconds=None)):
         return False
     places = max(_places(first[0]), _places(second[0]))
@@ -105,16 +107,16 @@ def plain(answer: str) -> str:
     """Return an answer without its surroundings: dollar signs, a box, a final period, Markdown."""
     answer = latin(answer).replace("\\$", "").strip()
     for _ in range(4):  # the surroundings may be nested in any order
-        before = answer
+        previous = answer
         answer = answer.removesuffix(".").strip() if not answer.endswith("..") else answer
         for start, end in _WRAPPERS:
             inside = answer[len(start) : -len(end)]
             if len(answer) > len(start + end) and answer.startswith(start) and answer.endswith(end):
                 answer = answer if start in inside else inside.strip()
         if answer.startswith("\\boxed") and len(answer) <= 2 * LONGEST:
-            whole = [content for place, content in boxes(answer, LONGEST) if place == 0]
-            answer = whole[0].strip() if whole and answer.endswith("}") else answer
-        if answer == before:
+            contents = [content for place, content in boxes(answer, LONGEST) if place == 0]
+            answer = contents[0].strip() if contents and answer.endswith("}") else answer
+        if answer == previous:
             break
     return standard(answer) if len(answer) <= LONGEST else answer
 

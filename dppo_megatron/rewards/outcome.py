@@ -93,7 +93,8 @@ def problem_of(reward: Any, answer: str) -> str | None:
     try:
         awaited(reward.check_answer(answer))
     except ValueError as error:
-        return str(error)[:LONGEST_DETAIL].encode(errors="backslashreplace").decode()
+        remedy = "; set reward.name to gsm8k, which reads the number after ####" if "####" in answer else ""
+        return f"{str(error)[:LONGEST_DETAIL]}{remedy}".encode(errors="backslashreplace").decode()
     except BaseException as error:
         return describe(error)
     return None
@@ -102,8 +103,8 @@ def problem_of(reward: Any, answer: str) -> str | None:
 def final_answer(reward: Any, text: str) -> str | None:
     """Return the answer that a grader finds in a response, or None if it finds no answer or raises."""
     try:
-        found = awaited(reward.final_answer(text))
-        return None if found is None else str(found)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
+        answer = awaited(reward.final_answer(text))
+        return None if answer is None else str(answer)[:LONGEST_ANSWER].encode(errors="backslashreplace").decode()
     except BaseException:
         return None
 

@@ -45,8 +45,8 @@ class RewardPool:
         self._config = config
         self._terms = config.all_terms
         self._rewards = build_rewards(config)
-        named = [(term.name, term.settings) for term in self._terms]
-        self._workers = WorkerPool(lambda: RewardWorker(named, config.workers), config.workers, "verifier")
+        terms = [(term.name, term.settings) for term in self._terms]
+        self._workers = WorkerPool(lambda: RewardWorker(terms, config.workers), config.workers, "verifier")
         self._tally = Tally([term.name for term in self._terms])
         self._closed = False
 
@@ -78,9 +78,9 @@ class RewardPool:
             batches = [texts[i : i + _TEXTS] for i in range(0, len(texts), _TEXTS)]
             out: list[str | None] = []
             for batch in batches:
-                asked = self._workers.submit(RewardWorker.final_answers, term, batch, self._config.timeout_s)
-                found = await asyncio.wrap_future(asked)
-                out += [None] * len(batch) if isinstance(found, Failure) else found
+                future = self._workers.submit(RewardWorker.final_answers, term, batch, self._config.timeout_s)
+                answers = await asyncio.wrap_future(future)
+                out += [None] * len(batch) if isinstance(answers, Failure) else answers
             return out
         return None
 
@@ -96,18 +96,18 @@ class RewardPool:
     def check_answers(self, rows: Sequence[tuple[str, str]]) -> list[str | None]:
         """Return why no response could be scored for each row (data source, answer). None if one can be scored."""
         problems: dict[tuple[int, str], str | None] = {}
-        wanted: dict[int, dict[str, None]] = {}  # term -> its answers, each once
+        answers_by_term: dict[int, dict[str, None]] = {}  # term -> its answers, each once
         for source, answer in rows:
             for term in self._applying(source):
                 if hasattr(self._rewards[term], "check_answer"):
-                    wanted.setdefault(term, {})[answer] = None
-        for term, answers in wanted.items():
+                    answers_by_term.setdefault(term, {})[answer] = None
+        for term, answers in answers_by_term.items():
             problems |= {(term, answer): problem for answer, problem in self._read(term, list(answers))}
         out = []
         for source, answer in rows:
             terms = self._applying(source)
-            found = (problems.get((term, answer)) for term in terms)
-            out.append(next(filter(None, found), None) if terms else self._no_term(source))
+            row_problems = (problems.get((term, answer)) for term in terms)
+            out.append(next(filter(None, row_problems), None) if terms else self._no_term(source))
         return out
 
     def try_once(self, prompts: Sequence[Prompt]) -> list[tuple[str, Failure]]:
@@ -116,13 +116,13 @@ class RewardPool:
         A term runs in one worker, with the first prompt to which it applies and that prompt's answer as the response.
         The second call meets what the first one left there, for example a client.
         """
-        firsts = {term: p for p in reversed(prompts) for term in self._applying(p.source)}
-        asked = {
+        first_prompts = {term: p for p in reversed(prompts) for term in self._applying(p.source)}
+        futures = {
             term: self._workers.submit(_failure_of_two, p, term, self._config.timeout_s)
-            for term, p in firsts.items()
+            for term, p in first_prompts.items()
             if self._terms[term].name not in BUILTIN and not isinstance(self._rewards[term], GroupReward)
         }
-        replies = ((self._terms[term].name, future.result()) for term, future in asked.items())
+        replies = ((self._terms[term].name, future.result()) for term, future in futures.items())
         return [(name, failure) for name, failure in replies if isinstance(failure, Failure)]
 
     def close(self) -> None:
@@ -166,8 +166,8 @@ class RewardPool:
         return parts
 
     async def _by_worker(self, terms: list[int], prompt: Prompt, text: str, parts: dict[int, Outcome]) -> None:
-        asked = self._workers.submit(RewardWorker.score, prompt, text, terms, self._config.timeout_s)
-        outcomes = await asyncio.wrap_future(asked)
+        future = self._workers.submit(RewardWorker.score, prompt, text, terms, self._config.timeout_s)
+        outcomes = await asyncio.wrap_future(future)
         if isinstance(outcomes, Failure):
             outcomes = [outcomes] * len(terms)
         parts |= zip(terms, outcomes, strict=True)
@@ -193,8 +193,8 @@ class RewardPool:
         total, applied = 0.0, False
         for term, outcome in parts.items():
             if isinstance(outcome, Failure):
-                of = f"{self._terms[term].name}: " if len(self._terms) > 1 else ""
-                return outcome._replace(detail=of + outcome.detail)
+                prefix = f"{self._terms[term].name}: " if len(self._terms) > 1 else ""
+                return outcome._replace(detail=prefix + outcome.detail)
             if outcome is not None:
                 applied = True
                 total += self._terms[term].weight * outcome
@@ -208,17 +208,17 @@ class RewardPool:
             return [(answer, problem_of(self._rewards[term], answer)) for answer in answers]
         batches = [answers[i : i + _ANSWERS] for i in range(0, len(answers), _ANSWERS)]
         out: list[tuple[str, str | None]] = []
-        together_s = min(_ANSWERS_S, _ANSWERS * self._config.timeout_s)
-        for batch, problems in zip(batches, self._checked(term, batches, together_s), strict=True):
+        batch_timeout_s = min(_ANSWERS_S, _ANSWERS * self._config.timeout_s)
+        for batch, problems in zip(batches, self._checked(term, batches, batch_timeout_s), strict=True):
             if isinstance(problems, Failure):
-                single = self._checked(term, [[answer] for answer in batch], self._config.timeout_s)
-                problems = [p.detail if isinstance(p, Failure) else p[0] for p in single]
+                replies = self._checked(term, [[answer] for answer in batch], self._config.timeout_s)
+                problems = [p.detail if isinstance(p, Failure) else p[0] for p in replies]
             out += zip(batch, problems, strict=True)
         return out
 
     def _checked(self, term: int, batches: list[list[str]], timeout_s: float) -> list[list[str | None] | Failure]:
-        asked = [self._workers.submit(RewardWorker.check, term, batch, timeout_s) for batch in batches]
-        return [future.result() for future in asked]
+        futures = [self._workers.submit(RewardWorker.check, term, batch, timeout_s) for batch in batches]
+        return [future.result() for future in futures]
 
 
 def _failure_of_two(worker: RewardWorker, prompt: Prompt, term: int, timeout_s: float) -> Any:

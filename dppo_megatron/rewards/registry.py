@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.common import working_directory
-from dppo_megatron.errors import ExpectedError, did_you_mean
+from dppo_megatron.errors import ExpectedError, did_you_mean, with_module
 
 from .conventions import RewardError, adapt
 from .interface import GroupReward, Reward
@@ -46,7 +46,7 @@ def reward_range(config: RewardConfig) -> tuple[float, float]:
     sources = {None, *(source for term in config.all_terms for source in term.sources)}
     applying = [[t for t in config.all_terms if t.weight and source in (t.sources or sources)] for source in sources]
     ends = [[[t.weight * end for end in _RANGES.get(t.name, _RANGES["http"])] for t in terms] for terms in applying]
-    return min(sum(map(min, each)) for each in ends), max(sum(map(max, each)) for each in ends)
+    return min(sum(map(min, term_ends)) for term_ends in ends), max(sum(map(max, term_ends)) for term_ends in ends)
 
 
 def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward | GroupReward:
@@ -58,20 +58,17 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
     """
     if name not in BUILTIN and ":" not in name:
         hint = did_you_mean(name, BUILTIN, f"built in are {', '.join(BUILTIN)}.")
-        raise RewardError(f"reward.name = {name}: unknown; {hint} For your own, write package.module:function")
+        hint = with_module(name) or f"{hint} For your own, write package.module:function"
+        raise RewardError(f"reward.name = {name}: unknown; {hint}")
     path = BUILTIN.get(name, name)
     reward = load_attribute("reward.name", path, RewardError, shown_as=name)
     if isinstance(reward, type):
-        made = functools.partial(reward, **(settings or {}))
-        what = f"reward.name = {name}: {path.partition(':')[2]}() failed"
-        reward = _foreign(what, made, "reward.settings are its arguments", RewardError)
+        factory = functools.partial(reward, **(settings or {}))
+        problem = f"reward.name = {name}: {path.partition(':')[2]}() failed"
+        reward = _foreign(problem, factory, "reward.settings are its arguments", RewardError)
     elif settings:
-        try:
-            inspect.signature(reward).bind_partial(**settings)
-        except TypeError as error:
-            raise RewardError(f"reward.settings: {name} does not accept them: {error}; correct them") from None
-        except ValueError:
-            pass  # code without a signature
+        if reason := rejected_arguments(reward, **settings):
+            raise RewardError(f"reward.settings: {name} does not accept them: {reason}; correct them")
         bound: Any = functools.partial(reward, **settings)
         if hasattr(reward, "check_answer"):
             bound.check_answer = reward.check_answer
@@ -83,43 +80,59 @@ def load_reward(name: str, settings: Mapping[str, Any] | None = None) -> Reward 
     return adapt(reward, name)
 
 
+def rejected_arguments(function: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
+    """Return why a call with these arguments fails, "" if it does not. Only `settings` are partial arguments."""
+    try:
+        signature = inspect.signature(function)
+        (signature.bind if arguments else signature.bind_partial)(*arguments, **settings)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # code without a signature
+        pass
+    return ""
+
+
 def load_attribute(setting: str, path: str, error: type[ExpectedError], shown_as: str | None = None) -> Any:
     """Return the object named `package.module:attribute`, from the Python path or the working directory.
 
     Raises `error`, which begins with `setting` and the nearest names that exist.
     """
     module_name, _, attribute = path.partition(":")
-    named = f"{setting} = {shown_as or path}"
+    assignment = f"{setting} = {shown_as or path}"
+    if ":" not in path:
+        raise error(f"{assignment}: no module; {with_module(path) or 'write package.module:attribute'}")
     working_directory.put_on_path()
-    what = f"{named}: cannot import {module_name}"
-    where = f"Add its directory to PYTHONPATH, start in the directory that contains it, or correct {setting}"
+    problem = f"{assignment}: cannot import {module_name}"
+    remedy = f"Add its directory to PYTHONPATH, start in the directory that contains it, or correct {setting}"
     if (file := Path(module_name)).suffix == ".py":
-        where = f"Drop .py, as in an import: {module_name[:-3].replace('/', '.')}:{attribute}"
+        remedy = f"Drop .py, as in an import: {module_name[:-3].replace('/', '.')}:{attribute}"
         if file.is_absolute():
-            where = f"Add {file.parent} to PYTHONPATH, and write {file.stem}:{attribute}"
-    module = _foreign(what, lambda: importlib.import_module(module_name), where, error, _LINE)
-    what = f"{named}: cannot look up {attribute!r}"
-    found = _foreign(what, lambda: getattr(module, attribute, _ABSENT), where, error, _LINE)
-    if found is _ABSENT:
-        public = (name for name in dir(module) if not name.startswith("_"))
-        hint = did_you_mean(attribute, public, "check the spelling")
-        raise error(f"{named}: module {module_name} has no {attribute!r}; {hint}")
-    return found
+            remedy = f"Add {file.parent} to PYTHONPATH, and write {file.stem}:{attribute}"
+    module = _foreign(problem, lambda: importlib.import_module(module_name), remedy, error, _LINE)
+    problem = f"{assignment}: cannot look up {attribute!r}"
+    obj = _foreign(problem, lambda: getattr(module, attribute, _ABSENT), remedy, error, _LINE)
+    if obj is _ABSENT:
+        public_names = (name for name in dir(module) if not name.startswith("_"))
+        hint = did_you_mean(attribute, public_names, "check the spelling")
+        raise error(f"{assignment}: module {module_name} has no {attribute!r}; {hint}")
+    return obj
 
 
-def _foreign(what: str, call: Callable[[], Any], remedy: str, raised: type[ExpectedError], of_line: str = "") -> Any:
-    """Return the result of the user's code. Raise `raised` for any error of that code, including sys.exit.
+def _foreign(
+    problem: str, call: Callable[[], Any], remedy: str, error_type: type[ExpectedError], line_remedy: str = ""
+) -> Any:
+    """Return the result of the user's code. Raise `error_type` for any error of that code, including sys.exit.
 
-    `of_line` is the remedy if a line of the user's code raised.
+    `line_remedy` is the remedy if a line of the user's code raised.
     """
     try:
         return call()
     except BaseException as error:
         # Only an Exception may be the cause, which a traceback prints for the author of the code.
         cause = error if isinstance(error, Exception) else None
-        at = place(error)
-        if isinstance(error, ModuleNotFoundError) and not at:
+        location = place(error)
+        if isinstance(error, ModuleNotFoundError) and not location:
             package = (error.name or "").partition(".")[0]
-            if f"import {package}" not in what:  # a module of this package imports it
+            if f"import {package}" not in problem:  # a module of this package imports it
                 remedy = f"pip install {package.replace('_', '-')}"
-        raise raised(f"{what}: {describe(error)}{at}. {(at and of_line) or remedy}") from cause
+        raise error_type(f"{problem}: {describe(error)}{location}. {(location and line_remedy) or remedy}") from cause

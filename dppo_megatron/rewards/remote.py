@@ -63,10 +63,10 @@ class RemoteReward:
         return [reward for reply in replies for reward in reply]
 
     async def _ask(self, client: aiohttp.ClientSession, prompt: Prompt, texts: Sequence[str]) -> list[float | None]:
-        asked = prompt.columns.get("prompt")
+        row_prompt = prompt.columns.get("prompt")
         body = {
             "prompt": prompt.text,
-            "messages": asked if isinstance(asked, list) else None,
+            "messages": row_prompt if isinstance(row_prompt, list) else None,
             "answer": prompt.answer,
             "data_source": prompt.source,
             "responses": list(texts),

@@ -60,10 +60,10 @@ class Tally:
         self.last_failure = f"{failure.reason}: {failure.detail}"
         self._failures[failure.reason] += 1
         count = self._failures[failure.reason]
-        doubled = count.bit_count() == 1
-        if count <= _LOGGED_PER_REASON or doubled:
+        is_power_of_two = count.bit_count() == 1
+        if count <= _LOGGED_PER_REASON or is_power_of_two:
             log.warning("reward of prompt row %d failed (%s): %s", prompt.row, failure.reason, failure.detail)
-        if count > _LOGGED_PER_REASON and doubled:
+        if count > _LOGGED_PER_REASON and is_power_of_two:
             log.warning("rewards of %d of %d samples failed so far: %s", *self._totals())
 
     def _totals(self) -> tuple[int, int, str]:

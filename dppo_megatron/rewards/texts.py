@@ -41,10 +41,10 @@ class Regex(ExactMatch):
             raise ValueError(f"pattern is not a regular expression: {error}") from error
 
     def final_answer(self, response_text: str) -> str | None:
-        found = list(self._pattern.finditer(response_text))
-        if not found:
+        matches = list(self._pattern.finditer(response_text))
+        if not matches:
             return None
-        return self._plain(found[-1][1] or "" if self._pattern.groups else found[-1][0])
+        return self._plain(matches[-1][1] or "" if self._pattern.groups else matches[-1][0])
 
 
 class MultipleChoice:
@@ -62,12 +62,12 @@ class MultipleChoice:
         )
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        found = self.final_answer(response_text)
-        return float(found is not None and found == self._gold(prompt.answer))
+        answer = self.final_answer(response_text)
+        return float(answer is not None and answer == self._gold(prompt.answer))
 
     def final_answer(self, response_text: str) -> str | None:
-        found = last_answer(response_text, _LONGEST)
-        return None if found is None else self._choice(found)
+        answer = last_answer(response_text, _LONGEST)
+        return None if answer is None else self._choice(answer)
 
     def check_answer(self, answer: str) -> None:
         self._gold(answer)

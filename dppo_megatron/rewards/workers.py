@@ -24,14 +24,14 @@ AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
 def import_problem(config: RewardConfig) -> str | None:
     """Return why the user's modules cannot be imported or terminate their process, or None if they can be imported."""
-    named = [(term.name, term.settings) for term in config.all_terms if term.name not in BUILTIN]
-    if not named:
+    terms = [(term.name, term.settings) for term in config.all_terms if term.name not in BUILTIN]
+    if not terms:
         return None
-    worker = RewardWorker(named)
+    worker = RewardWorker(terms)
     try:
         return worker.load()
     except WorkerError as error:
-        return f"reward.name = {', '.join(name for name, _ in named)}: importing it: {error}"
+        return f"reward.name = {', '.join(name for name, _ in terms)}: importing it: {error}"
     finally:
         worker.end()
 
@@ -49,14 +49,14 @@ def failure_of(error: BaseException) -> Failure:
 class WorkerPool(Generic[AnyWorker]):
     """Runs at most `count` processes, each with user code imported, started on the first request.
 
-    `start` starts a process. `what` names the user code in messages.
+    `start` starts a process. `subject` names the user code in messages.
     """
 
-    def __init__(self, start: Callable[[], AnyWorker], count: int, what: str):
+    def __init__(self, start: Callable[[], AnyWorker], count: int, subject: str):
         self._start_one = start
-        self._what = what
-        self._threads = ThreadPoolExecutor(count, what)  # each thread waits for one worker
-        self._all: set[AnyWorker] = set()
+        self._subject = subject
+        self._threads = ThreadPoolExecutor(count, subject)  # each thread waits for one worker
+        self._workers: set[AnyWorker] = set()
         self._idle: list[AnyWorker] = []
         self._closed = False
 
@@ -83,7 +83,7 @@ class WorkerPool(Generic[AnyWorker]):
         """Terminate the workers at once, including busy workers. May be called again."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in tuple(self._all):
+        for worker in tuple(self._workers):
             worker.end()
         self._threads.shutdown()
 
@@ -124,16 +124,16 @@ class WorkerPool(Generic[AnyWorker]):
                 return None
             if worker.usable:
                 return worker
-            log.warning("%s: a process ended or wrote to its channel between requests; starting another", self._what)
+            log.warning("%s: a process ended or wrote to its channel between requests; starting another", self._subject)
             self._end(worker)
 
     def start(self) -> AnyWorker:
         """Start a worker that belongs to the caller, as with `lease`. Raises `WorkerError`."""
         worker = self._start_one()
-        self._all.add(worker)
+        self._workers.add(worker)
         try:
             if self._closed:
-                raise WorkerError(f"the {self._what}s are closed")
+                raise WorkerError(f"the {self._subject}s are closed")
             worker.load()  # every reply repeats its error
         except WorkerError:
             self._end(worker)
@@ -142,4 +142,4 @@ class WorkerPool(Generic[AnyWorker]):
 
     def _end(self, worker: AnyWorker) -> None:
         worker.end()
-        self._all.discard(worker)
+        self._workers.discard(worker)

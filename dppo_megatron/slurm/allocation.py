@@ -31,7 +31,7 @@ class Allocation:
         return tuple(len(nodes) for nodes in self.groups)
 
     @classmethod
-    def of_this_job(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
+    def current(cls, environment: Mapping[str, str] = os.environ) -> Allocation:
         """Return the allocation in the batch script's environment. Raises `SlurmError` outside a job."""
         if "SLURM_JOB_ID" not in environment:
             raise SlurmError(

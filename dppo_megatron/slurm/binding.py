@@ -23,9 +23,9 @@ def bind_to_gpus(name: str, first: int, count: int, tasks: int) -> bool:
     shares = cpus_for(gpus, os.sched_getaffinity(0)) if len(gpus) >= max(tasks, first + count) else None
     if shares is None:
         return False
-    own, cpus = gpus[first : first + count], set().union(*shares[first : first + count])
+    bound_gpus, cpus = gpus[first : first + count], set().union(*shares[first : first + count])
     os.sched_setaffinity(0, cpus)
-    print(f"{name} on {socket.gethostname()}: GPU {', '.join(own)}, CPUs {sorted(cpus)}", flush=True)
+    print(f"{name} on {socket.gethostname()}: GPU {', '.join(bound_gpus)}, CPUs {sorted(cpus)}", flush=True)
     return True
 
 
@@ -39,8 +39,10 @@ def visible_gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    chosen = [row for name in names for row in rows if name == row[0] or row[1].startswith(name)] if names else rows
-    return [row[2].lower()[-len("0000:17:00.0") :] for row in chosen]
+    visible_rows = (
+        [row for name in names for row in rows if name == row[0] or row[1].startswith(name)] if names else rows
+    )
+    return [row[2].lower()[-len("0000:17:00.0") :] for row in visible_rows]
 
 
 def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[set[int]] | None:
@@ -53,8 +55,8 @@ def cpus_for(gpus: Sequence[str], allowed: Set[int], sys: Path = SYS) -> list[se
     shares = []
     for index, cores in enumerate(near):
         place, count = near[:index].count(cores), near.count(cores)
-        own = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
-        shares.append({cpu for core in own for cpu in core})
+        gpu_cores = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
+        shares.append({cpu for core in gpu_cores for cpu in core})
     return shares if all(shares) else None
 
 

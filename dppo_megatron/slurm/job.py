@@ -47,7 +47,7 @@ def run_job(config_file: Path, overrides: Sequence[str], *, resume: bool) -> int
     It is 0 when the run completed, otherwise that of the first step that failed. An attempt after the first continues
     under the settings that the first one saved, even if the file has changed.
     """
-    allocation = Allocation.of_this_job()
+    allocation = Allocation.current()
     note = Path(f"slurm-{allocation.job_id}.run")  # a later attempt has the job's number, but not CONFIG
     source = config_file
     if allocation.restart and note.exists():
@@ -126,22 +126,22 @@ class Job:
 
         If no other node would help, the job fails instead.
         """
-        here = self._allocation.groups[0][0]
+        node = self._allocation.groups[0][0]
         try:
-            found = preflight_of_job(self._config, self._allocation, self._launcher, lambda: bool(self._signal))
+            report = preflight_of_job(self._config, self._allocation, self._launcher, lambda: bool(self._signal))
         except ExpectedError as error:  # this node has no address that other nodes can reach
-            return self._requeue(f"preflight: {here}: {error}", 1, without=(here,))
-        if found is None:
+            return self._requeue(f"preflight: {node}: {error}", 1, without=(node,))
+        if report is None:
             return 0
-        print_line(found.text())
-        if not found.errors:
+        print_line(report.text())
+        if not report.errors:
             return 0
-        cause = bounded(f"preflight: {'; '.join(map(str, found.errors))}")
-        if any(finding.everywhere for finding in found.errors):
+        cause = bounded(f"preflight: {'; '.join(map(str, report.errors))}")
+        if any(finding.everywhere for finding in report.errors):
             self._record("failed", cause)
             print_line("other nodes would not help, so the job is not requeued; correct this and submit with --resume")
             return 1
-        return self._requeue(cause, 1, without=found.bad_nodes)
+        return self._requeue(cause, 1, without=report.bad_nodes)
 
     def _watch(self) -> int:
         while True:
@@ -232,9 +232,9 @@ class Job:
             return code
         attempts, limit = self._attempts.without_progress(), self._config.slurm.max_restarts
         if attempts > limit:
-            why = f"{attempts} attempts in a row saved no new checkpoint, slurm.max_restarts = {limit}"
-            self._record("failed", f"{cause}; {why}")
-            print_line(f"not restarted after: {cause}; {why}. Remove the cause, then submit again with --resume")
+            reason = f"{attempts} attempts in a row saved no new checkpoint, slurm.max_restarts = {limit}"
+            self._record("failed", f"{cause}; {reason}")
+            print_line(f"not restarted after: {cause}; {reason}. Remove the cause, then submit again with --resume")
             return code
         self._record("requeued", cause, excluded=without)
         print_line(f"requeued after: {cause}")

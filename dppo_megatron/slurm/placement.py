@@ -95,6 +95,6 @@ def server_plans(config: Config, allocation: Allocation) -> list[StepPlan]:
         if index >= config.started_engines:
             index, home = 0, RunDir(config.run.dir).teacher(name.removeprefix("teacher-"))
         arguments = ("engine", "--index", str(index), "--first-gpu", str(first_gpu))
-        own = nodes[at.start : at.stop]
-        plans.append(StepPlan(name, arguments, own, group, tasks=len(at), gpus_per_node=gpus, home=home))
+        step_nodes = nodes[at.start : at.stop]
+        plans.append(StepPlan(name, arguments, step_nodes, group, tasks=len(at), gpus_per_node=gpus, home=home))
     return plans

@@ -32,7 +32,7 @@ def preflight_now(config: Config) -> Preflight | None:
     save_resolved(config, file)
     if not in_job:
         return _preflight_here(config, run, file)
-    allocation = Allocation.of_this_job()
+    allocation = Allocation.current()
     if problems := slurm.problems(config, allocation.sizes):
         raise ConfigError("preflight", problems)
     return preflight_of_job(config, allocation, StepLauncher(config, file, allocation))

@@ -60,7 +60,7 @@ def jobs(job_ids: list[str]) -> list[QueuedJob]:
             return []
         raise
     parted = (line.partition("|") for line in lines)  # the name, which comes next, may contain any character
-    return [QueuedJob(job.strip(), *map(str.strip, others.rsplit("|", 4))) for job, _, others in parted]
+    return [QueuedJob(job.strip(), *map(str.strip, fields.rsplit("|", 4))) for job, _, fields in parted]
 
 
 def requeue(job_id: str) -> None:
@@ -70,8 +70,8 @@ def requeue(job_id: str) -> None:
 
 def exclude(job_id: str, nodes: Sequence[str]) -> None:
     """Exclude `nodes` from a waiting job, in addition to its excluded nodes."""
-    before = re.search(r"ExcNodeList=(\S+)", slurm_command("scontrol", "show", "job", "--oneliner", job_id))
-    names = [*nodes, *([before[1]] if before and before[1] != "(null)" else [])]
+    match = re.search(r"ExcNodeList=(\S+)", slurm_command("scontrol", "show", "job", "--oneliner", job_id))
+    names = [*nodes, *([match[1]] if match and match[1] != "(null)" else [])]
     slurm_command("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
 
 

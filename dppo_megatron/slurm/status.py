@@ -20,10 +20,11 @@ from dppo_megatron.engines.protocol import EngineError
 from dppo_megatron.errors import ExpectedError, bounded
 from dppo_megatron.fleet.engine_checks import check_health
 from dppo_megatron.fleet.registry import Service, engine_services
+from dppo_megatron.observability.heldout import heldout_scores, score_format
 from dppo_megatron.observability.logs import duration, last_error, last_lines
-from dppo_megatron.observability.names import accuracies, is_step_record
+from dppo_megatron.observability.names import is_step_record
 from dppo_megatron.observability.run_state import run_state
-from dppo_megatron.observability.tail import read_metrics
+from dppo_megatron.observability.tail import read_metrics, sparse
 from dppo_megatron.run_dir import RunDir, run_below
 from dppo_megatron.weights.published import PublishedPolicy
 
@@ -71,7 +72,7 @@ class Status:
     step: int
     steps: int | None
     metrics: dict[str, float]  # metrics of the last training step
-    accuracy: float | None  # result of the last evaluation
+    heldout: dict[str, float]  # metric -> last score of a held-out set
     updated_s: float | None  # age of the last record
     checkpoint: int | None
     policy_version: int | None  # published
@@ -92,10 +93,8 @@ def read_status(directory: Path) -> Status:
             f"{directory}: no run with a {run.config.name}; name the run.dir of a run that was started{meant}"
         )
     config = _config(run)
-    records = read_metrics(run.metrics)
+    records = read_metrics(run.metrics, sparse)
     trained = [record for record in records if is_step_record(record)]
-    accuracy = next(iter(accuracies({name for record in records for name in record})), "")
-    evaluated = [record[accuracy] for record in records if accuracy in record]
     last = trained[-1] if trained else {}
     published = PublishedPolicy.read(run.published)
     attempts, state = AttemptLog(run), run_state(run)
@@ -110,7 +109,7 @@ def read_status(directory: Path) -> Status:
         step=last.get("step", 0),
         steps=config.train.steps if config else None,
         metrics={name: value for name, value in last.items() if name not in ("step", "time")},
-        accuracy=evaluated[-1] if evaluated else None,
+        heldout={name: [record[name] for record in records if name in record][-1] for name in heldout_scores(records)},
         updated_s=next((time.time() - r["time"] for r in reversed(records) if "time" in r), None),
         checkpoint=run.checkpoint_step,
         policy_version=published.version if published else None,
@@ -161,11 +160,11 @@ async def _engines(config: Config, run: RunDir) -> list[EngineStatus]:
 
 def _errors(run: RunDir) -> list[LastError]:
     """Return the last line of each log that looks like an error, the newest log first."""
-    found = []
+    errors = []
     for log in run.logs.glob("*.[lo][ou][gt]"):
         if (line := last_error(last_lines(log, SEARCHED_LINES))) is not None:
-            found.append(LastError(log.name, bounded(line, LONGEST_LINE), time.time() - log.stat().st_mtime))
-    return sorted(found, key=lambda error: error.age_s)
+            errors.append(LastError(log.name, bounded(line, LONGEST_LINE), time.time() - log.stat().st_mtime))
+    return sorted(errors, key=lambda error: error.age_s)
 
 
 def show(status: Status, console: Console | None = None) -> None:
@@ -183,15 +182,15 @@ def show(status: Status, console: Console | None = None) -> None:
 
 
 def _head(status: Status) -> Table:
-    of = "" if status.steps is None else f" of {status.steps}"
-    rows = [("state", status.state_text), ("step", f"{status.step}{of}")]
+    suffix = "" if status.steps is None else f" of {status.steps}"
+    rows = [("state", status.state_text), ("step", f"{status.step}{suffix}")]
     rows += [
         (label, form.format(status.metrics[name]))
         for name, (label, form) in SHOWN.items()
         if isinstance(status.metrics.get(name), int | float)
     ]
-    if status.accuracy is not None:
-        rows.append(("held-out accuracy", f"{status.accuracy:.1%}"))
+    for name, score in status.heldout.items():
+        rows.append((f"held-out {name.removeprefix('eval/')}", format(score, score_format(name))))
     rows.append(("last record", "none" if status.updated_s is None else f"{duration(status.updated_s)} ago"))
     rows.append(("checkpoint", "none" if status.checkpoint is None else f"step {status.checkpoint}"))
     if status.policy_version is not None:

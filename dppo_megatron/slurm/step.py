@@ -11,12 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from dppo_megatron.checks.slurm import server_places
-from dppo_megatron.common.process import end_with_parent
+from dppo_megatron.common.process import with_this_process
 from dppo_megatron.config import Config
 from dppo_megatron.launch.launcher import Launcher
 from dppo_megatron.run_dir import RunDir
@@ -48,7 +47,7 @@ class JobStep:
             stderr=output,
             env=step_environment(os.environ),
             start_new_session=True,
-            preexec_fn=partial(end_with_parent, os.getpid()),
+            preexec_fn=with_this_process(),
         )
 
     def poll(self) -> int | None:
@@ -130,9 +129,9 @@ def steps_of_job(config: Config, *, resume: bool) -> str:
     cut = s.trainer_nodes if s.heterogeneous else len(nodes)
     allocation = Allocation("JOB", 0, tuple(tuple(part) for part in (nodes[:cut], nodes[cut:]) if part))
     run = job_plan(config, allocation, resume=resume)
-    before = [check_plan(config, allocation)]
-    before += preflight_plans(config, allocation, "HOST,PORT") if s.preflight else []
-    steps = [*before, *run.engines, *([run.orchestrator] if run.orchestrator else []), *run.trainers]
+    check_plans = [check_plan(config, allocation)]
+    check_plans += preflight_plans(config, allocation, "HOST,PORT") if s.preflight else []
+    steps = [*check_plans, *run.engines, *([run.orchestrator] if run.orchestrator else []), *run.trainers]
     lines = ["which node does what (Slurm chooses the nodes):"]
     for node in nodes:
         work = [_work(config, step, node) for step in steps if node in step.nodes]

@@ -35,6 +35,8 @@ def prepare(
     if nodes is not None:
         config = scale_to_nodes(config, nodes)
     notes = check_job(config, str(config_file), resume=resume)
+    if nodes is not None and (engines := config.slurm.engine_nodes):
+        notes.append(f"--nodes {nodes}: {config.slurm.trainer_nodes} nodes of the trainer, and {engines} of engines")
     if config.slurm.command:  # only its environment can check model, data and plan
         notes += ["slurm.command is set: the job checks model, data, reward and plan when it starts, with that command"]
     else:
@@ -89,13 +91,13 @@ def submit(prepared: Prepared) -> tuple[str, Path]:
     return job, script
 
 
-def refuse_second_job(run: RunDir, own: str | None = None) -> None:
+def refuse_second_job(run: RunDir, job_id: str | None = None) -> None:
     """Raise `StillQueued` if another job of this run waits or runs.
 
     Two jobs in one run directory would overwrite each other.
     """
-    others = sorted({event.job for event in AttemptLog(run).events()} - {own})
-    if waiting := [job for job in queue.jobs(others) if job.state != "COMPLETING"]:
+    other_ids = sorted({event.job for event in AttemptLog(run).events()} - {job_id})
+    if waiting := [job for job in queue.jobs(other_ids) if job.state != "COMPLETING"]:
         raise StillQueued(
             f"run.dir = {run.root}: job {waiting[0].id} of this run is {waiting[0].state}; `scancel {waiting[0].id}` "
             "ends it; for a different run choose another run.dir"

@@ -53,7 +53,7 @@ class Task:
     step: str  # unique over all steps of all attempts of all jobs
 
     @classmethod
-    def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Task:
+    def current(cls, environment: Mapping[str, str] = os.environ) -> Task:
         """Return the task from the environment. Raises `ExpectedError` outside a job step."""
         try:
             size, nodes = int(environment["SLURM_NTASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
@@ -88,7 +88,7 @@ def run_task(role: str, config_file: Path, *, resume: bool, index: int, first_gp
         for note in check_config(config, str(config_file), place="node"):
             print(note)
         return 0
-    task, run, address = Task.of_this_process(), RunDir(config.run.dir), node_address(config)
+    task, run, address = Task.current(), RunDir(config.run.dir), node_address(config)
     binds = config.slurm.bind == "auto"
     environment = interface_environment(config) | kernel_cache_environment()
     if role == "trainer":
@@ -119,7 +119,7 @@ def run_preflight_task(config_file: Path, meeting: str, first_gpu: int, *, serve
         os.environ.update(interface_environment(config))
         return LOOPBACK if meeting.startswith(LOOPBACK) else node_address(config)
 
-    task = Task.of_this_process()
+    task = Task.current()
     gpu = first_gpu if serves else task.local_rank
     return run_place(config_file, ProcessPlace(task.rank, gpu, task.local_size, task.node, meeting, serves), address)
 
@@ -175,14 +175,14 @@ def engine_environment(config: Config, index: int, first_gpu: int) -> dict[str, 
     environment: dict[str, str] = {}
     named = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     if visible := named or visible_devices():
-        each = config.engine.devices_per_node
-        if first_gpu + each > len(visible):
+        count = config.engine.devices_per_node
+        if first_gpu + count > len(visible):
             raise ExpectedError(
-                f"engine-{index}: its GPUs are {first_gpu} to {first_gpu + each - 1} of its node, and Slurm shows the "
+                f"engine-{index}: its GPUs are {first_gpu} to {first_gpu + count - 1} of its node, and Slurm shows the "
                 f"step {len(visible)}; make slurm.gpus_per_node and the job agree, and remove options from "
                 "slurm.srun_args that bind GPUs to tasks (--gpus-per-task, --gpu-bind): an engine needs to see all"
             )
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first_gpu : first_gpu + each])
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first_gpu : first_gpu + count])
     return environment
 
 

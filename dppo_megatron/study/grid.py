@@ -66,19 +66,21 @@ def read_study(path: Path, directory: Path) -> Study:
     violation of the study file, or of the first invalid run.
     """
     tree, problems = read_tree(path)
+    if {"run", "model"} & tree.keys():
+        raise ConfigError(str(path), [f"the config of a run; write a study with base: {path}, methods and seeds"])
     try:
         file = StudyFile.model_validate(tree)
     except ValidationError as error:
         for e in error.errors():
             name, unknown = ".".join(map(str, e["loc"])) or "the file", e["type"] == "extra_forbidden"
             if unknown:
-                why = f"unknown; {nearest(name, StudyFile.model_fields)}"
+                reason = f"unknown; {nearest(name, StudyFile.model_fields)}"
             elif e["type"] == "dict_type" and name in ("methods", "conditions"):
                 example = "grpo: {objective.name: grpo}" if name == "methods" else "small: {optimizer.lr: 1.0e-6}"
-                why = f"must be a mapping; write {{NAME: {{SETTING: VALUE}}}}, e.g. {{{example}}}"
+                reason = f"must be a mapping; write {{NAME: {{SETTING: VALUE}}}}, e.g. {{{example}}}"
             else:
-                why = plain_words(e)
-            problems.append(f"{name}: {why}")
+                reason = plain_words(e)
+            problems.append(f"{name}: {reason}")
     if problems:
         raise ConfigError(str(path), problems)
     cells = tuple(_cells(file, directory))
@@ -86,12 +88,12 @@ def read_study(path: Path, directory: Path) -> Study:
     for cell in cells:
         other = first.setdefault((cell.condition, cell.seed, cell.hash), cell.method)
         if other != cell.method:
-            why = f"the same settings as {other} in condition {cell.condition}; set e.g. objective.name"
-            raise ConfigError(str(path), [f"methods.{cell.method} = {file.methods[cell.method]}: {why}"])
+            reason = f"the same settings as {other} in condition {cell.condition}; set e.g. objective.name"
+            raise ConfigError(str(path), [f"methods.{cell.method} = {file.methods[cell.method]}: {reason}"])
     evaluation = cells[0].config.eval.sets or cells[0].config.data.eval
-    known = [metric.name for metric in METRICS if metric.name.startswith("eval/")]
-    if re.fullmatch("eval/[^/]+", file.metric) and file.metric not in known:
-        raise ConfigError(str(path), [f"metric = {file.metric}: unknown; {nearest(file.metric, known)}"])
+    metric_names = [metric.name for metric in METRICS if metric.name.startswith("eval/")]
+    if re.fullmatch("eval/[^/]+", file.metric) and file.metric not in metric_names:
+        raise ConfigError(str(path), [f"metric = {file.metric}: unknown; {nearest(file.metric, metric_names)}"])
     if file.metric.startswith("eval/") and not evaluation:
         raise ConfigError(str(path), [f"metric = {file.metric}: {file.base} has no held-out prompts; set data.eval"])
     return Study(file, cells)
@@ -99,9 +101,9 @@ def read_study(path: Path, directory: Path) -> Study:
 
 def _cells(file: StudyFile, directory: Path) -> Iterator[Cell]:
     for seed in file.seeds:
-        for condition, of_condition in file.conditions.items():
-            for method, of_method in file.methods.items():
-                settings = {**file.settings, **of_condition, **of_method, "run.seed": seed}
+        for condition, condition_settings in file.conditions.items():
+            for method, method_settings in file.methods.items():
+                settings = {**file.settings, **condition_settings, **method_settings, "run.seed": seed}
                 settings["run.dir"] = str(directory / "runs" / method / condition / f"seed-{seed}")
                 try:
                     config = load_config(file.base, overrides(settings))

@@ -71,8 +71,8 @@ def run_study(study: Study, directory: Path, say: Callable[[str], None], only: i
                 add_row(directory, row)
                 todo.remove(cell)
                 reached = "nothing" if row.final is None else f"{row.first:.3g} -> {row.final:.3g}"
-                why = f" ({row.error})" if failed else ""
-                say(f"{cell.name}: {row.status}, {reached}{why}; {len(todo)} to do{_expected(directory, len(todo))}")
+                cause = f" ({row.error})" if failed else ""
+                say(f"{cell.name}: {row.status}, {reached}{cause}; {len(todo)} to do{_expected(directory, len(todo))}")
 
 
 def _expected(directory: Path, runs: int) -> str:

@@ -36,8 +36,8 @@ def write_report(file: StudyFile, directory: Path) -> Path:
 
 def _lines(file: StudyFile, rows: Sequence[StudyRow]) -> Iterator[str]:
     reference, *_ = file.methods
-    planned = len(file.methods) * len(file.conditions) * len(file.seeds)
-    yield f"# {len(rows)} of {planned} runs"
+    num_runs = len(file.methods) * len(file.conditions) * len(file.seeds)
+    yield f"# {len(rows)} of {num_runs} runs"
     yield ""
     yield (
         f"Where `{file.metric}` ended: mean over seeds with the 95 % interval of Student's t, and the difference to "
@@ -52,22 +52,22 @@ def _lines(file: StudyFile, rows: Sequence[StudyRow]) -> Iterator[str]:
         yield f"| method | collapsed | {file.metric} | {to} | of survivors | {to} | masked share | mismatch KL |"
         yield "|---|---|---|---|---|---|---|---|"
         for method in file.methods:
-            of = [row for row in rows if row.method == method and row.condition == condition]
-            if not of:
+            method_rows = [row for row in rows if row.method == method and row.condition == condition]
+            if not method_rows:
                 continue
             cells = [
                 method,
-                f"{sum(row.collapsed for row in of)} of {len(of)}",
-                *_compared(rows, method, reference, condition),
-                *_compared(survivors, method, reference, condition),
-                _mean([row.masked_share for row in of], ".2%"),
-                _mean([row.mismatch_kl for row in of], ".1e"),
+                f"{sum(row.collapsed for row in method_rows)} of {len(method_rows)}",
+                *_comparison(rows, method, reference, condition),
+                *_comparison(survivors, method, reference, condition),
+                _mean([row.masked_share for row in method_rows], ".2%"),
+                _mean([row.mismatch_kl for row in method_rows], ".1e"),
             ]
             yield f"| {' | '.join(map(str, cells))} |"
     yield from ("", "![curves](curves.png)")
 
 
-def _compared(rows: Sequence[StudyRow], method: str, reference: str, condition: str) -> tuple[str, str]:
+def _comparison(rows: Sequence[StudyRow], method: str, reference: str, condition: str) -> tuple[str, str]:
     """Return where the method ended, and its difference to the reference."""
     ended = list(finals(rows, method, condition).values())
     apart = None if method == reference else difference(rows, method, reference, condition)
@@ -76,22 +76,24 @@ def _compared(rows: Sequence[StudyRow], method: str, reference: str, condition: 
     return reached or "-", f"**{shown}**" if apart is not None and apart.excludes_zero else shown
 
 
-def _shown(found: Estimate | None, sign: str = "") -> str:
-    return "-" if found is None else f"{found.mean:{sign}.3f} [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
+def _shown(estimate: Estimate | None, sign: str = "") -> str:
+    return (
+        "-" if estimate is None else f"{estimate.mean:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
+    )
 
 
 def _mean(values: Sequence[float | None], form: str) -> str:
-    known = [value for value in values if value is not None]
-    return format(float(np.mean(known)), form) if known else "-"
+    numbers = [value for value in values if value is not None]
+    return format(float(np.mean(numbers)), form) if numbers else "-"
 
 
 def _draw(file: StudyFile, rows: Sequence[StudyRow], path: Path) -> None:
     """Draw a panel for each condition, or for each of many methods, with the first method in grey."""
     from matplotlib.figure import Figure  # unlike pyplot, this needs no display and has no global state
 
-    reference, *others = file.methods
+    reference, *other_methods = file.methods
     apart = len(file.methods) > METHODS_IN_A_PANEL
-    groups = [[method] for method in others] if apart else [others]
+    groups = [[method] for method in other_methods] if apart else [other_methods]
     panels = [(condition, methods) for condition in file.conditions for methods in groups]
     columns = min(len(panels), 5) if apart else len(panels)
     lines = -(-len(panels) // columns)

@@ -48,8 +48,8 @@ def _quantile(degrees: int) -> float:
 
 def finals(rows: Sequence[StudyRow], method: str, condition: str) -> dict[int, float]:
     """Return seed -> final metric, without runs that did not record the metric."""
-    chosen = [row for row in rows if row.method == method and row.condition == condition]
-    return {row.seed: row.final for row in chosen if row.final is not None}
+    method_rows = [row for row in rows if row.method == method and row.condition == condition]
+    return {row.seed: row.final for row in method_rows if row.final is not None}
 
 
 def difference(rows: Sequence[StudyRow], method: str, reference: str, condition: str) -> Estimate | None:
@@ -70,10 +70,10 @@ def student_p(values: Sequence[float], margin: float | None = None) -> float:
     degrees, middle = len(values) - 1, abs(float(np.mean(values)))
     error = float(np.std(values, ddof=1)) / len(values) ** 0.5 or 1e-100  # so small that p is 0, and t * t is finite
     t = (middle if margin is None else margin - middle) / error
-    both = float(betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
+    p_value = float(betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True))
     if margin is None:
-        return both
-    return both / 2 if t > 0 else 1 - both / 2
+        return p_value
+    return p_value / 2 if t > 0 else 1 - p_value / 2
 
 
 def holm(ps: Mapping[int, float], tests: int) -> dict[int, float]:

@@ -142,10 +142,10 @@ class Acceptance:
 
     def _part(self, batch: StepBatch, step: int) -> list[TokenBatch]:
         """Return equally many micro-batches on all data-parallel ranks, the same each time this step is trained."""
-        given = [tokens for update in batch.updates for tokens in update.micro_batches]
-        count = max(1, round(self._settings.share * len(given)))
-        chosen = np.random.default_rng([self._seed, step]).choice(len(given), count, replace=False)
-        return [given[i] for i in sorted(chosen)]
+        micro_batches = [tokens for update in batch.updates for tokens in update.micro_batches]
+        count = max(1, round(self._settings.share * len(micro_batches)))
+        indices = np.random.default_rng([self._seed, step]).choice(len(micro_batches), count, replace=False)
+        return [micro_batches[i] for i in sorted(indices)]
 
     def _measure(self, part: list[TokenBatch]) -> float:
         """Return the statistic of D over all data-parallel ranks, the same number on every rank; inf if not finite.
@@ -156,9 +156,9 @@ class Acceptance:
             self._divergence(tokens, scores)[tokens.mask]
             for tokens, scores in zip(part, self._actor.scores(part, topk=self._topk), strict=True)
         ]
-        own = torch.cat(values).double()
-        largest = own.max() if len(own) else own.new_zeros(())
-        sums = torch.stack([own.sum(), own.new_tensor(float(len(own))), largest])
+        divergences = torch.cat(values).double()
+        largest = divergences.max() if len(divergences) else divergences.new_zeros(())
+        sums = torch.stack([divergences.sum(), divergences.new_tensor(float(len(divergences))), largest])
         sums = sums.to(self._actor.layout.device)
         group = self._actor.layout.data_group
         dist.all_reduce(sums[:2], group=group)
@@ -172,11 +172,11 @@ class Acceptance:
     @torch.no_grad()
     def _divergence(self, tokens: TokenBatch, scores: Scores) -> Tensor:
         """Return D [T] of the scored policy, of the objective or between the sampled token's probability and mu's."""
-        measured = self._settings.divergence
-        if measured != "objective":
-            of = binary_tv if measured == "binary_tv" else binary_kl
+        kind = self._settings.divergence
+        if kind != "objective":
+            divergence = binary_tv if kind == "binary_tv" else binary_kl
             assert tokens.rollout_logprob is not None  # this run trains on rollouts
-            return of(tokens.rollout_logprob, scores.logprob)
+            return divergence(tokens.rollout_logprob, scores.logprob)
         return apply_objective(
             self._objective,
             tokens,

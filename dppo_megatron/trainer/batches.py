@@ -121,13 +121,13 @@ class BankBatches:
         self._reader.wait_for((step + 1) * groups, VISIBLE_S)
         entries = sorted(self._reader.entries(step * groups, (step + 1) * groups), key=lambda e: e.position)
         self._check(entries)
-        samples = StepSamples.of(entries, self._config)
+        samples = StepSamples.from_entries(entries, self._config)
         order = np.random.default_rng([self._config.run.seed, step]).permutation(groups)
         updates = [
             self._update([entries[i] for i in part], samples.part(part))
             for part in np.split(order, self._config.train.updates_per_step)
         ]
-        metrics = samples.metrics(self._config) | self._staleness(step, entries) | self._kept(entries)
+        metrics = samples.metrics(self._config) | self._staleness(step, entries) | self._mask_metrics(entries)
         return StepBatch([u for u in updates if u is not None], metrics)
 
     def _staleness(self, step: int, entries: Sequence[BankEntry]) -> dict[str, float]:
@@ -141,11 +141,11 @@ class BankBatches:
             "rollout/mixed_version_groups": float(sum(e.min_version != e.max_version for e in entries)),
         }
 
-    def _kept(self, entries: Sequence[BankEntry]) -> dict[str, float]:
+    def _mask_metrics(self, entries: Sequence[BankEntry]) -> dict[str, float]:
         if not self._config.rollout.has_sampling_mask:
             return {}
-        kept = sum(sum(entry.shapes.listed["sampling_mask_ids"]) for entry in entries)
-        return {"rollout/kept_tokens_mean": kept / max(sum(sum(entry.shapes.sampled) for entry in entries), 1)}
+        kept_tokens = sum(sum(entry.shapes.list_lengths["sampling_mask_ids"]) for entry in entries)
+        return {"rollout/kept_tokens_mean": kept_tokens / max(sum(sum(entry.shapes.sampled) for entry in entries), 1)}
 
     def _check(self, entries: Sequence[BankEntry]) -> None:
         """Raise `BankMismatch` if the bank was filled with other settings or lacks the rewards of turns."""
@@ -156,45 +156,45 @@ class BankBatches:
                 f"{trained[0].position}, have no rewards of turns; set it to trajectory"
             )
         for entry in entries:
-            for setting, found, remedy in self._differences(entry):
-                raise BankMismatch(f"{setting}: prompt {entry.position} in the bank {found}; {remedy}")
+            for setting, mismatch, remedy in self._differences(entry):
+                raise BankMismatch(f"{setting}: prompt {entry.position} in the bank {mismatch}; {remedy}")
 
     def _differences(self, entry: BankEntry) -> Iterator[tuple[str, str, str]]:
         """Yield (setting with value, difference in the bank, remedy) for each difference of one group."""
         rollout, refill = self._config.rollout, "use the setting the bank was filled with"
         limit = f"rollout.max_response_tokens = {rollout.max_response_tokens}"
-        read = entry.prompt_tokens + entry.response_lengths - entry.sampled
-        for prompt, response in zip(read.tolist(), entry.sampled.tolist(), strict=True):
+        context_lengths = entry.prompt_tokens + entry.response_lengths - entry.sampled
+        for prompt, response in zip(context_lengths.tolist(), entry.sampled.tolist(), strict=True):
             if problem := self._config.too_long(self._positions, prompt, response):
                 yield limit, f"has {problem}", "use the setting and the model that filled the bank"
         cut = entry.response_lengths[entry.truncated & (entry.response_lengths != rollout.max_response_tokens)]
         if len(cut) and entry.spans is None:  # an environment has other limits too
             yield limit, f"has a response that was cut at {cut[0]} tokens", refill
         if entry.temperature != rollout.temperature:
-            found = f"was sampled at {entry.temperature}, and training log-probs must be those of that distribution"
-            yield f"rollout.temperature = {rollout.temperature}", found, refill
+            mismatch = f"was sampled at {entry.temperature}, and training log-probs must be those of that distribution"
+            yield f"rollout.temperature = {rollout.temperature}", mismatch, refill
         if (samples := int(entry.trajectories[-1]) + 1) != rollout.group_size:
             yield f"rollout.group_size = {rollout.group_size}", f"has {samples} samples", refill
         if entry.topk != rollout.topk_logprobs:
-            found = f"has {entry.topk} top-K log-probs per token"
-            yield f"rollout.topk_logprobs = {rollout.topk_logprobs}", found, refill
+            mismatch = f"has {entry.topk} top-K log-probs per token"
+            yield f"rollout.topk_logprobs = {rollout.topk_logprobs}", mismatch, refill
         if entry.has_sampling_mask != rollout.has_sampling_mask:
             setting = f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}"
-            found, remedy = ("with", "as it was") if entry.has_sampling_mask else ("without", "to 1, -1 and 0")
-            yield setting, f"was sampled {found} truncation", f"set them {remedy}"
-        listed = self._objective.needs_teacher and self._config.trainer_teacher is None
-        taught = {c.name for c in COLUMNS if c.asked_by == "teacher" and listed}
-        if missing := {*self._objective.needs_columns, *taught} - entry.shapes.columns.keys():
-            found, remedy = f"has no {', '.join(sorted(missing))}", "use one that was filled with this objective"
-            yield f"objective.name = {self._config.objective.name}", found, remedy
+            mismatch, remedy = ("with", "as it was") if entry.has_sampling_mask else ("without", "to 1, -1 and 0")
+            yield setting, f"was sampled {mismatch} truncation", f"set them {remedy}"
+        needs_teacher_lists = self._objective.needs_teacher and self._config.trainer_teacher is None
+        teacher_columns = {c.name for c in COLUMNS if c.asked_by == "teacher" and needs_teacher_lists}
+        if missing := {*self._objective.needs_columns, *teacher_columns} - entry.shapes.columns.keys():
+            mismatch, remedy = f"has no {', '.join(sorted(missing))}", "use one that was filled with this objective"
+            yield f"objective.name = {self._config.objective.name}", mismatch, remedy
         if self._experts is not None:
-            layers, top_k = wanted = sum(self._experts.layers), self._experts.top_k
-            if entry.routing != wanted:
-                given = entry.routing
-                found = "no routing" if given is None else f"routing of {given[0]} layers, {given[1]} each"
-                found = f"has {found}, the model has {layers} layers with {top_k} experts per token"
+            layers, top_k = expected = sum(self._experts.layers), self._experts.top_k
+            if entry.routing != expected:
+                routing = entry.routing
+                mismatch = "no routing" if routing is None else f"routing of {routing[0]} layers, {routing[1]} each"
+                mismatch = f"has {mismatch}, the model has {layers} layers with {top_k} experts per token"
                 remedy = "set it to false, or fill the bank with the model's own routing"
-                yield "rollout.routing_replay = true", found, remedy
+                yield "rollout.routing_replay = true", mismatch, remedy
 
     def _sequences(
         self, entry: BankEntry, samples: Sequence[int], advantages: np.ndarray, weights: np.ndarray
@@ -204,17 +204,17 @@ class BankBatches:
         experts = self._experts if "routes" in self._parts else None
         if experts is not None:
             routes = [r.routed_experts for r in group.rollouts if r.routed_experts is not None]
-            largest = max(int(of.max(initial=0)) for of in routes)
+            largest = max(int(route.max(initial=0)) for route in routes)
             if largest >= experts.num_experts:
                 raise BankMismatch(
                     f"rollout.routing_replay = true: prompt {entry.position} in the bank names expert {largest}, the "
                     f"model has {experts.num_experts}; set it to false, or use a bank that this model filled"
                 )
         return {
-            i: TokenSequence.of_rollout(
+            i: TokenSequence.from_rollout(
                 group.prompt,
                 rollout,
-                advantage=_of_tokens(advantages[trajectory], entry, trajectory, rollout),
+                advantage=_token_advantages(advantages[trajectory], entry, trajectory, rollout),
                 loss_weight=float(weights[trajectory]),
                 temperature=group.temperature,
                 replay_routing=experts is not None,
@@ -229,42 +229,48 @@ class BankBatches:
         """
         advantages, weights = samples.advantages, samples.loss_weights(self._config)
         moves = (advantages != 0).any(axis=2) | self._objective.moves_without_advantage
-        used = (samples.carrying > 0) & moves
-        of_groups = [np.flatnonzero(used[g, e.trajectories] & (e.sampled > 0)) for g, e in enumerate(entries)]
-        computed = np.array([(g, i) for g, of in enumerate(of_groups) for i in of])
+        is_computed = (samples.carrying > 0) & moves
+        group_samples = [
+            np.flatnonzero(is_computed[g, e.trajectories] & (e.sampled > 0)) for g, e in enumerate(entries)
+        ]
+        computed = np.array([(g, i) for g, indices in enumerate(group_samples) for i in indices])
         if not len(computed):
             return None
         prompts = np.array([entries[g].prompt_tokens for g, _ in computed])
         lengths = prompts + [entries[g].response_lengths[i] for g, i in computed]
         prefixes = Prefixes(computed[:, 0], prompts) if self._share_prefixes else None
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens, prefixes)
-        found = entries[computed[0, 0]].shapes.columns
-        like = {name: shape for name, (_, shape) in found.items() if column_named(name).part in self._parts}
+        columns = entries[computed[0, 0]].shapes.columns
+        like = {name: shape for name, (_, shape) in columns.items() if column_named(name).part in self._parts}
         micro_batches = []
         # A micro-batch is read and packed before the next one is read, which reuses its memory.
-        planned = [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]
-        for chosen in self._fetched_ahead(entries, planned):
+        samples_by_batch = [computed[indices].reshape(-1, 2) for indices in plan[self._rank]]
+        for batch_samples in self._fetched_ahead(entries, samples_by_batch):
             self._buffer.reuse()
-            by_group = _by_group(chosen)
-            read = {g: self._sequences(entries[g], of, advantages[g], weights[g]) for g, of in by_group.items()}
-            micro_batches.append(pack([read[g][i] for g, i in chosen], like=like, share_prefixes=self._share_prefixes))
+            by_group = _by_group(batch_samples)
+            sequences = {
+                g: self._sequences(entries[g], indices, advantages[g], weights[g]) for g, indices in by_group.items()
+            }
+            micro_batches.append(
+                pack([sequences[g][i] for g, i in batch_samples], like=like, share_prefixes=self._share_prefixes)
+            )
         stored = self._stored(entries, computed, plan[self._rank])
-        rows = sum(computed_rows(batch, lengths, prefixes) for of_rank in plan for batch in of_rank)
+        rows = sum(computed_rows(batch, lengths, prefixes) for rank_batches in plan for batch in rank_batches)
         pairs = computed_pairs(plan, lengths, prefixes)
         trajectories = len({(g, entries[g].trajectories[i]) for g, i in computed})
         return UpdateBatch(micro_batches, len(computed), int(lengths.sum()), rows, pairs, stored, trajectories)
 
-    def _fetched_ahead(self, entries: Sequence[BankEntry], planned: list[np.ndarray]) -> Iterator[np.ndarray]:
+    def _fetched_ahead(self, entries: Sequence[BankEntry], samples_by_batch: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the micro-batches ([C, 2] group and sample) of this rank's update one after the other.
 
         The system fetches the next ones in the background, so that the disk works while a micro-batch is checked and
         packed.
         """
         sizes: list[int] = []
-        for number, samples in enumerate(planned):
-            while len(sizes) < len(planned) and sum(sizes[number:]) < AHEAD_BYTES:
-                wanted = [(entries[g], of) for g, of in _by_group(planned[len(sizes)]).items()]
-                sizes.append(self._reader.prefetch(wanted, self._parts))
+        for number, samples in enumerate(samples_by_batch):
+            while len(sizes) < len(samples_by_batch) and sum(sizes[number:]) < AHEAD_BYTES:
+                requests = [(entries[g], indices) for g, indices in _by_group(samples_by_batch[len(sizes)]).items()]
+                sizes.append(self._reader.prefetch(requests, self._parts))
             yield samples
 
     def _stored(
@@ -277,17 +283,17 @@ class BankBatches:
         order. With computed groups [0, 0, 1, 2, 2] the sequences have turns [1, 1, 2, 0, 0]. For three wanted ones the
         stable argsort [3, 4, 0, 1, 2] takes both sequences of group 2 and the first one of group 0.
         """
-        wanted = -(-self._config.tracking.token_sequences // self._config.train.updates_per_step)
-        if not wanted:
+        num_sequences = -(-self._config.tracking.token_sequences // self._config.train.updates_per_step)
+        if not num_sequences:
             return ()
-        drawn = np.random.default_rng([self._config.run.seed, entries[0].position]).permutation(len(entries))
-        turn = np.argsort(drawn)
-        chosen = set(np.argsort(turn[computed[:, 0]], kind="stable")[:wanted].tolist())
+        order = np.random.default_rng([self._config.run.seed, entries[0].position]).permutation(len(entries))
+        turn = np.argsort(order)
+        stored_indices = set(np.argsort(turn[computed[:, 0]], kind="stable")[:num_sequences].tolist())
         return tuple(
             StoredSequence(batch, number, entries[computed[c, 0]].position, int(computed[c, 1]))
             for batch, indices in enumerate(plan)
             for number, c in enumerate(indices)
-            if c in chosen
+            if c in stored_indices
         )
 
 
@@ -302,27 +308,29 @@ def _by_group(samples: np.ndarray) -> dict[int, list[int]]:
     return {g: samples[samples[:, 0] == g, 1].tolist() for g in np.unique(samples[:, 0]).tolist()}
 
 
-def _of_tokens(advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout) -> float | np.ndarray:
+def _token_advantages(
+    advantages: np.ndarray, entry: BankEntry, trajectory: int, rollout: Rollout
+) -> float | np.ndarray:
     """Return one advantage for all sampled tokens of a branch, or [R], one for each. `advantages` [T] are per turn."""
     if rollout.spans is None or len(advantages) == 1:
         return float(advantages[0])
     _, tokens, turns = rollout.spans[rollout.spans[:, 0] == POLICY].T
-    given = 0 if entry.turn_rewards is None else len(entry.turn_rewards[trajectory])
-    if given and turns.max() >= given:
+    num_turns = 0 if entry.turn_rewards is None else len(entry.turn_rewards[trajectory])
+    if num_turns and turns.max() >= num_turns:
         raise BankMismatch(
-            f"objective.credit = turn: prompt {entry.position} in the bank has rewards of only {given} turns "
+            f"objective.credit = turn: prompt {entry.position} in the bank has rewards of only {num_turns} turns "
             f"of trajectory {trajectory}, but turn {turns.max()} was sampled; set it to trajectory"
         )
-    return np.repeat(advantages[turns if given else np.zeros_like(turns)], tokens)
+    return np.repeat(advantages[turns if num_turns else np.zeros_like(turns)], tokens)
 
 
 def parts_of(actor: Actor, objective: ObjectiveProtocol) -> tuple[str, ...]:
     """Return the parts of a sample that this rank reads: lists and masks for the loss, routes for expert replay."""
     parts = ["core"]
     acceptance = actor.config.acceptance  # compares lists on every rank, as a statistic with a teacher's log-probs does
-    everywhere = objective.needs_statistic and objective.needs_teacher
-    everywhere = everywhere or (acceptance.bound is not None and acceptance.divergence == "objective")
-    if actor.layout.is_last_stage or everywhere:
+    reads_lists = objective.needs_statistic and objective.needs_teacher
+    reads_lists = reads_lists or (acceptance.bound is not None and acceptance.divergence == "objective")
+    if actor.layout.is_last_stage or reads_lists:
         parts += ["topk", "sampling_mask"]
     if actor.routing is not None and actor.routing.held_layers:
         parts.append("routes")
@@ -363,7 +371,7 @@ class SupervisedBatches:
         weights = sequence_weights(self._config.objective.aggregation, response, horizon=self._config.horizon)
         plan = plan_micro_batches(lengths, self._size, self._config.train.micro_batch_tokens)
         micro_batches = [
-            pack([TokenSequence.of_answer(prompts[i], answers[i], loss_weight=float(weights[i])) for i in indices])
+            pack([TokenSequence.from_answer(prompts[i], answers[i], loss_weight=float(weights[i])) for i in indices])
             for indices in plan[self._rank]
         ]
         pairs = computed_pairs(plan, np.array(lengths), None)

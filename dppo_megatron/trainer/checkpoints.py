@@ -36,10 +36,10 @@ class Checkpoints:
         self.metrics: dict[str, Any] = {}  # metrics of the step that `load_latest` restored
 
     def due(self, step: int) -> bool:
-        every = self._config.checkpoint.every
+        interval = self._config.checkpoint.every
         if step == self._config.train.steps:
             return self._config.checkpoint.final
-        return every > 0 and step % every == 0
+        return interval > 0 and step % interval == 0
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Save the state after `step`. metrics: the step's record, needed if the run is killed before it is logged."""

@@ -74,22 +74,22 @@ class Control:
         return decision != LAG
 
     def _watch(self, source: BatchSource, step: int, publisher: Publisher | None) -> int:
-        began = time.monotonic()
-        look, until = began + LAG_S, began + ROUND_S
+        start = time.monotonic()
+        next_check, deadline = start + LAG_S, start + ROUND_S
         while not self._stop:
             if source.ready(step):
                 return GO
-            if (now := source.progress()) != self._progress:
-                self._progress, self._since = now, time.monotonic()
+            if (progress := source.progress()) != self._progress:
+                self._progress, self._since = progress, time.monotonic()
             if time.monotonic() - self._since > self._stall_timeout_s:
                 return STALLED
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return WAIT
-            if publisher is not None and time.monotonic() > look:
+            if publisher is not None and time.monotonic() > next_check:
                 if publisher.engines_lag():
                     return LAG
-                look = time.monotonic() + LAG_S
-            time.sleep(look_again_s(time.monotonic() - began))
+                next_check = time.monotonic() + LAG_S
+            time.sleep(look_again_s(time.monotonic() - start))
         return STOP
 
     def _on_signal(self, _number: int, _frame: object) -> None:

@@ -49,7 +49,7 @@ def train(
     step = first_step
     colocated = config.engine.placement == "colocated"
     profiler = StepProfiler(config.profile, RunDir(config.run.dir).profile, actor.layout.rank)
-    mismatches, throughput = MismatchHistory(), Throughput.of(actor)
+    mismatches, throughput = MismatchHistory(), Throughput.from_actor(actor)
 
     def save_if_due(metrics: StepMetrics) -> None:
         if checkpoints.due(step):
@@ -79,9 +79,11 @@ def train(
             method = with_batch_statistic(method, batch, actor.layout)
             acceptance.begin()
             for number, update in enumerate(batch.updates, 1):
-                another = number < len(batch.updates)
+                another_follows = number < len(batch.updates)
                 observe = token_log.observer(update)
-                stats = actor.train_update(update.micro_batches, method, another_follows=another, observe=observe)
+                stats = actor.train_update(
+                    update.micro_batches, method, another_follows=another_follows, observe=observe
+                )
                 metrics.add_update(stats, update)
             metrics.add(acceptance.settle(batch, step))
             mismatches.add(step, metrics.mismatch)

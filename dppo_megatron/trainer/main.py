@@ -104,7 +104,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: str(tokenizer().decode([token]))) as recorder:
         recorder.log_missing(first_step, checkpoints.metrics)
         with control, checkpoints:
-            done = train(
+            num_steps = train(
                 config,
                 actor=actor,
                 objective=objective,
@@ -118,7 +118,7 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 token_log=TokenLog(config, layout, first_step),
                 first_step=first_step or 0,
             )
-        if done == config.train.steps:
+        if num_steps == config.train.steps:
             if colocated and publisher is not None:  # the engines evaluate while the actor is offloaded
                 recorder.wait_for_last_evaluation()
                 publisher.onload_actor()
@@ -128,13 +128,13 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                     base = config.model.start.absolute()
                     save_peft(actor.model_chunks, run.final_adapter, actor.hf, config.model.lora, base, overwrite=True)
             if layout.rank == 0 and not config.checkpoint.final:
-                write_json(run.finished, done)
+                write_json(run.finished, num_steps)
             recorder.wait_for_last_evaluation()
     if publisher is not None:
         publisher.close()
     (run.heartbeats / f"trainer-{layout.rank}").unlink(missing_ok=True)  # the other ranks may need longer
     layout.close()
-    log.info("finished %d steps", done)
+    log.info("finished %d steps", num_steps)
 
 
 def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> EngineThread | None:
@@ -150,10 +150,10 @@ def _connect(config: Config, run: RunDir, layout: Layout, control: Control) -> E
 
 def head(config: Config, actor: Actor, objective: ObjectiveProtocol) -> list[str]:
     """Return the first lines of the log: the method in words, and the other settings that decide the result."""
-    chosen = config.objective
-    credit = f" of turns (discount {chosen.discount:g})" if chosen.credit == "turn" else ""
+    settings = config.objective
+    credit = f" of turns (discount {settings.discount:g})" if settings.credit == "turn" else ""
     return [
         *(f"method: {line}" for line in objective.describe().splitlines()),
-        f"advantage: {chosen.advantage}{credit}, aggregation: {chosen.aggregation}, horizon: {config.horizon}",
+        f"advantage: {settings.advantage}{credit}, aggregation: {settings.aggregation}, horizon: {config.horizon}",
         *actor.describe(),
     ]

@@ -40,21 +40,21 @@ class MismatchHistory:
     """Reports a mismatch far above the run's usual one, with or without a limit. A resumed run starts empty."""
 
     def __init__(self) -> None:
-        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+        self._history: deque[float] = deque(maxlen=REMEMBERED)
 
     def add(self, step: int, kl: float | None) -> None:
         """Add a step's mismatch and warn about a jump. kl: mismatch/kl; None if the objective does not measure it."""
         if kl is None:
             return
-        usual = median(self._seen) if len(self._seen) >= FEW else float("inf")
-        if not kl <= max(JUMP * usual, JUMP_FLOOR):
+        median_kl = median(self._history) if len(self._history) >= FEW else float("inf")
+        if not kl <= max(JUMP * median_kl, JUMP_FLOOR):
             log.warning(
                 "step %d: mismatch/kl jumped to %.3g nats per token between engine and trainer; its median over the "
                 "last %d steps is %.3g. See docs/failures.md",
-                *(step, kl, len(self._seen), usual),
+                *(step, kl, len(self._history), median_kl),
             )
         if math.isfinite(kl):
-            self._seen.append(kl)
+            self._history.append(kl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,12 @@ class Throughput:
     peak: float | None  # FLOP/s of one rank's device; None on CPUs and unknown devices
 
     @classmethod
-    def of(cls, actor: Actor) -> Throughput:
+    def from_actor(cls, actor: Actor) -> Throughput:
         model, layout = actor.config.model, actor.layout
         device = torch.cuda.get_device_name(layout.device) if layout.device.type == "cuda" else "cpu"
-        return cls(ModelFlops.of(actor.hf, model.lora), layout.world_size, peak_flops(device, model.computes_in))
+        return cls(
+            ModelFlops.from_config(actor.hf, model.lora), layout.world_size, peak_flops(device, model.computes_in)
+        )
 
     def metrics(self, work: Work, times: Mapping[str, float]) -> dict[str, float]:
         """Return the throughput metrics. work: of the step's updates, over all ranks. times: seconds by metric name."""
@@ -136,14 +138,14 @@ class StepMetrics:
         values["time/step_s"] = time.perf_counter() - self._started
         values["train/updates"] = float(len(self._updates))
         if self._updates:
-            values |= self._of_updates()
+            values |= self._update_metrics()
             values["throughput/tokens_per_s"] = values["train/tokens"] / values["time/step_s"]
             if self._throughput is not None:
                 work = zip(*((b.rows, b.pairs, s.loss_tokens) for s, b in self._updates), strict=True)
                 values |= self._throughput.metrics(Work(*map(sum, work)), values)
         return values
 
-    def _of_updates(self) -> dict[str, float]:
+    def _update_metrics(self) -> dict[str, float]:
         stats = [s for s, _ in self._updates]
         values = {
             "train/loss": fmean(s.loss for s in stats),

@@ -31,8 +31,8 @@ class PolicyLogprobs:
         self._needs_old = objective.needs_old
         self._old_scores = partial(actor.scores, topk=objective.needs_topk)
         self._reference = Reference(actor) if objective.needs_reference else None
-        taught = objective.needs_teacher and actor.config.trainer_teacher is not None
-        self._teacher = TrainerTeacher(actor) if taught else None
+        needs_trainer_teacher = objective.needs_teacher and actor.config.trainer_teacher is not None
+        self._teacher = TrainerTeacher(actor) if needs_trainer_teacher else None
 
     def add(self, batch: StepBatch, metrics: StepMetrics) -> StepBatch:
         """Return `batch` with the log-probs added. Collective: every rank has equally many micro-batches."""
@@ -40,12 +40,13 @@ class PolicyLogprobs:
             with metrics.timed("recompute"):
                 names = ("logprob", "topk_logprob", "other_logprob")
                 batch = _scored(
-                    batch, lambda given: [{f"old_{n}": getattr(s, n) for n in names} for s in self._old_scores(given)]
+                    batch,
+                    lambda batches: [{f"old_{n}": getattr(s, n) for n in names} for s in self._old_scores(batches)],
                 )
         if self._reference is not None:
             with metrics.timed("reference"):
                 score = self._reference.scores
-                batch = _scored(batch, lambda given: [{"reference_logprob": s.logprob} for s in score(given)])
+                batch = _scored(batch, lambda batches: [{"reference_logprob": s.logprob} for s in score(batches)])
         if self._teacher is not None:
             with metrics.timed("teacher"):
                 batch = _scored(batch, self._teacher.with_lists)
@@ -75,8 +76,8 @@ def _statistic_sums(objective: ObjectiveProtocol, tokens: TokenBatch) -> Tensor:
     old, rollout, advantage = tokens.old_logprob, tokens.rollout_logprob, tokens.advantage
     if old is None or rollout is None or advantage is None:
         raise ValueError("the objective's statistic needs old log-probs, rollout log-probs and advantages")
-    taught = {"teacher_logprob": tokens.tensors["teacher_logprob"]} if objective.needs_teacher else {}
-    return objective.statistic_sums(old, rollout, advantage, tokens.mask, **taught)
+    teacher_fields = {"teacher_logprob": tokens.tensors["teacher_logprob"]} if objective.needs_teacher else {}
+    return objective.statistic_sums(old, rollout, advantage, tokens.mask, **teacher_fields)
 
 
 def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[dict[str, Any]]]) -> StepBatch:
@@ -84,6 +85,6 @@ def _scored(batch: StepBatch, score: Callable[[list[TokenBatch]], list[dict[str,
     updates = []
     for update in batch.updates:
         scores = score(update.micro_batches)
-        scored = [replace(tokens, **found) for tokens, found in zip(update.micro_batches, scores, strict=True)]
+        scored = [replace(tokens, **fields) for tokens, fields in zip(update.micro_batches, scores, strict=True)]
         updates.append(replace(update, micro_batches=scored))
     return replace(batch, updates=updates)

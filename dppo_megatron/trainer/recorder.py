@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from dppo_megatron.common.heartbeat import in_phase
@@ -13,7 +13,7 @@ from dppo_megatron.common.progress import last_progress
 from dppo_megatron.config import Config
 from dppo_megatron.observability.masked_tokens import MaskedTokenLog
 from dppo_megatron.observability.names import evaluated_sets, is_step_record
-from dppo_megatron.observability.tail import JsonlFollower, each_record, metrics_of
+from dppo_megatron.observability.tail import JsonlFollower, has_evaluation, metrics_of, read_metrics, step_of
 from dppo_megatron.observability.trackers import Trackers, build_trackers
 from dppo_megatron.run_dir import RunDir
 
@@ -34,14 +34,12 @@ class RankZeroRecorder:
         self._config = config
         self._trackers = build_trackers(config, resume_step) if rank == 0 else None
         self._masked = MaskedTokenLog(config.run.dir, decode, resume_step) if rank == 0 else None
-        self._follower = JsonlFollower(RunDir(config.run.dir).rollout_metrics)
         self._first_step = resume_step or 0
-        self._recorded: set[int] = set()  # steps
-        self._evaluated: set[tuple[int, str]] = set()
-        for record in metrics_of(each_record(RunDir(config.run.dir).metrics)) if rank == 0 else ():
-            if is_step_record(record):
-                self._recorded.add(record["step"])
-            self._evaluated.update((record["step"], name) for name in evaluated_sets(record))
+        run = RunDir(config.run.dir)
+        self._follower = JsonlFollower(run.rollout_metrics, self._evaluations_and_later)
+        earlier = read_metrics(run.metrics, self._evaluations_and_later) if rank == 0 else []
+        self._recorded = {record["step"] for record in earlier if is_step_record(record)}
+        self._evaluated = {(record["step"], name) for record in earlier for name in evaluated_sets(record)}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._trackers is None:
@@ -68,12 +66,12 @@ class RankZeroRecorder:
         """Wait until the orchestrator evaluated the last policy, if it evaluates at all."""
         if self._trackers is None or not self._config.samples:
             return
-        wanted = {(self._config.train.steps, name) for name in self._config.eval_sets}
-        last, since = "", time.monotonic()
-        while not wanted <= self._evaluated:
-            if (now := last_progress(self._follower.path)) != last:
-                last, since = now, time.monotonic()
-            if time.monotonic() - since > self._config.run.stall_timeout_s:
+        expected = {(self._config.train.steps, name) for name in self._config.eval_sets}
+        last, changed_at = "", time.monotonic()
+        while not expected <= self._evaluated:
+            if (progress := last_progress(self._follower.path)) != last:
+                last, changed_at = progress, time.monotonic()
+            if time.monotonic() - changed_at > self._config.run.stall_timeout_s:
                 log.warning(
                     "the last evaluation made no progress for %.0f s (run.stall_timeout_s), %s; see the orchestrator's "
                     "log", self._config.run.stall_timeout_s, last,
@@ -81,6 +79,9 @@ class RankZeroRecorder:
                 return
             self._forward(self._trackers)
             time.sleep(POLL_S)
+
+    def _evaluations_and_later(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        return (line for line in lines if has_evaluation(line) or step_of(line) >= self._first_step)
 
     def _forward(self, trackers: Trackers) -> None:
         for record in self._follower.poll()[0]:

@@ -42,33 +42,33 @@ class StepSamples:
     advantages: np.ndarray  # fp32 [G, n, T], of each turn; T = 1: one value for all tokens
 
     @classmethod
-    def of(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
+    def from_entries(cls, entries: Sequence[BankEntry], config: Config) -> StepSamples:
         """Build the arrays from the index lines only.
 
         A truncated response that `objective.overlong_filter` removes from the loss is still counted in its group's
         baseline, so the group's mean reward does not depend on which responses carry loss.
         """
         first = [e.first_of_trajectories for e in entries]
-        last = [np.append(of[1:], e.num_samples) - 1 for of, e in zip(first, entries, strict=True)]
+        last = [np.append(starts[1:], e.num_samples) - 1 for starts, e in zip(first, entries, strict=True)]
 
         def over_branches(combine: np.ufunc, values: Callable[[BankEntry], np.ndarray]) -> np.ndarray:
-            return np.stack([combine.reduceat(values(e), of) for of, e in zip(first, entries, strict=True)])
+            return np.stack([combine.reduceat(values(e), starts) for starts, e in zip(first, entries, strict=True)])
 
-        rewards = np.stack([e.rewards[of] for of, e in zip(first, entries, strict=True)])
+        rewards = np.stack([e.rewards[starts] for starts, e in zip(first, entries, strict=True)])
         lengths = over_branches(np.maximum, lambda e: e.response_lengths)
         sampled = over_branches(np.add, lambda e: e.sampled)
         branches = over_branches(np.add, lambda e: np.ones(e.num_samples, np.int32))
         valid = ~over_branches(np.logical_or, lambda e: e.reward_failed)
-        truncated = np.stack([e.truncated[of] for of, e in zip(last, entries, strict=True)])
-        carrying = np.where(valid, sampled, 0)
+        truncated = np.stack([e.truncated[ends] for ends, e in zip(last, entries, strict=True)])
+        loss_tokens = np.where(valid, sampled, 0)
         if config.objective.overlong_filter:
-            carrying = keep_finished(torch.from_numpy(truncated), torch.from_numpy(carrying)).numpy()
+            loss_tokens = keep_finished(torch.from_numpy(truncated), torch.from_numpy(loss_tokens)).numpy()
         penalties = np.zeros_like(rewards)
         if buffer := config.reward.overlong_buffer:
             limit = config.rollout.max_response_tokens
             penalties = soft_overlong_penalty(torch.from_numpy(lengths), limit, buffer).numpy()
         advantages = _advantages(entries, rewards + penalties, valid, config)
-        return cls(rewards, valid, lengths, sampled, branches, truncated, carrying, penalties, advantages)
+        return cls(rewards, valid, lengths, sampled, branches, truncated, loss_tokens, penalties, advantages)
 
     def part(self, groups: np.ndarray) -> StepSamples:
         """Return only the given groups, with the advantages of the whole step."""
@@ -79,8 +79,8 @@ class StepSamples:
 
         The denominators count all loss-carrying trajectories of these groups, also those with advantage 0.
         """
-        carrying = torch.from_numpy(self.carrying).flatten()
-        weights = sequence_weights(config.objective.aggregation, carrying, horizon=config.horizon)
+        loss_tokens = torch.from_numpy(self.carrying).flatten()
+        weights = sequence_weights(config.objective.aggregation, loss_tokens, horizon=config.horizon)
         return weights.view(self.carrying.shape).numpy()
 
     def metrics(self, config: Config) -> dict[str, float]:
@@ -103,19 +103,23 @@ class StepSamples:
 
 def _advantages(entries: Sequence[BankEntry], rewards: np.ndarray, valid: np.ndarray, config: Config) -> np.ndarray:
     """Return the advantages, fp32 [G, n, T]; rewards and valid are [G, n]."""
-    chosen = config.objective
-    of_trajectories = torch.from_numpy(rewards), torch.from_numpy(valid)
-    if chosen.credit == "trajectory":
-        return group_advantages(*of_trajectories, kind=chosen.advantage).numpy()[:, :, None]
-    given: list[Sequence[Sequence[float] | np.ndarray]] = [e.turn_rewards or [[]] * rewards.shape[1] for e in entries]
-    turns = np.array([[len(of) for of in group] for group in given])
+    settings = config.objective
+    rewards_and_valid = torch.from_numpy(rewards), torch.from_numpy(valid)
+    if settings.credit == "trajectory":
+        return group_advantages(*rewards_and_valid, kind=settings.advantage).numpy()[:, :, None]
+    turn_rewards: list[Sequence[Sequence[float] | np.ndarray]] = [
+        e.turn_rewards or [[]] * rewards.shape[1] for e in entries
+    ]
+    turns = np.array([[len(trajectory) for trajectory in group] for group in turn_rewards])
     padded = np.zeros((*rewards.shape, max(turns.max(), 1)), np.float32)
-    padded[np.arange(padded.shape[2]) < turns[:, :, None]] = np.concatenate([of for group in given for of in group])
+    padded[np.arange(padded.shape[2]) < turns[:, :, None]] = np.concatenate(
+        [trajectory for group in turn_rewards for trajectory in group]
+    )
     return turn_advantages(
-        of_trajectories[0],
+        rewards_and_valid[0],
         torch.from_numpy(padded),
         torch.from_numpy(turns),
-        of_trajectories[1],
-        chosen.advantage,
-        chosen.discount,
+        rewards_and_valid[1],
+        settings.advantage,
+        settings.discount,
     ).numpy()

@@ -49,7 +49,7 @@ class TokenLog:
         self._directory = RunDir(config.run.dir).tokens
         self._writes = config.tracking.token_sequences > 0 and layout.is_last_stage and layout.tensor_rank == 0
         self._rank = layout.rank
-        self._seen: list[Callable[[], list[_Row]]] = []  # reads the device
+        self._readers: list[Callable[[], list[_Row]]] = []  # reads the device
         if layout.rank == 0:  # before the first update, which no other rank can finish without this one
             for path in self._directory.glob("step-*"):
                 if (name := _NAME.fullmatch(path.name)) and int(name[1]) > (resume_step or 0):
@@ -59,20 +59,20 @@ class TokenLog:
         """Return the observer for `Actor.train_update` of this update; None if this rank stores nothing."""
         if not self._writes or not update.stored:
             return None
-        of_batch: dict[int, list[StoredSequence]] = {}
+        sequences_by_batch: dict[int, list[StoredSequence]] = {}
         for sequence in update.stored:
-            of_batch.setdefault(id(update.micro_batches[sequence.micro_batch]), []).append(sequence)
+            sequences_by_batch.setdefault(id(update.micro_batches[sequence.micro_batch]), []).append(sequence)
 
         def observe(batch: MicroBatch, values: Tensor) -> None:
-            if batch.num_loss_tokens and (sequences := of_batch.get(id(batch.given))):
-                self._seen.append(partial(_rows, batch.given, batch.loss_rows, values, sequences))
+            if batch.num_loss_tokens and (sequences := sequences_by_batch.get(id(batch.host_batch))):
+                self._readers.append(partial(_rows, batch.host_batch, batch.loss_rows, values, sequences))
 
         return observe
 
     def write(self, step: int) -> None:
         """Write the finished step, counted from 1. A disk error does not stop the run."""
-        seen, self._seen = self._seen, []
-        rows = [row for rows_of_batch in seen for row in rows_of_batch()]
+        row_readers, self._readers = self._readers, []
+        rows = [row for rows_of_batch in row_readers for row in rows_of_batch()]
         if not rows:
             return
         names = ("position", "sample", "counts")
@@ -89,18 +89,18 @@ class TokenLog:
             self._writes = False
 
 
-def _rows(given: TokenBatch, loss_rows: Tensor, of_rows: Tensor, sequences: list[StoredSequence]) -> list[_Row]:
+def _rows(batch: TokenBatch, loss_rows: Tensor, row_values: Tensor, sequences: list[StoredSequence]) -> list[_Row]:
     """Return the values of each sequence.
 
-    loss_rows: [n] int64 on the device, the loss rows of this rank in `given`. of_rows: [4, n] fp32 on the device.
+    loss_rows: [n] int64 on the device, the loss rows of this rank in `batch`. row_values: [4, n] fp32 on the device.
     """
-    values, at = of_rows.cpu().numpy(), loss_rows.cpu().numpy()
-    mask, bounds = given.mask.numpy(), given.cu_seqlens.numpy()
-    found = []
+    values, at = row_values.cpu().numpy(), loss_rows.cpu().numpy()
+    mask, bounds = batch.mask.numpy(), batch.cu_seqlens.numpy()
+    rows = []
     for sequence in sequences:
         begin, end = bounds[sequence.number], bounds[sequence.number + 1]
-        own = np.flatnonzero((at >= begin) & (at < end))
-        own = own[np.argsort(at[own])]
-        index = (np.cumsum(mask[begin:end]) - 1)[at[own] - begin]
-        found.append(((sequence.position, sequence.sample, len(own)), index, values[:, own]))
-    return [row for row in found if len(row[1])]
+        columns = np.flatnonzero((at >= begin) & (at < end))
+        columns = columns[np.argsort(at[columns])]
+        index = (np.cumsum(mask[begin:end]) - 1)[at[columns] - begin]
+        rows.append(((sequence.position, sequence.sample, len(columns)), index, values[:, columns]))
+    return [row for row in rows if len(row[1])]

@@ -45,8 +45,8 @@ def training_rows(source: Source, config: Config | None) -> tuple[np.ndarray, li
     """Return the rows of the bank [N] of ROW, and its groups."""
     blocks: list[np.ndarray] = []
     entries: list[BankEntry] = []
-    for step, of_step in source.groups_of_steps():
-        for entry, advantages in zip(of_step, _advantages(of_step, config), strict=True):
+    for step, step_entries in source.groups_of_steps():
+        for entry, advantages in zip(step_entries, _advantages(step_entries, config), strict=True):
             rows = np.zeros(entry.num_samples, ROW)
             rows["source"], rows["sample"] = len(entries), np.arange(entry.num_samples)
             rows["step"], rows["prompt"], rows["row"] = step, entry.position, entry.row
@@ -65,19 +65,19 @@ def _advantages(entries: list[BankEntry], config: Config | None) -> list[np.ndar
     """Return the trainer's advantages of every sample of a step. Of advantages by turn it returns the first turn's."""
     if config is not None and len(entries) == config.rollout.prompts_per_step:
         try:
-            found = list(StepSamples.of(entries, config).advantages[:, :, 0])
+            advantages = list(StepSamples.from_entries(entries, config).advantages[:, :, 0])
         except ValueError:  # groups of several sizes, which the trainer rejects
-            found = [np.full(entry.num_samples, np.nan) for entry in entries]
+            advantages = [np.full(entry.num_samples, np.nan) for entry in entries]
     elif config is not None and config.objective.advantage.startswith("batch"):
-        found = [np.full(entry.num_samples, np.nan) for entry in entries]  # there is no batch yet
+        advantages = [np.full(entry.num_samples, np.nan) for entry in entries]  # there is no batch yet
     else:
-        found = [_of_group(entry, config) for entry in entries]
-    return [of[entry.trajectories] for of, entry in zip(found, entries, strict=True)]
+        advantages = [_group_advantages(entry, config) for entry in entries]
+    return [by_trajectory[entry.trajectories] for by_trajectory, entry in zip(advantages, entries, strict=True)]
 
 
-def _of_group(entry: BankEntry, config: Config | None) -> np.ndarray:
+def _group_advantages(entry: BankEntry, config: Config | None) -> np.ndarray:
     if config is not None:
-        return StepSamples.of([entry], config).advantages[0, :, 0]
+        return StepSamples.from_entries([entry], config).advantages[0, :, 0]
     first = entry.first_of_trajectories
     rewards = torch.from_numpy(entry.rewards[first])[None]
     return group_advantages(rewards, valid=torch.from_numpy(~entry.reward_failed[first])[None])[0].numpy()
@@ -109,7 +109,7 @@ def answer_rows(source: Source) -> AnswerRows:
     stride = -(-sum(path.stat().st_size for path in paths) // ANSWER_BYTES) or 1
     if stride > 1:
         source.notes.append(f"The page shows every {stride}th prompt of the evaluations.")
-    found = AnswerRows(np.zeros(0, ROW), sorted({path.parent.name for path in paths}))
+    answers = AnswerRows(np.zeros(0, ROW), sorted({path.parent.name for path in paths}))
     blocks = []
     for path in paths:
         try:
@@ -122,7 +122,7 @@ def answer_rows(source: Source) -> AnswerRows:
             source.notes.append(f"{path}: {missing} lines are not answers")
         samples = [(item, i, r.position, s) for item, r in enumerate(records) for i, s in enumerate(r.samples)]
         rows = np.zeros(len(samples), ROW)
-        rows["set"], rows["source"] = found.sets.index(path.parent.name) + 1, len(found.files)
+        rows["set"], rows["source"] = answers.sets.index(path.parent.name) + 1, len(answers.files)
         rows["step"] = rows["version"] = int(path.stem[1:])
         rows["advantage"] = rows["staleness"] = np.nan
         for row, (item, i, position, s) in zip(rows, samples, strict=True):
@@ -130,9 +130,9 @@ def answer_rows(source: Source) -> AnswerRows:
             row["reward"], row["tokens"] = np.nan if s.failed else s.reward, s.tokens
             row["truncated"], row["failed"] = s.finish == "length", s.failed
         blocks.append(rows)
-        found.files.append([_shown(record) for record in records])
-    found.rows = np.concatenate([found.rows, *blocks])
-    return found
+        answers.files.append([_shown(record) for record in records])
+    answers.rows = np.concatenate([answers.rows, *blocks])
+    return answers
 
 
 def _shown(record: _AnsweredPrompt) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Source:
     missing: dict[int, str] = field(default_factory=dict)  # number of a group -> why the page lacks its tokens
 
     @classmethod
-    def of(cls, root: Path) -> Source:
+    def open(cls, root: Path) -> Source:
         """Open a directory. Raises `ViewError` if it is neither a run nor a bank."""
         run = RunDir(root)
         if any(root.glob("segment-*.jsonl")):
@@ -80,14 +80,14 @@ class Source:
             pieces = [(begin, min(begin + size, total)) for begin in range(0, total, size)]
         else:
             pieces = reader.segments()
-        shown = self._some(pieces)
+        shown = self._select(pieces)
         for number in shown:
             try:
                 yield number + 1, reader.entries(*pieces[number])
             except BankError as error:
                 self.lost += [str(error)] * (pieces[number][1] - pieces[number][0])
 
-    def _some(self, pieces: list[tuple[int, int]]) -> list[int]:
+    def _select(self, pieces: list[tuple[int, int]]) -> list[int]:
         """Return the numbers of the steps to show."""
         if not pieces:
             return []
@@ -95,16 +95,16 @@ class Source:
             samples = self.reader.entries(*pieces[0])
         except BankError:
             samples = []
-        each = sum(entry.num_samples for entry in samples) or 1
-        most = max(1, MOST_ROLLOUTS // each)
-        if len(pieces) <= most:
+        samples_per_step = sum(entry.num_samples for entry in samples) or 1
+        max_steps = max(1, MOST_ROLLOUTS // samples_per_step)
+        if len(pieces) <= max_steps:
             return list(range(len(pieces)))
-        chosen = np.unique(np.linspace(0, len(pieces) - 1, most).round().astype(int)).tolist()
+        numbers = np.unique(np.linspace(0, len(pieces) - 1, max_steps).round().astype(int)).tolist()
         self.notes.append(
-            f"{len(chosen):,} of {len(pieces):,} steps are in the table, evenly spaced, so that it has about "
+            f"{len(numbers):,} of {len(pieces):,} steps are in the table, evenly spaced, so that it has about "
             f"{MOST_ROLLOUTS:,} rollouts."
         )
-        return chosen
+        return numbers
 
     def all_notes(self) -> list[str]:
         return self.notes + [f"{len(self.lost):,} groups cannot be read, the first: {e}" for e in self.lost[:1]]

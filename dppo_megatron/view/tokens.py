@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from dppo_megatron.bank import BankEntry, BankError, retired_segments
 from dppo_megatron.common.tensors import packed
-from dppo_megatron.doctor.tokenizer_file import TokenizerFile
+from dppo_megatron.data.tokenizer_file import TokenizerFile
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import POLICY, RolloutGroup
 
@@ -46,7 +46,7 @@ class TrainedTokens:
         self.positions: set[int] = set()
         self._places: dict[tuple[int, int], list[tuple[Path, slice]]] = {}
         self._masked: dict[tuple[int, int], tuple[int, int]] = {}  # (masked tokens, tokens)
-        self._read = lru_cache(maxsize=8)(_values)  # groups are read in the order of the files
+        self._load = lru_cache(maxsize=8)(_values)  # groups are read in the order of the files
         paths = sorted(RunDir(source.root).tokens.glob("step-*.safetensors")) if source.is_run else []
         for path in paths:
             try:
@@ -58,15 +58,16 @@ class TrainedTokens:
         masked, tokens = self._masked.get((position, sample), (0, 0))
         return masked / tokens if tokens else float("nan")
 
-    def of(self, position: int, sample: int, size: int) -> np.ndarray:
+    def values(self, position: int, sample: int, size: int) -> np.ndarray:
         """Return VALUES of every sampled token, fp32 [4, size]. Values that are not stored are NaN."""
-        found = np.full((len(VALUES), size), np.nan, np.float32)
+        token_values = np.full((len(VALUES), size), np.nan, np.float32)
         for path, part in self._places.get((position, sample), ()):
-            index, values = self._read(path)
-            own = index[part]
-            if len(own) == part.stop - part.start and own.min() >= 0 and own.max() < size:  # else of another sample
-                found[:, own] = values[:, part]
-        return found
+            index, values = self._load(path)
+            slots = index[part]
+            # Otherwise the values are of another sample.
+            if len(slots) == part.stop - part.start and slots.min() >= 0 and slots.max() < size:
+                token_values[:, slots] = values[:, part]
+        return token_values
 
     def _add(self, path: Path) -> None:
         with safe_open(path, "np") as file:
@@ -79,8 +80,8 @@ class TrainedTokens:
             key, part = (int(position), int(sample)), slice(int(end - count), int(end))
             self._places.setdefault(key, []).append((path, part))
             self.positions.add(key[0])
-            before = self._masked.get(key, (0, 0))
-            self._masked[key] = before[0] + int(masked[part].sum()), before[1] + int(count)
+            totals = self._masked.get(key, (0, 0))
+            self._masked[key] = totals[0] + int(masked[part].sum()), totals[1] + int(count)
 
 
 def _values(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -116,20 +117,20 @@ def chosen_groups(source: Source, entries: Sequence[BankEntry], trained: Trained
     source.missing |= {number: RETIRED for number, entry in enumerate(entries) if entry.segment in retired}
     if source.missing:
         source.notes.append(f"{len(source.missing):,} groups are {RETIRED}.")
-    drawn = [n for n in np.random.default_rng(_SEED).permutation(len(entries)).tolist() if n not in source.missing]
-    order = np.array(sorted(drawn, key=lambda number: entries[number].position not in trained.positions), int)
+    candidates = [n for n in np.random.default_rng(_SEED).permutation(len(entries)).tolist() if n not in source.missing]
+    order = np.array(sorted(candidates, key=lambda number: entries[number].position not in trained.positions), int)
     within = (np.cumsum(sizes[order], axis=0) <= (TOKEN_BYTES, TOKEN_SAMPLES)).all(axis=1)
     if within.all():
         return sorted(order.tolist())
     count = max(1, int(within.sum()))
-    chosen = np.sort(order[:count]).tolist()
+    numbers = np.sort(order[:count]).tolist()
     limits = f"the page has the tokens of {count:,} of {len(entries):,} groups, drawn at random"
     source.missing |= dict.fromkeys(order[count:].tolist(), f"left out of this file: {limits}")
     source.notes.append(
-        f"Tokens of {len(chosen):,} of {len(entries):,} groups are in this file, drawn at random (seed {_SEED}); "
+        f"Tokens of {len(numbers):,} of {len(entries):,} groups are in this file, drawn at random (seed {_SEED}); "
         "their rows are marked ●."
     )
-    return chosen
+    return numbers
 
 
 def _bytes(entry: BankEntry) -> int:
@@ -137,10 +138,10 @@ def _bytes(entry: BankEntry) -> int:
 
 
 def read_groups(
-    source: Source, entries: Sequence[BankEntry], chosen: Sequence[int]
+    source: Source, entries: Sequence[BankEntry], numbers: Sequence[int]
 ) -> Iterator[tuple[int, RolloutGroup]]:
     """Yield (number, group) of each chosen group that can be read. `source.missing` explains the other groups."""
-    for number in chosen:
+    for number in numbers:
         try:
             yield number, source.reader.read(entries[number], parts=("core", "topk", "mask"))
         except BankError as error:
@@ -148,20 +149,24 @@ def read_groups(
             source.missing[number] = f"not readable: {error}"
 
 
-def excerpts(group: RolloutGroup, vocabulary: TokenizerFile | None) -> list[str]:
-    """Return the beginnings of the prompt and of every response, as text or, without a tokenizer, as ids."""
+def response_texts(group: RolloutGroup, vocabulary: TokenizerFile | None) -> list[str]:
+    """Return the beginning of every response, as text or, without a tokenizer, as ids."""
     responses = (r.token_ids[: EXCERPT // 2].tolist() for r in group.rollouts)
     decode = vocabulary.decode if vocabulary else lambda ids: " ".join(map(str, ids))
-    most = vocabulary.size if vocabulary else _LARGEST_ID
-    return [excerpt(group.prompt.text), *(excerpt(decode([i for i in ids if 0 <= i < most])) for ids in responses)]
+    id_limit = vocabulary.size if vocabulary else _LARGEST_ID
+    return [decode([i for i in ids if 0 <= i < id_limit]) for ids in responses]
 
 
-def excerpt(text: str) -> str:
-    """Return the beginning of the text, or of its last user message, in one line."""
-    return " ".join(_USER.split(text)[-1][: 4 * EXCERPT].split())[:EXCERPT]
+def excerpts(prompt: str, responses: Iterable[str]) -> list[str]:
+    """Return the beginnings of the prompt, or of its last user message, and of every response, each in one line.
+
+    The answer of an evaluation in turns begins with the prompt, which is left out.
+    """
+    texts = [_USER.split(prompt)[-1], *(response.removeprefix(prompt) for response in responses)]
+    return [" ".join(text[: 4 * EXCERPT].split())[:EXCERPT] for text in texts]
 
 
-def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens) -> bytes:
+def packed_group(group: RolloutGroup, trained: TrainedTokens, shown: ShownTokens) -> bytes:
     """Pack the samples end to end. spans [J, 3] are as in the bank. counts [n, 3] are tokens, sampled tokens, spans.
 
     Example: samples with the ids [5, 6] and [7, 8, 9], all sampled, have ids [5, 6, 7, 8, 9] and counts [[2, 2, 1], [3,
@@ -178,11 +183,11 @@ def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens)
     present = {name: column for name, column in SHOWN.items() if rollouts[0].column(column) is not None}
     arrays |= {name: np.concatenate([r.column(column) for r in rollouts]) for name, column in present.items()}
     for name in {"ids", "topk_ids"} & arrays.keys():
-        used.add(arrays[name].reshape(-1))
+        shown.add(arrays[name].reshape(-1))
     if group.prompt.position in trained.positions:
-        of_samples = [trained.of(group.prompt.position, i, len(r.versions)) for i, r in enumerate(rollouts)]
-        arrays |= {f"trainer_{name}": part for name, part in zip(VALUES, np.concatenate(of_samples, 1), strict=True)}
-    of = {
+        sample_values = [trained.values(group.prompt.position, i, len(r.versions)) for i, r in enumerate(rollouts)]
+        arrays |= {f"trainer_{name}": part for name, part in zip(VALUES, np.concatenate(sample_values, 1), strict=True)}
+    meta = {
         "prompt": group.prompt.text,
         "answer": group.prompt.answer,
         "temperature": group.temperature,
@@ -190,4 +195,4 @@ def packed_group(group: RolloutGroup, trained: TrainedTokens, used: ShownTokens)
         "trajectory": [i if r.trajectory is None else r.trajectory for i, r in enumerate(rollouts)],
         "turn_rewards": None if group.turn_rewards is None else [rewards.tolist() for rewards in group.turn_rewards],
     }
-    return packed(arrays, {"of": json.dumps(of)})  # ASCII, since a text may have characters that UTF-8 cannot encode
+    return packed(arrays, {"of": json.dumps(meta)})  # ASCII, since a text may have characters that UTF-8 cannot encode

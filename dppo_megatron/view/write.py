@@ -6,7 +6,7 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -14,44 +14,45 @@ from typing import Any
 
 import numpy as np
 
+from dppo_megatron import __version__
 from dppo_megatron.common.files import output, write_atomic
 from dppo_megatron.common.tensors import packed
-from dppo_megatron.doctor.tokenizer_file import TokenizerFile
+from dppo_megatron.data.tokenizer_file import TokenizerFile
 from dppo_megatron.errors import bounded
 from dppo_megatron.observability.history import History, labels
 from dppo_megatron.observability.names import METRICS
-from dppo_megatron.observability.report import summary_rows
+from dppo_megatron.observability.report import objective_settings, summary_rows
 from dppo_megatron.observability.run_state import run_state
 from dppo_megatron.run_dir import RunDir
 
 from .rows import ROW, answer_rows, training_rows
-from .source import Source
-from .tokens import ShownTokens, TrainedTokens, chosen_groups, excerpt, excerpts, packed_group, read_groups
+from .source import Source, ViewError
+from .tokens import ShownTokens, TrainedTokens, chosen_groups, excerpts, packed_group, read_groups, response_texts
 
-STYLES = ("page.css",)
 SCRIPTS = ("data.js", "curves.js", "table.js", "tokens.js", "main.js")
 
 
-def write_view(root: Path, out: Path | None = None, model: Path | None = None, other: Path | None = None) -> Path:
-    """Write a run or bank, or two to compare, to `out` and return its path.
+def write_view(root: Path, out: Path | None = None, model: Path | None = None, others: Sequence[Path] = ()) -> Path:
+    """Write a run or bank, or several to compare, to `out` and return its path.
 
-    `out` defaults to `view.html` in the directory, or with a second run `other` to `view-with-OTHER.html`. `model` is
-    the directory of the tokenizer, by default the run's model.path. Without a tokenizer the page shows token ids. The
-    page names unreadable files. Raises `ViewError` for a directory that is neither a run nor a bank.
+    `out` defaults to `view.html` in the directory, or with other runs to `view-with-OTHER.html`. `model` is the
+    directory of the tokenizer, by default the run's model.path. Without a tokenizer the page shows token ids. The page
+    names unreadable files. Raises `ViewError` for a directory that is neither a run nor a bank, or is named twice.
     """
-    sides = [_Side.of(path, model) for path in ([root] if other is None else [root, other])]
-    head, table = sides[0].head, sides[0].table
-    if other is not None:
-        head["title"], sides[1].head["title"] = labels([root, other])
-        head["other"] = sides[1].head
-        run = [np.full(len(side.table["set"]), i, np.uint8) for i, side in enumerate(sides)]
-        table = {"run": np.concatenate(run)} | {k: np.concatenate([side.table[k] for side in sides]) for k in table}
+    roots = [root, *others]
+    if len({path.resolve() for path in roots}) < len(roots):
+        raise ViewError(f"OTHER = {others[-1]}: a comparison names the same run twice; name different runs")
+    sides = [_Side.open(path, label, model) for path, label in zip(roots, labels(roots), strict=True)]
+    head = sides[0].head | {"others": [side.head for side in sides[1:]], "version": __version__}
+    table = {k: np.concatenate([side.table[k] for side in sides]) for k in sides[0].table}
+    table["run"] = np.repeat(np.arange(len(sides), dtype=np.uint8), [len(side.table["set"]) for side in sides])
     first = [_blob("head", json.dumps(head).encode()), _blob("table", packed(table))]
     first.append(_blob("excerpts", json.dumps([side.excerpts for side in sides]).encode()))
-    first += [_blob(f"{of}curves", packed(side.curves)) for of, side in zip(("", "b-"), sides, strict=False)]
-    after = [_blob(of + name, data) for of, side in zip(("", "b-"), sides, strict=False) for name, data in side.blobs]
-    out = output(out or root / ("view.html" if other is None else f"view-with-{other.resolve().name}.html"))
-    write_atomic(out, _page(" and ".join(side.head["title"] for side in sides), first, after))
+    named = [(f"{i}-" if i else "", side) for i, side in enumerate(sides)]
+    first += [_blob(f"{prefix}curves", packed(side.curves)) for prefix, side in named]
+    deferred_blobs = [_blob(prefix + name, data) for prefix, side in named for name, data in side.blobs]
+    out = output(out or root / ("-with-".join(["view", *(other.resolve().name for other in others)]) + ".html"))
+    write_atomic(out, _page(" and ".join(side.head["title"] for side in sides), first, deferred_blobs))
     return out
 
 
@@ -66,30 +67,29 @@ class _Side:
     blobs: list[tuple[str, bytes]]
 
     @classmethod
-    def of(cls, root: Path, model: Path | None) -> _Side:
-        source = Source.of(root)
+    def open(cls, root: Path, label: str, model: Path | None) -> _Side:
+        source = Source.open(root)
         (training, entries), answers = training_rows(source, source.config()), answer_rows(source)
-        trained, used = TrainedTokens(source), ShownTokens()
+        trained, shown_tokens = TrainedTokens(source), ShownTokens()
         path = source.history.setting("model.path", str)
         model = model or RunDir(root).model(path) or (Path(path) if path else None)
         vocabulary = None if model is None else TokenizerFile.load(model)
         groups, texts = {}, {}
         for number, group in read_groups(source, entries, chosen_groups(source, entries, trained)):
-            groups[number] = packed_group(group, trained, used)
-            texts[number] = excerpts(group, vocabulary)
+            groups[number] = packed_group(group, trained, shown_tokens)
+            texts[number] = excerpts(group.prompt.text, response_texts(group, vocabulary))
         if groups and vocabulary is None:
-            why = f"No tokenizer.json can be read in {model}" if model else "No tokenizer is known"
-            source.notes.append(f"{why}: tokens are shown by their ids; --model DIR gives one.")
-        blobs = [("texts", json.dumps(used.texts(vocabulary)).encode())]
+            reason = f"No tokenizer.json can be read in {model}" if model else "No tokenizer is known"
+            source.notes.append(f"{reason}: tokens are shown by their ids; --model DIR gives one.")
+        blobs = [("texts", json.dumps(shown_tokens.texts(vocabulary)).encode())]
         blobs += [(f"answers-{i}", json.dumps(records).encode()) for i, records in enumerate(answers.files)]
         blobs += [(f"group-{number}", data) for number, data in groups.items()]
-        of_answers = [
-            [[excerpt(record["prompt"]), *(excerpt(sample["text"]) for sample in record["samples"])] for record in file]
-            for file in answers.files
-        ]
         table = _table(training, answers.rows, groups.keys(), trained)
-        shown = {"groups": texts, "files": of_answers}
-        return cls(_head(source, answers.sets), table, shown, _curves(source.history), blobs)
+        answered = [
+            [(record["prompt"], [s["text"] for s in record["samples"]]) for record in file] for file in answers.files
+        ]
+        shown = {"groups": texts, "files": [[excerpts(*texts_of) for texts_of in file] for file in answered]}
+        return cls(_head(source, label, answers.sets), table, shown, _curves(source.history), blobs)
 
 
 def _table(
@@ -109,22 +109,24 @@ def _curves(history: History) -> dict[str, np.ndarray]:
     steps = sorted(history.rows)
     curves = {"steps": np.array(steps, np.int32)}
     for name in sorted(history.names):
-        values = [history.rows[step].get(name) for step in steps]
-        curves[f"m:{bounded(name)}"] = np.array([np.nan if value is None else value for value in values], np.float32)
+        curves[f"m:{bounded(name)}"] = np.array([history.rows[step].get(name) for step in steps], np.float32)
     return curves
 
 
-def _head(source: Source, sets: list[str]) -> dict[str, Any]:
+def _head(source: Source, label: str, sets: list[str]) -> dict[str, Any]:
     history = source.history
+    settings, times = objective_settings(history), history.times
     recorded, state = history.names, {"state": str(run_state(RunDir(source.root)))} if source.is_run else {}
     return {
-        "title": history.label,
+        "title": label,
         "path": str(source.root.resolve()),
         "summary": state | summary_rows(history) if history.rows else state,
         "metrics": {m.name: [m.unit, m.meaning] for m in METRICS if m.name in recorded},
         "sets": ["training", *sets],
         "notes": source.all_notes(),
         "missing": source.missing,
+        "delta": settings and (settings.epsilon_high if settings.measures_ratio else settings.delta),
+        "times": [min(times), max(times)] if times else [],
     }
 
 
@@ -133,19 +135,16 @@ def _blob(name: str, data: bytes) -> str:
     return f'<script type="text/plain" id="blob-{name}">{packed}</script>\n'
 
 
-def _page(title: str, first: list[str], after: list[str]) -> str:
-    """Fill the page's template. The blobs in `after` follow the script, so the table is drawn before they are read."""
+def _page(title: str, first: list[str], deferred_blobs: list[str]) -> str:
+    """Fill the page's template. The `deferred_blobs` follow the script, so the table is drawn before they are read."""
     files = resources.files(__package__) / "page"
-
-    def joined(names: tuple[str, ...]) -> Iterator[str]:
-        return (files.joinpath(name).read_text() for name in names)
 
     parts = {
         "TITLE": html.escape(title),
-        "STYLE": "".join(joined(STYLES)),
+        "STYLE": files.joinpath("page.css").read_text(),
         "FIRST": "".join(first),
-        "SCRIPT": "".join(joined(SCRIPTS)),
-        "AFTER": "".join(after),
+        "SCRIPT": "".join(files.joinpath(name).read_text() for name in SCRIPTS),
+        "AFTER": "".join(deferred_blobs),
     }
     pieces = files.joinpath("page.html").read_text().split("%%")  # alternately HTML and the name of a part
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))

@@ -35,8 +35,10 @@ class DeferredChecks:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        of_calls = torch.cat([numbers for _, numbers in waiting]).cpu().split([len(numbers) for _, numbers in waiting])
-        for (raise_if_wrong, _), numbers in zip(waiting, of_calls, strict=True):
+        call_numbers = (
+            torch.cat([numbers for _, numbers in waiting]).cpu().split([len(numbers) for _, numbers in waiting])
+        )
+        for (raise_if_wrong, _), numbers in zip(waiting, call_numbers, strict=True):
             raise_if_wrong(numbers.tolist())
 
 
@@ -96,10 +98,10 @@ def _named_ids(
     target_ids: Tensor, topk_ids: Tensor | None, masks: SamplingMasks | None
 ) -> list[tuple[str, int, Tensor]]:
     """Return (name, smallest allowed id, ids) of the arguments that have ids."""
-    given = [("target_ids", 0, target_ids)]
-    given += [] if topk_ids is None else [("topk_ids", -1, topk_ids)]
-    given += [] if masks is None else [("sampling_mask_ids", 0, masks.ids)]
-    return [each for each in given if each[2].numel()]
+    named_ids = [("target_ids", 0, target_ids)]
+    named_ids += [] if topk_ids is None else [("topk_ids", -1, topk_ids)]
+    named_ids += [] if masks is None else [("sampling_mask_ids", 0, masks.ids)]
+    return [entry for entry in named_ids if entry[2].numel()]
 
 
 def id_extremes(

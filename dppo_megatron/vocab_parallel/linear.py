@@ -100,7 +100,7 @@ def linear_token_statistics(
     shard = make_shard(columns, vocab_size, vocab_start, group, tiles)
     split = sequence_parallel and shard.group is not None
     tokens = hidden.shape[0] * (shard.world if split else 1)
-    request = Request.of(
+    request = Request.build(
         hidden,
         tokens,
         shard,

@@ -68,8 +68,8 @@ def _rescale(m: Tensor, top: Tensor, scale: float | Tensor) -> tuple[Tensor, Ten
 
 def ordered_sum(parts: Tensor) -> Tensor:
     """Sum over dim 0 in order. The order of torch.sum depends on the other sizes."""
-    first, *others = parts.unbind()
-    for other in others:
+    first, *addends = parts.unbind()
+    for other in addends:
         first = first + other
     return first
 

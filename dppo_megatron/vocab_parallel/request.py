@@ -41,7 +41,7 @@ class Request:
     backend: ModuleType
 
     @classmethod
-    def of(
+    def build(
         cls,
         like: Tensor,
         tokens: int,
@@ -58,21 +58,21 @@ class Request:
         check: bool | DeferredChecks,
     ) -> Request:
         """Validate the arguments that both functions take. `like` has the device and dtype of the logits."""
-        for name, option, known in (("entropy", entropy, ENTROPY), ("backend", backend, BACKENDS)):
-            if option not in known:
-                raise ValueError(f"{name} must be one of {known}, got {option!r}")
+        for name, option, choices in (("entropy", entropy, ENTROPY), ("backend", backend, BACKENDS)):
+            if option not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {option!r}")
         checks.check_ids("target_ids", target_ids, 1, "[T]", tokens, like.device)
         if topk_ids is not None:
             checks.check_ids("topk_ids", topk_ids, 2, "[T, K]", tokens, like.device)
         if loss_mask is not None and (loss_mask.shape != (tokens,) or loss_mask.dtype != torch.bool):
-            found = f"{loss_mask.dtype} {checks.shape(loss_mask)}"
-            raise ValueError(f"loss_mask must be bool [T] with T = {tokens}, got {found}")
+            actual = f"{loss_mask.dtype} {checks.shape(loss_mask)}"
+            raise ValueError(f"loss_mask must be bool [T] with T = {tokens}, got {actual}")
         checks.check_sampling_masks(sampling_mask_ids, sampling_mask_counts, tokens, like.device)
         dtype = torch_backend.accumulation_dtype(like.dtype)
         return cls(
             target_ids,
             topk_ids,
-            None if sampling_mask_ids is None else SamplingMasks.of(sampling_mask_ids, sampling_mask_counts),
+            None if sampling_mask_ids is None else SamplingMasks.from_ids(sampling_mask_ids, sampling_mask_counts),
             shard,
             checks.inverse_temperature(temperature, tokens, like.device, dtype),
             entropy,
@@ -172,10 +172,11 @@ class Request:
             g_slots[:, 0] = g_logprob
         if g_topk is not None:
             g_slots[:, 1:] = g_topk
-        found = self.backend.coefficients(merged, ctx.ids, self.scale, g_slots, g_other, g_entropy)
-        if found.dead.device.type == "cpu" and not bool(found.dead.any()):  # elsewhere this would cost a sync
-            found = replace(found, dead=None)
-        return found
+        coefficients = self.backend.coefficients(merged, ctx.ids, self.scale, g_slots, g_other, g_entropy)
+        # Only on the CPU: elsewhere this would cost a sync.
+        if coefficients.dead.device.type == "cpu" and not bool(coefficients.dead.any()):
+            coefficients = replace(coefficients, dead=None)
+        return coefficients
 
 
 def choose_backend(backend: str, device: torch.device) -> ModuleType:

@@ -29,7 +29,7 @@ class SamplingMasks:
     total: Tensor
 
     @classmethod
-    def of(cls, ids: Tensor, counts: Tensor) -> SamplingMasks:
+    def from_ids(cls, ids: Tensor, counts: Tensor) -> SamplingMasks:
         """Build the masks from ids [N] and the number of them in each row, counts [T]. No synchronisation.
 
         Counts that do not add up to N assign ids to wrong rows, but never to rows that do not exist.
@@ -39,20 +39,20 @@ class SamplingMasks:
         rows = torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(counts) - 1)
         return cls(ids.long(), rows, counts > 0, torch.where((counts < 0).any(), -1, counts.sum()))
 
-    def select(self, chosen: Tensor) -> SamplingMasks:
-        """Return the masks of the rows [n] `chosen`, ascending. Synchronises with the device."""
+    def select(self, rows: Tensor) -> SamplingMasks:
+        """Return the masks of the `rows` [n], ascending. Synchronises with the device."""
         place = torch.full_like(self.restricted, -1, dtype=torch.long)
-        place[chosen] = torch.arange(len(chosen), device=place.device)
+        place[rows] = torch.arange(len(rows), device=place.device)
         selected = (place[self.rows] >= 0).nonzero().flatten()
         ids = self.ids[selected]
         total = torch.where(self.total < 0, self.total, self.total - len(self.ids) + len(ids))
-        return SamplingMasks(ids, place[self.rows[selected]], self.restricted[chosen], total)
+        return SamplingMasks(ids, place[self.rows[selected]], self.restricted[rows], total)
 
     def missing(self, target_ids: Tensor) -> Tensor:
         """Return [T] bool: True if the row is restricted and its mask lacks the target."""
-        found = torch.zeros_like(target_ids, dtype=torch.int32)
-        found.index_add_(0, self.rows, (self.ids == target_ids[self.rows]).int())
-        return self.restricted & (found == 0)
+        num_matches = torch.zeros_like(target_ids, dtype=torch.int32)
+        num_matches.index_add_(0, self.rows, (self.ids == target_ids[self.rows]).int())
+        return self.restricted & (num_matches == 0)
 
     def hide_others(self, block: Tensor, first: int) -> None:
         """Set logits outside the masks to -inf, in place. block: [T, columns > 0] of columns [first, first + columns).

@@ -50,6 +50,8 @@ def make_shard(
     tiles: int | None = None,
 ) -> Shard:
     """Describe this rank's shard. No collective. Raises ValueError if the sizes cannot add up."""
+    if isinstance(group, int):
+        raise TypeError(f"group must be a process group of torch.distributed or None, got {group}")
     world = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     if rank < 0:
@@ -98,7 +100,7 @@ def _checksum(ids: Tensor) -> Tensor:
 
 def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
     """Write into `row` the numbers by which the other ranks detect that the group disagrees."""
-    row[3] = torch.stack([_checksum(each) for each in ids]).sum().bitwise_and_(0xFFFFFF)
+    row[3] = torch.stack([_checksum(tensor) for tensor in ids]).sum().bitwise_and_(0xFFFFFF)
     # Each number is filled in on its own: an assignment to row[i], or a tensor made on the host, waits for the device.
     for place, number in enumerate((shard.first, shard.columns, -1 if shard.vocab_size is None else shard.vocab_size)):
         row[place].fill_(number)

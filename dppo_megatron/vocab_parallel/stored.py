@@ -91,7 +91,7 @@ def token_statistics(
     """
     checks.check_floating("logits", logits, 2, "[T, V_local]")
     tokens, columns = logits.shape
-    request = Request.of(
+    request = Request.build(
         logits,
         tokens,
         make_shard(columns, vocab_size, vocab_start, group, tiles),

@@ -81,8 +81,8 @@ class LocalSlots:
     def put(self, block: Tensor, values: Tensor) -> None:
         """Write values[t, slot] to the slot's column of block [T, columns], in place."""
         values = values.gather(1, self.source)
-        before = block.gather(1, self.column)
-        _scatter(block, self.column, torch.where(self.any_inside, values.to(block.dtype), before))
+        old_values = block.gather(1, self.column)
+        _scatter(block, self.column, torch.where(self.any_inside, values.to(block.dtype), old_values))
 
     def hide(self, block: Tensor) -> Tensor:
         """Set the slots' columns of block to -inf, in place. Returns the logits, for `show` to restore them."""

@@ -171,13 +171,13 @@ _compiled_gradient = CompiledOrEager(_gradient)
 _compiled_gradient_with_entropy = CompiledOrEager(_gradient_with_entropy)
 
 
-def block_gradient(block: Tensor, scale: float | Tensor, found: Coefficients, compiled: bool) -> None:
+def block_gradient(block: Tensor, scale: float | Tensor, coefficients: Coefficients, compiled: bool) -> None:
     """Overwrite block [T, columns > 0] of logits by e^d (a + b d), d = (z - other_max) scale, and 0 in dead rows.
 
     The values are correct for the columns that no slot names. The caller then writes the columns of the slots.
     compiled: as in block_sums.
     """
-    other_max, a, b, dead = found.other_max, found.a, found.b, found.dead
+    other_max, a, b, dead = coefficients.other_max, coefficients.a, coefficients.b, coefficients.dead
     kernel = _compiled_gradient if b is None else _compiled_gradient_with_entropy
     if compiled and kernel.usable:
         tensor = scale if isinstance(scale, Tensor) else a.new_full(a.shape, scale)
@@ -230,10 +230,10 @@ def backward(
     ids: Tensor,
     first: int,
     scale: float | Tensor,
-    found: Coefficients,
+    coefficients: Coefficients,
     *,
     large: bool,
 ) -> None:
     """Overwrite block [T, columns > 0] of logits by their gradient."""
-    block_gradient(block, scale, found, compiled=large)
-    local_slots(ids, first, block.shape[1]).put(block, found.slots)
+    block_gradient(block, scale, coefficients, compiled=large)
+    local_slots(ids, first, block.shape[1]).put(block, coefficients.slots)

@@ -70,30 +70,30 @@ def _merge_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, padded)
-    used = slot < n
+    valid = slot < n
     tau = tl.load(scale + row * scale_stride)
-    name = tl.load(ids + row * n + slot, mask=used, other=-1)
-    present = used & (name >= 0)
+    name = tl.load(ids + row * n + slot, mask=valid, other=-1)
+    present = valid & (name >= 0)
     line = rows + row * row_stride
 
     scores = tl.zeros((padded,), tl.float32)
     top = tl.full((), float("-inf"), tl.float32)
     for block in range(blocks):
-        here = line + block * block_stride
-        scores += tl.load(here + slot, mask=used, other=0.0)
-        m = tl.load(here + n)
+        base = line + block * block_stride
+        scores += tl.load(base + slot, mask=valid, other=0.0)
+        m = tl.load(base + n)
         top = tl.where((m > top) | (m != m), m, top)
     top = tl.where(top == float("-inf"), 0.0, top)
     s = tl.full((), 0.0, tl.float32)
     u = tl.full((), 0.0, tl.float32)
     for block in range(blocks):
-        here = line + block * block_stride + n
-        d = _floor((tl.load(here) - top) * tau)
+        base = line + block * block_stride + n
+        d = _floor((tl.load(base) - top) * tau)
         w = tl.exp(d)
-        part = tl.load(here + 1)
+        part = tl.load(base + 1)
         s += w * part
         if with_entropy:
-            u += w * (tl.load(here + 2) + d * part)
+            u += w * (tl.load(base + 2) + d * part)
 
     same = tl.expand_dims(name, 1) == tl.expand_dims(name, 0)
     twin = tl.min(tl.where(same, tl.expand_dims(slot, 0), padded), axis=1)
@@ -112,16 +112,16 @@ def _merge_kernel(
     leads = slot_max >= best_other
     leading = slot == tl.where(leads, leader, padded)
     led = tl.sum(tl.where(leading, e, 0.0), axis=0)
-    others = tl.sum(tl.where(leading, 0.0, e), axis=0)
-    rest = tl.where(leads, mass_other, mass_other - 1.0) + others
+    tail = tl.sum(tl.where(leading, 0.0, e), axis=0)
+    rest = tl.where(leads, mass_other, mass_other - 1.0) + tail
     log_s = _log1p(rest)
     total = rest + 1.0
-    mass = (others + led) / total
+    mass = (tail + led) / total
     direct = d_other + tl.log(s) - log_s
 
     bad = tl.sum((present & _nonfinite(scores)).to(tl.int32), axis=0) > 0
     bad = bad | _nonfinite(log_s) | _nonfinite(best)
-    tl.store(logprob + row * n + slot, tl.where(present, d_slots - log_s, float("-inf")), mask=used)
+    tl.store(logprob + row * n + slot, tl.where(present, d_slots - log_s, float("-inf")), mask=valid)
     tl.store(other_logprob + row, tl.where(mass < 0.5, _log1p(-mass), direct))
     tl.store(nonfinite + row, bad.to(tl.int8))
     tl.store(slot_mass + row, mass)
@@ -156,21 +156,21 @@ def _coefficients_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, padded)
-    used = slot < n
+    valid = slot < n
     tau = tl.load(scale + row * scale_stride)
-    name = tl.load(ids + row * n + slot, mask=used, other=-1)
+    name = tl.load(ids + row * n + slot, mask=valid, other=-1)
     flag = tl.load(nonfinite + row)
     skip = flag != 0
-    live = used & (tl.where(flag == 0, name, -1) >= 0)
+    live = valid & (tl.where(flag == 0, name, -1) >= 0)
     s = tl.load(other_sum + row)
     dead = skip | (s == 0.0)
     safe = tl.where(s == 0.0, 1.0, s)
 
-    each = tl.where(live, tl.load(g_slots + row * n + slot, mask=used, other=0.0), 0.0)
-    g_sum = tl.sum(each, axis=0)
+    grads = tl.where(live, tl.load(g_slots + row * n + slot, mask=valid, other=0.0), 0.0)
+    g_sum = tl.sum(grads, axis=0)
     same = tl.expand_dims(name, 1) == tl.expand_dims(name, 0)
-    g = tl.sum(tl.where(same, tl.expand_dims(each, 0), 0.0), axis=1)
-    lp = tl.load(logprob + row * n + slot, mask=used, other=float("-inf"))
+    g = tl.sum(tl.where(same, tl.expand_dims(grads, 0), 0.0), axis=1)
+    lp = tl.load(logprob + row * n + slot, mask=valid, other=float("-inf"))
     lpo = tl.load(other_logprob + row)
     pi = tl.exp(lp)
     pi_other = tl.exp(lpo)
@@ -180,16 +180,16 @@ def _coefficients_kernel(
         go = tl.where(dead, 0.0, tl.load(g_other + row))
         all_g += go
         a += go * tl.load(slot_mass + row)
-    found = -g * _expm1(lp) - pi * (all_g - g)
+    grad = -g * _expm1(lp) - pi * (all_g - g)
     if with_entropy:
         h = tl.where(skip, 0.0, tl.load(g_entropy + row))
         mean = tl.load(entropy + row)
-        found -= h * pi * (_floor(lp) + mean)
+        grad -= h * pi * (_floor(lp) + mean)
         b = -h * pi_other
         a += b * (_floor(lpo) + mean) - b * tl.log(safe)
         tl.store(b_out + row, tl.where(dead, 0.0, b / safe * tau))
     tl.store(a_out + row, tl.where(dead, 0.0, a / safe * tau))
-    tl.store(at_slots + row * n + slot, tl.where(live, found * tau, 0.0), mask=used)
+    tl.store(at_slots + row * n + slot, tl.where(live, grad * tau, 0.0), mask=valid)
 
 
 def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> Merged:

@@ -82,12 +82,12 @@ class Broadcast(Transport):
         Raises `ModelError` on every rank for weights beyond fp16, before any weight is sent.
         """
         if self._dtype == torch.float16:
-            own = overflowing(self._actor.model_chunks, self._actor.hf, self._dtype)
-            found = self._ranks.gather(own, "the weights to be checked")
-            if problems := sorted({problem for of_rank in found for problem in of_rank}):
+            local_problems = overflowing(self._actor.model_chunks, self._actor.hf, self._dtype)
+            problem_lists = self._ranks.gather(local_problems, "the weights to be checked")
+            if problems := sorted({problem for rank_problems in problem_lists for problem in rank_problems}):
                 raise ModelError(f"policy version {version}", problems)
         if not self._streams:
-            specs = [TensorSpec.of(name, tensor) for name, tensor in self._export()]
+            specs = [TensorSpec.from_tensor(name, tensor) for name, tensor in self._export()]
             everyone = self._ranks.gather(make_buckets(specs, self._bucket_bytes), "the buckets of all source ranks")
             # The engines receive in the order in which every rank exports: dense weights, then experts layer by layer.
             # A rank with a later bucket therefore never blocks a gather that the next bucket needs.
@@ -147,8 +147,8 @@ class Broadcast(Transport):
         self._formed = False
 
     def _join(self, engines: Mapping[str, EngineInfo]) -> None:
-        *before, workers = itertools.accumulate((info.workers for info in engines.values()), initial=0)
-        first_workers = dict(zip(engines, before, strict=True))
+        *offsets, workers = itertools.accumulate((info.workers for info in engines.values()), initial=0)
+        first_workers = dict(zip(engines, offsets, strict=True))
         hosts = [_host(url) for url in engines]
         first = os.environ.get("MASTER_ADDR", "127.0.0.1")  # rank 0, at the address that the other ranks use
         name = self._ranks.from_rank_zero(lambda: f"weights-{uuid.uuid4().hex[:12]}", "the weight group's name")
@@ -231,7 +231,8 @@ class _BucketStream:
         place_name, place = self._open.pop()
         if (place_name, place.dtype, place.shape) != (name, tensor.dtype, tensor.shape):
             raise WeightGroupError(
-                f"exported {TensorSpec.of(name, tensor)} where {TensorSpec.of(place_name, place)} was planned"
+                f"exported {TensorSpec.from_tensor(name, tensor)} where {TensorSpec.from_tensor(place_name, place)} "
+                "was planned"
             )
         place.copy_(tensor)
         if not self._open:

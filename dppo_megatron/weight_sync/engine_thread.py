@@ -47,8 +47,8 @@ class EngineThread:
             replies = await live.on(answering, lambda engine: engine.sleep())
             return [str(reply) for reply in replies.values() if isinstance(reply, Exception)]
 
-        if awake := self.start(sleep).result():
-            raise WeightSyncError("engines did not free their memory for the trainer:\n  " + "\n  ".join(awake))
+        if problems := self.start(sleep).result():
+            raise WeightSyncError("engines did not free their memory for the trainer:\n  " + "\n  ".join(problems))
 
     def close(self) -> None:
         atexit.unregister(self.close)

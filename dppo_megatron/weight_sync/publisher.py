@@ -109,7 +109,7 @@ class Publisher:
         self._colocated = config.engine.placement == "colocated"
         self._offloaded: ExitStack | None = None  # restores a colocated actor that is not on its device
         self._last: PublishedPolicy | None = None
-        self._behind: set[tuple[str, str]] = set()  # URL and instance of engines that were seen to lag
+        self._lagging: set[tuple[str, str]] = set()  # URL and instance of engines that were seen to lag
         self._partly_covered: set[str] = set()  # URLs of engines with fingerprints that do not cover all weights
 
     def publish(self, version: int) -> PublishResult:
@@ -153,13 +153,13 @@ class Publisher:
         if self._last is None or self._last.path is not None:
             return False
         engines, _ = self._answering()
-        behind = {
+        lagging_instances = {
             (url, info.instance)
             for url, info in engines.items()
             if (self._last.confirmed.get(url), self._last.version) != (info.instance, info.version)
         }
-        new = behind - self._behind
-        self._behind |= new
+        new = lagging_instances - self._lagging
+        self._lagging |= new
         return bool(new)
 
     def onload_actor(self) -> None:
@@ -287,16 +287,16 @@ class Publisher:
         return AttemptResult(published, failures)
 
     def _report_untold(self, reply: Confirmation) -> None:
-        if (groups := untold(reply.held or {})) and reply.url not in self._partly_covered:
+        if (groups := untold(reply.fingerprint or {})) and reply.url not in self._partly_covered:
             self._partly_covered.add(reply.url)
-            why = "its loader changes these weights, so fingerprints do not cover them (docs/engines.md)"
-            log.warning("engine %s gives no fingerprint of %s: %s", reply.url, some_groups(groups), why)
+            reason = "its loader changes these weights, so fingerprints do not cover them (docs/engines.md)"
+            log.warning("engine %s gives no fingerprint of %s: %s", reply.url, some_groups(groups), reason)
 
     def _record(self, policy: PublishedPolicy, confirmed: dict[str, str]) -> None:
         """Write the published-policy file, which makes `policy` the one to serve. `confirmed`: see PublishedPolicy."""
         if self._last is None or self._last.version != policy.version:
-            self._behind.clear()
-        self._behind -= set(confirmed.items())
+            self._lagging.clear()
+        self._lagging -= set(confirmed.items())
         self._last = replace(policy, confirmed=confirmed)
         self._last.write(self._run.published)
         self._transport.after_confirmation(policy.version)

@@ -49,7 +49,7 @@ class SharedStorage(Transport):
     def __init__(self, config: Config, actor: Actor, ranks: Ranks):
         super().__init__(config, actor, ranks)
         self._run = RunDir(config.run.dir)
-        self._kept = self._take_over() if ranks.rank == 0 else []
+        self._versions = self._take_over() if ranks.rank == 0 else []
         self._prepared: Path | None = None  # directory of the version that was prepared last
         self._deltas_left = 0  # deltas until the next whole version
         self._too_large = False  # a delta was too large; no other is tried before the next whole version
@@ -60,7 +60,7 @@ class SharedStorage(Transport):
         lead(self._run, self._config.weight_sync.directory)
         for unfinished in self._run.weights.glob(".v*.writing"):
             shutil.rmtree(unfinished, ignore_errors=True)
-        return sorted(int(found.name[1:]) for found in self._run.weights.glob("v*") if found.name[1:].isdecimal())
+        return sorted(int(path.name[1:]) for path in self._run.weights.glob("v*") if path.name[1:].isdecimal())
 
     def prepare(self, version: int) -> None:
         base, directory = self._prepared, self.directory(version)
@@ -110,19 +110,19 @@ class SharedStorage(Transport):
         everyone = Ranks()
         opened: list[Version] = []
         everyone.on_every_rank(lambda: opened.append(Version(base)), f"{base} to be opened")
-        (before,) = opened
-        most = LARGEST_SHARE * before.model_bytes
+        (base_version,) = opened
+        limit_bytes = LARGEST_SHARE * base_version.model_bytes
         counts: Counter[str] = Counter()  # elements of the tensors that this rank exports
         turns = Turns(everyone, f"writes to {directory}")
 
         def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
             counts.update(tensors=1, elements=tensor.numel())
-            found = change(before.tensor(name), tensor.detach().to("cpu"))
-            if found is None:
+            tensor_change = change(base_version.tensor(name), tensor.detach().to("cpu"))
+            if tensor_change is None:
                 return {}
-            packed = found.stored(name)
-            counts.update(changed=found.changed, nbytes=sum(part.nbytes for part in packed.values()))
-            if counts["nbytes"] > most:
+            packed = tensor_change.stored(name)
+            counts.update(changed=tensor_change.changed, nbytes=sum(part.nbytes for part in packed.values()))
+            if counts["nbytes"] > limit_bytes:
                 raise DeltaTooLarge(f"{directory}: more than {LARGEST_SHARE:.0%} of the model")
             return packed
 
@@ -134,7 +134,7 @@ class SharedStorage(Transport):
             )
 
         def complete(staging: Path, parts: list[Part]) -> None:
-            if (nbytes := sum(part.nbytes for part in parts)) > most:
+            if (nbytes := sum(part.nbytes for part in parts)) > limit_bytes:
                 raise DeltaTooLarge(f"{directory}: {nbytes:,} bytes, more than {LARGEST_SHARE:.0%} of the model")
             write_base(staging, base.name)
 
@@ -142,8 +142,8 @@ class SharedStorage(Transport):
         mine = [counts[name] for name in ("tensors", "elements", "changed")]
         gathered = everyone.gather(mine, "how much of the weights changed")
         tensors, elements, changed = map(sum, zip(*gathered, strict=True))
-        if tensors != len(before.names):
-            raise DamagedDelta(f"{directory}: {tensors} tensors were exported, {base} has {len(before.names)}")
+        if tensors != len(base_version.names):
+            raise DamagedDelta(f"{directory}: {tensors} tensors were exported, {base} has {len(base_version.names)}")
         return changed / max(elements, 1)
 
     def _save_whole(self, directory: Path) -> None:
@@ -201,15 +201,17 @@ class SharedStorage(Transport):
 
         The published version is always kept, because an engine that restarts loads it.
         """
-        if version in self._kept:
-            self._kept.remove(version)
-        self._kept.append(version)
+        if version in self._versions:
+            self._versions.remove(version)
+        self._versions.append(version)
         keep = self._config.weight_sync.keep_versions
-        needed = {path for kept in self._kept[-keep:] for path in _made_from(self._run.weights_of(kept))}
-        for old in self._kept[:-keep]:
+        needed = {
+            path for kept_version in self._versions[-keep:] for path in _made_from(self._run.weights_of(kept_version))
+        }
+        for old in self._versions[:-keep]:
             if self._run.weights_of(old) not in needed:
                 shutil.rmtree(self._run.weights_of(old), ignore_errors=True)
-                self._kept.remove(old)
+                self._versions.remove(old)
 
 
 def _made_from(directory: Path) -> list[Path]:

@@ -48,7 +48,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[Annotated[int, Field(ge=0, lt=2**48)], ...]
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+    def from_tensor(cls, name: str, tensor: Tensor) -> TensorSpec:
         return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     @property
@@ -111,8 +111,8 @@ class WeightGroupPlan:
 
 def expert_layer(name: str) -> int:
     """Return the layer of an expert's tensor; -1 for all other tensors."""
-    found = _EXPERT.search(name)
-    return int(found[1]) if found else -1
+    match = _EXPERT.search(name)
+    return int(match[1]) if match else -1
 
 
 def make_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -125,8 +125,8 @@ def make_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket
     filled, layer = 0, -1
     for spec in specs:
         full = filled + spec.nbytes > bucket_bytes or filled % getattr(torch, spec.dtype).itemsize
-        before, layer = layer, expert_layer(spec.name)
-        if not buckets or full or layer != before:
+        previous_layer, layer = layer, expert_layer(spec.name)
+        if not buckets or full or layer != previous_layer:
             buckets.append([])
             filled = 0
         buckets[-1].append(spec)

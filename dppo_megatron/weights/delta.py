@@ -71,39 +71,39 @@ def change(old: torch.Tensor, new: torch.Tensor) -> Change | None:
     """Return the change from CPU tensor `old` to `new` of the same shape and dtype, or None if all bits are equal."""
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         raise ValueError(f"{tuple(new.shape)} {new.dtype} cannot change {tuple(old.shape)} {old.dtype}")
-    before, after = _words(old), _words(new)
-    differ = before != after  # words of 8 bytes; only different words are compared by elements
+    old_words, new_words = _words(old), _words(new)
+    differ = old_words != new_words  # words of 8 bytes; only different words are compared by elements
     words = int(differ.count_nonzero())
     if not words:
         return None
     sums = (checksum(old), checksum(new))
-    most = new.nbytes // (2 + new.itemsize)  # upper limit of entries that take less space than the whole tensor
-    positions = _positions(before, after, differ, new.itemsize) if words < most else None
+    max_entries = new.nbytes // (2 + new.itemsize)  # upper limit of entries that take less space than the whole tensor
+    positions = _positions(old_words, new_words, differ, new.itemsize) if words < max_entries else None
     changed = int((_bits(_flat(old)) != _bits(_flat(new))).count_nonzero()) if positions is None else len(positions)
     if positions is not None:
         positions = _reachable(positions)
-    if positions is None or len(positions) > most:
+    if positions is None or len(positions) > max_entries:
         return Change(None, new, changed, sums)
     return Change(positions, _flat(new)[positions], changed, sums)
 
 
-def _positions(before: torch.Tensor, after: torch.Tensor, differ: torch.Tensor, itemsize: int) -> torch.Tensor:
+def _positions(old_words: torch.Tensor, new_words: torch.Tensor, differ: torch.Tensor, itemsize: int) -> torch.Tensor:
     """Return the positions of the elements with different bits."""
     words = differ.nonzero().squeeze(1)
-    old, new = (_bits(side[words].view(torch.uint8), itemsize).view(len(words), -1) for side in (before, after))
+    old, new = (_bits(side[words].view(torch.uint8), itemsize).view(len(words), -1) for side in (old_words, new_words))
     word, place = (old != new).nonzero(as_tuple=True)
     return words[word] * (8 // itemsize) + place
 
 
 def _reachable(positions: torch.Tensor) -> torch.Tensor:
     """Return `positions` with fillers, so that no gap is larger than `FAR`: [2, 40002] becomes [2, 32769, 40002]."""
-    before = torch.cat([positions.new_zeros(1), positions[:-1]])
-    missing = ((positions - before - 1) // FAR).clamp_(min=0)
+    previous = torch.cat([positions.new_zeros(1), positions[:-1]])
+    missing = ((positions - previous - 1) // FAR).clamp_(min=0)
     if not bool(missing.any()):
         return positions
     starts = missing.cumsum(0) - missing
     number = torch.arange(int(missing.sum())) - starts.repeat_interleave(missing) + 1
-    return torch.cat([positions, before.repeat_interleave(missing) + FAR * number]).sort().values
+    return torch.cat([positions, previous.repeat_interleave(missing) + FAR * number]).sort().values
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -157,8 +157,8 @@ class Version:
         self._deltas = [_Files(delta) for delta in deltas]
         unknown = self.changed - self._model.names.keys()
         if unknown:
-            some = ", ".join(sorted(unknown)[:SHOWN])
-            raise DamagedDelta(f"{directory}: changes tensors that {self.model} lacks ({some})")
+            examples = ", ".join(sorted(unknown)[:SHOWN])
+            raise DamagedDelta(f"{directory}: changes tensors that {self.model} lacks ({examples})")
 
     @property
     def names(self) -> list[str]:
@@ -195,10 +195,10 @@ class Version:
                 continue
             if checks.shape != (2,):
                 raise DamagedDelta(f"{delta.directory}: {name} has {checks.numel()} checksums instead of 2")
-            before, after = checks.tolist()
-            if expected not in (None, before):
+            old_checksum, new_checksum = checks.tolist()
+            if expected not in (None, old_checksum):
                 raise DamagedDelta(f"{delta.directory}: {name} changes other values than those of the previous version")
-            expected, whole = after, delta.find(name)
+            expected, whole = new_checksum, delta.find(name)
             if whole is not None:
                 if (whole.shape, whole.dtype) != (shape, dtype):
                     raise DamagedDelta(f"{delta.directory}: {name} has another shape or dtype than in {self.model}")
@@ -230,17 +230,17 @@ class PrefetchedVersion:
     def __init__(self, version: Version, most_bytes: int):
         self.version = version
         self.read_s = 0.0  # seconds that the load waited for files and for applying deltas
-        self._kept: dict[str, torch.Tensor] = {}
-        self._wanted = True
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._active = True
         self._problem: Exception | None = None
         self._thread = threading.Thread(target=self._read, args=(most_bytes,), name="weights-prefetch", daemon=True)
         self._thread.start()
 
     def drop(self) -> None:
         """Stop reading and free the memory."""
-        self._wanted = False
+        self._active = False
         self._thread.join()
-        self._kept.clear()
+        self._tensors.clear()
 
     def finished(self) -> bool:
         """Return whether the thread has ended. Raises the thread's error."""
@@ -256,7 +256,7 @@ class PrefetchedVersion:
         self._thread.join()
         self.finished()
         for name in self.version.names:
-            tensor = self._kept.pop(name, None)
+            tensor = self._tensors.pop(name, None)
             if tensor is None:
                 tensor = self.version.tensor(name)
             self.read_s += time.perf_counter() - began
@@ -267,11 +267,11 @@ class PrefetchedVersion:
         try:
             changed, size = self.version.changed, 0
             for name in self.version.names:
-                if size >= most_bytes or not self._wanted:
+                if size >= most_bytes or not self._active:
                     break
                 if name in changed:  # the others are mapped files
-                    self._kept[name] = self.version.tensor(name)
-                    size += self._kept[name].nbytes
+                    self._tensors[name] = self.version.tensor(name)
+                    size += self._tensors[name].nbytes
         except Exception as error:  # an error in a thread would be lost
             self._problem = error
 

@@ -82,13 +82,13 @@ def sum_of(name: str, tensor: torch.Tensor) -> int:
 
 def add(fingerprint: dict[str, int], name: str, tensor: torch.Tensor) -> None:
     """Add a tensor to `fingerprint` under its name in Hugging Face."""
-    for own, part in of_each_expert(name, tensor):
-        group = group_of(own)
-        rows = part.mT if own != name and part.ndim > 1 else part
-        fingerprint[group] = (fingerprint.get(group, 0) + sum_of(own, rows)) % MODULUS
+    for part_name, part in expert_parts(name, tensor):
+        group = group_of(part_name)
+        rows = part.mT if part_name != name and part.ndim > 1 else part
+        fingerprint[group] = (fingerprint.get(group, 0) + sum_of(part_name, rows)) % MODULUS
 
 
-def of_each_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def expert_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the part of each expert if `tensor` stacks the experts of a layer, as in gpt-oss, or else the tensor.
 
     Example: "layers.0.mlp.experts.down_proj_bias" [2, 5] gives "layers.0.mlp.experts.0.down_proj.bias" [5] and the same
@@ -158,56 +158,56 @@ def merged(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return whole
 
 
-def of_workers(workers: Iterable[WorkerSums]) -> tuple[Fingerprint, list[str]]:
+def join_workers(workers: Iterable[WorkerSums]) -> tuple[Fingerprint, list[str]]:
     """Return the engine's fingerprint, and the groups with different copies on its workers."""
-    by_group: dict[str, list[tuple[int, int] | None]] = {}
+    group_shares: dict[str, list[tuple[int, int] | None]] = {}
     for worker in workers:
         for group, share in worker.items():
-            by_group.setdefault(group, []).append(share)
-    whole: Fingerprint = {}
+            group_shares.setdefault(group, []).append(share)
+    fingerprint: Fingerprint = {}
     unequal = []
-    for group, shares in by_group.items():
-        known = [share for share in shares if share is not None]
-        if len(known) < len(shares):
-            whole[group] = None
+    for group, shares in group_shares.items():
+        pairs = [share for share in shares if share is not None]
+        if len(pairs) < len(shares):
+            fingerprint[group] = None
             continue
-        copies = {copy for _, copy in known}
-        whole[group] = (sum(own for own, _ in known) + min(copies)) % MODULUS
+        copies = {replicated_sum for _, replicated_sum in pairs}
+        fingerprint[group] = (sum(sharded_sum for sharded_sum, _ in pairs) + min(copies)) % MODULUS
         if len(copies) > 1:
             unequal.append(group)
-    return whole, unequal
+    return fingerprint, unequal
 
 
-def differing(expected: Mapping[str, int], held: Mapping[str, int | None]) -> list[str]:
+def differing(expected: Mapping[str, int], actual: Mapping[str, int | None]) -> list[str]:
     """Return the groups with different bits in the engine, in order. A separate tied head must equal the embedding."""
-    if "lm_head" in held and "lm_head" not in expected:
+    if "lm_head" in actual and "lm_head" not in expected:
         expected = {**expected, "lm_head": expected.get("embed_tokens", 0)}
-    known = (expected.keys() | held.keys()) - set(untold(held))
-    return in_order(group for group in known if expected.get(group) != held.get(group))
+    groups = (expected.keys() | actual.keys()) - set(untold(actual))
+    return in_order(group for group in groups if expected.get(group) != actual.get(group))
 
 
-def untold(held: Mapping[str, int | None]) -> list[str]:
+def untold(actual: Mapping[str, int | None]) -> list[str]:
     """Return the groups that the engine reports no fingerprint for, in order."""
-    return in_order(group for group, value in held.items() if value is None)
+    return in_order(group for group, value in actual.items() if value is None)
 
 
 def in_order(groups: Iterable[str]) -> list[str]:
     return sorted(groups, key=lambda group: [int(part) if part.isdecimal() else part for part in group.split()])
 
 
-def module_shares(name: str, module: Any, seen: set[int]) -> WorkerSums:
+def module_shares(name: str, module: Any, counted_ids: set[int]) -> WorkerSums:
     """Return a worker's sums of the parameters of one vLLM or SGLang module, without its submodules.
 
-    `seen` has the ids of parameters that are already counted, such as those of a tied head. It is updated here.
+    `counted_ids` has the ids of parameters that are already counted, such as those of a tied head. It is updated here.
     """
     shares: WorkerSums = {}
     classes = {cls.__name__ for cls in type(module).__mro__}
     # A convolution of gated delta net has three parts that engines shard separately, of sizes that it does not know.
     changed = _changed_in_place(module) or (part_of(f"{name}.weight") == "conv1d" and place(module)[1] > 1)
     for parameter_name, parameter in module.named_parameters(recurse=False):
-        if id(parameter) in seen or not parameter.numel() or not _is_sent(classes, parameter_name, parameter):
+        if id(parameter) in counted_ids or not parameter.numel() or not _is_sent(classes, parameter_name, parameter):
             continue
-        seen.add(id(parameter))
+        counted_ids.add(id(parameter))
         for group, value, whole in _parameter_sums(f"{name}.{parameter_name}", module, classes, parameter):
             pair = (0, value) if whole else (value, 0)
             add_shares(shares, {group: None if changed else pair})
@@ -233,13 +233,13 @@ def adapter_shares(name: str, layer: Any, a: Sequence[torch.Tensor], b: Sequence
     return shares
 
 
-def add_shares(shares: WorkerSums, more: WorkerSums) -> None:
-    for group, share in more.items():
-        before = shares.get(group, (0, 0))
-        if share is None or before is None:
+def add_shares(shares: WorkerSums, addend: WorkerSums) -> None:
+    for group, share in addend.items():
+        total = shares.get(group, (0, 0))
+        if share is None or total is None:
             shares[group] = None
         else:
-            shares[group] = ((before[0] + share[0]) % MODULUS, (before[1] + share[1]) % MODULUS)
+            shares[group] = ((total[0] + share[0]) % MODULUS, (total[1] + share[1]) % MODULUS)
 
 
 def _changed_in_place(module: Any) -> bool:
@@ -248,14 +248,14 @@ def _changed_in_place(module: Any) -> bool:
     SGLang rescales FP8 weights for DeepGEMM on Blackwell by powers of two, packs weights for AMX, and reorders experts
     for a kernel. vLLM cuts FP8 experts into blocks that several workers share.
     """
-    method, config = (getattr(module, of, None) for of in ("quant_method", "moe_config"))
+    method, config = (getattr(module, attribute, None) for attribute in ("quant_method", "moe_config"))
     marks = (
         (module, "use_intel_amx_backend"),
         (method, "load_up_proj_weight_first"),
         (config, "tp_shard_with_padding"),
     )
     moved = any(getattr(p, "format_ue8m0", False) or p.ndim > 3 for p in module.parameters(recurse=False))
-    return moved or any(getattr(of, mark, False) is True for of, mark in marks)
+    return moved or any(getattr(owner, mark, False) is True for owner, mark in marks)
 
 
 def _is_sent(classes: set[str], name: str, parameter: torch.Tensor) -> bool:
@@ -286,7 +286,7 @@ def _parameter_sums(
     """
     if classes & _EXPERTS:
         layer, first = group_of(name), getattr(module, "moe_ep_rank", 0) == 0
-        for expert, value in zip(_experts(module, len(parameter)), _of_experts(name, module, parameter), strict=True):
+        for expert, value in zip(_experts(module, len(parameter)), _expert_sums(name, module, parameter), strict=True):
             if expert is not None:
                 yield f"{layer} expert {expert}", value, False
             elif first:  # all workers with other experts also have the shared ones; one worker counts them
@@ -298,11 +298,11 @@ def _parameter_sums(
     sums = _row_sums(parameter, rank * parameter.shape[-1] if by_row and not whole else 0)
     sizes = module.output_partition_sizes if part_of(name) in _FUSED else [1]
     bounds = [len(sums) * end // sum(sizes) for end in accumulate(sizes, initial=0)]  # FP8 scales have fewer rows
-    before: dict[str, int] = {}  # rows of a whole tensor in parts that precede this one
+    preceding_rows: dict[str, int] = {}  # rows of a whole tensor in parts that precede this one
     for index, part, shard in _fused(name, module, whole or by_row):
         rows = bounds[index + 1] - bounds[index]
-        row = before.get(part, 0) + shard * rows
-        before[part] = before.get(part, 0) + rows * (1 if whole else size)
+        row = preceding_rows.get(part, 0) + shard * rows
+        preceding_rows[part] = preceding_rows.get(part, 0) + rows * (1 if whole else size)
         if hasattr(module, "shard_indices"):  # an embedding
             row = module.shard_indices.padded_org_vocab_start_index
         yield group_of(name), _placed(part, sums[bounds[index] : bounds[index + 1]], row)[0], whole
@@ -317,22 +317,22 @@ def _fused(name: str, module: Any, whole: bool) -> Iterator[tuple[int, str, int]
             yield index, part, 0 if whole else rank // copies
 
 
-def _of_experts(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
+def _expert_sums(name: str, module: Any, parameter: torch.Tensor) -> list[int]:
     """Return the sum of each expert, without vLLM's padding for a kernel, which a load does not write."""
     config = getattr(module, "moe_config", None)
     rank = getattr(config, "tp_rank", getattr(module, "moe_tp_rank", 0))
     interleaved = type(module).__name__ == "GptOssRoutedExperts"  # vLLM: gate 0, up 0, gate 1, up 1; never padded
     padded = name.endswith("_weight") and not interleaved
-    used = getattr(config, "intermediate_size_per_partition_unpadded", None) if padded else None
+    unpadded_size = getattr(config, "intermediate_size_per_partition_unpadded", None) if padded else None
     flat = parameter.detach().reshape(-1, parameter.shape[-1] if parameter.ndim > 2 else 1)
     if ".w2_" in name:
-        flat = flat[:, :used]
+        flat = flat[:, :unpadded_size]
         return _placed("down_proj", _row_sums(flat, rank * flat.shape[1]).view(len(parameter), -1))
     gated = ("gate_up_proj",) if interleaved else ("gate_proj", "up_proj")
     names = gated if getattr(config, "is_act_and_mul", True) else ("up_proj",)
-    sums = _row_sums(flat).view(len(parameter), len(names), -1)[..., :used]
+    sums = _row_sums(flat).view(len(parameter), len(names), -1)[..., :unpadded_size]
     values = [_placed(part, sums[:, index], rank * sums.shape[-1]) for index, part in enumerate(names)]
-    return [sum(of_expert) % MODULUS for of_expert in zip(*values, strict=True)]
+    return [sum(expert_sums) % MODULUS for expert_sums in zip(*values, strict=True)]
 
 
 def place(module: Any) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class Manifest:
     fp8: frozenset[str]  # names of the e4m3 tensors
 
     @classmethod
-    def of(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
+    def from_tensors(cls, source: str, tensors: Iterable[TensorSpec]) -> Manifest:
         """Return the manifest of a broadcast, from its plan."""
         specs = list(tensors)
         fp8 = frozenset(spec.name for spec in specs if spec.dtype == _FP8.long)
@@ -88,17 +88,17 @@ class Manifest:
         """Raise BadWeights unless names and shapes are those of the served model, and the same tensors are FP8."""
         common = self.shapes.keys() & served.shapes.keys()
         wrong = [name for name in common if self.shapes[name] != served.shapes[name]]
-        found: dict[str, Collection[str]] = {
+        differences: dict[str, Collection[str]] = {
             "missing tensors": served.shapes.keys() - self.shapes.keys(),
             "unknown tensors": self.shapes.keys() - served.shapes.keys(),
             "tensors of another shape": [f"{n} is {self.shapes[n]}, served {served.shapes[n]}" for n in wrong],
             # An engine would cast them, which makes their scales meaningless.
             "tensors that are FP8 in only one of the two": (self.fp8 ^ served.fp8) & common,
         }
-        if problems := [f"{len(names)} {what} ({_some(names)})" for what, names in found.items() if names]:
+        if problems := [f"{len(names)} {kind} ({_shown_names(names)})" for kind, names in differences.items() if names]:
             raise BadWeights(f"{self.source}: does not match the model of the server: {'; '.join(problems)}")
 
 
-def _some(names: Iterable[str]) -> str:
+def _shown_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:SHOWN]) + (", ..." if len(ordered) > SHOWN else "")

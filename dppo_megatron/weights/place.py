@@ -31,8 +31,8 @@ def problem(run: RunDir, directory: Path) -> str | None:
     parent = directory.parent
     if not parent.is_dir():
         return f"{setting}: {parent} is not a directory; create it, or choose another one"
-    about = parent.stat()
-    if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+    status = parent.stat()
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         return f"{setting}: any user may replace files in {parent} (it is not sticky); choose another one"
     if directory.parent.resolve() / directory.name == run.weights.parent.resolve() / run.weights.name:
         return f"{setting}: this is the default place of the versions; remove the setting"
@@ -40,10 +40,10 @@ def problem(run: RunDir, directory: Path) -> str | None:
         if os.access(parent, os.W_OK | os.X_OK):
             return None
         return f"{setting}: {parent} cannot be written here; choose another one"
-    about = directory.lstat()
-    if not stat.S_ISDIR(about.st_mode):
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         return f"{setting}: is a link or a file, not a directory; remove it, or choose another one"
-    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         return (
             f"{setting}: other users may read or write it; it must be yours, with mode 0700; choose one that does not "
             "exist"
@@ -64,23 +64,23 @@ def lead(run: RunDir, directory: Path | None) -> None:
     Creates `directory` if it does not exist. Removes the versions that an earlier attempt wrote elsewhere. May be
     called repeatedly. Raises `ExpectedError`.
     """
-    there = run.weights.readlink() if run.weights.is_symlink() else None
+    link_target = run.weights.readlink() if run.weights.is_symlink() else None
     if directory is None:
         clear(run)
         if run.weights.is_symlink() and not run.weights.exists():
-            raise ExpectedError(f"{run.weights}: links to {there}, which does not exist; remove the link")
+            raise ExpectedError(f"{run.weights}: links to {link_target}, which does not exist; remove the link")
         run.weights.mkdir(parents=True, exist_ok=True)
         return
     directory = directory.absolute()
-    if found := problem(run, directory):
-        raise ExpectedError(found)
+    if message := problem(run, directory):
+        raise ExpectedError(message)
     try:
         make = partial(directory.mkdir, 0o700, exist_ok=True)  # mkdir follows no link
         for prepare in (make, partial(_claim, run, directory)):
             prepare()
-            if found := problem(run, directory):  # another process may have made it first
-                raise ExpectedError(found)
-        if there == directory:
+            if message := problem(run, directory):  # another process may have made it first
+                raise ExpectedError(message)
+        if link_target == directory:
             return
         clear(run)
         if run.weights.is_symlink():  # a link made by the user

@@ -54,9 +54,9 @@ class WeightRendezvous:
 
         The caller must keep the store open. All other parties, in this process too, `connect`.
         """
-        place, both = "127.0.0.1" if loopback else "", not loopback and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server((place, 0), family=family, dualstack_ipv6=both, backlog=4096)
+        address, dual_stack = "127.0.0.1" if loopback else "", not loopback and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual_stack else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, dualstack_ipv6=dual_stack, backlog=4096)
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             "127.0.0.1",

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -38,11 +39,16 @@ class PolicyTimeout(ExpectedError, TimeoutError):
 
 
 class PublishedFollower:
-    """Follows the published-policy file, and reads it again only when its modification time changes."""
+    """Follows the published-policy file, and reads it again only when its modification time changes.
 
-    def __init__(self, path: Path, timeout_s: float):
+    `progress` returns a value that changes while the trainer advances: a wait ends after `timeout_s` without a new
+    version or progress.
+    """
+
+    def __init__(self, path: Path, timeout_s: float, progress: Callable[[], object] = lambda: None):
         self._path = path
         self._timeout_s = timeout_s
+        self._progress = progress
         self._fingerprint: tuple[int, int] | None = None
         self._current: PublishedPolicy | None = None
 
@@ -65,20 +71,24 @@ class PublishedFollower:
     async def wait_for(self, version: int) -> PublishedPolicy:
         """Return the first policy of at least `version`.
 
-        Raises `PolicyTimeout` when no new version of any number appeared within the timeout.
+        Raises `PolicyTimeout` when no new version of any number and no progress appeared within the timeout.
         """
-        last, began = self.current, time.monotonic()
-        since = began
+        last, began = (self.current, self._progress()), time.monotonic()
+        since = next_check = began
         while True:
             policy = self.current
             if policy is not None and policy.version >= version:
                 return policy
-            if policy != last:
-                last, since = policy, time.monotonic()
-            if time.monotonic() - since > self._timeout_s:
+            now = time.monotonic()
+            progress = last[1]
+            if now > next_check:
+                progress, next_check = self._progress(), now + self._timeout_s / 20
+            if (policy, progress) != last:
+                last, since = (policy, progress), now
+            if now - since > self._timeout_s:
                 have = "none" if policy is None else f"version {policy.version}"
                 raise PolicyTimeout(
-                    f"waited {self._timeout_s:.0f} s (run.stall_timeout_s) for policy version {version} in "
-                    f"{self._path}, found {have}; see the trainer's log"
+                    f"no progress of the trainer for {self._timeout_s:.0f} s (see run.stall_timeout_s), while the next "
+                    f"step waits for policy version {version} in {self._path}, found {have}; see the trainer's log"
                 )
-            await asyncio.sleep(look_again_s(time.monotonic() - began))
+            await asyncio.sleep(look_again_s(now - began))

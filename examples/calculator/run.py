@@ -22,6 +22,7 @@ sys.path.append(str(HERE.parent / "quickstart"))
 
 from make_task import VOCABULARY, write_random_model  # noqa: E402
 
+from dppo_megatron.common.process import with_this_process  # noqa: E402
 from dppo_megatron.observability.tail import read_records  # noqa: E402
 
 ROOT = Path("runs/calculator")
@@ -61,7 +62,7 @@ def main() -> int:
         print(f"== {config}", flush=True)
         command = [sys.executable, "-m", "dppo_megatron", "train", str(HERE / config)]
         changes = [word for change in (f"run.seed={arguments.seed}", *changes) for word in ("--set", change)]
-        if code := subprocess.run([*command, *changes]).returncode:
+        if code := subprocess.run([*command, *changes], preexec_fn=with_this_process()).returncode:
             return code
     records = read_records(ROOT / "dppo/metrics.jsonl")
     shares = [r["rollout/reward_mean"] for r in records if "rollout/reward_mean" in r]

@@ -19,6 +19,7 @@ from make_task import TASKS, make_task
 from model import ROOT, ModelUnavailable, model_directory
 
 from dppo_megatron.common.files import append_json_line, read_json
+from dppo_megatron.common.process import with_this_process
 from dppo_megatron.observability.tail import read_records
 
 CONFIGS = {"sums": "config.yaml", "reasoning_gym": "reasoning_gym.yaml", "gsm8k": "gsm8k.yaml"}
@@ -69,7 +70,7 @@ def train(config: str, run: Path, overrides: list[str]) -> None:
         command += ["--set", override]
     # make sets one thread, for tests. Here the only rank trains while the server waits.
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_WAIT_POLICY": "PASSIVE"}
-    process = subprocess.Popen(command, env=os.environ | threads)
+    process = subprocess.Popen(command, env=os.environ | threads, preexec_fn=with_this_process())
     while process.poll() is None and not show(run, 0):
         time.sleep(0.5)
     if code := process.wait():

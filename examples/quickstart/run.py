@@ -15,6 +15,7 @@ from pathlib import Path
 
 from make_task import make_task
 
+from dppo_megatron.common.process import with_this_process
 from dppo_megatron.observability.tail import read_records
 
 HERE = Path(__file__).parent
@@ -51,7 +52,7 @@ def train(config: Path, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "dppo_megatron", "train", str(config)]
     for override in overrides:
         command += ["--set", override]
-    code = subprocess.run(command).returncode
+    code = subprocess.run(command, preexec_fn=with_this_process()).returncode
     if code:
         sys.exit(code)
 

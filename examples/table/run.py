@@ -19,6 +19,7 @@ sys.path.append(str(HERE))
 
 from my_table import Table  # noqa: E402
 
+from dppo_megatron.common.process import with_this_process  # noqa: E402
 from dppo_megatron.environments.tools import Tools  # noqa: E402
 from dppo_megatron.observability.tail import read_records  # noqa: E402
 
@@ -48,7 +49,9 @@ def write_data() -> None:
 
 
 def dppo_megatron(*arguments: str | Path) -> None:
-    code = subprocess.run([sys.executable, "-m", "dppo_megatron", *map(str, arguments)]).returncode
+    code = subprocess.run(
+        [sys.executable, "-m", "dppo_megatron", *map(str, arguments)], preexec_fn=with_this_process()
+    ).returncode
     if code:
         sys.exit(code)
 

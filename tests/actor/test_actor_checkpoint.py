@@ -89,7 +89,7 @@ def said() -> Iterator[dict[str, int]]:
 
 @pytest.mark.slow
 @on_ranks(1, 2)
-def test_what_cannot_change_between_saves_is_gathered_once(rank: Rank):
+def test_the_places_of_shards_are_gathered_again_only_after_a_change(rank: Rank):
     """Other shards (third save) or other places (fourth save) are gathered again."""
     from dppo_megatron.hf.torch_dist_metadata import read_metadata
 
@@ -101,7 +101,7 @@ def test_what_cannot_change_between_saves_is_gathered_once(rank: Rank):
             if step == 2 and rank.rank == 0:
                 known._described = b"other shards"
             if step == 3 and rank.rank == rank.world_size - 1:
-                known._writer._known.results = []
+                known._writer._record.results = []
             with said() as count:
                 actor.save_checkpoint(rank.directory / f"{step}", step, {"step": step}, keep=1)
             counts.append(count)

@@ -132,8 +132,8 @@ def test_an_fp32_head_is_exact_to_fp32(rank: Rank):
 
 
 @on_ranks(1, slow(2))
-def test_a_batch_invariant_head_gives_a_row_the_same_bits_alone_and_in_a_pack(rank: Rank):
-    """Log-probs of one micro-batch and of its sequences alone, from the same hidden states; and an update's numbers."""
+def test_a_batch_invariant_head_gives_a_row_the_same_bits_in_every_micro_batch(rank: Rank):
+    """Compare log-probs of a micro-batch with those of its single sequences, and an update with the default head."""
     parts, differed = sequences(), []
     # One loss row each: a library has kernels of its own for products of a row.
     short = [{name: value[:2] for name, value in p.items()} | {"mask": torch.tensor([True, False])} for p in parts]

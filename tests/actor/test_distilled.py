@@ -158,7 +158,10 @@ def reference(models):
     return computed
 
 
-@pytest.mark.parametrize(("size", "layout"), [(size, name) for size in (1, 2) for name in LAYOUTS[size]])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(1, name) for name in LAYOUTS[1]] + [pytest.param(2, name, marks=pytest.mark.slow) for name in LAYOUTS[2]],
+)
 def test_gradients_are_those_of_the_whole_vocabulary(on, reference, size, layout):
     """K = V is the divergence itself. Packed micro-batches with an engine's list, with and without sampling masks."""
     for case in CASES:

@@ -24,7 +24,7 @@ LAYOUTS = {1: {"alone": {}}, 2: {"tensor": {"tensor": 2}, "sequence": {"tensor":
 
 
 @on_ranks(1, 2)
-def test_a_sequence_has_the_same_bits_beside_others_and_trains_as_without(rank: Rank):
+def test_exact_log_probs_have_the_same_bits_in_any_pack_and_training_agrees_with_the_default(rank: Rank):
     parts, logprobs = sequences(), []
     for name, layout in LAYOUTS[rank.world_size].items():
         with rank.actor(sections=EXACT, **layout) as actor:

@@ -42,9 +42,9 @@ def counted(rank: Rank, model: str, **settings) -> tuple[Counter, Counter]:
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "deepseek", "moonlight", "glm4_moe"])
 @on_ranks(1)
-def test_the_formula_is_what_torch_counts(rank: Rank, model: str):
+def test_the_flop_formula_equals_the_count_of_torch(rank: Rank, model: str):
     forward, update = counted(rank, model)
-    flops = ModelFlops.of(read_hf_config(rank.models / model), LoraConfig())
+    flops = ModelFlops.from_config(read_hf_config(rank.models / model), LoraConfig())
     assert forward.total() == flops.forward(COMPUTED)
     assert update.total() == flops.update(COMPUTED) == 3 * flops.forward(COMPUTED)
     assert forward["bmm"] == flops.pair * COMPUTED.pairs  # attention only
@@ -59,7 +59,7 @@ def test_adapters_are_counted_as_peft_computes_them(rank: Rank):
     """
     r = 4
     forward, update = counted(rank, "qwen3", lora={"r": r})
-    flops = ModelFlops.of(read_hf_config(rank.models / "qwen3"), LoraConfig(r=r))
+    flops = ModelFlops.from_config(read_hf_config(rank.models / "qwen3"), LoraConfig(r=r))
     hidden, layers, qkv, gate_up = 32, 4, 64 + 32 + 32, 2 * 48
     fused = ROWS * layers * 2 * (qkv * 2 * r + gate_up * r)
     first = ROWS * 2 * hidden * (qkv + 3 * r)
@@ -69,7 +69,7 @@ def test_adapters_are_counted_as_peft_computes_them(rank: Rank):
 
 def test_a_token_uses_the_routed_and_the_shared_experts(models):
     one, all_of_them = (
-        ModelFlops.of(read_hf_config(models / name), LoraConfig()).row for name in ("only_experts", "deepseek")
+        ModelFlops.from_config(read_hf_config(models / name), LoraConfig()).row for name in ("only_experts", "deepseek")
     )
     # Four layers: projections, a router of 8, 2 of 8 experts of width 24.
     assert one == 4 * 2 * (32 * (64 + 32 + 32) + 64 * 32 + 32 * 8 + 2 * 3 * 32 * 24)

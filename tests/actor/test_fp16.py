@@ -198,6 +198,6 @@ def test_a_scale_is_a_power_of_two(tmp_path, value):
         ("bf16", "fp32", 0.3),
     ],
 )
-def test_the_weight_check_tolerates_what_the_coarser_dtype_rounds(tmp_path, trainer, engine, tolerance):
+def test_the_tolerance_of_the_weight_check_follows_the_coarser_dtype(tmp_path, trainer, engine, tolerance):
     config: Config = actor_config(tmp_path, dtype=trainer, sections={"engine": {"dtype": engine}})
     assert config.probe_tolerance == tolerance

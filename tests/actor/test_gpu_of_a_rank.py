@@ -36,7 +36,7 @@ def errors(store: Path, places: list[tuple[str, str]]) -> list[str | None]:
     def check(rank: int) -> str | None:
         try:
             own = dist.FileStore(str(store), len(places))
-            check_own_gpus(Ranks(20, over=(own, rank, len(places))), *places[rank])
+            check_own_gpus(Ranks(20, place=(own, rank, len(places))), *places[rank])
         except LayoutError as error:
             return str(error)
         return None

@@ -180,7 +180,7 @@ def _storages(experts: Any) -> list[tuple[int, int]]:
     [(1, "fp32", {}), (1, "bf16", {}), (2, "fp32", SP), (2, "bf16", {"expert": 2})],
     ids=["fp32", "bf16", "tensor", "expert"],
 )
-def test_grouped_experts_compute_what_they_do_one_after_the_other(ranks, models, tmp_path, world, dtype, layout):
+def test_grouped_experts_agree_with_sequential_experts(ranks, models, tmp_path, world, dtype, layout):
     run_scenario(ranks(world), grouped_experts, models, tmp_path, dtype, layout)
 
 

@@ -1,6 +1,7 @@
 """LoRA: checkpoints, merged weights and PEFT's files, in every layout."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ SP = {"tensor": 2, "sequence": True}
 
 @pytest.mark.slow
 @on_ranks(1, 2)
-def test_what_is_frozen_has_no_gradient_no_optimizer_state_and_no_copy_as_reference(rank: Rank):
+def test_frozen_weights_have_no_gradient_no_optimizer_state_and_no_reference_copy(rank: Rank):
     """The sizes of gradient buffers and optimizer states are those of the adapters."""
     from dppo_megatron.actor import Reference
     from dppo_megatron.hf.lora import adapters_of
@@ -48,6 +49,23 @@ def test_what_is_frozen_has_no_gradient_no_optimizer_state_and_no_copy_as_refere
             assert (torch.cat(actor.logprobs(batches)) - base).abs().max() > 0.05
             assert torch.equal(torch.cat([s.logprob for s in reference.scores(batches)]), base)
             assert not actor.frozen_chunks
+
+
+@on_ranks(1)
+def test_a_reference_routes_by_its_own_routers(rank: Rank):
+    """With adapters the reference is the actor, whose routers replay the recorded experts."""
+    from dppo_megatron.actor import Reference
+
+    plain = pack(sequences())
+    for settings in (lora.settings(), {}):
+        with rank.actor("qwen3_moe", settings=settings, sections={"rollout": {"routing_replay": True}}) as actor:
+            first = torch.randint(0, 4, (len(plain.token_ids), len(actor.routing.held_layers)), dtype=torch.int16)
+            replayed = replace(plain, routed_experts=torch.stack([first, (first + 1) % 4], dim=2))
+            reference = Reference(actor)
+            start = [reference.scores([batch])[0].logprob for batch in (plain, replayed)]
+            policy = [actor.logprobs([batch])[0] for batch in (plain, replayed)]
+            assert torch.equal(*start)
+            assert (policy[0] - policy[1]).abs().max() > 1e-3
 
 
 @pytest.mark.slow

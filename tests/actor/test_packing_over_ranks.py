@@ -115,7 +115,7 @@ def test_replayed_experts_follow_their_tokens(context, tensor, tile):
     assert torch.equal(torch.cat(seen).sort().values, marks)
 
 
-def test_a_gathered_plan_sees_what_each_query_may(monkeypatch):
+def test_a_query_of_a_gathered_plan_attends_to_the_same_keys_as_on_one_rank(monkeypatch):
     """PackedAttention of every context-parallel rank, the gather faked by the test, against one rank's."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 

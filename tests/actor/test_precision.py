@@ -30,12 +30,12 @@ BF16 = {"dtype": "bf16"}
         ({**BF16, "fp8": "mxfp8"}, (9, 0), "the GPU has 9.0; use one of tensorwise, blockwise or none"),
     ],
 )
-def test_what_a_gpu_can(settings, capability, expected):
+def test_an_fp8_recipe_is_refused_below_its_compute_capability(settings, capability, expected):
     problems = capability_problems(actor_config(Path("unused"), **settings), capability)
     assert problems == [] if expected is None else any(expected in problem for problem in problems), problems
 
 
-def test_this_machine_refuses_what_it_cannot(tmp_path):
+def test_fp8_is_refused_without_a_cuda_device(tmp_path):
     config = actor_config(write_config(tmp_path), **BF16, fp8="blockwise")
     assert check_model(config) == ["model.fp8 = blockwise: needs a CUDA device; set it to none"]
 
@@ -50,14 +50,14 @@ def test_megatron_knows_the_recipes(recipe):
 
 
 @pytest.mark.parametrize(("recipe", "rows"), [("none", 1), ("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)])
-def test_packed_rows_are_what_fp8_matrix_products_take(tmp_path, recipe, rows):
+def test_the_number_of_packed_rows_is_a_multiple_of_the_fp8_tile_on_every_rank(tmp_path, recipe, rows):
     """Every sequence-parallel rank has a multiple of the tile's rows."""
     config = actor_config(write_config(tmp_path), **BF16, fp8=recipe)
     layout = SimpleNamespace(
         device=torch.device("cpu"), tensor_size=2, tensor_rank=0, sequence_parallel=True, context_rank=0,
         context_size=1, pipeline_size=1, virtual_pipeline_size=None, expert_group=None,
     )  # fmt: skip
-    packer = Packer.of(read_hf_config(tmp_path), config, layout, None)
+    packer = Packer.build(read_hf_config(tmp_path), config, layout, None)
     assert packer(pack(sequences(3))).token_ids.shape[1] % (2 * rows) == 0
     assert packer.multiple == 2 * rows
 
@@ -91,7 +91,7 @@ def test_megatron_is_imported_without_wandb_which_can_be_imported_after_it():
 
 
 @pytest.mark.parametrize("kernel", [False, True])
-def test_the_log_says_of_weight_gradients_what_megatron_is_told(kernel, tmp_path, monkeypatch):
+def test_the_log_names_the_weight_gradient_kernel_that_is_set_for_megatron(kernel, tmp_path, monkeypatch):
     """The setting is Megatron's own layers'; TransformerEngine's need no apex."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(megatron_version, "has_fused_weight_gradient", lambda: kernel)

@@ -150,10 +150,10 @@ def test_flash_attention_of_a_group_reads_its_prompt_once():
     bounds, shared = batch_of([(0, [4]), (3, [2, 1, 5]), (2, [1, 1])])
     rows = shared_rows(bounds, shared)
     plan = plan_flash(rows.bounds, rows.prefixes, 0, 1, bounds.device)
-    assert plan.own[0].tolist() == rows.bounds.tolist() == [0, 4, 7, 9, 10, 15, 17, 18, 19]
+    assert plan.segments[0].tolist() == rows.bounds.tolist() == [0, 4, 7, 9, 10, 15, 17, 18, 19]
     assert plan.rows.tolist() == [*range(7, 15), 17, 18]
     assert plan.keys.tolist() == [4, 5, 6, 15, 16]
-    assert [x.tolist() if isinstance(x, torch.Tensor) else x for x in plan.before] == [
+    assert [x.tolist() if isinstance(x, torch.Tensor) else x for x in plan.prefixes] == [
         [0, 8, 10], [0, 3, 5], 8, 3, 0.0, False
     ]  # fmt: skip
 
@@ -166,7 +166,7 @@ def test_flash_attention_of_context_parallel_ranks_is_that_of_one(size):
     inputs = [torch.randn(int(bounds[-1]), n, 16, generator=generator, requires_grad=True) for n in (4, 2, 2)]
     upstream = torch.randn(int(bounds[-1]), 4, 16, generator=generator)
     whole = plan_flash(bounds, None, 0, 1, bounds.device)
-    assert whole.before is None
+    assert whole.prefixes is None
     expected = FlashAttention.apply(*inputs, *inputs[1:], whole, None)
     places = [rows_of_rank(bounds, rank, size) for rank in range(size)]
     gathered = [x[torch.cat(places)] for x in inputs[1:]]
@@ -182,7 +182,7 @@ def test_flash_attention_of_context_parallel_ranks_is_that_of_one(size):
         assert (mine - theirs).norm() < 1e-6 * theirs.norm()
 
 
-def test_what_is_not_shared_has_no_mask():
+def test_unshared_sequences_use_causal_attention_without_a_mask():
     """Whole sequences use causal attention without a mask, in one call of their own."""
     bounds, shared = batch_of([(0, [40]), (30, [5, 9]), (0, [41])])
     rows = shared_rows(bounds, shared)
@@ -221,7 +221,7 @@ def test_layers_that_compute_whole_sequences_refuse_them():
         (QWEN3_MOE, {"sections": {"rollout": {"routing_replay": True}}}, "rollout.routing_replay"),
     ],
 )
-def test_what_cannot_share_says_so_when_asked_and_does_not_when_not(tmp_path, model, changes, named):
+def test_unsupported_prefix_sharing_is_refused_only_if_it_is_requested(tmp_path, model, changes, named):
     def problems(share: bool | None) -> list[str]:
         sections = {"train": {"steps": 1, "share_prefixes": share}, **changes.get("sections", {})}
         own = {name: value for name, value in changes.items() if name != "sections"}
@@ -286,7 +286,7 @@ def test_a_certificate_compares_the_pass_of_training_at_the_temperature_of_the_r
 
 
 @pytest.mark.slow
-def test_a_certificate_shows_what_sharing_a_prompt_changes(one_rank):
+def test_a_certificate_shows_the_differences_that_a_shared_prompt_causes(one_rank):
     tables, _ = one_rank(certified)["bf16"]
     assert tables[WHOLE]["same_bits"] < 0.8  # 0.5 on CPUs without units for bf16
     assert tables[WHOLE]["largest"] > 1e-3

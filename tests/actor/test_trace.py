@@ -20,7 +20,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("model", LAYOUTS)
 @on_ranks(2)
-def test_every_layout_records_what_one_rank_does(rank: Rank, model: str):
+def test_every_layout_records_the_values_of_one_rank(rank: Rank, model: str):
     """The policy's values, and those of operators with noise as input; every value has a name and its place."""
     from dppo_megatron.actor.trace import trace
 

@@ -80,7 +80,7 @@ def test_metadata_that_is_replaced_after_it_was_checked_is_not_read(checkpoint, 
 
 
 @pytest.mark.parametrize("where", ["../weights.pt", "/etc/passwd", "", ".."])
-def test_metadata_places_tensors_in_the_checkpoint_alone(checkpoint, where):
+def test_metadata_that_places_a_tensor_outside_the_checkpoint_is_refused(checkpoint, where):
     metadata = read_metadata(checkpoint)
     index = next(iter(metadata.storage_data))
     metadata.storage_data[index] = _StorageInfo(where, 0, 1)
@@ -147,7 +147,7 @@ def test_an_object_among_the_shards_is_read_as_data(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["tensor", "file"])
-def test_states_that_transformer_engine_unpickles_name_its_recipes_alone(tmp_path, form):
+def test_extra_states_may_name_only_recipes_of_transformer_engine(tmp_path, form):
     from dppo_megatron.actor import CheckpointError
     from dppo_megatron.actor.checkpoint.only_data import check_extra_states
 

@@ -64,7 +64,7 @@ def test_no_route_answers_without_the_secret(served, headers):
     assert not served.engine.called
 
 
-def test_a_server_without_a_secret_answers_nobody():
+def test_a_server_without_a_secret_refuses_every_request():
     async def app(*_):
         raise AssertionError("let in")
 
@@ -145,7 +145,7 @@ def test_malformed_bodies_are_refused_in_a_line(served, caplog):
 
 
 @pytest.mark.parametrize("name", ["outside", "above", "link", "prefix", "nul"])
-def test_weights_are_loaded_from_the_run_alone(served, tmp_path, name):
+def test_weights_outside_the_run_directory_are_not_loaded(served, tmp_path, name):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run-of-another").mkdir()
     (served.run / "weights" / "link").symlink_to(tmp_path / "elsewhere")
@@ -164,7 +164,7 @@ def test_weights_are_loaded_from_the_run_alone(served, tmp_path, name):
     assert not served.engine.called
 
 
-def test_another_servers_route_loads_from_the_run_alone(tmp_path):
+def test_the_guard_of_a_stock_server_refuses_paths_outside_the_run(tmp_path):
     """The guard that stands before a stock SGLang."""
     reached = []
 
@@ -185,7 +185,7 @@ def run_config(directory: Path, **engine) -> Config:
     return make_config(run={"dir": directory}, model={"path": BEFORE / "model"}, engine=engine)
 
 
-def test_the_secret_is_made_once_for_its_owner_alone(tmp_path):
+def test_the_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path):
     config = run_config(tmp_path / "runs" / "a")
     with ThreadPoolExecutor(16) as starting:
         list(starting.map(lambda _: make_secret(config), range(64)))
@@ -199,7 +199,7 @@ def test_the_secret_is_made_once_for_its_owner_alone(tmp_path):
     assert read_secret(run_config(tmp_path / "runs" / "b")) is None
 
 
-def test_a_secret_that_others_could_read_is_closed_and_said(tmp_path, caplog):
+def test_a_secret_that_others_could_read_is_closed_and_reported(tmp_path, caplog):
     config = run_config(tmp_path)
     make_secret(config)
     (tmp_path / "secret").chmod(0o644)
@@ -233,7 +233,7 @@ def test_a_secret_that_no_request_can_bring_is_refused_and_not_shown(tmp_path, h
             use(config)
 
 
-def test_a_secret_that_cannot_be_closed_or_read_is_said(tmp_path, caplog, monkeypatch):
+def test_a_secret_that_cannot_be_closed_or_read_is_reported(tmp_path, caplog, monkeypatch):
     config = run_config(tmp_path / "run", secret_file=tmp_path / "shared")
     (tmp_path / "shared").write_text("ours")
     (tmp_path / "shared").chmod(0o644)
@@ -273,14 +273,14 @@ def test_a_resolved_config_holds_no_secret(tmp_path):
 
 
 @pytest.mark.parametrize(("secret", "why"), [("x", "it has another secret than this run"), (None, "sends none")])
-async def test_who_is_refused_is_told_whether_it_brought_a_secret(secret, why):
+async def test_a_refused_client_reports_whether_it_sent_a_secret(secret, why):
     calls = EngineCalls("http://engine", secret, "")
     calls._request = AsyncMock(return_value=(401, b'{"error": "not authorized"}'))
     with pytest.raises(EngineIncompatible, match=rf"status 401: not authorized \(.*{why}"):
         await calls.json("its description", "/info")
 
 
-def test_a_server_that_never_lets_its_own_launcher_in_is_said_to(tmp_path, monkeypatch):
+def test_a_server_that_rejects_its_own_launcher_is_reported(tmp_path, monkeypatch):
     """A container without the environment has no secret and rejects all requests."""
     error = EngineIncompatible("status 401: this server was started without DPPO_SECRET")
     engine = Mock(return_value=AsyncMock(**{"health.side_effect": error}))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.cli import main
-from dppo_megatron.common.files import OutputError
-from dppo_megatron.launch.evaluate import numbered_directory
+from dppo_megatron.common.files import OutputError, numbered_directory
 from dppo_megatron.study.grid import read_study
 from dppo_megatron.study.rows import add_row
 from tests.study.test_study import row, write_study
@@ -19,7 +18,7 @@ from tests.view.runs import write_run
 # Every command that writes where it is told to, and the names of the files if that is a directory.
 COMMANDS = {
     "view": (["view", "RUN", "--out", "OUT"], ()),
-    "view of two": (["view", "RUN", "RUN", "--out", "OUT"], ()),
+    "view of two": (["view", "RUN", "RUN/bank", "--out", "OUT"], ()),
     "report": (["report", "RUN", "--out", "OUT"], ("report.md", "curves.png")),
     "study": (["study", "study.yaml", "--report", "--out", "OUT"], ("report.md", "curves.png", "table.csv")),
     "data prepare": (["data", "prepare", "gsm8k", "source.jsonl", "OUT"], ()),
@@ -73,7 +72,7 @@ def device(path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("put", [device, os.mkfifo, os.mkdir], ids=["device", "pipe", "directory"])
-def test_what_is_no_file_is_never_replaced_by_one(end, tmp_path, command, put):
+def test_an_output_never_replaces_a_device_a_pipe_or_a_directory(end, tmp_path, command, put):
     names = COMMANDS[command][1]
     for name in names or ("",):
         out = tmp_path / f"at-{name}"

@@ -32,7 +32,7 @@ def check(names: list[str], rewards: np.ndarray, failed: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "inline"])
-def test_anything_raised_or_returned_costs_its_own_sample_alone(kind, caplog):
+def test_a_hostile_exception_or_return_value_fails_only_its_own_sample(kind, caplog):
     names = [name for hostile in (*NAMED, *RETURNS) for name in ("ok", hostile)]
     if kind != "sync":  # it was awaited already, or runs in the loop of the caller and cannot wait
         names.remove("awaitable")
@@ -49,7 +49,7 @@ def test_anything_raised_or_returned_costs_its_own_sample_alone(kind, caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(cases(2)))
-def test_a_process_that_is_ruined_costs_its_own_sample_alone(seed):
+def test_a_reward_that_harms_its_process_fails_only_its_own_sample(seed):
     """All of them among samples that are not hostile, in random order; each takes at most its time-out."""
     names = [*HARMS, *["ok"] * len(HARMS)]
     generator("harms", seed).shuffle(names)

@@ -29,7 +29,7 @@ LINKED = {
 @pytest.mark.parametrize("name", ["model.safetensors", ".model.safetensors", "config.json", "delta.json"])
 @pytest.mark.parametrize("kind", LINKED)
 @pytest.mark.parametrize("delta", [False, True], ids=["version", "the version that a delta changes"])
-def test_weights_are_loaded_from_regular_files_alone(served, tmp_path, monkeypatch, name, kind, delta):
+def test_weights_are_loaded_only_from_regular_files(served, tmp_path, monkeypatch, name, kind, delta):
     """Both engines' guards: a version of links was loaded, and a FIFO was waited for."""
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     (tmp_path / "elsewhere").mkdir()

@@ -98,3 +98,10 @@ def test_single_turns_and_runs_that_were_killed(tmp_path):
     assert "segment-000001.bin: group 5" in problem
     code, lines = run(tmp_path)
     assert (code, lines) == (1, [])
+
+
+def test_a_bank_without_groups_is_a_problem(tmp_path):
+    (tmp_path / "logs").mkdir()
+    code, lines = run(tmp_path)
+    assert code == 1
+    assert lines[0] == f"{tmp_path / 'bank'}: has no group to audit"

@@ -6,13 +6,14 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter
+from dppo_megatron.bank import BankError, BankReader, BankTimeout, BankWriter, EarlierSamples, ledger
 from dppo_megatron.bank.files import Head
-from tests.support.bank import assert_same_group, make_group
+from tests.support.bank import append, assert_same_group, make_group
 
 
 def replace_rollout(group, **fields):
@@ -138,7 +139,7 @@ def test_a_prompt_that_is_none_is_not_dropped(tmp_path, position, row):
     assert BankReader(tmp_path).refresh() == 1
 
 
-def test_refresh_reads_only_what_is_new(tmp_path):
+def test_refresh_counts_every_new_group_once(tmp_path):
     reader = BankReader(tmp_path / "later")
     assert reader.refresh() == 0
     with BankWriter(tmp_path / "later", 2) as writer:
@@ -188,7 +189,7 @@ def test_a_reader_that_begins_with_the_writer_sees_no_contradiction(tmp_path, mo
         assert reader.refresh() == 2
 
 
-def test_wait_says_what_arrived(tmp_path):
+def test_wait_for_reports_the_number_of_groups_that_arrived(tmp_path):
     with BankWriter(tmp_path, 8) as writer:
         for p in range(3):
             writer.append(make_group(p))
@@ -257,3 +258,27 @@ def test_a_group_that_fails_in_the_writers_thread_leaves_its_position_free(tmp_p
         assert writer.num_begun_groups == writer.num_train_groups == 2
         assert writer.done_positions() == {0, 2}
         assert writer.append(make_group(1)) == 2
+
+
+def test_the_writers_reader_has_its_groups_without_reading_the_index(tmp_path, monkeypatch):
+    with BankWriter(tmp_path, 3) as writer:
+        append(writer, range(7))
+    opened = Counter()
+
+    def counting(path, *args, **kwargs):
+        opened[os.path.basename(path)] += 1
+        return open(path, *args, **kwargs)
+
+    monkeypatch.setattr(ledger, "open", counting, raising=False)
+    with BankWriter(tmp_path, 3) as writer:
+        reader, earlier = writer.reader(), EarlierSamples(writer.reader())
+        append(writer, range(7, 10))
+        assert len(earlier.samples(make_group(1).prompt)) == 4
+        assert opened == {"segment-000000.jsonl": 1, "segment-000001.jsonl": 1}  # by the writer, before the last one
+        other = BankReader(tmp_path)
+        assert reader.refresh() == other.refresh() == 10
+        assert reader.segments() == other.segments() == [(0, 3), (3, 6), (6, 9), (9, 10)]
+        for number, (mine, others) in enumerate(zip(reader.entries(0, 10), other.entries(0, 10), strict=True)):
+            assert_same_group(reader.read(mine), other.read(others))
+            assert reader.row(number) == mine.row
+        assert opened["segment-000003.jsonl"] == 1  # by the other reader

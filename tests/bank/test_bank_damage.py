@@ -14,7 +14,7 @@ from dppo_megatron.bank.lines import dropped_line
 from tests.support.bank import as_killed, files, fill, make_group, read_all
 
 
-def test_a_writer_whose_lock_was_deleted_writes_nothing_more(tmp_path):
+def test_a_writer_writes_nothing_after_its_lock_file_is_deleted(tmp_path):
     first = BankWriter(tmp_path, 3)
     first.append(make_group(0))
     (tmp_path / "writer.lock").unlink()
@@ -99,7 +99,7 @@ def test_lines_that_went_missing_from_a_killed_writers_index_are_refused(tmp_pat
         assert writer.num_train_groups == 2
 
 
-def test_what_a_closed_writer_left_is_never_truncated(tmp_path):
+def test_a_damaged_file_of_a_closed_writer_is_refused_and_not_truncated(tmp_path):
     fill(tmp_path, 2)
     data, index = files(tmp_path, 0)
     whole = data.read_bytes(), index.read_bytes()
@@ -137,7 +137,7 @@ def test_a_position_that_comes_twice_is_refused(tmp_path):
             opened()
 
 
-def test_a_line_whose_bytes_come_late_is_waited_for_on_a_network_file_system_alone(tmp_path, monkeypatch):
+def test_a_reader_waits_for_late_bytes_of_a_line_only_on_a_network_file_system(tmp_path, monkeypatch):
     """A later page may arrive before an earlier one."""
     with BankWriter(tmp_path, 2) as writer:
         writer.append(make_group(0))

@@ -196,7 +196,7 @@ def refuse(*_arguments) -> None:
 
 
 @pytest.mark.parametrize("parts", [("core",), ("core", "topk"), ("core", "routes"), ("core", "sampling_mask"), PARTS])
-def test_samples_are_read_alone_with_the_parts_that_are_asked_for(tmp_path, monkeypatch, parts):
+def test_only_the_requested_samples_and_parts_are_read(tmp_path, monkeypatch, parts):
     group = branched_group(4)
     reader, (entry,) = written(tmp_path, group)
     disk = Disk(monkeypatch)
@@ -253,7 +253,7 @@ def test_damage_in_a_part_is_named_and_leaves_the_others_readable(tmp_path):
         ({"version_sum": 7}, "versions sum to"),
     ],
 )
-def test_a_line_that_says_another_thing_than_its_blob_is_refused(tmp_path, change, says):
+def test_a_line_that_contradicts_its_blob_is_refused(tmp_path, change, says):
     """The line's own crc32 is right."""
     reader, (entry,) = written(tmp_path, make_group(1, topk=2))
     with pytest.raises(BankCorruption, match=says):

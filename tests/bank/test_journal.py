@@ -36,8 +36,8 @@ def written(tmp_path):
 
 def check(directory, turns, count: int) -> Journal:
     journal = Journal(directory, 7)
-    assert [group.rollouts[0].trajectory for group in journal.found] == [0, 1, 0][:count]
-    for (behind, sampled), group in zip(turns[:count], journal.found, strict=True):
+    assert [group.rollouts[0].trajectory for group in journal.turns] == [0, 1, 0][:count]
+    for (behind, sampled), group in zip(turns[:count], journal.turns, strict=True):
         assert np.array_equal(group.prompt.token_ids, behind)
         assert (group.prompt.position, group.temperature) == (7, 0.5)
         assert group.rollouts[0].finish_reason == "stop"
@@ -46,10 +46,10 @@ def check(directory, turns, count: int) -> Journal:
     return journal
 
 
-def test_what_was_written_comes_back(tmp_path, written):
+def test_a_journal_returns_the_turns_that_were_written(tmp_path, written):
     journal = check(tmp_path, written, 3)
     journal.add(1, *turn(9, 9), 0.5)
-    assert len(Journal(tmp_path, 7).found) == 4
+    assert len(Journal(tmp_path, 7).turns) == 4
     journal.remove()
     journal.remove()
     assert list(tmp_path.iterdir()) == []
@@ -57,7 +57,7 @@ def test_what_was_written_comes_back(tmp_path, written):
         journal.add(1, *turn(9, 9), 0.5)
 
 
-def test_what_is_not_whole_is_cut_and_written_again(tmp_path, written, caplog):
+def test_an_incomplete_record_is_cut_and_written_again(tmp_path, written, caplog):
     data, index = segment_paths(tmp_path, 7)
     whole = {path: path.read_bytes() for path in (data, index)}
     ends = np.cumsum([len(line) + 1 for line in whole[index].split(b"\n")[:-1]])
@@ -72,7 +72,7 @@ def test_what_is_not_whole_is_cut_and_written_again(tmp_path, written, caplog):
         damaged = bytearray(whole[data])
         damaged[place] ^= 1
         data.write_bytes(damaged)
-        found = len(Journal(tmp_path, 7).found)
+        found = len(Journal(tmp_path, 7).turns)
         assert found < 3
         check(tmp_path, written, found)
     assert "the next one is incomplete" in caplog.text

@@ -43,13 +43,13 @@ def test_a_bound_is_exceeded_by_a_larger_difference_and_by_none(off, over):
     assert exceeds(certificate(off, "not available: why"), 1e-4) is over
 
 
-def test_what_an_engine_does_not_let_be_seen_is_said():
+def test_operators_that_an_engine_hides_are_reported_as_not_available():
     assert "operators: not available: the server compiles" in text(
         certificate(0.0, "not available: the server compiles")
     )
 
 
-def test_same_bits_are_said_with_how_many_values_were_compared():
+def test_equal_bits_are_reported_with_the_number_of_compared_values():
     said = "2 of 7 recorded values compared, {} of them have the same bits"
     assert said.format(2) in text(certificate(0.0, operators(0.0)))
     assert said.format(1) in text(certificate(0.0, operators(2**-20)))

@@ -69,7 +69,7 @@ def test_one_operator(engine, trainer, expected):
         (torch.bfloat16, 4e-2, True),
     ],
 )
-def test_what_rounding_makes_is_told_from_more(dtype, off, beyond):
+def test_a_rounding_difference_is_distinguished_from_a_larger_one(dtype, off, beyond):
     values = torch.linspace(0.5, 2, 64)[None]
     (difference,) = compare({(3, "q_norm"): (values * (1 + off)).to(dtype)}, {(3, "q_norm"): values.to(dtype)})
     assert difference.beyond_rounding is beyond
@@ -83,7 +83,7 @@ def test_differences_come_in_the_order_of_the_computation():
     assert [difference.name for difference in compare(values, values)] == ordered
 
 
-def test_what_one_side_alone_recorded_is_left_out():
+def test_values_that_only_one_side_recorded_are_left_out():
     engine, trainer = ({(0, "mlp"): torch.ones(1, 1), (0, own): torch.ones(1, 1)} for own in ("mlp_gate", "attention"))
     assert [difference.name for difference in compare(engine, trainer)] == ["layer 0 mlp"]
     assert compare(engine, {}) == [], "of other ranks than the first"
@@ -107,7 +107,7 @@ def test_every_sharded_operator_has_its_place():
     assert {*FIRST, *OF_A_LAYER, *LAST} >= OF_COLUMNS
 
 
-def test_the_table_of_log_probs_is_what_its_columns_say():
+def test_the_columns_of_the_log_prob_table_hold_their_statistics():
     engine = np.array([-1.0, -2.0, -0.5, -3.0], dtype=np.float32)
     trainer = engine + np.array([0.0, 0.5, -1e-3, 1e-5], dtype=np.float32)
     table = logprob_table(engine, trainer)

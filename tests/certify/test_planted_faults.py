@@ -86,7 +86,7 @@ def test_published_weights_are_not_stale_and_the_rest_stays(certificates):
     assert "published by shared_storage" in certificates[1]["weights"]
 
 
-def test_what_a_run_would_round_is_published_so(certificates):
+def test_the_published_weights_of_a_certificate_are_rounded_as_in_the_run(certificates):
     rounded = certificates[2]
     assert rounded["weights"].endswith("published by shared_storage, rounded to FP8")
     projections = {f"layer {n} {name}" for n in LAYERS for name in LINEAR}
@@ -94,7 +94,7 @@ def test_what_a_run_would_round_is_published_so(certificates):
     assert "logits" not in rounded["beyond_rounding"]  # the head is not rounded
 
 
-def test_the_report_says_what_it_found(certificate):
+def test_the_report_names_the_operators_that_differ(certificate):
     said = text(certificate)
     assert "layer 0 input_norm" in said
     assert f"layer {STALE} v_projection" in said

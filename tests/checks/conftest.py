@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dppo_megatron.checks import preflight
+from dppo_megatron.config import Config, ConfigError
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
@@ -26,6 +29,13 @@ def tree(task, tmp_path) -> dict:
         "rollout": {"max_response_tokens": 4},
         "engine": {"max_model_len": 64},
     }
+
+
+def errors(tree: dict, place: str = "run") -> str:
+    """Return the problems for which the preflight rejects a config, one line each."""
+    with pytest.raises(ConfigError) as raised:
+        preflight(Config.model_validate(tree), "config.yaml", place=place)
+    return "\n".join(raised.value.violations)
 
 
 def changed_model(task: Path, directory: Path, **settings: object) -> str:

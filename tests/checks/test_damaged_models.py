@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dppo_megatron.checks import preflight
-from dppo_megatron.config import Config, ConfigError
+from dppo_megatron.config import Config, ConfigError, with_settings
 from dppo_megatron.errors import LONGEST_MESSAGE
 from dppo_megatron.hf import make_random_hf_model
 
@@ -54,6 +54,13 @@ def problems(whole: Path, model: Path, tmp_path: Path) -> str:
 @pytest.mark.parametrize("kind", ["single", "sharded"])
 def test_a_sound_model_is_accepted(whole, kind, tmp_path):
     preflight(config(whole, whole / kind, tmp_path), "config.yaml", place="node")
+
+
+def test_a_run_in_place_of_its_checkpoint_is_named(whole, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    given = with_settings(config(whole, whole / "single", tmp_path), model={"weights": tmp_path})
+    with pytest.raises(ConfigError, match=f"model.weights = {tmp_path}: a run; name RUN/checkpoints/step-N$"):
+        preflight(given, "config.yaml", place="node")
 
 
 def with_header(change: Callable[[dict], object]) -> Callable[[Path], None]:

@@ -9,7 +9,7 @@ from dppo_megatron.checks import devices
 from dppo_megatron.checks.devices import engine_devices, fit_engines, gpu_problems, require_gpu
 from dppo_megatron.config.schema import Config
 from dppo_megatron.errors import ExpectedError
-from tests.checks.test_preflight import found
+from tests.checks.conftest import errors
 from tests.support.actor_cases import QWEN3_5, write_config
 from tests.support.configs import make_config
 
@@ -82,7 +82,7 @@ def test_cpus_compute_gated_delta_net_in_bf16(tmp_path):
         assert any(line.startswith("engine.dtype = fp32: vLLM's gated") for line in found) == (dtype == "fp32")
 
 
-def test_an_evaluation_needs_gpus_for_its_engines_alone():
+def test_an_evaluation_needs_gpus_only_for_its_engines():
     assert gpu_problems(config(world_size=8, count=8), EIGHT, trains=False) == []
     too_large = config(world_size=1, count=2, tensor_parallel=9)
     assert "engine.tensor_parallel = 9: " in "".join(gpu_problems(too_large, EIGHT, trains=False))
@@ -110,4 +110,4 @@ def test_a_port_in_use_is_refused(tree):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         tree["engine"]["port"] = taken.getsockname()[1]
-        assert f"engine.port = {tree['engine']['port']}: already in use" in found(tree)
+        assert f"engine.port = {tree['engine']['port']}: already in use" in errors(tree)

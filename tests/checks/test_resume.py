@@ -1,12 +1,14 @@
 """Directories of a run: one belongs to one run, a resumed run is the same run, and all can be written."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
 
 from dppo_megatron.checks import check_job, check_run_dir, preflight
 from dppo_megatron.checks.resume import contents, record, unusable_weights_directory
+from dppo_megatron.common.files import DamagedFile
 from dppo_megatron.config import Config, ConfigError, save_resolved
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.run_dir import RunDir
@@ -43,7 +45,7 @@ def started(tree, tmp_path) -> Path:
     return run.root
 
 
-def test_resume_allows_what_cannot_change_the_run_and_names_the_rest(tree, started):
+def test_resume_accepts_permitted_changes_and_names_a_forbidden_one(tree, started):
     tree["train"]["steps"] = 5
     tree["engine"] = {"max_num_seqs": 8}
     tree["profile"] = {"steps": [3], "memory": True}
@@ -142,6 +144,24 @@ def test_files_may_move_and_a_bank_may_grow(named, tmp_path):
         check(named, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "the whole is b''"),
+        ("{", "the whole is b'{'"),
+        ("[]", "the whole is []: Input should be an object"),
+        ('{"data.train": "a"}', "data.train is 'a'"),
+        ('{"data.train": null}', "data.train is None"),
+        ('{"data.train": {"train-0.jsonl": 5}}', "data.train.train-0.jsonl is 5: Input should be a valid string"),
+    ],
+)
+def test_damaged_digests_are_one_error_with_the_file(named, tmp_path, content, problem):
+    (tmp_path / "run/files.json").write_text(content)
+    for use in (lambda: check(named, resume=True), lambda: record(Config.model_validate(named))):
+        with pytest.raises(DamagedFile, match=re.escape(f"{tmp_path}/run/files.json: {problem}") + ".*; restore it"):
+            use()
+
+
 def test_a_large_file_is_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr("dppo_megatron.checks.resume.PIECE", 1 << 12)
     monkeypatch.setattr("dppo_megatron.checks.resume.SAMPLE", 1 << 6)
@@ -204,7 +224,16 @@ def test_a_directory_that_cannot_be_written_is_refused(tree, tmp_path, monkeypat
         check(tree, resume=False)
 
 
-def test_what_only_making_it_shows_is_one_clear_error():
+def test_a_run_in_the_directory_of_its_model_is_refused(tree, tmp_path):
+    (tmp_path / "model").mkdir()
+    tree["model"]["path"] = str(tmp_path / "model")
+    for place in (tmp_path, tmp_path / "model"):  # a run writes its final model into RUN/model
+        tree["run"]["dir"] = str(place)
+        with pytest.raises(ConfigError, match=f"run.dir = {place}: the run would write into model.path; choose"):
+            check(tree, resume=False)
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_clear_error():
     with pytest.raises(ExpectedError, match=r"run\.dir = /proc/nothing/run: cannot be made: .*; choose another"):
         RunDir(Path("/proc/nothing/run")).make()
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md lists every rule file, and all have the same shape."""
+"""docs/adding.md lists every rule file, and all have the same shape."""
 
 import importlib
 import inspect
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dppo_megatron import checks
 
-PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/adding.md").read_text()
 RULES = {module.name for module in pkgutil.iter_modules(checks.__path__)}
 
 

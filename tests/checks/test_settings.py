@@ -69,6 +69,7 @@ AIME += "eval.sets.aime."
         (DRAFTS + "engine.kind=sglang", "with drafts SGLang samples other tokens for a seed"),
         ("engine.extra_args=[--speculative-config=x]", "engine.extra_args = --speculative-config=x: a server's own"),
         ("engine.kind=sglang engine.extra_args=[--speculative-algorithm=NGRAM]", "changes the tokens of a seed"),
+        ('engine.extra_args=["--swap-space\\t8"]', "one entry has an option and its value; write [--swap-space, 8]"),
         (LORA, None),
         (ADAPTER, None),
         (ADAPTER + "model.lora.r=0", "the run trains no adapters (model.lora.r = 0)"),
@@ -164,6 +165,26 @@ AIME += "eval.sets.aime."
         ("eval.pass_reward=0.5", "only data.eval uses it"),
         ("environment.max_turns=3", "neither environment.name nor environment.agent is set"),
         ("environment.name=my:Game environment.host=::1", "environment.host = '::1': needs environment.agent"),
+        *(
+            (f"acceptance.bound={bound} {settings}", None if bound < 1 else "a total variation is at most 1")
+            for bound in (0.99, 1, 2.5)
+            for settings in (
+                "",
+                "objective.name=dppo_topk_tv rollout.topk_logprobs=4",
+                "objective.name=pg_is acceptance.divergence=binary_tv",
+                "objective.name=dppo_binary_kl objective.settings.divergence=binary_tv",
+                "objective.name=my_code:objective acceptance.divergence=binary_tv",
+            )
+        ),
+        *(
+            (f"acceptance.bound=2 {settings}", None)
+            for settings in (
+                "objective.name=dppo_binary_kl",
+                "objective.name=grpo",
+                "objective.name=my_code:objective",
+                "acceptance.divergence=binary_kl",
+            )
+        ),
         ('engine.urls=["http://a:1","http://a:1"]', "each must be another server; remove the repeated one"),
         ("optimizer.min_lr=1e-7", "optimizer.min_lr = 1e-07: optimizer.decay = constant never reaches it"),
         ("optimizer.min_lr=1e-7 optimizer.decay=linear", None),
@@ -247,7 +268,7 @@ def test_dtypes_that_vllm_computes_wrongly_on_cpus_are_refused(tmp_path, model, 
 @pytest.mark.parametrize(
     "kl", ["", "objective.settings.reference_kl=k3 objective.settings.reference_kl_coefficient=0.1"]
 )
-def test_a_reference_must_be_what_training_starts_from(kl):
+def test_the_reference_policy_must_be_the_start_of_training(kl):
     found = user_code.objective_problems(config(f"{LORA} model.lora.adapter=other {kl}"), [])
     assert any("model.lora.adapter = other: the reference of" in problem for problem in found) == bool(kl)
     assert user_code.objective_problems(config(LORA + kl), []) == []

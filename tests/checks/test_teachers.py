@@ -7,8 +7,7 @@ import pytest
 
 from dppo_megatron.checks import preflight
 from dppo_megatron.config import Config
-from tests.checks.conftest import changed_model
-from tests.checks.test_preflight import found
+from tests.checks.conftest import changed_model, errors
 from tests.support.tokenizers import save_character_model
 
 
@@ -27,7 +26,7 @@ def test_a_teacher_with_a_longer_prompt_has_room_for_a_whole_response(tree, task
             preflight(Config.model_validate(tree), "c")
         else:
             assert re.search(
-                "data.train = .*\n.*line 1: teacher t: a prompt and response of .* engine.max_model", found(tree)
+                "data.train = .*\n.*line 1: teacher t: a prompt and response of .* engine.max_model", errors(tree)
             )
 
 
@@ -35,19 +34,19 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, ta
     taught = {"distillation": "forward_kl", "distillation_coefficient": 1.0}
     tree["objective"] = {"settings": {"delta": 0.2, **taught}}
     tree["distillation"] = {"topk": 4, "teachers": {"same": {"path": str(task / "random_model")}}}
-    assert "forward_kl" in "\n".join(preflight(Config.model_validate(tree), "config.yaml"))
+    assert "forward kl from a teacher" in "\n".join(preflight(Config.model_validate(tree), "config.yaml"))
 
     del tree["distillation"]["teachers"]
-    assert "distillation.teachers = []: objective dppo_binary_tv learns from a teacher; add one" in found(tree)
+    assert "distillation.teachers = []: objective dppo_binary_tv learns from a teacher; add one" in errors(tree)
     tree["distillation"]["teachers"] = {"same": {"path": str(task / "random_model"), "sources": ["x"]}}
-    assert "distillation.teachers: data.train has rows of sources without one; name one for each" in found(tree)
+    assert "distillation.teachers: data.train has rows of sources without one; name one for each" in errors(tree)
     other = save_character_model(tmp_path / "other")
     tree["distillation"]["teachers"] = {"other": {"path": str(other)}}
-    assert "distillation.teachers.other: " in found(tree)  # its config.json is no model's
+    assert "distillation.teachers.other: " in errors(tree)  # its config.json is no model's
     own = json.loads((task / "random_model" / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128}))
     other_tokens = "has another tokenizer than model.path; use a teacher of the same family"
-    assert f"distillation.teachers.other.path = {other}: {other_tokens}" in found(tree)
+    assert f"distillation.teachers.other.path = {other}: {other_tokens}" in errors(tree)
     for positions, server in (
         (19, False),
         (20, True),
@@ -56,17 +55,16 @@ def test_a_teacher_must_have_the_tokens_of_the_policy_and_every_row_one(tree, ta
     ):  # 16 + 4, and one that a server samples
         (other / "config.json").write_text(json.dumps(own | {"vocab_size": 128, "max_position_embeddings": positions}))
         tree["distillation"]["teachers"]["other"]["in_trainer"] = not server
-        problem = (
-            f"distillation.teachers.other.path = {other}: a prompt and response of 16 + 4 tokens, but the model has"
-        )
-        assert (problem in found(tree)) == (positions < 20 + server)
+        problem = f"{other}: a prompt and response of 16 + 4 tokens, but the model has {positions} positions"
+        problem += ", one of them for a token that the server samples; lower" * server
+        assert (problem in errors(tree)) == (positions < 20 + server)
     tree["distillation"]["teachers"] = {"small": {"path": str(task / "random_model")}}
     tree["model"]["path"] = changed_model(task, tmp_path / "larger", vocab_size=own["vocab_size"] + 4)
     small = f"distillation.teachers.small.path = {task / 'random_model'}: has 16 tokens"
-    assert f"{small}, model.path 20; use a teacher with at least as many" in found(tree)
+    assert f"{small}, model.path 20; use a teacher with at least as many" in errors(tree)
     tree["model"]["path"] = str(task / "random_model")
     tree["distillation"]["topk"] = 17
-    assert f"{small}; lower distillation.topk (17) to that" in found(tree)
+    assert f"{small}; lower distillation.topk (17) to that" in errors(tree)
     tree["distillation"]["topk"] = 4
     tree["objective"] = {}
-    assert "uses none; set objective.settings.distillation, or remove it" in found(tree)
+    assert "uses none; set objective.settings.distillation, or remove it" in errors(tree)

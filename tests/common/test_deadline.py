@@ -70,7 +70,10 @@ def test_a_long_message_arrives_whole():
     "wait",
     [
         "asyncio.run(limited(3, 1.5))",
-        "channel, ours = pair(); threading.Timer(1.5, channel.send, [b'reply']).start(); ours.receive(Deadline(3))",
+        pytest.param(
+            "channel, ours = pair(); threading.Timer(1.5, channel.send, [b'reply']).start(); ours.receive(Deadline(3))",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["time_limit", "channel"],
 )

@@ -62,6 +62,21 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert (tmp_path / "latest").read_text() == "step-1"
 
 
+@pytest.mark.parametrize("call", ["stat", "lstat"])
+def test_a_file_that_is_removed_after_a_look_is_absent(tmp_path, monkeypatch, call):
+    """As the registration of an engine that ends."""
+    path, look = tmp_path / "engine-0.json", getattr(os, call)
+    path.write_text('{"port": 1}')
+
+    def look_and_remove(*arguments, **named):
+        seen = look(*arguments, **named)
+        path.unlink(missing_ok=True)
+        return seen
+
+    monkeypatch.setattr(os, call, look_and_remove)
+    assert read_json(path) in (None, {"port": 1})
+
+
 def test_json_comes_back_and_makes_its_directory(tmp_path):
     path = tmp_path / "services" / "engine-0.json"
     assert read_json(path) is None

@@ -86,6 +86,7 @@ def _late(rank: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [_agreements, _late])
 def test_ranks_agree_and_report_every_error(tmp_path, scenario):
     with support.Ranks(2) as started:
@@ -93,18 +94,18 @@ def test_ranks_agree_and_report_every_error(tmp_path, scenario):
 
 
 @pytest.mark.parametrize("signed_by", [None, b"", b"another run"])
-def test_a_value_of_somebody_who_reached_the_store_is_not_unpickled(tmp_path, monkeypatch, signed_by):
+def test_a_store_value_that_is_not_signed_with_the_secret_is_not_unpickled(tmp_path, monkeypatch, signed_by):
     monkeypatch.setattr(agreements, "_secret", b"")  # as it was, afterwards
     store, forged = dist.HashStore(), zlib.compress(pickle.dumps((RunsCode(tmp_path / "ran"), None)))
     if signed_by is not None:
         monkeypatch.setattr(agreements, "_secret", signed_by)
-        forged = Ranks(5, over=(store, 0, 2))._signature("0", forged) + forged
+        forged = Ranks(5, place=(store, 0, 2))._signature("0", forged) + forged
     authenticate("of this run")
     entry = dist.PrefixStore("agreements", store)
     entry.set("0/part-0", forged)
     entry.set("0", "1")
     with pytest.raises(RanksForged, match="rank 1: the store's value of 0 was not signed with this run's secret"):
-        Ranks(5, over=(store, 1, 2)).from_rank_zero(dict, "a value")
+        Ranks(5, place=(store, 1, 2)).from_rank_zero(dict, "a value")
     assert not (tmp_path / "ran").exists()
 
 
@@ -112,7 +113,7 @@ def test_a_value_of_an_earlier_attempt_is_refused_though_it_bears_the_runs_secre
     monkeypatch.setattr(agreements, "_secret", b"of this run")
 
     def attempt(store: dist.Store) -> list[Ranks]:
-        ranks = [Ranks(5, over=(dist.PrefixStore("p", store), rank, 2)) for rank in range(2)]
+        ranks = [Ranks(5, place=(dist.PrefixStore("p", store), rank, 2)) for rank in range(2)]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(Ranks.begin_attempt, ranks))
         return ranks
@@ -131,9 +132,9 @@ def test_a_value_of_an_earlier_attempt_is_refused_though_it_bears_the_runs_secre
 def test_an_attempt_does_not_begin_with_the_values_of_another(monkeypatch):
     monkeypatch.setattr(agreements, "_secret", b"of this run")
     store = dist.HashStore()
-    Ranks(5, over=(store, 0, 2))._set("0/all", [b"old", b"older"])
+    Ranks(5, place=(store, 0, 2))._set("0/all", [b"old", b"older"])
     with pytest.raises(RanksForged, match="rank 1: the store has values of an earlier attempt"):
-        Ranks(5, over=(store, 1, 2)).begin_attempt()
+        Ranks(5, place=(store, 1, 2)).begin_attempt()
 
 
 def _of_this_process_alone() -> None:
@@ -151,9 +152,9 @@ def _of_this_process_alone() -> None:
         (_of_this_process_alone, Exception, "Local", "in a word"),
     ],
 )
-def test_an_error_that_others_cannot_make_is_told_all_the_same(act, kind, name, text):
+def test_an_error_that_other_ranks_cannot_construct_still_reaches_them(act, kind, name, text):
     store = dist.HashStore()
-    ranks = [Ranks(5, over=(dist.PrefixStore("world", store), rank, 2)) for rank in range(2)]
+    ranks = [Ranks(5, place=(dist.PrefixStore("world", store), rank, 2)) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         told = [pool.submit(of.from_rank_zero, act, "a value") for of in ranks]
         with pytest.raises(Exception, match=text):
@@ -169,7 +170,7 @@ def test_an_error_that_others_cannot_make_is_told_all_the_same(act, kind, name, 
 def test_512_ranks_agree_over_the_connection_that_they_have():
     """An agreement of 512 simulated ranks adds no descriptor and takes about a second."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [Ranks(60, over=(dist.PrefixStore("world", store), rank, 512)) for rank in range(512)]
+    ranks = [Ranks(60, place=(dist.PrefixStore("world", store), rank, 512)) for rank in range(512)]
     before = _descriptors()
 
     def agree(of: Ranks) -> tuple[str, list[int]]:

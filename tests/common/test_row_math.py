@@ -71,7 +71,7 @@ def test_a_norm_of_a_row(dtype, width):
         assert torch.equal(rms_norm(beside_others(row, before, behind), weight, 1e-6)[0][before], alone[0])
 
 
-def test_an_angle_does_not_depend_on_the_positions_beside_it():
+def test_a_rotary_angle_does_not_depend_on_the_other_positions():
     frequencies = 1.0 / 1000.0 ** (torch.arange(0, 32, 2) / 32)
     of_all = rope_tables(frequencies, torch.arange(301), torch.float32)
     x = noise(301, 2 * 32).view(301, 2, 32)

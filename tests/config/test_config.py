@@ -140,6 +140,12 @@ def test_every_violation_is_reported_at_once(tmp_path, sections, overrides, foun
         ("data.prompt_template=Question: {prompt}", "must be text, but ': ' makes it a section"),
         ("objective.settings.clip_high=0.2", "did you mean objective.settings.epsilon_high?"),
         ("objective.settings.advantage=x", "did you mean objective.advantage?"),
+        ("rollout.over_sampling_batch_size=64", "did you mean rollout.dynamic_sampling?"),
+        ("objective.use_tis=true", "did you mean objective.settings.mismatch?"),
+        (
+            "objective.name=reinforce_pp",
+            "did you mean objective.name (ppo, with objective.advantage batch_normalised)?",
+        ),
         ("objective.name=GRPO", "did you mean 'grpo'"),
         ("objective.settings=3", "objective.settings = 3: must be a section of settings; write {NAME: VALUE}"),
         ("model.path=3", 'model.path = 3: must be text; put it in quotes, "3"'),
@@ -154,6 +160,16 @@ def test_a_name_of_another_trainer_leads_to_ours(tmp_path, override, meant):
     found = violations(write(tmp_path), [override])
     assert meant in found
     assert len(found.splitlines()) == 1
+
+
+def test_the_line_of_another_trainers_names_is_whole_whatever_else_is_wrong(tmp_path):
+    names = [name for row in load._ROWS[:24] for name in row.rpartition(": ")[2].split()[:1]]
+    wrong = {"rollout": {"temperature": "hot" * 200}, "engine": {f"setting_{n}": "x" * 300 for n in range(30)}}
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(tmp_path, actor_rollout_ref=dict.fromkeys(names, 1), **wrong))
+    (line,) = (line for line in str(raised.value).splitlines() if "actor_rollout_ref" in line)
+    assert len(line) > 600
+    assert [name for name in names if f" {name} is {load._ALIASES[name]}" not in line] == []
 
 
 def test_every_name_of_another_trainer_leads_to_a_setting():
@@ -224,6 +240,11 @@ def test_a_file_without_a_tree_of_settings_is_named(tmp_path):
     ):
         path.write_text(text)
         assert all(line in violations(path) for line in found)
+    for name, text in (("c.toml", '[run]\ndir = "x"\n'), ("reward.py", "def reward(text): return 1.0\n")):
+        (tmp_path / name).write_text(text)
+        assert "; pass a YAML config, e.g. examples/quickstart/config.yaml" in violations(tmp_path / name)
+    (tmp_path / "run.json").write_text('{"run": {"dir": "x"}}')
+    assert "pass a YAML config" not in violations(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +284,7 @@ def test_a_file_without_a_tree_of_settings_is_named(tmp_path):
         ({"model": {"path": "m", "fp32_head": True, "logits": "fused"}}, "set model.logits to stored"),
     ],
 )
-def test_what_would_be_silently_wrong_is_refused(tmp_path, sections, expected):
+def test_a_setting_that_would_be_silently_wrong_is_refused(tmp_path, sections, expected):
     assert expected in violations(write(tmp_path, **sections))
 
 
@@ -313,3 +334,18 @@ def test_an_engine_follows_the_model_and_the_lengths_where_it_is_not_set():
     assert config.probe_tolerance == 1e-4
     given = make_config(engine={"dtype": "fp16", "max_model_len": 4096})
     assert (given.engine.dtype, given.engine.max_model_len) == ("fp16", 4096)
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_a_rank_started_by_hand_states_that_it_waits(tmp_path, monkeypatch, rank):
+    monkeypatch.setattr("dppo_megatron.trainer.main.run_trainer", lambda *_, **__: None)
+    done = CliRunner().invoke(app, ["trainer", str(write(tmp_path))], env={"RANK": rank})
+    assert done.exit_code == 0
+    assert ("`train` starts all of them" in done.output) == (rank is None)
+
+
+def test_the_help_has_every_command_in_a_group():
+    said = CliRunner().invoke(app, ["--help"], env={"TERMINAL_WIDTH": "200"}).stdout
+    groups = [line.strip("╭─╮ ") for line in said.splitlines() if line.startswith("╭")]
+    assert groups[:4] == ["Options", "Run", "Before a run", "During and after a run"]
+    assert "Commands" not in groups

@@ -81,7 +81,7 @@ def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(s
         ("engine.urls=[http://127.0.0.1:8000/v1]", "must be http://HOST:PORT; remove /v1"),
         ("slurm.time=12", 'slurm.time = 12: would be 12 minutes for sbatch; write "12:00:00" for hours'),
         ("optimizer.lr=1e-30", "must be 1e-12 to 0.1"),
-        ("optimizer.weight_decay=11", "optimizer.weight_decay = 11: Input should be less than or equal to 10"),
+        ("optimizer.weight_decay=11", "optimizer.weight_decay = 11: must be at most 10"),
         ("optimizer.lr=1e3", "optimizer.lr = 1000.0: Adam changes every weight by about lr in an update"),
         ("eval.sets={a: {path: x, samples: 8}}", "eval.sets.a.samples: unknown setting; valid here: path, prompt_"),
         ("data.more=[{path: x, wieght: 2}]", "data.more.0.wieght: unknown setting; did you mean data.more.0.weight?"),
@@ -92,13 +92,34 @@ def test_every_number_is_finite_of_a_size_that_can_be_meant_and_no_truth_value(s
         ("objective.settings={delta: 1" + "0" * 31 + "}", "objective.settings.delta"),
         ("objective.settings={delta: 1e-60}", "must be a finite number or None, of 1e-30 to 1e+30"),
         ("objective.settings={delta: !!binary aGk=}", "a tag"),
+        ("engine.kv_cache_bytes=8", "engine.kv_cache_bytes = 8: counts bytes; write 8589934592 for 8GiB"),
+        ("weight_sync.bucket_bytes=256MB", "weight_sync.bucket_bytes = '256MB': counts bytes; write 268435456 for"),
+        ("weight_sync.read_ahead_bytes=4", "weight_sync.read_ahead_bytes = 4: counts bytes; write 4294967296 for"),
+        ("run.dir=/scratch/$USER/x", "run.dir = '/scratch/$USER/x': ~ and $NAME are not replaced"),
+        ("engine.secret_file=~/secret", "engine.secret_file = '~/secret': ~ and $NAME are not replaced"),
+        (
+            'slurm.sbatch_args=["--qos=high --mem=1G"]',
+            "slurm.sbatch_args.0 = '--qos=high --mem=1G': must be one option",
+        ),
+        ("slurm.sbatch_args=[--nodes=4]", "slurm.sbatch_args.0 = '--nodes=4': must be one option without quotes that"),
+        (
+            "slurm.sbatch_args=[-N4]",
+            "slurm.sbatch_args.0 = '-N4': must be one option without quotes that no other setting",
+        ),
+        ('slurm.srun_args=["--mpi=pmix --export=ALL"]', "slurm.srun_args.0 = '--mpi=pmix --export=ALL': must be one"),
+        ('slurm.command=["apptainer exec x.sif"]', "slurm.command.0 = 'apptainer exec x.sif': must be one word of a"),
+        ("slurm.setup=module load gcc", "slurm.setup = 'module load gcc': must be a list; write [module load gcc]"),
+        ("slurm.signal_lead_s=90000", "slurm.signal_lead_s = 90000: must be at most 65535"),
+        ("train=steps:12", "train = 'steps:12': no blank after the colon; write one"),
+        ("objective.settings={delta:0.2}", "no blank after the colon of delta:0.2; write one"),
+        ("reward.name=“a:b”", "begins with “, which is no quote in YAML; write \" or '"),
     ],
 )
-def test_values_that_nobody_means_are_refused(tmp_path, override, expected):
+def test_implausible_values_are_refused(tmp_path, override, expected):
     assert expected in refused(tmp_path, BASE, [override])
 
 
-def test_times_of_day_and_leading_zeros_are_what_they_look_like(tmp_path):
+def test_times_of_day_and_leading_zeros_are_not_read_as_base_60_or_octal(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(BASE)
     config = load_config(path, ["slurm.time=12:00:00", "rollout.max_response_tokens=010", "train.steps=1_000"])
@@ -133,10 +154,10 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         (BASE + "optimizer: {warmup_updates: no}", "optimizer.warmup_updates = False: "),
         (BASE + f"optimizer: {{warmup_updates: {'9' * 5000}}}", "optimizer.warmup_updates = '9999"),
         (BASE + "optimizer: {warmup_updates: !!int '1'}", "optimizer.warmup_updates: a tag"),
-        (BASE + "optimizer: {warmup_updates: *x}", "optimizer.warmup_updates: found undefined alias 'x'"),
+        (BASE + "optimizer: {warmup_updates: *x}", "optimizer.warmup_updates: * begins a reference, and nothing has"),
         (BASE + "optimizer:\n\tlr: 1\n", "line 6, column 1: optimizer: a tab, which YAML does not allow here"),
         (BASE + "optimizer:\n  lr: 1\n\tmin_lr: 1\n", "line 7, column 1: optimizer: a tab, which"),
-        (BASE + "optimizer: {warmup_updates: [1}", "optimizer.warmup_updates: expected ',' or ']'"),
+        (BASE + "optimizer: {warmup_updates: [1}", "optimizer.warmup_updates: [ or { is not closed"),
         (BASE.encode() + b"# caf\xe9\n", "line 5: not UTF-8"),
         (BASE + "x: !!python/object/apply:os.system [ls]", "line 5, column 4: x: a tag"),
         ("x" * (1 << 19), "a config has at most"),
@@ -144,9 +165,11 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         (BASE + f"? {'y' * 200_000}\n: 1\n", "unknown setting"),
         (BASE + "".join(f"y{n}: 1\n" for n in range(5000)), "more"),
         (f"run: {{dir: x, seed: {'z' * 200_000}}}\n", "run.seed = 'zzz"),
-        (BASE + "? [a, b]\n: 1\n", "unhashable"),
-        (BASE + "1: 2\nnull: 3\n", "1 = 1: Keys should be strings"),
+        (BASE + "? [a, b]\n: 1\n", "a name must be text; put it in quotes"),
+        (BASE + "1: 2\nnull: 3\n", "1 = 1: its name must be text; put it in quotes"),
         ("", "must be a mapping"),
+        (BASE + "tracking:\n\u00a0\u00a0wandb: offline\n", "name has the invisible character U+00A0; use blanks"),
+        (BASE + "\u200btracking: {wandb: offline}\n", "name has the invisible character U+200B; use blanks"),
     ],
     ids=itertools.count(),
 )
@@ -196,6 +219,22 @@ def test_a_list_of_problems_shows_as_many_as_fit_and_counts_the_others():
     assert lines[0] == "c.yaml: 1000 problems"
     assert lines[-1] == f"  ... and {1000 - (len(lines) - 2)} more"
     assert len(listing("c.yaml", ["line\n" * 5000]).encode()) <= LONGEST_MESSAGE
+
+
+def test_long_problems_share_the_space_that_short_ones_leave():
+    text = listing("c.yaml", [*["short"] * 10, "a" * 1000, "b" * 3000, "c" * 5000])
+    assert "a" * 1000 + "\n" in text
+    assert "b" * 1390 in text
+    assert "c" * 1390 in text
+    assert len(text.encode()) > LONGEST_MESSAGE - 100
+
+
+def test_other_problems_do_not_shorten_the_first_ones():
+    problems = ["é" * 700, "b" * 1500, *(f"problem {n} {'x' * 300}" for n in range(40))]
+    lines = listing("c.yaml", problems, 2).splitlines()
+    assert lines[1:3] == [f"  - {problem}" for problem in problems[:2]]
+    assert lines[-1] == f"  ... and {len(problems) - (len(lines) - 2)} more"
+    assert len(listing("c.yaml", ["a" * 5000, "b" * 5000], 2).encode()) <= LONGEST_MESSAGE
 
 
 def test_values_are_shortened():

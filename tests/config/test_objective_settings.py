@@ -51,11 +51,13 @@ def test_an_unknown_method_suggests_the_nearest_and_does_not_hide_its_axes(tmp_p
     assert "train.steps = 'many'" in found
     for name, meant in (
         ("dppo", "did you mean 'dppo_binary_tv' or 'dppo_binary_kl' or"),
+        ("my.py", "unknown objective 'my.py': write my:NAME, the NAME in that file"),
+        ("first.methods.mine", "write first.methods:mine"),
         ("REINFORCE++", "did you mean objective.name (ppo, with objective.advantage batch_normalised)?"),
     ):
         assert meant in violations(write(tmp_path, objective={"name": name}))[0]
     assert violations(write(tmp_path, objective={"settings": {"foo": 1}}))[0].startswith(
-        "objective.settings.foo = 1: unknown axis 'foo': `dppo-megatron objectives NAME` lists them"
+        "objective.settings.foo = 1: unknown axis 'foo': `dppo-megatron objectives NAME` lists the axes to pass by name"
     )
 
 
@@ -69,18 +71,18 @@ def test_an_unknown_method_suggests_the_nearest_and_does_not_hide_its_axes(tmp_p
         ({"epsilon": 0.2}, "objective.settings = {'epsilon': 0.2}: objective dppo_binary_tv: epsilon_low=0.2 has no"),
     ],
 )
-def test_ill_typed_axes_are_named_with_what_they_accept(tmp_path, settings, expected):
+def test_ill_typed_axes_are_named_with_their_accepted_values(tmp_path, settings, expected):
     assert expected in "\n".join(violations(write(tmp_path, objective={"settings": settings})))
 
 
-def test_an_objective_of_the_users_own_takes_what_it_likes(tmp_path):
+def test_an_objective_of_the_user_takes_any_settings(tmp_path):
     settings = {"delta": "wide", "anything": [1, 2]}
     config = load_config(write(tmp_path, objective={"name": "my_package.module:objective", "settings": settings}))
     assert config.objective.settings == settings
 
 
 @pytest.mark.parametrize(("saved", "settings"), SAVED)
-def test_what_an_older_run_saved_is_read_and_resumed(tmp_path, saved, settings):
+def test_settings_that_an_older_run_saved_are_read_and_resumed(tmp_path, saved, settings):
     before = load_config(write(tmp_path, objective=saved))
     assert before.objective.settings == settings
     assert changed_settings(load_config(write(tmp_path, objective=saved | {"settings": settings})), before) == []

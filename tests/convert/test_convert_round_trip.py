@@ -46,7 +46,9 @@ def test_round_trip_is_bit_equal(models, tmp_path, convert, family, layout):
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_model_whose_layers_all_have_experts_is_read_stacked_or_not(models, tmp_path, convert, monkeypatch, stacked):
+def test_a_model_with_experts_in_every_layer_is_read_stacked_and_unstacked(
+    models, tmp_path, convert, monkeypatch, stacked
+):
     """The trainer's model does not stack them; one of Megatron-LM's with `moe_layer_freq` 1 does."""
     if stacked:
         monkeypatch.setattr("dppo_megatron.convert.to_megatron.stacks_layers", lambda config: True)
@@ -74,7 +76,7 @@ def test_every_rank_of_the_layout_has_its_file(models, tmp_path, convert):
         assert layers == (({0, 1}, {2, 3})[stage] if rank < 2 else set())
 
 
-def test_casts_all_but_what_must_not_be_cast(models, tmp_path, convert):
+def test_a_conversion_casts_every_tensor_but_the_score_correction_biases(models, tmp_path, convert):
     source = write_model(tmp_path / "fp32", CONFIGS["deepseek_v3"], dtype=torch.float32)
     convert("hf-to-megatron", source, tmp_path / "m", "--dtype", "bf16")
     convert("megatron-to-hf", tmp_path / "m", tmp_path / "hf")

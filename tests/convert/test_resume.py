@@ -142,7 +142,7 @@ def test_resuming_while_the_first_still_runs_is_refused(models, tmp_path, monkey
     assert len(refusals) == 1
 
 
-def test_what_a_killed_process_left_is_removed_when_resuming(interrupted, convert, tmp_path):
+def test_a_resume_removes_the_directories_of_killed_processes(interrupted, convert, tmp_path):
     source, target = interrupted
     notes = tmp_path / ".target.writing" / ".conversion"
     assert not list(notes.glob("writing.*"))  # interrupted, not killed: it cleaned up
@@ -191,7 +191,7 @@ def test_failure_of_another_process_is_reported_by_the_first(interrupted, monkey
         job.run(conversion, job.ConversionWorker(0, 2))
 
 
-def test_worker_whose_job_is_another_refuses(interrupted, monkeypatch):
+def test_a_worker_refuses_a_job_that_process_0_did_not_begin(interrupted, monkeypatch):
     source, target = interrupted
 
     other = ToMegatron(source, target, TargetLayout(pipeline=2))
@@ -214,7 +214,7 @@ def test_processes_without_work_end_whenever_they_come(models, tmp_path, monkeyp
     assert job.convert(four, worker=job.ConversionWorker(1, 2)) is None
 
 
-def test_nproc_does_not_multiply_what_torchrun_started(models, tmp_path, convert, monkeypatch):
+def test_nproc_does_not_multiply_the_processes_of_torchrun(models, tmp_path, convert, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     convert("hf-to-megatron", models / "qwen3", tmp_path / "target", "--nproc", 4)

@@ -1,8 +1,11 @@
 """Parquet, Hugging Face directories, columns by path, messages, over-long prompts, and several files by weight."""
 
+import bz2
 import datetime
 import decimal
+import gzip
 import json
+import lzma
 from collections import Counter
 from types import SimpleNamespace
 
@@ -27,6 +30,7 @@ DAPO = [
     }
     for i in range(3000)
 ]  # as verl's parquet
+SINGLE = pa.float32()
 BY_PATH = {"answer_column": "reward_model.ground_truth", "shuffle": False}
 
 
@@ -116,6 +120,10 @@ SAME = {  # rows as JSON lines, of which tables change one half each: nulls, ord
 }  # fmt: skip
 
 
+def parquet_table(path):
+    pyarrow.parquet.write_table(pa.table({"prompt": ["a"], "answer": ["1"]}), path)
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_json_lines_and_tables_give_the_same_tokens_and_answers(tmp_path, name):
     tokenizer = load_tokenizer(save_character_model(tmp_path / "model", chat_template=SHOWN))
@@ -140,6 +148,30 @@ def test_json_lines_and_tables_give_the_same_tokens_and_answers(tmp_path, name):
     small = pa.table({"prompt": ["a", "b"], "answer": pa.array([0.1, 72], pa.float32())})
     pyarrow.parquet.write_table(small, tmp_path / "small.parquet")
     assert [row.answer for row in source(tmp_path / "small.parquet", tokenizer).files[0].rows] == ["0.1", "72"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (SINGLE, 0.1),
+        (pa.struct([("x", SINGLE), ("text", pa.string())]), {"x": 0.1, "text": None}),
+        (pa.list_(SINGLE), [0.1, None]),
+        (pa.large_list(SINGLE), [0.1]),
+        (pa.dictionary(pa.int32(), SINGLE), 0.1),
+        (pa.list_(SINGLE, 2), [0.1, 1e-8]),
+        (pa.map_(pa.string(), SINGLE), {"x": 0.1}),
+        (pa.list_(pa.struct([("x", pa.list_(SINGLE))])), [{"x": [0.1]}, None]),
+    ],
+    ids=str,
+)
+def test_floats_of_32_bits_have_their_shortest_text_at_any_depth(tmp_path, kind, value):
+    stored = [*value.items()] if pa.types.is_map(kind) else value
+    table = pa.table({"prompt": ["a", "b"], "answer": pa.array([stored, None], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+    for name in ("rows.parquet", "rows.arrow"):
+        assert [columns["answer"] for _, columns in read_rows(tmp_path / name)] == [value, None]
 
 
 def test_times_finer_than_pythons_do_not_matter_in_unused_columns(tmp_path, tokenizers):
@@ -191,6 +223,42 @@ def test_a_decimal_has_its_digits_or_is_rejected(tmp_path, tokenizers):
 def test_a_pointer_of_git_lfs_is_named(tmp_path, tokenizers, name):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(PromptFileError, match="a Git LFS pointer, not the file; `git lfs pull`"):
+        source(tmp_path / name, tokenizers[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "problem"),
+    [
+        *(
+            (name, lambda path, pack=pack: path.write_bytes(pack(b'{"prompt": "a", "answer": "1"}\n')), problem)
+            for name, pack, problem in (
+                ("rows.jsonl.gz", gzip.compress, "its content is gzip; unpack it, and name the result"),
+                ("rows.jsonl", gzip.compress, "its content is gzip; unpack it"),
+                ("rows.parquet", gzip.compress, "its content is gzip; unpack it"),
+                ("rows.bz2", bz2.compress, "its content is bzip2; unpack it"),
+                ("rows.jsonl.xz", lzma.compress, "its content is xz; unpack it"),
+                (
+                    "rows.jsonl.zst",
+                    lambda data: pa.compress(data, "zstd", asbytes=True),
+                    "its content is zstd; unpack it",
+                ),
+                (
+                    "rows.jsonl.lz4",
+                    lambda data: pa.compress(data, "lz4", asbytes=True),
+                    "its content is lz4; unpack it",
+                ),
+                ("rows.arrow", bytes, r"its content is JSON; rename it to \.jsonl"),
+            )
+        ),
+        *(
+            (name, parquet_table, r"its content is parquet; rename it to \.parquet")
+            for name in ("rows", "a.jsonl", "b.arrow")
+        ),
+    ],
+)
+def test_a_file_with_another_format_than_its_name_is_named(tmp_path, tokenizers, name, write, problem):
+    write(tmp_path / name)
+    with pytest.raises(PromptFileError, match=rf"{name}: {problem}"):
         source(tmp_path / name, tokenizers[0])
 
 

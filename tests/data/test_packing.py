@@ -95,7 +95,7 @@ def test_plan_edge_cases():
 
 
 def sequence(rng, prompt, response, *, topk=0, weight=0.25, advantage=0.5) -> TokenSequence:
-    return TokenSequence.of_rollout(
+    return TokenSequence.from_rollout(
         Prompt(0, 0, rng.integers(1, 100, prompt).astype(np.int32), "", ""),
         Rollout(
             rng.integers(1, 100, response).astype(np.int32),
@@ -166,7 +166,7 @@ def test_dtypes():
 
 def test_supervised_sequences_have_no_rollout_fields():
     prompt = Prompt(0, 0, np.array([7, 8], np.int32), "", "")
-    batch = pack([TokenSequence.of_answer(prompt, np.array([9, 1], np.int32), loss_weight=0.5)])
+    batch = pack([TokenSequence.from_answer(prompt, np.array([9, 1], np.int32), loss_weight=0.5)])
     assert batch.target_ids.tolist() == [0, 9, 1, 0]
     assert batch.mask.tolist() == [False, True, True, False]
     assert batch.loss_weight.tolist() == [0, 0.5, 0.5, 0]

@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -107,7 +108,22 @@ def test_every_malformed_line_is_reported_at_once(tmp_path, tokenizer):
 def test_json_lines_with_the_name_of_a_parquet_file(tmp_path, tokenizer):
     path = tmp_path / "train.parquet"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    with pytest.raises(PromptFileError, match=r"it begins like JSON, so rename it to \.jsonl"):
+    with pytest.raises(PromptFileError, match=r"its content is JSON; rename it to \.jsonl"):
+        source(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(b'{"prompt": "1"}\n', mtime=0), "its content is gzip; unpack it, and name the result"),
+        ('{"prompt": "1"}\n'.encode("utf-16"), "UTF-16; save it as UTF-8"),
+    ],
+    ids=["gzip", "UTF-16"],
+)
+def test_a_file_of_another_form_is_one_problem(content, says, tmp_path, tokenizer):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(PromptFileError, match=says):
         source(path, tokenizer)
 
 
@@ -160,7 +176,7 @@ def test_a_hostile_line_is_one_short_error(tmp_path, tokenizer, line, problem):
     assert len(message.encode()) < 1000
 
 
-def test_a_file_whose_lines_are_all_hostile_is_a_screen(tmp_path, tokenizer):
+def test_an_error_about_thousands_of_malformed_lines_fits_on_a_screen(tmp_path, tokenizer):
     path = tmp_path / "hostile.jsonl"
     path.write_bytes(b"\n".join(b'{"%s%d": 1}' % (b"k" * 90, i) for i in range(0, 9000)))
     with pytest.raises(PromptFileError, match=r"9000 malformed lines(?s:.*)\n  - and lines \d") as raised:
@@ -190,7 +206,9 @@ def test_missing_and_empty_files(tmp_path, tokenizer):
         ({"tool_calls": 3}, "a call of a tool has 'int'"),
         ({"content": None}, "the prompt is NoneType, expected text"),
         ({"content": " "}, "the prompt is empty"),
-        ({"role": "human"}, "the chat template leaves out a message of role '"),
+        ({"role": "observer"}, "the chat template leaves out a message of role '"),
+        ({"role": "human"}, "the last message has the role human; end with a question: remove an answer, or write us"),
+        ({"role": "assistant"}, "the last message has the role assistant; end with a question"),
         ("[{'role': 'user', 'content': 'x'}]", "the prompt begins like messages, but cannot be read: not JSON"),
         ('[{"role": "user", "content": [{"type": "video"}]}]', "a part of type 'video'"),
         ('[{"from": "human", "value": "a"}]', "a message has 'from'"),
@@ -215,6 +233,13 @@ def test_answers_that_are_no_text_or_exact_number_are_named(tmp_path, tokenizer,
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": answer}))
     with pytest.raises(PromptFileError, match=problem):
         source(tmp_path / "rows.jsonl", tokenizer)
+
+
+def test_repeated_prompts_are_counted(tmp_path, tokenizer):
+    rows = [{"prompt": f"{a}+1=", "answer": answer} for a in (1, 1, 2) for answer in (2, 3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (file,) = source(tmp_path / "rows.jsonl", tokenizer).files
+    assert file.describe() == f"6 prompts, only 2 different ones, from {tmp_path / 'rows.jsonl'}"
 
 
 def test_templates(sums, tmp_path, tokenizer):

@@ -129,7 +129,7 @@ def test_gsm8k(tmp_path):
     assert prepared(tmp_path, "gsm8k", rows)[0] == kept
 
 
-def test_what_is_not_the_dataset_is_refused(tmp_path):
+def test_a_recipe_refuses_wrong_rows_wrong_names_and_an_existing_output(tmp_path):
     with pytest.raises(RecipeError, match=r"row 1 does not have the format of gsm8k: no column answer; it has 'x'"):
         prepared(tmp_path, "gsm8k", [{"x": 1}])
     with pytest.raises(RecipeError, match="no such recipe; there are dapo-math-17k, math"):

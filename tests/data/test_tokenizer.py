@@ -13,7 +13,7 @@ def test_character_tokenizers_round_trip(tmp_path):
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "12+30=42\n"
 
 
-def test_the_class_name_of_older_releases_works_beside_any_model_type(tmp_path):
+def test_the_class_name_of_older_releases_works_with_any_model_type(tmp_path):
     directory = save_character_model(tmp_path / "model")
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -52,6 +52,9 @@ def test_missing_pieces_are_named(tmp_path):
     broken = save_character_model(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match="cannot be loaded"):
+        load_tokenizer(broken)
+    (broken / "tokenizer.json").unlink()  # transformers would ask for sentencepiece
+    with pytest.raises(TokenizerError, match=r"cannot be loaded: no tokenizer\.json; copy the model's there$"):
         load_tokenizer(broken)
 
 

@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dppo_megatron.cli import app
-from dppo_megatron.doctor import Examination, diagnose
+from dppo_megatron.doctor import Examination, diagnose, text
 from dppo_megatron.doctor.checks import CHECKS
 from dppo_megatron.doctor.diagnosis import EARLIER
 from dppo_megatron.observability.history import ReportError
@@ -269,13 +269,17 @@ def cut(rollout: Rollout, whole: bool) -> Rollout:
 def test_a_run_that_ended_before_its_first_step_names_the_exception(tmp_path):
     with pytest.raises(ReportError, match=r"nothing: not a run; name the run\.dir of a run"):
         diagnose(tmp_path / "nothing")
+    (tmp_path / "around" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "around" / "run.lock").touch()
+    with pytest.raises(ReportError, match=r"checkpoints: not a run; did you mean .*/around\?"):
+        diagnose(tmp_path / "around" / "checkpoints")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "publish/bytes": 3.0}\n')
     with pytest.raises(ReportError, match=r"not a run"):
         diagnose(tmp_path)
     (tmp_path / "logs").mkdir()
     assert (
         CliRunner().invoke(app, ["doctor", str(tmp_path)]).output
-        == "state: paused at step 0\nnothing found in 0 steps\n"
+        == "state: paused at step 0\nno step examined: metrics.jsonl has none\n"
     )
     for age, name in enumerate(("orchestrator", "engine-0")):  # the engine's log was written before
         log = tmp_path / "logs" / f"{name}.log"
@@ -286,7 +290,7 @@ def test_a_run_that_ended_before_its_first_step_names_the_exception(tmp_path):
     assert f"NoReward: of engine-0 ({log}, line 1)" in result.output
 
 
-def test_a_supervised_run_whose_entropy_falls_is_healthy(tmp_path):
+def test_a_supervised_run_with_falling_entropy_is_healthy(tmp_path):
     run = of_metrics(tmp_path, [0.0] * 60)
     rows = [
         {"step": i, "time": float(i), "train/loss": 2.0 / i, "train/entropy": 2.0 / i, "train/grad_norm": 0.5}
@@ -310,7 +314,7 @@ def test_an_evaluation_that_ends_after_later_steps_is_read(tmp_path):
     assert "held-out reward does not follow" in examination.findings
 
 
-def test_a_run_that_goes_on_is_told_once(tmp_path, model):
+def test_a_lasting_fault_of_a_growing_run_is_reported_once(tmp_path, model):
     run = write_run(tmp_path, model, metric(policy__masked_share=0.97))
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:3]))
@@ -331,6 +335,15 @@ def test_without_its_bank_a_run_is_judged_by_its_metrics(tmp_path, model):
     examination = diagnose(run)
     assert list(examination.findings) == ["everything masked"]
     assert "is gone" in examination.unread
+
+
+@pytest.mark.parametrize("name", ["bank", "config.yaml", "metrics.jsonl"])
+def test_a_part_that_is_missing_is_named(name, tmp_path, model):
+    run = write_run(tmp_path, model, metric())
+    (run / name).rename(tmp_path / "away")
+    (run / "logs").mkdir()
+    missing = f"some rollouts were not read: {run / name} is missing; restore it"
+    assert ("no step examined: metrics.jsonl has none" if name == "metrics.jsonl" else missing) in text(diagnose(run))
 
 
 def test_the_command(tmp_path, model):

@@ -52,7 +52,7 @@ def test_a_ratio_is_the_median_of_rounds_and_held_against_its_limit():
     assert Compared(CELLS["1M-64"]).limit is None
 
 
-def test_every_size_is_what_its_name_says():
+def test_every_size_has_as_many_parameters_as_its_name_states():
     from end_to_end_task import CELLS, SIZES, model_config
 
     sizes = {cell.size: model_config(cell) for cell in CELLS.values() if cell.size in SIZES}

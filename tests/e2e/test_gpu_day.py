@@ -20,7 +20,7 @@ def day(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device: `make test-gpu` runs all of it")
-def test_without_a_gpu_every_part_says_why_it_is_skipped(tmp_path, monkeypatch):
+def test_without_a_gpu_every_part_reports_why_it_is_skipped(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     from gpu_day import PARTS
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,12 +55,30 @@ class Life(Run):
     def kill(self, part: str) -> None:
         kill(next(p.pid for p in descendants(self.process) if part in command_line(p)))
 
+    def kill_after_a_finished_turn(self) -> None:
+        """Kill the orchestrator now, or if all first turns are in progress, as soon as one of them is in a journal."""
+
+        def end() -> None:
+            deadline = time.monotonic() + 60
+            while not self.finished() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self.kill("dppo_megatron orchestrator")
+
+        if self.finished():
+            end()
+        else:
+            threading.Thread(target=end).start()
+
     def finished(self) -> list[Turn]:
         """Turns in the journals of groups that are not in the bank."""
         found = []
         for path in sorted((self.dir / "samples/open_turns").glob("*.jsonl")):
             numbers = Counter()
-            for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                lines = path.read_bytes().splitlines(keepends=True)
+            except FileNotFoundError:  # its group was stored meanwhile
+                continue
+            for line in lines:
                 if line.endswith(b"\n"):
                     fields = json.loads(line)
                     (trajectory,) = fields["trajectory"]
@@ -72,7 +92,7 @@ def lives_of_orchestrators(watch: Watch, begin: Callable[[], Life], nth: int) ->
     for number in range(TURNS):
         life = begin()
         try:
-            watch.at_reply = at(number, lambda life=life: life.kill("dppo_megatron orchestrator"), nth)
+            watch.at_reply = at(number, life.kill_after_a_finished_turn, nth)
             assert life.process.wait(200) == 1, life.output.read_text()
         finally:
             life.end()

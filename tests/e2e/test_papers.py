@@ -143,7 +143,7 @@ def test_solvable_problems_are_measured_and_trained_on_behind_the_engines(home, 
     assert {one.top_p for one in used.eval_sets.values()} == {0.95}
 
 
-def test_experts_with_lora_beside_sleeping_engines(home, tmp_path):
+def test_experts_with_lora_train_with_colocated_engines(home, tmp_path):
     """DPPO's LoRA setting with R3: adapters on experts, engines that share the trainer's devices, as shipped."""
     config, model = PAPERS / "dppo_30b_a3b.yaml", make_model(tmp_path / "model", EXPERTS)
     own = SIZES | LAYOUT | {"parallel.expert": 2}

@@ -11,7 +11,7 @@ import torch
 
 from dppo_megatron.engines.sglang.plugin import dppo_sglang_plugin
 from dppo_megatron.hf.peft import ADAPTER_CONFIG
-from dppo_megatron.weights.fingerprint import Fingerprint, WorkerSums, add, of_workers
+from dppo_megatron.weights.fingerprint import Fingerprint, WorkerSums, add, join_workers
 from dppo_megatron.weights.manifest import BadWeights
 
 R, ROOM = 2, 8  # of the adapter, and of the slots
@@ -107,8 +107,8 @@ def sent() -> Fingerprint:
 
 @pytest.mark.parametrize("shares", [vllm_shares, sglang_shares])
 @pytest.mark.parametrize(("size", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_workers_hold_what_was_sent(shares, size, replicas):
-    held, unequal = of_workers([shares(rank, size, replicas) for rank in range(size)])
+def test_workers_hold_the_adapter_that_was_sent(shares, size, replicas):
+    held, unequal = join_workers([shares(rank, size, replicas) for rank in range(size)])
     assert not unequal
     assert held == sent()
 
@@ -116,7 +116,7 @@ def test_workers_hold_what_was_sent(shares, size, replicas):
 def test_a_changed_value_and_a_missing_adapter_show():
     one = worker(0, 1)
     one.lora_manager._adapter_manager.modules["model.layers.3.self_attn.o_proj"].lora_b_stacked[0][1, 0, 2, 1] += 1e-6
-    assert of_workers([vllm_adapter().adapter_shares(one)])[0] != sent()
+    assert join_workers([vllm_adapter().adapter_shares(one)])[0] != sent()
     one.lora_manager._adapter_manager.lora_index_to_id = [None, None]
     assert vllm_adapter().adapter_shares(one) == {}
     assert vllm_adapter().adapter_shares(SimpleNamespace()) == {}

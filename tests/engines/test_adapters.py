@@ -65,7 +65,7 @@ def merged(adapted: Adapted, tensors: dict[str, torch.Tensor]) -> Reference:
     return reference
 
 
-def test_what_an_engine_samples_scores_and_holds_is_of_the_merged_model(adapted, adapter):
+def test_samples_scores_and_weights_of_an_engine_with_an_adapter_are_of_the_merged_model(adapted, adapter):
     (first, one), (second, two) = adapter(1), adapter(2)
 
     async def each(engine: Engine):

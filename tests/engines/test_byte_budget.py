@@ -68,7 +68,7 @@ async def test_one_that_is_cancelled_leaves_no_hole():
     assert budget.reserved == 10
 
 
-async def test_what_is_given_back_lets_others_in():
+async def test_a_refund_admits_a_waiting_reservation():
     budget = ByteBudget(100)
     budget.charge(80)
     await budget.reserve(20)

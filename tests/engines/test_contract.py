@@ -67,7 +67,7 @@ def test_logprobs_and_topk_match_the_reference(served, temperature):
     assert outside > 0, "no token outside the top-K was sampled: the test lost its point"
 
 
-def test_same_seed_same_tokens_alone_or_in_a_crowd(served):
+def test_a_seed_gives_the_same_tokens_among_other_requests(served):
     async def sample(engine):
         alone = await engine.generate(group("alone"))
         crowd = await asyncio.gather(
@@ -158,7 +158,7 @@ def test_routed_experts_of_a_crowd_match_the_reference(mixture):
                 np.testing.assert_array_equal(rollout.routed_experts, expected)
 
 
-def test_abort_returns_what_was_sampled_and_it_can_go_on(served):
+def test_an_aborted_request_returns_its_tokens_and_can_be_continued(served):
     experts = served.config.rollout.routing_replay
 
     async def abort_and_go_on(engine):

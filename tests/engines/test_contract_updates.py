@@ -74,7 +74,7 @@ def test_update_in_flight_keeps_requests_and_tags_their_tokens(served, load):
             assert difference[~mine].max() > 0.1
 
 
-def test_update_that_aborts_returns_what_was_sampled(served, load):
+def test_an_update_that_aborts_a_request_returns_its_tokens(served, load):
     request = group("interrupted", n=2, max_tokens=480)
     rollouts = served.use(
         lambda engine: update_while_generating(
@@ -97,6 +97,7 @@ def test_update_that_waits_lets_requests_finish_first(served, load):
     assert all(len(r.token_ids) == 60 and (r.versions == 0).all() for r in rollouts)
 
 
+@pytest.mark.slow
 def test_update_that_waits_in_vain_gives_up_and_keeps_serving(served, load):
     hasty = with_settings(served.config, weight_sync={"timeout_s": 0.1})
 

@@ -78,7 +78,7 @@ def test_every_route_needs_the_secret(served, headers):
     unchanged(served)
 
 
-def test_a_client_of_another_run_is_told_why(served, tmp_path):
+def test_a_client_of_another_run_is_refused_with_the_reason(served, tmp_path):
     (tmp_path / "secret").write_text("of another run")
     other = with_settings(served.config, engine={"secret_file": tmp_path / "secret"})
     with pytest.raises(EngineIncompatible, match=r"status 401: .*it has another secret than this run"):
@@ -138,7 +138,7 @@ def test_malformed_requests_end_nothing(served):
     unchanged(served)
 
 
-def test_the_secret_is_in_its_file_alone(served):
+def test_the_secret_is_only_in_its_file(served):
     secret = read_secret(served.config)
     run = served.config.run.dir
     for path in (p for p in (*run.rglob("*"), served.log) if p.is_file() and p != run / "secret"):

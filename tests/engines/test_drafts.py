@@ -102,7 +102,7 @@ def test_an_index_that_dropped_sequences_drafts_as_a_new_one_and_is_not_rebuilt(
         new = SuffixIndex()
         for sequence in index._sequences:
             new.add(sequence)
-        new._own = replace(index._own) if index._own else None
+        new._rate = replace(index._rate) if index._rate else None
         assert shown == new.draft(suffix, 8)
     assert built < 2.5 * added
 
@@ -224,6 +224,7 @@ def guesses(found, wrong_every=4):
     return draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong_every", [1000, 4, 1])
 def test_tokens_and_log_probs_are_those_without_drafts(without, wrong_every):
     decoding = Decoding(LENGTHS)
@@ -231,7 +232,8 @@ def test_tokens_and_log_probs_are_those_without_drafts(without, wrong_every):
     assert decoding.steps < max(LENGTHS) or wrong_every == 1
 
 
-def test_beside_a_request_of_another_route_nothing_is_accepted_and_nothing_changes(without):
+@pytest.mark.slow
+def test_in_a_batch_with_a_request_of_another_route_no_draft_is_accepted(without):
     decoding = Decoding(LENGTHS, foreign=True)
     assert decoding.run(guesses(without, 1000)) == without
     assert decoding.steps == max(LENGTHS)
@@ -244,20 +246,23 @@ def keyed_by_step(drafts, monkeypatch):
 
 
 def accepted_unsampled(drafts, monkeypatch):
-    rows = drafts._kept
-    monkeypatch.setattr(drafts, "_kept", lambda found, kept, starts, width: rows(found, kept * 0 + 2, starts, width))
+    rows = drafts._accepted
+    monkeypatch.setattr(
+        drafts, "_accepted", lambda found, kept, starts, width: rows(found, kept * 0 + 2, starts, width)
+    )
 
 
 def log_prob_of_the_next_row(drafts, monkeypatch):
-    rows = drafts._kept
+    rows = drafts._accepted
 
     def wrong(found, kept, starts, width):
         right = rows(found, kept, starts, width)
         return drafts.replace(right, logprobs_tensors=rows(found, kept, starts + 1, width).logprobs_tensors)
 
-    monkeypatch.setattr(drafts, "_kept", wrong)
+    monkeypatch.setattr(drafts, "_accepted", wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [keyed_by_step, accepted_unsampled, log_prob_of_the_next_row])
 def test_a_fault_is_found(without, fault, monkeypatch):
     from dppo_megatron.engines.vllm.extension import drafts
@@ -266,6 +271,7 @@ def test_a_fault_is_found(without, fault, monkeypatch):
     assert Decoding(LENGTHS).run(guesses(without)) != without
 
 
+@pytest.mark.slow
 def test_a_sampler_that_draws_otherwise_ends_the_engine(without):
     decoding = Decoding(LENGTHS)
     decoding.runner.sampler.topk_topp_sampler.use_fp64_gumbel = True

@@ -89,7 +89,7 @@ def negated(model, directory):
 
 @pytest.mark.engines
 @pytest.mark.parametrize(("name", "by_expert"), [("mixture", True), ("gpt_oss", False)])
-def test_workers_of_every_kind_tell_what_they_hold(request, tmp_path, name, by_expert):
+def test_workers_of_every_kind_report_the_fingerprint_of_their_weights(request, tmp_path, name, by_expert):
     """Two stages of two workers. With `by_expert` each has three of six experts: vLLM on CPUs can load, not multiply.
 
     vLLM's Qwen3-MoE has embedding and head on every stage. Its Qwen3 has a tied one on both: test_two_node_engine.py.

@@ -35,7 +35,7 @@ def layer(kind: str, weight: torch.Tensor, **attributes) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_a_server_is_told_of_the_trainer_only_with_the_setting(tmp_path):
+def test_a_server_receives_the_layout_of_the_trainer_only_with_engine_exact(tmp_path):
     model = make_model(tmp_path / "models" / "m", seed=1)
     assert exact.VARIABLE not in kinds.server_environment(engine_config(model), 0)
     config = with_settings(engine_config(model, exact=True), parallel={"tensor": 2, "world_size": 2})

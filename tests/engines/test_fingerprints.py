@@ -23,7 +23,7 @@ def fingerprint(weights: dict[str, torch.Tensor]) -> Fingerprint:
     return sent
 
 
-def test_an_engine_holds_what_it_loaded(served):
+def test_an_engine_holds_the_weights_that_it_loaded(served):
     async def load_all(engine):
         for version, path in enumerate((served.models["b"], served.models["a"]), 1):
             await engine.load_weights(path, version, "abort")

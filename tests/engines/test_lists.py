@@ -70,6 +70,7 @@ def test_scores_beyond_the_limit_are_refused(served):
         served.use(lambda engine: engine.generate(scored(TOKENS, MAX_LOGPROBS + 1)))
 
 
+@pytest.mark.slow
 def test_a_frozen_teacher_costs_requests_or_ends_the_run_by_name_in_the_time_of_its_settings(served, tmp_path):
     """The group is scored when the server wakes up. The launcher restarts a teacher that the run starts."""
     if served.kind != "vllm" or served.config.rollout.routing_replay:

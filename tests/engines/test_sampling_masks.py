@@ -116,7 +116,7 @@ def test_the_trainer_has_the_engines_log_probs(served, ranks, tmp_path):
     request = group("trained", n=8, max_tokens=60, topk=5, **truncated(served))
     rollouts = served.use(lambda engine: engine.generate(request))
     prompt = Prompt(0, 0, PROMPT, "", "")
-    batch = pack([TokenSequence.of_rollout(prompt, r, advantage=1.0, loss_weight=0.1) for r in rollouts])
+    batch = pack([TokenSequence.from_rollout(prompt, r, advantage=1.0, loss_weight=0.1) for r in rollouts])
     models = served.models["a"].parent
     full = dataclasses.replace(batch, sampling_mask_ids=None, sampling_mask_counts=None)
     for size in (1, 2):

@@ -182,7 +182,7 @@ def test_the_command_names_planted_damage(held, tmp_path, damage):
 
 
 @pytest.mark.parametrize("damage", FROM_THE_ENGINES_RECORD, ids=lambda damage: damage.__name__)
-def test_what_the_engine_said_shows_the_rest(held, tmp_path, damage):
+def test_damage_that_the_bank_hides_shows_against_the_record_of_the_engine(held, tmp_path, damage):
     where = write(tmp_path / "bank", held.groups, damage)
     reader = BankReader(tmp_path / "bank")
     wrong = [reader.read(entry) for entry in reader.entries(0, reader.refresh())]

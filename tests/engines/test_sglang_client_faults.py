@@ -164,7 +164,7 @@ DONE = {"/pause_generation": [say({})], "/continue_generation": [say({})], "/upd
 
 
 @pytest.mark.parametrize("reply", [say({"success": False, "message": "out of memory"}, 400), b"", None])
-def test_an_update_that_fails_leaves_weights_that_nobody_may_use(config, model, reply):
+def test_a_failed_update_leaves_weights_under_an_invalid_label(config, model, reply):
     """Generation continues, under a label that makes every further token invalid."""
     left = DONE | {UPDATE: [reply]}
     with pytest.raises(EngineError, match="loading policy 4") as error:
@@ -209,7 +209,7 @@ MEMORY = "NCCL_CUMEM_ENABLE is .* for the trainer, .* for the engine"
         (("2.30.7", "0"), ("2.30.7", "1"), MEMORY),
     ],
 )
-def test_a_group_whose_ends_have_different_nccls_is_refused_before_they_wait(config, model, trainer, engine, message):
+def test_a_weight_group_with_unequal_nccls_is_refused_before_its_ends_wait(config, model, trainer, engine, message):
     tensors = tuple(TensorSpec(name, "float32", shape) for name, shape in Manifest.read(model).shapes.items())
     plan = WeightGroupPlan("group", "127.0.0.1", 1, "nccl", 5.0, 1, ((tensors,),), 0, *trainer)
     found = dict(zip(("dppo_nccl", "NCCL_CUMEM_ENABLE"), engine, strict=True))
@@ -352,7 +352,7 @@ def test_memory_is_given_back_by_an_idle_server_that_takes_no_requests(config):
 
 
 @pytest.mark.parametrize("label", ["asleep-3", "empty-3", "updating-1", "inconsistent"])
-def test_whatever_may_sleep_is_woken_and_what_serves_is_left_alone(config, label):
+def test_an_engine_that_may_sleep_is_woken_and_one_that_serves_is_not(config, label):
     """A call is repeated if its answer was lost; the plug-in ignores the second one."""
     wakes = {"/resume_memory_occupation": [say(None)], "/update_weight_version": [say({})] * 2}
     against(config, wakes | {"/model_info": labelled(label)}, SglangEngine.wake, unused := [])

@@ -62,7 +62,7 @@ class Server:
         return all(torch.equal(self.holds[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_was_read_ahead_is_loaded_and_not_read_again(versions, monkeypatch):
+def test_a_version_that_was_read_ahead_is_loaded_without_a_second_read(versions, monkeypatch):
     server = Server()
     for directory in versions:
         assert server.read(directory) == plugin.READ
@@ -75,7 +75,7 @@ def test_what_was_read_ahead_is_loaded_and_not_read_again(versions, monkeypatch)
     assert server.is_at(versions[1])
 
 
-def test_what_was_read_ahead_of_a_delta_is_not_loaded_where_the_whole_was_written_after_it(versions):
+def test_a_delta_that_was_read_ahead_is_not_loaded_after_whole_weights_replaced_it(versions):
     """The trainer writes the whole when no engine loaded a delta."""
     server = Server()
     server.read(versions[2])
@@ -87,7 +87,7 @@ def test_what_was_read_ahead_of_a_delta_is_not_loaded_where_the_whole_was_writte
     assert all(torch.equal(server.holds[name], tensor) for name, tensor in tensors.items())
 
 
-def test_damage_and_foreign_places_are_told_before_anything_is_loaded(versions, tmp_path, monkeypatch):
+def test_damage_and_foreign_paths_are_reported_before_anything_is_loaded(versions, tmp_path, monkeypatch):
     server = Server()
     server.update(versions[0])
     file = versions[1] / "part.safetensors"

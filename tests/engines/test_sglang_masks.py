@@ -29,7 +29,7 @@ def reply(**changes) -> bytes:
     return json.dumps([{"output_ids": [7, 5], "meta_info": meta}]).encode()
 
 
-def test_log_probs_lists_and_sets_are_over_what_was_left():
+def test_log_probs_lists_and_sets_are_over_the_tokens_that_truncation_keeps():
     samples = decode_group(reply(), REQUEST, MODEL)
     assert samples.columns["rollout_logprob"].tolist() == [np.float32(-1.5), 0.0]
     assert samples.columns["sampling_mask_ids"].tolist() == [2, 7, 9, 5]

@@ -79,7 +79,7 @@ def test_each_layer_has_its_own_values_though_one_module_rotates_all():
     assert trace[0, "v_projection"].shape == (3, D)
 
 
-def test_the_rows_of_the_sequence_are_found_beside_others_and_other_passes_are_left_out():
+def test_rows_of_the_sequence_are_found_in_a_batch_and_other_passes_are_left_out():
     model, ids = Model(), torch.tensor([3, 1, 4])
     alone = TraceRecorder(model, ids.tolist())
     model(ids)
@@ -101,7 +101,7 @@ def test_without_the_sequence_nothing_is_recorded_and_no_hook_stays():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_shards_are_joined_and_what_every_rank_holds_is_taken_once():
+def test_shards_are_joined_and_replicated_values_are_taken_once():
     parts = [{(0, "mlp_up"): torch.full((2, 1), rank), (0, "mlp"): torch.ones(2, 3)} for rank in (0.0, 1.0)]
     whole = joined(parts)
     assert whole[0, "mlp_up"].tolist() == [[0, 1], [0, 1]]

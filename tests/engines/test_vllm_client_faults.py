@@ -105,7 +105,7 @@ GARBLED = [
         *((http(200, body), InvalidSample, message) for body, message in GARBLED),
     ],
 )  # fmt: skip
-def test_faults_of_a_server_that_samples_are_told_apart(config, reply, error, message):
+def test_every_fault_of_a_sampling_server_raises_its_own_error(config, reply, error, message):
     """A redirection is not followed."""
     with pytest.raises(error, match=message) as raised:
         against(config, INFO_REPLY | {"/dppo/generate": [reply] * 50}, generate)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dppo_megatron.engines.vllm.extension.loaded_weights import LoadedWeights
-from dppo_megatron.weights.fingerprint import of_workers, sum_of
+from dppo_megatron.weights.fingerprint import join_workers, sum_of
 
 OLD, NEW = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
 PROJ = sum_of("layers.0.proj.weight", NEW)
@@ -50,7 +50,7 @@ def update(held: LoadedWeights, module: torch.nn.Module) -> None:
 
 
 def fingerprint(held: LoadedWeights) -> dict[str, int]:
-    return of_workers([held.shares()])[0]
+    return join_workers([held.shares()])[0]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def model() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("how", ["leaves", "negates", "packs"])
-def test_what_was_loaded_stands_for_what_was_made_of_it(model, how):
+def test_processed_weights_have_the_fingerprint_of_the_loaded_ones(model, how):
     model.layers = torch.nn.ModuleList([torch.nn.Module()])
     model.layers[0].proj = layer(ColumnParallelLinear, how)
     held = LoadedWeights(model)
@@ -79,7 +79,7 @@ def test_a_kernel_that_kept_the_old_weights_shows(model, how):
 
 
 @pytest.mark.parametrize("packed_before", [False, True])
-def test_a_packed_copy_that_was_not_made_anew_shows(model, packed_before):
+def test_a_stale_packed_copy_changes_the_fingerprint(model, packed_before):
     model.layers = torch.nn.ModuleList([torch.nn.Module()])
     proj = model.layers[0].proj = layer(ColumnParallelLinear, "packs")
     held = LoadedWeights(model)

@@ -117,7 +117,7 @@ async def test_order_of_a_broadcast(policy):
     assert engine.calls == steps
 
 
-def test_what_the_model_does_not_need_may_be_left_out_of_a_policy(tmp_path):
+def test_a_policy_may_omit_weights_that_the_model_does_not_need(tmp_path):
     """The trainer publishes neither further-token layers nor rotary tables, which start models may have."""
     start = make_policy(
         tmp_path / "start", "model.layers.2.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -215,7 +215,7 @@ class Worker(WorkerExtension):
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish"])
-def test_a_worker_returns_what_went_wrong_and_takes_the_next_update(step):
+def test_a_worker_returns_the_error_and_takes_the_next_update(step):
     worker = Worker(fails_in=step)
     assert worker.dppo_update_weights({"files": []}) == f"{step}: connection closed"
     worker.fails_in = ""

@@ -80,7 +80,7 @@ def test_gym_before_gymnasium(tokenizer):
     assert [len(span) for span in group.rollouts[0].spans] == [3] * 5
 
 
-def test_gym_says_what_it_is_not_for():
+def test_gym_refuses_an_unknown_environment_and_an_array_observation():
     with pytest.raises(EnvironmentNameError, match=r"environment.settings.make = .*did you mean 'Guess'"):
         Gym(f"{__name__}:Gues")
     env = Gym(f"{__name__}:Guess")

@@ -122,7 +122,7 @@ def test_a_template_that_rewrites_history_branches(tokenizer, template):
     assert all((row.spans[:, 0] == INHERITED).any() for row in rows[1:] if template == TRIMMED)
 
 
-def test_a_template_that_rewrites_the_prompt_shortens_what_is_common(tokenizer):
+def test_a_template_that_rewrites_the_prompt_shortens_the_common_prefix(tokenizer):
     changing = "{{ messages | length }}" + TEMPLATE
     dialogue = begin(tokenizer, "same " + changing)
     given = play(tokenizer, dialogue, TURNS)
@@ -131,7 +131,7 @@ def test_a_template_that_rewrites_the_prompt_shortens_what_is_common(tokenizer):
     assert [len(row.spans) for row in rows] == [2, 2, 2]  # the environment's, then the turn
 
 
-def test_a_dialogue_that_ends_with_what_was_said_ends_with_the_policys_last_token(tokenizer):
+def test_a_dialogue_with_an_unanswered_message_ends_with_the_last_token_of_the_policy(tokenizer):
     dialogue = begin(tokenizer, TRIMMED)
     given = play(tokenizer, dialogue, [(" a ", "x")])
     dialogue.answer([{"role": "user", "content": "never answered"}])

@@ -251,7 +251,7 @@ def test_tools_that_a_call_cannot_reach_are_refused(functions, problem):
 @pytest.mark.smoke
 def test_tools_are_described_called_and_answered(tokenizer):
     call = '<tool_call>{"name": "look_up", "arguments": {"key": "b", "times": 2}}</tool_call>'
-    (group,), _, _ = play(
+    (group,), metrics, _ = play(
         tokenizer,
         "Table",
         [call, '{"name": "double", "parameters": {"x": 4}}', '<tool_call>{"name": "look_up"}</tool_call>', "done 42"],
@@ -264,6 +264,8 @@ def test_tools_are_described_called_and_answered(tokenizer):
     assert "<eos><tool>8<assistant><tool_call>" in text
     assert "<tool>error: ValueError: expected an object with name and arguments<assistant>done 42<eos>" in text
     assert group.rewards.tolist() == [0.5, 0.5]  # by `reward:`, of "done 42"
+    counted = {name: metrics[f"environment/{name}_mean"] for name in ("turns", "calls", "call_errors")}
+    assert counted == {"turns": 4.0, "calls": 3.0, "call_errors": 1.0}
     assert not group.reward_failed.any()
 
 
@@ -282,7 +284,7 @@ HOW = ["raise reset", "die reset", "raise step", "die step", "raise reward", "di
 
 
 @pytest.mark.slow
-def test_what_an_environment_does_costs_its_trajectory_alone(tokenizer):
+def test_a_faulty_environment_fails_only_its_own_trajectory(tokenizer):
     groups, metrics, _ = play(tokenizer, "Hostile", ["ab"], answers=(*HOW, "well"), max_turns=2)
     for how, group in zip((*HOW, "well"), groups, strict=True):
         assert group.reward_failed.tolist() == [how != "well"] * 2, how
@@ -296,7 +298,7 @@ def test_what_an_environment_does_costs_its_trajectory_alone(tokenizer):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_put_to_the_policy_costs_the_trajectory_alone(tokenizer, monkeypatch):
+def test_a_surrogate_is_escaped_and_a_message_that_the_template_refuses_fails(tokenizer, monkeypatch):
     (group,), _, _ = play(tokenizer, "Unprintable", ["ab"], settings={"turns": 9})
     assert "ud800" in text_of(tokenizer, group)
     assert not group.reward_failed.any()

@@ -58,7 +58,7 @@ def test_an_environment_that_does_not_repeat_itself_is_dropped_and_counted(token
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_one_whose_process_dies_is_led_to_where_it_was(tokenizer, tmp_path, at):
+def test_an_environment_that_dies_is_replayed_to_its_last_turn(tokenizer, tmp_path, at):
     settings = {"directory": str(tmp_path / "died"), "turns": 3, "at": at}
     (group,), metrics, requests = play(tokenizer, "DiesOnce", SAID, samples=1, settings=settings)
     assert text_of(tokenizer, group) == WHOLE
@@ -68,7 +68,7 @@ def test_one_whose_process_dies_is_led_to_where_it_was(tokenizer, tmp_path, at):
     assert not any(name.startswith("environment/failed") for name in metrics)
 
 
-def test_one_whose_group_is_given_up_while_it_is_opened_is_removed(tmp_path, monkeypatch):
+def test_a_journal_that_is_opened_while_its_group_is_given_up_is_removed(tmp_path, monkeypatch):
     began = []
 
     class Slow(Journal):

@@ -103,16 +103,16 @@ def test_nothing_outside_is_reached(python):
     assert python("import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))") == "-1\n"
 
 
-FILTER = '    close_calls(given["sockets"])\n'
-FREE = "for name, most in given"
+FILTER = '    close_calls(request["sockets"])\n'
+FREE = "for name, limit in request"
 HOLES = [
     ({FILTER: ""}, "system calls"),
     ({FILTER: "", "NEWPID | NEWNET |": "NEWPID |"}, "network"),
     ({"for path in readable:": f"for path in [*readable, {tempfile.gettempdir()!r}]:"}, "reading files"),
     ({"mode=755": "mode=777", "READ_ONLY | NOSUID": "NOSUID"}, "writing files"),
-    ({FREE: f'given["limits"].pop("RLIMIT_NPROC")\n    {FREE}'}, "processes"),
-    ({FREE: f'given["limits"].pop("RLIMIT_AS")\n    {FREE}'}, "memory_mb"),
-    ({FREE: f'given["limits"].pop("RLIMIT_FSIZE")\n    {FREE}', "size={megabytes}m,": ""}, "files_mb"),
+    ({FREE: f'request["limits"].pop("RLIMIT_NPROC")\n    {FREE}'}, "processes"),
+    ({FREE: f'request["limits"].pop("RLIMIT_AS")\n    {FREE}'}, "memory_mb"),
+    ({FREE: f'request["limits"].pop("RLIMIT_FSIZE")\n    {FREE}', "size={megabytes}m,": ""}, "files_mb"),
     ({'"unshare", NEWNS |': '"unshare", -1 |'}, r"mounts, processes and network: Invalid.*max_user_namespaces"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from functools import partial
 
@@ -12,6 +13,7 @@ from dppo_megatron.data.prompts import render_chat
 from dppo_megatron.environments.dialogue import Dialogue, Piece
 from dppo_megatron.environments.tool_messages import tools_problem
 from dppo_megatron.environments.tools import Tools, opened_reasoning, parse_turn, tool_calls
+from dppo_megatron.environments.worker import _Host
 from dppo_megatron.types import ENVIRONMENT
 from tests.environments.test_dialogue import sampled
 
@@ -114,7 +116,7 @@ def test_a_malformed_call_states_why(turn, problem):
     assert call.problem.startswith(problem)
 
 
-def test_what_is_no_call_is_the_answer():
+def test_other_text_is_not_read_as_a_tool_call():
     answer = '{"name": "Bob", "age": {"parameters": 1}}'
     for text in ("", "{", '{"answer": 1}', "[1, 2]", answer, "use </tool_call>", "a <function=x> b"):
         assert tool_calls(text) == []
@@ -170,7 +172,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_template_whose_calls_return_has_no_problem(tokenizer, family):
+def test_a_template_with_calls_that_are_parsed_back_has_no_problem(tokenizer, family):
     tokenizer.chat_template = TEMPLATES[family]
     assert tools_problem(partial(render_chat, tokenizer)) is None
 
@@ -219,3 +221,24 @@ def test_a_template_that_takes_results_only_after_calls_gets_them(tokenizer):
 def test_only_a_prompt_that_ends_with_the_mark_opens_reasoning():
     assert opened_reasoning("Begin with <think>. assistant:<think>\n") == "<think>"
     assert opened_reasoning("Begin with <think>. assistant:") == opened_reasoning("<think>\n\n</think>\n\n") == ""
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (("described",), "reset: too many positional arguments; write reset(self, prompt, seed)"),
+        (("step", "x"), "step returned ('x', 0.0, True, {}), expected (text, reward or None, whether it is the end)"),
+    ],
+)
+def test_methods_of_another_form_are_named(request_, says):
+    class OfAnotherPackage:
+        def reset(self):
+            pass
+
+        def step(self, text):
+            return text, 0.0, True, {}
+
+    host = _Host(OfAnotherPackage)
+    host._environment = OfAnotherPackage()
+    kind, reason, detail = host.answer(pickle.dumps(request_))
+    assert (kind, reason, detail) == ("failed", "raised", f"TypeError: {says}")

@@ -66,6 +66,16 @@ async def double(x: int) -> int:
 LOOPS = set()
 
 
+class Undescribed:
+    """An environment with a tool that lacks a docstring."""
+
+    def __init__(self):
+        self.tools = [double, self.halve]
+
+    def halve(self, number: int) -> int:
+        return number // 2
+
+
 class Connected(Opened):
     """Shares a client between methods and trajectories, which belongs to the event loop of its first use."""
 

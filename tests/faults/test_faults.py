@@ -24,7 +24,6 @@ RESTART_S = 90.0  # back-off, start of a server, load and weight check, on two b
 REST_S = 90.0  # the rest of a run
 
 
-@pytest.mark.smoke
 def test_killed_while_it_generates(start_run, undisturbed):
     """Its requests go to the other engine; the launcher restarts it, and it is verified before it serves again."""
     run = start_run(count=2)
@@ -50,7 +49,7 @@ def test_killed_while_it_generates(start_run, undisturbed):
     run.check_equals(undisturbed)
 
 
-def test_the_only_engine_is_killed_where_what_changed_is_published(start_run, undisturbed_slowly, tmp_path):
+def test_a_run_that_publishes_deltas_survives_kills_of_its_only_engine(start_run, undisturbed_slowly, tmp_path):
     """It is killed before the trainer publishes a delta, and again while the trainer does. The publisher and the
     orchestrator wait for the launcher to bring it back. It starts with the last whole model and loads the changes
     since. The run that nothing disturbs publishes all of the weights."""
@@ -72,6 +71,7 @@ def test_the_only_engine_is_killed_where_what_changed_is_published(start_run, un
     assert not memory.exists(), "the run gives back what it took"
 
 
+@pytest.mark.smoke
 def test_frozen_while_it_generates(start_run, engines, undisturbed):
     run = start_run(urls=[engine.url for engine in engines])
     run.wait_for_step(1)

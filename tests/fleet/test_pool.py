@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from dppo_megatron.engines.protocol import EngineIncompatible, EngineUnavailable
 from dppo_megatron.fleet.monitored_engine import MonitoredEngine
-from dppo_megatron.fleet.pool import NoEngineServes
+from dppo_megatron.fleet.pool import NoEngineServes, _work
 from tests.support.fakes.fleet import A, B, FakeEngine, FakeServer, many, request, tokens, until
 
 
@@ -20,6 +21,19 @@ async def test_requests_go_to_the_least_loaded_engine(world):
 
     assert [len(server.asked) for server in w.servers.values()] == [5, 5]
     assert w.servers[A].loads == w.servers[B].loads == []  # confirmed by the publisher: not loaded again
+
+
+def test_every_share_of_the_work_of_engines_has_its_own_denominator():
+    drafts = {"drafted": 8, "accepted": 6, "draft_steps": 3, "sampled_tokens": 20}
+    engines = [Counter(cached_tokens=9, prompt_tokens=10, **drafts), Counter(cached_tokens=5, prompt_tokens=30)]
+    assert _work(engines) == {
+        "engine/prefix_hits": 14 / 40,
+        "engine/prefix_hits_min": 5 / 30,
+        "drafts/accepted_share": 6 / 8,
+        "drafts/accepted_per_step": 6 / 3,
+        "drafts/saved_share": 6 / 20,
+    }
+    assert _work([Counter()]) == {}
 
 
 @pytest.mark.parametrize("end", ["dies", "freezes", "vanishes"])
@@ -91,7 +105,7 @@ async def test_one_that_comes_back_at_another_address_is_found_there(world):
         assert sampler.take_metrics()["engine/restarts"] == 1
 
 
-async def test_one_that_only_says_it_loaded_is_never_admitted(world):
+async def test_an_engine_that_falsely_claims_a_version_is_never_admitted(world):
     w = world(FakeServer(), FakeServer(weights=1, claims=3, ignores_loads=True), health_interval_s=0.01)
     w.publish(3, to=(A,))
     async with w.live() as sampler:
@@ -113,7 +127,7 @@ async def test_a_published_policy_is_waited_for_before_the_next_request(world):
     assert set(w.servers[B].loads) <= {1, 2, 3, 4, 5}
 
 
-async def test_what_the_trainer_is_publishing_is_not_undone(world):
+async def test_the_pool_does_not_undo_a_version_that_the_trainer_is_publishing(world):
     """The next policy is in every engine, confirmed by none of them so far: the pool must not load the old one."""
     w = world()
     async with w.live() as sampler:
@@ -132,7 +146,7 @@ async def test_what_the_trainer_is_publishing_is_not_undone(world):
         assert {len(server.asked) for server in w.servers.values()} == {12}  # neither was ever out
 
 
-async def test_without_a_trainer_what_another_run_left_in_an_engine_is_replaced(world):
+async def test_without_a_trainer_the_weights_of_another_run_in_an_engine_are_replaced(world):
     w = world(FakeServer())
     w.publish(0, to=())
     w.servers[A].weights = w.servers[A].claims = 4
@@ -166,7 +180,7 @@ async def test_tokens_of_an_older_policy_than_the_engine_was_admitted_with_are_r
         assert {int(v) for result in results for r in result for v in r.versions} == {3}
 
 
-async def test_without_any_engine_it_waits_and_says_for_what(world):
+async def test_without_an_engine_a_request_waits_and_its_error_names_every_engine(world):
     w = world(FakeServer(up=False), FakeServer(weights=1, refuses=True), unavailable_timeout_s=0.5)
     w.publish(3, to=())
     async with w.live() as sampler:
@@ -225,7 +239,7 @@ async def test_broadcast_weights_are_not_expected_of_a_life_that_never_had_them(
     assert w.servers[A].loads == []
 
 
-async def test_an_engine_that_is_closed_as_it_is_told_news_ends(world):
+async def test_an_engine_that_is_closed_as_it_is_notified_ends(world):
     w = world(FakeServer(), health_interval_s=5.0)
     async with w.live() as sampler:
         await sampler.generate(request())
@@ -236,7 +250,7 @@ async def test_an_engine_that_is_closed_as_it_is_told_news_ends(world):
             await engine.close()
 
 
-async def test_a_request_that_is_cancelled_as_it_is_told_news_ends(world):
+async def test_a_request_that_is_cancelled_as_it_is_notified_ends(world):
     w = world(FakeServer(up=False))
     async with w.live() as sampler:
         call = asyncio.ensure_future(sampler.generate(request()))

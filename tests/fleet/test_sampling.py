@@ -67,7 +67,7 @@ def test_pieces_join_with_their_own_log_probs_versions_and_lists():
     assert counted == 2
 
 
-def test_a_continuation_asks_for_what_is_left_with_draws_of_its_own():
+def test_a_continuation_requests_the_remaining_tokens_with_its_own_seeds():
     engine = InterruptingEngine([3, 2, 1])
     sample(engine, max_tokens=12)
     _, second, third = engine.requests

@@ -26,7 +26,7 @@ def converse(tokenizer, agent, turns=SAID, **settings):
     return play(tokenizer, f"{agents.__name__}:{agent.__name__}", turns, agent=True, chat=True, **settings)
 
 
-def test_what_it_says_and_is_told_is_a_trajectory(tokenizer):
+def test_the_conversation_of_an_agent_is_a_trajectory(tokenizer):
     (group,), metrics, requests = converse(tokenizer, agents.talks)
     assert tokenizer.decode(group.prompt.token_ids) == "<user>Hi<assistant>"
     assert text_of(tokenizer, group) == WHOLE
@@ -38,7 +38,7 @@ def test_what_it_says_and_is_told_is_a_trajectory(tokenizer):
     assert not group.reward_failed.any()
 
 
-def test_what_it_may_not_costs_its_trajectory(tokenizer):
+def test_an_agent_that_fails_at_a_limit_or_is_silent_fails_its_trajectory(tokenizer):
     (group,), metrics, _ = converse(tokenizer, agents.endless, max_turns=2)
     assert text_of(tokenizer, group) == "ab<eos><user>[ab]<assistant>cd<eos>"
     assert group.reward_failed.all()
@@ -99,6 +99,12 @@ def test_it_goes_on_where_a_process_died(tokenizer, tmp_path):
         ({"agent": f"{agents.__name__}:talks"}, False, "set data.chat_template = true"),
         ({"agent": f"{agents.__name__}:talk"}, True, "environment.agent = .*did you mean 'talks'"),
         ({"agent": "a:b", "name": "c:d"}, True, "remove the other"),
+        (
+            {"agent": f"{agents.__name__}:talks", "settings": {"turn": 2}},
+            True,
+            r"talks: the call .* fails, got an unexpected keyword argument 'turn'; correct .*settings = {'turn': 2}",
+        ),
+        ({"agent": f"{agents.__name__}:asks"}, True, "fails, missing a required argument: 'prompts'; correct"),
     ],
 )
 def test_settings_that_no_agent_can_have_are_refused(environment, chat, says):

@@ -129,6 +129,15 @@ def test_marks_that_are_special_tokens_still_separate(tokenizer, marks):
         conversation.ask(TurnRequest([user("one")], [{"type": "function", "function": clients.DESCRIBED}]))
     )
     assert (turn.reasoning, turn.content, turn.calls[0].name) == ("a thought", "wait", "look_up")
+    assert (conversation.calls, conversation.call_errors) == (1, 0)
+
+
+def test_calls_that_cannot_be_read_are_counted(tokenizer):
+    policy = Policy(tokenizer, lambda before: f'{CALL}<tool_call>{{"name": </tool_call>')
+    conversation = Conversation(tokenizer, partial(render_chat, tokenizer), policy.sample)
+    asked = TurnRequest([user("one")], [{"type": "function", "function": clients.DESCRIBED}])
+    assert len(asyncio.run(conversation.ask(asked)).calls) == 1
+    assert (conversation.calls, conversation.call_errors) == (2, 1)
 
 
 def test_a_call_in_reasoning_that_the_prompt_opened_is_not_given_out(tokenizer):
@@ -146,7 +155,7 @@ def test_a_call_in_reasoning_that_the_prompt_opened_is_not_given_out(tokenizer):
 
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream, ended):
+def test_a_client_that_hung_up_receives_the_same_turn_when_it_asks_again(serve, caplog, stream, ended):
     async def main():
         async with (
             serve(lambda before: "yes", delay_s=0.3) as (gateway, key, conversation, policy),
@@ -167,7 +176,7 @@ def test_who_hung_up_is_told_the_same_turn(serve, caplog, stream, ended):
     assert said == []  # agents may do so
 
 
-async def test_what_cannot_be_had_is_refused_with_a_line(serve):
+async def test_an_unsupported_request_is_refused_with_a_message(serve):
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     wrong = [
         ({"n": 2}, "n = 2: not supported"),

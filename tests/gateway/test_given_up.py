@@ -72,7 +72,7 @@ async def test_nothing_of_it_is_left(tmp_path, waits_for):
             while policy.asked < SAMPLES:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)  # the policy's turns are on their way
-        processes = [worker._process for worker in environments._pool._all]
+        processes = [worker._process for worker in environments._pool._workers]
         assert len(processes) == SAMPLES
         given_up = time.monotonic()
         playing.cancel()

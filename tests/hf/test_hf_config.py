@@ -165,6 +165,14 @@ def test_directory_refusals(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(["Qwen3ForCausalLM"]))
     with pytest.raises(hf.ModelError, match="must be an object"):
         hf.read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(hf.ModelError, match="a Git LFS pointer, not the file"):
+        hf.read_hf_config(tmp_path)
+    revision = tmp_path / "models--Qwen--Qwen3" / "snapshots" / "0f1e"
+    revision.mkdir(parents=True)
+    (revision / "config.json").touch()
+    with pytest.raises(hf.ModelError, match=rf"pass the directory of a revision, e\.g\. {revision}$"):
+        hf.read_hf_config(revision.parents[1])
 
 
 @pytest.mark.parametrize("named", [[], ["GPT2LMHeadModel"], ["LlamaForCausalLM", "Qwen3ForCausalLM"], "x"])
@@ -216,7 +224,7 @@ def test_unsupported_routing_is_refused():
     )
 
 
-def test_what_libraries_assume_differently_must_be_stated():
+def test_keys_with_other_defaults_in_libraries_must_be_stated():
     """transformers uses DeepSeek-V3's own values for keys that config.json lacks."""
     stated = ("routed_scaling_factor", "first_k_dense_replace")
     nullable = ("n_group", "topk_group", "n_shared_experts", "q_lora_rank")

@@ -2,10 +2,12 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
 
 from dppo_megatron.config.model import LoraConfig
@@ -13,11 +15,12 @@ from dppo_megatron.hf import WeightMap, parse_hf_config
 from dppo_megatron.hf.export import export_adapters
 from dppo_megatron.hf.lora import Adapter, adapter_entry, target_problems
 from dppo_megatron.hf.operations import QKV
-from dppo_megatron.hf.peft import _config, adapter_problems, adapter_shapes
+from dppo_megatron.hf.peft import _config, _is_chosen, adapter_problems, adapter_shapes
 from tests.support.actor_cases import DEEPSEEK, QWEN3, QWEN3_MOE
 from tests.support.fakes.chunk import ranks
 
 DENSE = parse_hf_config(QWEN3, "qwen3")
+MOE = parse_hf_config(QWEN3_MOE, "qwen3_moe")
 QWEN25_05B = {
     **{name: value for name, value in QWEN3.items() if name != "head_dim"},
     "architectures": ["Qwen2ForCausalLM"],
@@ -218,6 +221,20 @@ def test_an_adapter_that_means_something_else_is_refused(tmp_path, changes, told
     problems = adapter_problems(tmp_path, DENSE, LORA)
     assert len(problems) == (told is not None)
     assert told is None or told in problems[0]
+
+
+@pytest.mark.parametrize("pattern", [None, [], "layers", ["layers"]])
+@pytest.mark.parametrize("layers", [None, [], [*range(MOE.num_layers)], [*range(8)], [0], [1, 5], 1])
+def test_the_number_of_an_expert_is_no_layer(pattern, layers):
+    """PEFT before 0.21 took the last number of a name, which is the expert's."""
+    lora = LoraConfig(r=2, alpha=4, targets=("q_proj", "down_proj"))
+    saved = {"layers_to_transform": layers, "layers_pattern": pattern, "target_modules": [*lora.targets]}
+    config = SimpleNamespace(**saved)
+    names = adapter_shapes(MOE, lora)
+    assert any(".experts.5." in name for name in names)
+    layer_names = {name: name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
+    adapted = {name: check_target_module_exists(config, layer) for name, layer in layer_names.items()}
+    assert all(adapted.values()) == all(_is_chosen(name, saved, MOE.num_layers) for name in names)
 
 
 def test_defaults_of_peft_and_written_adapters_are_accepted(tmp_path):

@@ -124,7 +124,7 @@ LLAMA3 = {
 @pytest.mark.parametrize(
     "change", [{"factor": 32.0}, {"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}, {}]
 )
-def test_llama3_scaling_constants_are_compared_by_what_they_do(models, tmp_path, change):
+def test_llama3_scaling_constants_are_compared_by_their_effect(models, tmp_path, change):
     """Megatron's own rotary embedding takes all but the factor for granted and shows none of them."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 

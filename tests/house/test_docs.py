@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import check_docs
@@ -22,7 +23,14 @@ def problems(tmp_path, text):
     return list(check_docs.check_page(tmp_path, page))
 
 
-def test_the_documentation_names_what_exists(capsys):
+def test_make_without_a_target_lists_the_targets():
+    described = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
+    targets = re.search(r"^\.PHONY: help (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    parts = {"test-here", "test-elsewhere", "types"}  # of test-all and lint
+    assert set(re.findall(r"^make (\S+)", described.stdout, re.MULTILINE)) == set(targets) - parts
+
+
+def test_the_documentation_names_only_existing_things(capsys):
     assert check_docs.main(ROOT) == 0, capsys.readouterr().out
 
 
@@ -57,7 +65,7 @@ def test_a_mistake_is_found(tmp_path, text, problem):
     assert found[0].startswith(problem)
 
 
-def test_what_exists_passes(tmp_path):
+def test_a_page_with_valid_references_passes(tmp_path):
     text = """# A page
 
 [above](#a-page), [README](../README.md#quickstart), [elsewhere](https://example.org/x), `trainer/loop.py: train`,

@@ -220,7 +220,7 @@ def test_the_circle_rule_sees_circles_inside_a_folder(house, back):
     assert {"dppo_megatron.trainer.a", "dppo_megatron.trainer.b"} <= set(circle(house))
 
 
-def test_a_script_that_imports_what_moved_is_found(house):
+def test_a_script_that_imports_a_missing_name_is_found(house):
     (house / "tools").mkdir()
     (house / "tools" / "script.py").write_text(
         "from dppo_megatron.objectives import build_objective, attic\n"

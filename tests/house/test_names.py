@@ -32,9 +32,11 @@ def test_a_second_class_of_a_name_is_found(tmp_path):
     assert shared_names(tmp_path) == {"One": ["a.py", "b.py"]}
 
 
-def metric_names(root: Path) -> dict[str, str]:
-    """Return every string of the code that looks like a listed metric, with its file. In f-strings `*` is a value."""
-    metric = re.compile(rf"(?:{'|'.join(sorted({name.split('/')[0] for name in LISTED}))}|\*)/[\w@/*]+")
+OF_LISTED_GROUPS = re.compile(rf"(?:{'|'.join(sorted({name.split('/')[0] for name in LISTED}))}|\*)/[\w@/*]+")
+
+
+def metric_names(root: Path, metric: re.Pattern[str] = OF_LISTED_GROUPS) -> dict[str, str]:
+    """Return every string of the code that looks like a metric, with its file. In f-strings `*` is a value."""
     found: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md run, on torch alone; those of CONTRIBUTING.md are an objective and a reward."""
+"""The Python blocks of README.md run, on torch alone; those of docs/adding.md are an objective and a reward."""
 
 import re
 import subprocess
@@ -38,7 +38,7 @@ def test_there_is_a_block():
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_runs_with_torch_alone_and_leaves_a_gradient(block):
+def test_a_block_runs_with_only_torch_and_leaves_a_gradient(block):
     check = "\nassert logits.grad.shape == logits.shape and logits.grad.abs().sum() > 0\n"
     done = run(TORCH_ALONE + block + check)
     assert done.returncode == 0, done.stderr
@@ -48,8 +48,8 @@ def test_the_trainer_would_not_run_like_that():
     assert "ModuleNotFoundError" in run(TORCH_ALONE + "import dppo_megatron.config").stderr
 
 
-def test_the_reward_of_contributing_is_one(tmp_path, monkeypatch):
-    (block,) = (block for block in python_blocks("CONTRIBUTING.md") if "def reward(" in block)
+def test_the_reward_of_the_page_is_one(tmp_path, monkeypatch):
+    (block,) = (block for block in python_blocks("docs/adding.md") if "def reward(" in block)
     (tmp_path / "my_reward.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     prompt = Prompt(position=0, row=0, token_ids=np.zeros(1, np.int32), text="2+2=", answer="4")
@@ -59,7 +59,7 @@ def test_the_reward_of_contributing_is_one(tmp_path, monkeypatch):
 
 def own_objective(tmp_path, monkeypatch, name: str):
     (block,) = (
-        block for block in python_blocks("CONTRIBUTING.md") if f"# objective.name: your_module:{name}\n" in block
+        block for block in python_blocks("docs/adding.md") if f"# objective.name: your_module:{name}\n" in block
     )
     (tmp_path / "my_objective.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
@@ -76,7 +76,7 @@ def given(logprob: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_objective_of_contributing_is_one(tmp_path, monkeypatch):
+def test_the_objective_of_the_page_is_one(tmp_path, monkeypatch):
     objective = own_objective(tmp_path, monkeypatch, "reinforce")
     logprob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     objective(**given(logprob)).loss.sum().backward()
@@ -84,7 +84,7 @@ def test_the_objective_of_contributing_is_one(tmp_path, monkeypatch):
     assert objective.describe() == "objective reinforce: -A ln pi(a)"
 
 
-def test_the_objective_of_contributing_reads_its_column(tmp_path, monkeypatch):
+def test_the_objective_of_the_page_reads_its_column(tmp_path, monkeypatch):
     objective = own_objective(tmp_path, monkeypatch, "compared")
     logprob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     second = torch.tensor([-1.5, -2.0, float("nan")])

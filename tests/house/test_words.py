@@ -31,7 +31,7 @@ def test_an_ordinary_word_is_not(text):
     assert not check_words.find_words(text)
 
 
-def test_a_file_name_counts_and_the_changelog_may_name_what_it_renames(tmp_path):
+def test_a_file_name_counts_and_the_changelog_may_use_retired_words(tmp_path):
     (tmp_path / "dppo_megatron").mkdir()
     (tmp_path / "CHANGELOG.md").write_text(RETIRED[0])
     assert check_words.main(tmp_path) == 0
@@ -49,3 +49,22 @@ def test_a_frequent_word_is_reported_with_its_rate(tmp_path, capsys):
     (tmp_path / "README.md").write_text("The list lies in the file.\n\n```\nwhat\n```\n")
     assert check_words.main(tmp_path) == 1
     assert capsys.readouterr().out.count("times in 1,000 words") == 1
+
+
+def test_a_vague_name_is_listed_and_its_rate_is_limited(tmp_path, capsys):
+    source = (
+        "def found(own):\n    self.kept_ = given = 1\n    return [of_rank for of_rank in given]\n\ndef read(): pass"
+    )
+    assert sorted(check_words.vague_names(source)) == [
+        (1, "found"),
+        (1, "own"),
+        (2, "given"),
+        (2, "kept_"),
+        (3, "of_rank"),
+    ]
+    (tmp_path / "dppo_megatron").mkdir()
+    (tmp_path / "dppo_megatron" / "x.py").write_text(source)
+    assert check_words.main(tmp_path) == 1
+    assert "names: 1250.0 vague ones in 1,000 lines" in capsys.readouterr().out
+    check_words.print_names(tmp_path)
+    assert "dppo_megatron/x.py:1: found" in capsys.readouterr().out

@@ -54,7 +54,7 @@ def test_it_suffices_for_the_driver():
     assert re.search(rf"slurm-job {ROOT}/\S+/config.yaml\n$", done.stdout), "a container has another working directory"
 
 
-def test_a_missing_package_is_named_with_what_installs_it():
+def test_a_missing_package_is_named_with_the_command_that_installs_it():
     code = "import sys; sys.modules['typer'] = None; from dppo_megatron.__main__ import main; main()"
     refused = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert refused.returncode == 1

@@ -138,7 +138,7 @@ def test_all_reasons_are_given_at_once(install):
     assert "2 of the checks above failed" in errors(done)[-1]
 
 
-def test_a_directory_of_something_else_is_left_alone(install, tmp_path):
+def test_a_directory_that_is_no_environment_is_refused(install, tmp_path):
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "thesis.tex").touch()
     done = install()
@@ -174,7 +174,7 @@ def test_a_step_that_fails_ends_it_with_the_remedy(install, fail, says):
 @pytest.mark.parametrize(
     ("build", "says"), [("2.13.0+cpu", "not the build for CUDA 13"), ("2.13.0", "import gone: ModuleNot")]
 )
-def test_the_last_check_names_a_wrong_torch_and_what_cannot_be_imported(tmp_path, build, says):
+def test_the_last_check_names_a_wrong_torch_and_a_missing_module(tmp_path, build, says):
     cuda = None if "cpu" in build else "13.0"
     (tmp_path / "torch.py").write_text(f"__version__ = {build!r}\nclass version:\n    cuda = {cuda!r}\n")
     command = [sys.executable, SCRIPT.parent / "verify.py", "json", "gone"]

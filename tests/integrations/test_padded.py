@@ -10,7 +10,7 @@ from dppo_megatron.integrations.padded import averaged, on_rows, presets_for, re
 from dppo_megatron.objectives import PRESETS, Objective, ObjectiveError, build_objective
 
 
-def test_what_a_trainer_cannot_hand_over_is_refused_with_the_reason():
+def test_an_objective_that_needs_inputs_the_trainer_lacks_is_refused_with_the_reason():
     topk = build_objective("dppo_topk_tv")
     assert not unfit(topk, topk=True)
     with pytest.raises(ObjectiveError, match="dppo_topk_tv cannot be a loss of verl: it reads the engine's list"):
@@ -31,7 +31,7 @@ def test_what_a_trainer_cannot_hand_over_is_refused_with_the_reason():
     assert unfit(taught) == ["learns from a teacher, which is not supplied"]
 
 
-def test_presets_that_need_the_samples_alone_are_fit():
+def test_presets_that_need_only_the_samples_are_fit():
     fit = presets_for(unfit)
     assert {"dppo_binary_tv", "dppo_binary_kl", "drpo_tr", "grpo", "gspo", "cppo", "vespo"} <= set(fit)
     assert not {"dppo_topk_tv", "score_centering", "minirl", "m2po", "nll"} & set(fit)

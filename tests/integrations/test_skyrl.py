@@ -76,7 +76,7 @@ def test_the_registry_can_send_a_loss_to_other_processes():
         ("rollout_kl", "has a gradient where A = 0"),
     ],
 )
-def test_what_skyrl_cannot_hand_over_is_refused(name, why):
+def test_an_objective_that_skyrl_does_not_support_is_refused(name, why):
     with pytest.raises(ObjectiveError, match=f"{name} cannot be a loss of SkyRL: .*{why}"):
         register("mine", name)
 

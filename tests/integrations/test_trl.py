@@ -1,5 +1,6 @@
 """GRPOTrainer computes our losses and trains with them."""
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -160,7 +161,7 @@ def test_the_lists_are_those_of_the_weights_that_sampled(tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["dppo_binary_tv", "dppo_topk_tv", "score_centering_tis"])
-def test_it_trains_and_logs_what_the_objective_reports(tmp_path, objective):
+def test_the_trl_trainer_trains_and_logs_the_metrics_of_the_objective(tmp_path, objective):
     at = trainer(tmp_path, own={"objective": objective, "topk": 4}, steps_per_generation=8)
     before = [parameter.clone() for parameter in at.model.parameters()]
     at.train()
@@ -214,7 +215,7 @@ def test_the_tokens_that_vllm_could_not_score_carry_no_loss(tmp_path):
         ("m2po", {}, "m2po cannot be a loss of TRL: it takes a number of the whole batch"),
     ],
 )
-def test_what_would_have_no_effect_or_a_wrong_one_is_refused(tmp_path, objective, settings, why):
+def test_settings_without_effect_or_with_a_wrong_one_are_refused(tmp_path, objective, settings, why):
     with pytest.raises(ObjectiveError, match=why):
         trainer(tmp_path, own={"objective": objective}, **settings)
 
@@ -248,6 +249,27 @@ def test_settings_without_effect_on_the_sampling_distribution_are_accepted(tmp_p
     models = TRLS_OWN | {"do_sample": False, "max_length": 99, "chat_format": "chatml"}  # TRL sets the first five
     trainer(tmp_path, own={"objective": "dppo_binary_tv"}, generation_kwargs=neutral, generation=models)
     trainer(tmp_path, own={"objective": "dppo_binary_tv"}, generation_kwargs={"eos_token_id": 1})  # the tokenizer's
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array([0, 5]), np.array([0]), np.array([]), torch.tensor([0, 5]), [np.array([1, 2])], {"a": (np.zeros(2),)}],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", ["top_k", "num_beams", "bad_words_ids", "use_cache", "of_a_later_transformers"])
+def test_an_array_among_the_generation_kwargs_is_named(tmp_path, name, value):
+    with pytest.raises(ObjectiveError, match=rf"generation_kwargs: {name} = .*: has an array; use numbers or lists"):
+        trainer(tmp_path, own={"objective": "dppo_binary_tv"}, generation_kwargs={name: value})
+
+
+def test_generation_kwargs_of_other_types_are_compared_or_named(tmp_path):
+    own = {"objective": "dppo_binary_tv"}
+    trainer(tmp_path, own=own, generation_kwargs={"top_p": np.float64(1), "top_k": np.int64(0)})
+    for value in ([1], np.array([1, 2])):
+        with pytest.raises(ObjectiveError, match=r"generation_kwargs = .*1.*: is not a dictionary; name each setting"):
+            trainer(tmp_path, own=own, generation_kwargs=value)
+    with pytest.raises(ObjectiveError, match=r"sequence_bias = \{\(2,\): 1\.0\}: tokens would be sampled from another"):
+        trainer(tmp_path, own=own, generation_kwargs={"sequence_bias": {(2,): 1.0}})
 
 
 def test_a_dropout_is_named(tmp_path):

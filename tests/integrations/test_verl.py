@@ -97,7 +97,7 @@ def test_verls_weights_of_the_mismatch_multiply_the_loss():
     assert weighed == 0.5 * plain
 
 
-def test_what_verl_cannot_hand_over_is_refused():
+def test_an_objective_that_verl_does_not_support_and_a_taken_name_are_refused():
     assert "dppo_megatron.score_centering" not in POLICY_LOSS_REGISTRY
     with pytest.raises(ObjectiveError, match="score_centering cannot be a loss of verl: it reads the engine's list"):
         register("mine", "score_centering")

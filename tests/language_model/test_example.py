@@ -13,6 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/language_model"
 
 
 @pytest.mark.language_model
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_model_learns_sums_and_shows_its_answers(task, tmp_path):
     """In 8 steps."""

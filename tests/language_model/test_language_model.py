@@ -55,7 +55,6 @@ def chats(rows: Path, tokenizer) -> list[list[int]]:
     return tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
 
 
-@pytest.mark.smoke
 def test_chat_template_and_end_tokens_are_those_of_transformers(trained, task, transformers):
     expected, reasons = chats(task / "train.jsonl", transformers[0]), set()
     for group in groups_of(trained):
@@ -69,7 +68,6 @@ def test_chat_template_and_end_tokens_are_those_of_transformers(trained, task, t
     assert reasons == {"stop", "length"}
 
 
-@pytest.mark.smoke
 def test_logprobs_of_a_run_are_those_of_transformers(trained, task):
     groups = groups_of(trained)
     reference = Reference(task / "random_model")
@@ -81,7 +79,6 @@ def test_logprobs_of_a_run_are_those_of_transformers(trained, task):
     assert all(0 < difference < FP32 for difference in column(trained, "mismatch/max_abs_logprob_difference"))
 
 
-@pytest.mark.smoke
 def test_greedy_text_is_that_of_transformers(trained, task, transformers):
     tokenizer, model = transformers
     prompts = {"input_ids": chats(task / "heldout.jsonl", tokenizer)}
@@ -93,7 +90,6 @@ def test_greedy_text_is_that_of_transformers(trained, task, transformers):
     )
 
 
-@pytest.mark.smoke
 def test_evaluation_sets(trained):
     assert [record["step"] for record in runs.records(trained) if "eval/greedy/avg@1" in record] == [0, 2]
     for name, n in {"greedy": 1, "sampled": 4}.items():
@@ -103,7 +99,6 @@ def test_evaluation_sets(trained):
             assert np.mean(np.array(rewards) >= 1) == pytest.approx(average)
 
 
-@pytest.mark.smoke
 def test_conversion_there_and_back_has_equal_bits_and_a_tied_head(trained, tmp_path):
     model, there, back = trained / "model", tmp_path / "megatron", tmp_path / "hf"
     runs.run("convert", "hf-to-megatron", model, there, "--tensor", "3", "--pipeline", "2")
@@ -112,6 +107,7 @@ def test_conversion_there_and_back_has_equal_bits_and_a_tied_head(trained, tmp_p
     assert len(hf.SafetensorsDirectory(back).tensors) == TENSORS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_has_the_losses_of_one_process(trained, train, name):
     parallel = {"world_size": LAYOUTS[name], **({} if name == "data" else {name: LAYOUTS[name]})}
@@ -120,6 +116,7 @@ def test_a_layout_has_the_losses_of_one_process(trained, train, name):
         assert column(run, metric) == pytest.approx(column(trained, metric), rel=rel, abs=1e-7), metric
 
 
+@pytest.mark.slow
 def test_a_run_ended_by_kill_9_resumes_with_equal_bits(trained, tree):
     run, output = trained.with_name("killed"), trained.with_name("killed.out")
     config = runs.write_config(tree("killed", rollout={"bank": str(trained / "bank")}), run.with_suffix(".yaml"))
@@ -134,6 +131,7 @@ def test_a_run_ended_by_kill_9_resumes_with_equal_bits(trained, tree):
     assert runs.weights_digest(run) == runs.weights_digest(trained)
 
 
+@pytest.mark.smoke
 def test_a_tool_environment_is_rejected_because_the_template_shows_no_tools(task, tree):
     config = task.parent / "tools.yaml"
     runs.write_config(tree("tools", environment={"name": "tests.environments.worlds:Table"}), config)
@@ -142,6 +140,7 @@ def test_a_tool_environment_is_rejected_because_the_template_shows_no_tools(task
     assert "chat template does not suit them: it does not show tools to the policy" in refused.stderr + refused.stdout
 
 
+@pytest.mark.slow
 def test_an_adapter_in_peft_is_the_merged_model(trained, train, task, transformers):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -157,6 +156,7 @@ def test_an_adapter_in_peft_is_the_merged_model(trained, train, task, transforme
     assert (adapted - after).abs().max() < 1e-3 < 0.01 < (after - before).abs().max()
 
 
+@pytest.mark.slow
 def test_the_trained_model_teaches_the_start_model(trained, train, transformers):
     from transformers import AutoModelForCausalLM
 
@@ -179,6 +179,7 @@ def test_the_trained_model_teaches_the_start_model(trained, train, transformers)
     assert 0.95 * np.mean(gaps) < column(run, "distillation/divergence")[0] < 1.001 * np.mean(gaps)
 
 
+@pytest.mark.slow
 def test_an_fp8_export_is_read_back(task, tmp_path):
     runs.run("convert", "hf-to-hf", task / "random_model", tmp_path / "fp8", "--quantization", "fp8_block")
     stored, source = hf.SafetensorsDirectory(tmp_path / "fp8"), hf.SafetensorsDirectory(task / "random_model")
@@ -190,6 +191,7 @@ def test_an_fp8_export_is_read_back(task, tmp_path):
         assert error < (0.04 if name in rounded else 2**-8), name
 
 
+@pytest.mark.slow
 def test_drafts_from_the_bank_change_no_token(trained, train, record_property):
     """Both steps have the same eight prompts, so the second has drafts."""
     run = train("drafted", engine={"draft_tokens": 4, "draft_batch": 64})
@@ -202,12 +204,14 @@ def test_drafts_from_the_bank_change_no_token(trained, train, record_property):
     record_property("accepted, seconds without and with", [round(n, 2) for n in (accepted[-1], *seconds)])
 
 
+@pytest.mark.slow
 def test_certify_finds_no_difference_after_a_publish(trained, served, tree):
     """It publishes the run's last checkpoint to the engine."""
     config = runs.write_config(tree("certified", (served().url,)), trained.with_name("certified.yaml"))
     runs.run("certify", config, "--run", trained, "--prompts", "4", "--within", str(FP32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "transport"),
     [

@@ -131,7 +131,7 @@ def test_ranks_that_ended_before_the_last_step_were_stopped(driver, launcher, ru
     assert driver.check() == TrainerStopped()
 
 
-def test_what_the_doctor_finds_is_reported_once(driver, run, reported):
+def test_a_finding_of_the_doctor_is_reported_once(driver, run, reported):
     run.root.mkdir(exist_ok=True)
     masked = {"time": 1.0, "time/step_s": 1.0, "policy/masked_share": 0.9}
     for step in (1, 2):
@@ -140,3 +140,12 @@ def test_what_the_doctor_finds_is_reported_once(driver, run, reported):
         driver.check()
     (line,) = reported
     assert line.startswith("doctor: everything masked: 90% of the tokens")
+
+
+def test_a_resume_of_a_long_run_reads_few_of_its_records(run, launcher, reported):
+    run.root.mkdir()
+    run.metrics.write_text("".join(json.dumps({"step": s, "train/loss": 0.5}) + "\n" for s in range(1, 1001)))
+    driver = RunDriver(make_config(run={"dir": run.root}, train={"steps": 2000}), launcher, reported.append)
+    driver.start(RunPlan([], None, []))
+    assert driver._examination.examined == 1000
+    assert driver._examination._past.steps < 400

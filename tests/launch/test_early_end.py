@@ -46,7 +46,7 @@ def test_a_job_is_complete_with_its_last_step_only(config, monkeypatch, saved, e
     assert code == 0 or "the trainer was asked to stop, not by this job, at step 4 of 9" in last.cause
 
 
-def test_a_run_on_one_machine_that_is_not_done_says_so(config, monkeypatch):
+def test_a_run_on_one_machine_that_ends_early_names_its_step(config, monkeypatch):
     """The orchestrator would wait for the trainer."""
 
     def command(role, *_):

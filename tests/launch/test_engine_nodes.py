@@ -28,7 +28,7 @@ def ended() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", "pass"])
 
 
-def test_other_nodes_start_with_what_node_0_wrote(config, tmp_path, monkeypatch):
+def test_other_nodes_start_with_the_settings_that_node_0_wrote(config, tmp_path, monkeypatch):
     start = EngineStart(str(write_config(tmp_path / "v3")), 3, 8000, "127.0.0.1", 9000)
     meeting, started, run = "engine-0-7.2-0", [], RunDir(config.run.dir)
     monkeypatch.setattr(Servers, "start", lambda _, start, nodes: started.append((start, nodes)) or Servers([ended()]))

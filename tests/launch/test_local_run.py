@@ -152,11 +152,12 @@ def test_a_killed_process_ends_the_run(launch, name):
         run.output.read_text()
     )
     state = run_state(run.run)
-    assert (state.kind, state.why.startswith(ended)) == ("died", True)
+    assert (state.kind, state.reason.startswith(ended)) == ("died", True)
     assert "the run stopped; there is nothing to resume yet; correct the cause" in run.output.read_text()
     assert "SIGKILL" in run.run.log("train").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run(launch):
     """SIGSTOP, as a frozen machine. The message names rank, process, host, phase and step."""
     run = launch(BEATS + ENDLESS, stall_s=10.0)
@@ -169,7 +170,7 @@ def test_a_stopped_rank_ends_the_run(launch):
     assert named in run.output.read_text()
     assert "in optimizer of step 7" in run.output.read_text()
     state = run_state(run.run)
-    assert (state.kind, state.why.startswith(named)) == ("died", True)
+    assert (state.kind, state.reason.startswith(named)) == ("died", True)
 
 
 @pytest.mark.slow
@@ -219,7 +220,7 @@ def test_a_second_launcher_stops_before_it_touches_the_run(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(job, "LOCK_S", 0.0)
     monkeypatch.setattr(job, "check_job", lambda *_, **__: None)
-    monkeypatch.setattr(Allocation, "of_this_job", lambda: Allocation("7", 1, (("a",),)))
+    monkeypatch.setattr(Allocation, "current", lambda: Allocation("7", 1, (("a",),)))
     with run.take(), pytest.raises(ExpectedError, match=f"in use by process {os.getpid()} on {socket.gethostname()}"):
         job.run_job(file, (), resume=False) if command == "job" else runs.train(file, resume=True)
     assert state() == before
@@ -245,7 +246,12 @@ def test_a_finished_run_is_not_started_again(tmp_path, monkeypatch, capsys):
     runs.train(file, resume=True)
     out = capsys.readouterr().out
     assert out.startswith("3 steps are done, train.steps = 3; raise it above 3 to continue\n")
-    assert f"report: {tmp_path / 'run'}" in out
+    assert out.splitlines()[-4:] == [
+        f"report: {tmp_path / 'run' / 'report' / 'report.md'}",
+        "model: run/model",
+        "next: dppo-megatron view run --open",
+        "      dppo-megatron eval run/config.yaml",
+    ]
 
 
 class NoProcesses:

@@ -48,7 +48,7 @@ def second(monkeypatch, start) -> None:
     monkeypatch.setattr(local_processes.Child, "start_second", start, raising=False)
 
 
-def test_engines_are_ended_after_what_needed_them_and_when_it_fails(config, ended, monkeypatch):
+def test_engines_are_ended_after_the_block_that_uses_them_even_if_it_fails(config, ended, monkeypatch):
     second(monkeypatch, lambda child: register(RunDir(config.run.dir), child.name, "http://two", 1))
     with running_engines(config) as urls:
         assert urls == ["http://engine-0", "http://two"]

@@ -41,7 +41,7 @@ def test_without_tensor_and_context_parallelism_nothing_is_demanded(gpus):
     assert connection_environment(make_config(parallel={"world_size": 4, "pipeline": 2})) == {}
 
 
-def test_what_the_user_set_stays(gpus, monkeypatch):
+def test_a_variable_that_the_user_set_is_kept(gpus, monkeypatch):
     gpus("9.0\\n")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert connection_environment(make_config(parallel=LAYOUTS["tensor"])) == {}

@@ -91,7 +91,7 @@ def test_delays_grow_up_to_a_cap_and_the_run_gives_up(scene):
     assert len(scene.started) == 9
 
 
-def test_restarts_count_anew_after_a_long_healthy_time(scene):
+def test_a_long_healthy_time_resets_the_count_of_restarts(scene):
     for _ in range(10):
         assert "Restart 1 of 3" in scene.serve_and_end(served_s=300.0)
         scene.check(1.0)

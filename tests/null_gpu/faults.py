@@ -64,7 +64,7 @@ def a_copy_from_memory_that_is_not_pinned(apply: Any, objective: Any, rows: Any,
     return apply(objective, replace(rows, advantage=advantage), **named)
 
 
-@shows("Expected all tensors to be on the same device", FORWARD, steps=("update",), objectives=("dppo_binary_tv",))
+@shows("on cpu, logprob has", FORWARD, steps=("update",), objectives=("dppo_binary_tv",))
 def a_tensor_on_the_host_in_the_loss(apply: Any, objective: Any, rows: Any, **named: Any) -> Any:
     return apply(objective, replace(rows, advantage=torch.zeros(rows.advantage.shape)), **named)
 

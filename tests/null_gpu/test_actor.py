@@ -127,7 +127,7 @@ def test_attention_goes_to_a_fused_kernel(run_case):
             assert attending == (efficient if case.name == "fp32" else FLASH), (case.name, found["attending"])
 
 
-def test_experts_beside_adapters_are_grouped_without_another_wait(run_case):
+def test_experts_with_adapters_are_grouped_without_another_wait(run_case):
     grouped, sequential = run_case(LORA_MOE)[0], run_case(SEQUENTIAL)[0]
     assert (grouped["grouped"] > 0, sequential["grouped"]) == (True, 0)
     assert all(map(operator.le, grouped["all_waits"], sequential["all_waits"]))

@@ -45,7 +45,7 @@ def examine(directory: Path, examples: list[str], before: str = "") -> dict:
 
 
 @pytest.mark.parametrize("example", EXAMPLES + TWO_NODES)
-def test_the_command_becomes_a_configuration_with_what_was_asked_for(found, example):
+def test_the_command_becomes_a_configuration_with_the_requested_values(found, example):
     made = found["examples"][example]
     assert "error" not in made, made
     assert made["problems"] == []

@@ -1,4 +1,4 @@
-"""The published loss of each method after DPPO and DRPO, written once more from its paper or its authors' code.
+"""The published loss of each method without a worked case, written once more from its paper or its authors' code.
 
 Plain loops over responses in float64, differentiated by autograd; nothing here knows the axes. Where a source rewards
 or clips what an engine cannot send (ratios beyond e^20, 16-bit log-probs), that is left out.
@@ -119,6 +119,15 @@ def clipped(r: Tensor, a: Tensor, low: float, high: float) -> Tensor:
     return -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
 
 
+def grpo(w: World, t: Tensor, high: float = 0.2) -> Tensor:
+    return clipped(w.ratio[t], w.advantage[t], 0.2, high)
+
+
+def ppo_dual_clip(w: World, t: Tensor, bound: float = 3.0) -> Tensor:
+    a, once = w.advantage[t], grpo(w, t)
+    return torch.where(a < 0, torch.minimum(once, -bound * a), once)
+
+
 def straight_through(value: Tensor, gradient: Tensor, ln_pi: Tensor) -> Tensor:
     return value.detach() + gradient.detach() * (ln_pi - ln_pi.detach())
 
@@ -215,6 +224,10 @@ def cppo(
         drop.append(weight[i] * d[i].item() > min(delta, delta + budget * allowed - spent))
         spent, allowed = spent + weight[i] * d[i].item(), allowed + weight[i]
     return dropped(-w.advantage[t] * w.ratio[t], torch.tensor(drop) & harmful(w, t))
+
+
+def ipo(w: World, t: Tensor) -> Tensor:
+    return dropped(-w.advantage[t] * w.ratio[t], (w.ln_pi[t].exp() - w.ln_mu[t].exp()).abs().detach() > 0.15)
 
 
 def ipo_cap(w: World, t: Tensor) -> Tensor:
@@ -330,25 +343,34 @@ def outcomes(w: World, i: int) -> tuple[Tensor, Tensor]:
     return torch.cat([mu, 1 - mu.sum(0, keepdim=True)]), pi.detach()
 
 
-def dppo_predictive_kl(w: World, t: Tensor) -> Tensor:
+def moving_outcomes(w: World, i: int) -> tuple[Tensor, Tensor]:
+    """The same with the gradient of pi, at the mass of everything else too."""
+    mu, pi = outcomes(w, i)
+    listed = (w.ids[i] >= 0) & (w.ids[i] != w.sampled[i])
+    inside = torch.cat([w.listed_ln_pi[i, listed], w.ln_pi[i : i + 1]]).exp()
+    return mu, torch.cat([inside, pi[-1:] - (inside.sum() - inside.sum().detach())])
+
+
+def dppo_predictive(w: World, t: Tensor, kl: bool = False) -> Tensor:
+    """The gate is on the TV, or as published on the KL. The predicted change is that of the KL."""
     loss = []
     for i in t.tolist():
         mu, pi = outcomes(w, i)  # the sampled token is the last but one
-        kl = (mu * (mu / pi).log()).sum()
+        far = (mu * (mu / pi).log()).sum() > 0.05 if kl else (mu - pi).abs().sum() / 2 > 0.15
         change = (pi[-2] - mu[-2]) + (pi * (mu - pi)).sum()
-        loss.append(dropped(-w.advantage[i] * w.ratio[i], (kl > 0.05) & (w.advantage[i] * change > 0)))
+        loss.append(dropped(-w.advantage[i] * w.ratio[i], far & (w.advantage[i] * change > 0)))
     return torch.stack(loss)
+
+
+def dppo_predictive_kl(w: World, t: Tensor) -> Tensor:
+    return dppo_predictive(w, t, kl=True)
 
 
 def distributional_ipo(w: World, t: Tensor) -> Tensor:
     """Over the list and the sampled token; prime-rl takes the list alone, which contains it in a sampler's answers."""
     loss = []
     for i in t.tolist():
-        listed = [k for k in range(K) if w.ids[i, k] >= 0 and w.ids[i, k] != w.sampled[i]]
-        mu = torch.cat([w.listed_ln_mu[i, listed], w.ln_mu[i : i + 1]]).exp()
-        pi = torch.cat([w.listed_ln_pi[i, listed], w.ln_pi[i : i + 1]]).exp()
-        rest = w.other_ln_pi[i].exp() - (pi.sum() - pi.sum().detach())  # 1 - sum(pi), but not of rounded values
-        mu, pi = torch.cat([mu, 1 - mu.sum(0, keepdim=True)]), torch.cat([pi, rest[None]])
+        mu, pi = moving_outcomes(w, i)
         far = (pi - mu).abs().sum() / 2 > 0.3
         least = torch.tensor([0.0] * (len(mu) - 1) + [1e-8], dtype=mu.dtype)  # its floor under the logs of the rest
         square = (mu * (torch.maximum(pi, least) / torch.maximum(mu, least)).log() ** 2).sum()
@@ -368,8 +390,9 @@ def kpop(w: World, t: Tensor) -> Tensor:
 PUBLISHED: dict[str, tuple[dict[str, Any], Loss]] = {
     loss.__name__: ({}, loss)
     for loss in (
-        gspo, sapo, maspo, aspo, vespo, topr, dispo, seq_tis, seq_mis, minpro, cppo, ipo_cap, bandpo_tv, vaco, trm_max,
-        trm_mean, opsm, flash_reinforce, rollout_kl, score_centering, score_centering_tis, m2po, ess_adaptive,
-        dppo_negative_only, dppo_relaxed, dppo_predictive_kl, distributional_ipo, kpop, minirl, minirl_tis,
+        grpo, ppo_dual_clip, ipo, dppo_predictive, gspo, sapo, maspo, aspo, vespo, topr, dispo, seq_tis, seq_mis,
+        minpro, cppo, ipo_cap, bandpo_tv, vaco, trm_max, trm_mean, opsm, flash_reinforce, rollout_kl, score_centering,
+        score_centering_tis, m2po, ess_adaptive, dppo_negative_only, dppo_relaxed, dppo_predictive_kl,
+        distributional_ipo, kpop, minirl, minirl_tis,
     )
 }  # fmt: skip

@@ -91,10 +91,13 @@ def dppo(distance: Callable[[Tensor, Tensor], Tensor], delta: float, *, topk: bo
     return loss
 
 
-def dual_clipped(w: published.World, t: Tensor) -> Tensor:
-    a, r = w.advantage[t], w.ratio[t]
-    once = published.clipped(r, a, 0.2, 0.2)
-    return torch.where(a < 0, torch.minimum(once, -1.5 * a), once)
+def topk_quadratic(w: published.World, t: Tensor) -> Tensor:
+    """r A minus |A| / (2 delta) times the squared shifts of the listed tokens, the sampled one and all others."""
+    squares = []
+    for i in t.tolist():
+        mu, pi = published.moving_outcomes(w, i)
+        squares.append(((pi - mu) ** 2).sum())
+    return -w.advantage[t] * w.ratio[t] + w.advantage[t].abs() / 0.4 * torch.stack(squares)
 
 
 def response_topk(w: published.World, t: Tensor) -> Tensor:
@@ -125,7 +128,10 @@ ALONE: dict[str, tuple[str, dict[str, Any], published.Loss]] = {
         lambda w, t: -w.advantage[t] * w.ratio[t].clamp(max=2.0),
     ),
     "spo_sides": ("spo", {"epsilon_low": 0.1, "epsilon_high": 0.4}, spo),
-    "dual_clip": ("ppo_dual_clip", {"dual_clip": 1.5}, dual_clipped),
+    "dual_clip": ("ppo_dual_clip", {"dual_clip": 1.5}, lambda w, t: published.ppo_dual_clip(w, t, 1.5)),
+    "dapo": ("dapo", {}, lambda w, t: published.grpo(w, t, 0.28)),
+    "nll": ("nll", {}, lambda w, t: -w.ln_pi[t]),
+    "experimental_topk_quadratic": ("experimental_topk_quadratic", {}, topk_quadratic),
     "gspo_wide": ("gspo", {"epsilon_low": 0.5, "epsilon_high": 0.5}, lambda w, t: published.gspo(w, t, 0.5, 0.5)),
     "cppo_tight": (
         "cppo",

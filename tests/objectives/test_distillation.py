@@ -86,7 +86,7 @@ def rows(g: dict[str, Any], dtype: torch.dtype = torch.float64, *, engine: bool 
         "teacher_topk_logprob": column(of_list),
         "teacher_logprob": column(g["teacher"].gather(1, g["target"][:, None])[:, 0]),
     }
-    return TokenBatch.of(
+    return TokenBatch.from_columns(
         {**taught, **more},
         token_ids=g["target"],
         position_ids=torch.arange(T),

@@ -120,7 +120,7 @@ def test_sequence_sums_are_the_same_bits_in_any_order(name, settings):
         assert torch.equal(permuted[1], gradient)
 
 
-def test_a_sequence_keeps_what_is_not_finite_to_itself(case):
+def test_a_log_prob_that_is_not_finite_affects_only_its_own_sequence(case):
     """An engine that gives a sampled token no probability."""
     case.call["rollout_logprob"][IDS == 1] = -torch.inf
     out = call(case, rejection="sequence", rejection_low=0.5, rejection_high=2.0)
@@ -226,7 +226,7 @@ def test_sequence_ids_from_packed_boundaries():
     assert torch.equal(ids, IDS)
 
 
-def test_truncation_reports_what_it_capped():
+def test_truncation_reports_the_share_of_capped_weights():
     case = random_case(4, tokens=30)
     old = case.call["rollout_logprob"] + torch.linspace(-1, 1, 30, dtype=torch.float64)
     call = {**case.call, "old_logprob": old}
@@ -238,7 +238,7 @@ def test_truncation_reports_what_it_capped():
     assert metrics["correction/dropped_share"] == 0
 
 
-def test_outliers_beside_another_rejection_are_not_a_second_any_token():
+def test_outlier_bounds_with_an_any_token_rejection_are_refused():
     with pytest.raises(ObjectiveError, match="set one of the two"):
         build_objective("pg_is", rejection="any_token", rejection_high=2.0, outlier_high=3.0)
 

@@ -1,6 +1,7 @@
 """The metrics of an objective do not depend on micro-batches and ranks."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_different_metrics_do_not_merge():
 
 
 @pytest.mark.parametrize(("name", "outside"), [("dppo_binary_tv", [0, 1, 3]), ("ppo", [0, 1, 2, 3])])
-def test_what_is_outside_does_not_ask_where_a_token_moves(name, outside):
+def test_the_outside_share_counts_tokens_that_move_in_either_direction(name, outside):
     """Six tokens, the last without loss: all move, those that move back and those without advantage too."""
     mu = torch.tensor([0.5, 0.5, 0.01, 0.5, 0.5, 0.5], dtype=torch.float64)
     pi = torch.tensor([0.9, 0.1, 0.05, 0.9, 0.52, 0.9], dtype=torch.float64)
@@ -167,6 +168,8 @@ def test_mismatch_ratio_and_tail_by_their_formulas():
         "mismatch/k1": (mu - pi).mean(),
         "mismatch/kl": (ratio - 1 - (pi - mu)).mean(),
         "mismatch/shift_max": (pi.exp() - mu.exp()).abs().max(),
+        "mismatch/shift_mean": (pi.exp() - mu.exp()).abs().mean(),
+        "mismatch/max_abs_logprob_difference": (pi - mu).abs().max(),
         "policy/ratio_min": ratio.min(),
         "policy/ratio_max": ratio.max(),
         "ratio/mean": ratio.mean(),
@@ -174,6 +177,12 @@ def test_mismatch_ratio_and_tail_by_their_formulas():
         "ratio/capped_share": (ratio > 1.5)[signed].double().mean(),
         "policy/divergence_max": out.divergence.max(),
         "policy/divergence_mean": out.divergence.mean(),
+        "loss/token_mean": out.loss.detach().mean(),
+        "weight/mean": out.weight[signed].mean(),
+        "weight/min": out.weight[signed].min(),
+        "weight/max": out.weight[signed].max(),
+        "topk/binary_tv_mean": (pi.exp() - mu.exp()).abs().mean(),
+        "topk/topk_tv_mean": out.divergence.mean(),
         "topk/binary_disagreement": ((binary > 0.15) != (out.divergence > 0.15))[signed].double().mean(),
         "topk/tail_mass_policy": case.topk.other_logprob.exp().mean(),
         "topk/sampled_outside_share": (case.topk.ids != case.topk.target_ids[:, None]).all(1).double().mean(),
@@ -182,6 +191,15 @@ def test_mismatch_ratio_and_tail_by_their_formulas():
         assert reduced[name] == pytest.approx(float(value)), name
     assert reduced["topk/binary_disagreement"] > 0
     assert reduced["divergence/p50"] == pytest.approx(out.divergence.median().item(), rel=0.2)
+
+
+def test_the_mismatch_of_recomputed_log_probs_is_that_of_the_old_policy():
+    case = random_case(7, tokens=50, drift=1.0)
+    mu = case.call["rollout_logprob"]
+    out = objectives.build_objective("pg_is", importance="old")(**{**case.call, "old_logprob": mu + 0.1})
+    reduced = objectives.reduce_metrics(out.metrics)
+    assert reduced["mismatch_recomputed/k3"] == pytest.approx(math.exp(0.1) - 1 - 0.1)
+    assert reduced["mismatch_recomputed/k1"] == pytest.approx(-0.1)
 
 
 def test_padding_topk_log_probs_of_zero_do_not_pollute_the_metrics():

@@ -285,7 +285,7 @@ def test_unlisted_mass_below_rounding_is_dropped(kind):
         assert reduce_metrics(out.metrics)["topk/tail_mass_rollout"] == 0
 
 
-def test_a_sum_before_a_token_that_is_not_finite_leaves_the_other_sequences_alone():
+def test_a_running_sum_that_is_not_finite_does_not_change_other_sequences():
     """Running sums are integers over the whole pack: 0, 0.5 | 0, nan, inf | 0, 2 | ..."""
     case = random_case(0, tokens=7)
     tokens = check_and_clean(

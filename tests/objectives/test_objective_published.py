@@ -1,4 +1,4 @@
-"""Every preset after DPPO and DRPO against its published loss, on packed responses with padding and extremes."""
+"""Every preset without a worked case against its published loss, on packed responses with padding and extremes."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ def test_every_published_method_is_a_preset_and_ours_is_named_experimental():
         objectives.PRESETS["mine"] = objectives.PRESETS["ppo"]
 
 
-def test_overrides_replace_axes_and_leave_the_preset_alone():
+def test_overrides_replace_axes_and_do_not_change_the_preset():
     objective = objectives.build_objective("dppo_topk_tv", delta=0.2, ratio_cap=5)
     assert (objective.settings.delta, objective.settings.ratio_cap) == (0.2, 5)
     assert objective.settings.path == "logprob"
@@ -120,6 +120,7 @@ def test_first_line_names_the_method_and_its_thresholds_are_in_the_words(name):
     objective = objectives.build_objective(name)
     text, s = objective.describe(), objective.settings
     assert text.splitlines()[0].startswith(f"objective {name}: ")
+    assert len(text.splitlines()[0]) < 140
     if s.control != "none":
         assert ("recomputed by the trainer" if s.anchor == "old" else "mu, the policy") in text
     if s.delta is not None:
@@ -147,7 +148,7 @@ def test_description_covers_the_corrections():
         assert words in text
 
 
-def test_what_each_method_needs():
+def test_every_preset_declares_the_inputs_that_it_needs():
     needs = {
         name: [f for f in ("topk", "topk_gradient", "old", "sequences", "entropy") if getattr(o, f"needs_{f}")]
         for name, o in ((name, objectives.build_objective(name)) for name in objectives.PRESETS)
@@ -203,8 +204,13 @@ def test_misnamed_misshapen_and_coarse_inputs_are_refused():
         objective(**{**call, "advantage": 1.0})
     with pytest.raises(objectives.ObjectiveError, match=r"advantage has shape \(3,\)"):
         objective(**{**call, "advantage": torch.ones(3)})
+    with pytest.raises(objectives.ObjectiveError, match=r"advantage has shape \(\d+,\) on meta, logprob has .* on cpu"):
+        objective(**{**call, "advantage": call["advantage"].to("meta")})
     with pytest.raises(objectives.ObjectiveError, match=r"rollout_logprob is torch\.bfloat16"):
         objective(**{**call, "rollout_logprob": call["rollout_logprob"].bfloat16()})
+    for values in (call["mask"] * 2, call["mask"] * 0.5, -call["mask"].long()):
+        with pytest.raises(objectives.ObjectiveError, match="mask has values other than 0 and 1; multiply the loss"):
+            objective(**{**call, "mask": values})
     with pytest.raises(objectives.ObjectiveError, match=r"logprob must be \[T\]"):
         objective(**{**call, "logprob": call["logprob"][None]})
     topk = call["topk"]

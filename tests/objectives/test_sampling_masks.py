@@ -85,7 +85,7 @@ def test_score_centering_is_exact(settings: dict):
     assert uncentred.abs().max() > 1e-2
 
 
-def test_tail_of_a_shorter_list_is_spread_over_the_set_alone():
+def test_the_tail_of_a_shorter_list_is_spread_only_over_the_sampling_set():
     """`uniform` divides by the tokens of the set that are not listed, not by those of the vocabulary."""
     g = given(1)
     g["kept"] |= torch.nn.functional.one_hot(torch.arange(T) % V, V).bool()

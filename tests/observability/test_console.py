@@ -8,35 +8,70 @@ from contextlib import closing
 
 import pytest
 
+from dppo_megatron.observability import console
 from dppo_megatron.observability.console import ProgressView
 from tests.support.records import step_record
+
+NAMED_SET = {
+    "eval/aime/avg@4": 0.25, "eval/aime/avg@4_stderr": 0.1, "eval/aime/reward_mean": 0.5, "eval/aime/failed_share": 0.0,
+    "eval/aime/response_tokens_mean": 12.0, "eval/aime/truncated_share": 0.0, "eval/aime/prompts": 8,
+}  # fmt: skip
+
+
+def evaluation(step: int, accuracy: float, reward: float) -> dict:
+    right = {"eval/accuracy": accuracy, "eval/reward_mean": reward, "eval/prompts": 64}
+    return {"step": step, "time": 1000.0 + step, **right, "eval/response_tokens_mean": 8.0, "eval/version_spread": 0}
 
 
 def clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
-def test_plain_lines_are_aligned_and_evaluations_stand_alone():
+def test_plain_lines_are_aligned_and_evaluations_have_lines_of_their_own():
     out = io.StringIO()
     with closing(ProgressView(200, out, plain_interval_s=0)) as view:
         view.note("engine-0 ready")
-        view.update({"step": 0, "time": 1000.0, "eval/accuracy": 0.391})
+        view.update(evaluation(0, 0.25, 0.25))
         view.update(step_record(9, 1002.0))
         view.update(step_record(10, 1005.0, **{"policy/masked_share": 0.1234, "mismatch/kl": None}))
-        view.update({"step": 10, "time": 1006.0, "eval/accuracy": 0.5, "eval/prompts": 256})
+        view.update(evaluation(10, 0.5, 0.5))
         view.update({"step": 11, "time": 1007.0, "time/generate_s": 1.0})
         view.update(step_record(200, 2000.0, **{"train/skipped_updates": 2.0}))
     assert out.getvalue() == (
         "engine-0 ready\n"
-        "eval at step 0: accuracy 0.391\n"
+        "held-out at step 0: 16 of 64 right\n"
         f"{clock(1002)} step   9/200 | reward  0.480 | masked  0.40% | mismatch  2.0e-09 |   1,500 tok/s"
         " |    2.0 s/step |  0:06:22 left\n"
         f"{clock(1005)} step  10/200 | reward  0.500 | masked 12.34% | mismatch      n/a |   1,500 tok/s"
         " |    2.0 s/step |  0:09:30 left\n"
-        "eval at step 10: accuracy 0.5, prompts 256 (accuracy at step 0: 0.391)\n"
+        "held-out at step 10: 32 (+16) of 64 right (change since step 0)\n"
         f"{clock(2000)} step 200/200 | reward  4.300 | masked  0.40% | mismatch  2.0e-09 |   1,500 tok/s"
         " |    2.0 s/step |  0:00:00 left | 2 updates skipped\n"
     )
+
+
+def test_a_graded_reward_is_shown_where_no_answer_is_right():
+    out = io.StringIO()
+    with closing(ProgressView(40, out)) as view:
+        view.update(evaluation(0, 0.0, 0.015))
+        view.update(evaluation(40, 0.0, 0.415))
+        view.update({"step": 40, "time": 1.0, **NAMED_SET})
+    assert out.getvalue() == (
+        "held-out at step 0: 0 of 64 right, mean reward 0.015\n"
+        "held-out at step 40: 0 (+0) of 64 right, mean reward 0.415 (+0.400) (change since step 0)\n"
+        "held-out at step 40: aime: avg@4 0.2500 ± 0.1000, mean reward 0.500; 12 tokens, 0.0% truncated, 8 prompts "
+        "(change since step 0)\n"
+    )
+
+
+def test_turns_calls_and_errors_of_agents_are_in_the_line_of_their_step():
+    out = io.StringIO()
+    calls = {"environment/turns_mean": 3.25, "environment/calls_mean": 2.5, "environment/call_errors_mean": 0.5}
+    with closing(ProgressView(40, out)) as view:
+        view.update({"step": 1, "time": 1000.0, **calls})  # of the orchestrator, which may be ahead of the trainer
+        view.update({"step": 2, "time": 1000.5, **dict.fromkeys(calls, 9.0)})
+        view.update(step_record(1, 1001.0))
+    assert " | turns  3.2 | calls  2.5 | call errors  0.5 | masked" in out.getvalue()
 
 
 def test_plain_lines_come_at_most_every_interval_and_for_the_last_step():
@@ -55,14 +90,14 @@ def test_plain_lines_come_at_most_every_interval_and_for_the_last_step():
         ({"train/loss": 2.5}, "loss  2.50e+00"),
     ],
 )
-def test_a_step_line_names_what_is_unusual(record, shown):
+def test_a_step_line_names_unusual_values(record, shown):
     out = io.StringIO()
     with closing(ProgressView(2, out, samples=192)) as view:
         view.update({"step": 1, "time": 1000.0, "time/step_s": 1.0, **record})
     assert shown in out.getvalue()
 
 
-def test_poll_follows_a_file_and_passes_over_what_a_resumed_run_repeats(tmp_path):
+def test_poll_follows_a_file_and_skips_the_steps_that_a_resumed_run_repeats(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
 
     def write(steps, mode="a"):
@@ -101,6 +136,28 @@ def test_poll_follows_a_file_and_passes_over_what_a_resumed_run_repeats(tmp_path
     assert "0:00:08 left" in out.getvalue().splitlines()[-1]  # 4 steps of 2 s
 
 
+def test_a_sparse_reading_of_a_long_run_shows_the_same_as_the_whole_file(tmp_path, monkeypatch):
+    path, shown = tmp_path / "metrics.jsonl", []
+    records = [step_record(step, 1000.0 + step) for step in range(1, 1001)]
+    for step, accuracy in ((0, 0.25), (300, 0.5), (500, 0.75)):
+        records.insert(step + 3, {"step": step, "time": 1003.0 + step, "eval/accuracy": accuracy})
+    monkeypatch.setattr(time, "localtime", time.gmtime)
+    for select in (console.sparse, iter):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        monkeypatch.setattr(console, "sparse", select)
+        out = io.StringIO()
+        view = ProgressView(1100, out, plain_interval_s=0)
+        monkeypatch.setattr(view._view, "show", lambda *bar, out=out: out.write(f"{bar}\n"))
+        view.poll(path)
+        with path.open("a") as file:
+            for record in (step_record(1001, 2001.0), {"step": 1000, "time": 2002.0, "eval/accuracy": 0.5}):
+                file.write(json.dumps(record) + "\n")
+        view.poll(path)
+        shown.append(out.getvalue())
+    assert shown[0] == shown[1]
+    assert "held-out 50.0% (+25.0%)" in shown[0]
+
+
 def test_a_record_without_step_or_time_is_passed_over(tmp_path):
     path, out = tmp_path / "metrics.jsonl", io.StringIO()
     view = ProgressView(2, out)
@@ -110,7 +167,7 @@ def test_a_record_without_step_or_time_is_passed_over(tmp_path):
     assert [line.split()[2] for line in out.getvalue().splitlines()] == ["2/2"]
 
 
-def test_notes_lose_control_codes_and_what_the_stream_cannot_say():
+def test_notes_lose_control_codes_and_characters_that_the_stream_cannot_encode():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     view = ProgressView(1, stream)
@@ -145,14 +202,17 @@ def test_terminal_gets_a_bar_with_values_and_the_cursor_back(monkeypatch):
     reader.start()
     with os.fdopen(theirs, "w") as terminal:
         view = ProgressView(10, terminal)
-        view.update({"step": 0, "time": 1000.0, "eval/accuracy": 0.25})
+        view.update(evaluation(0, 0.25, 0.25))
+        view.update(step_record(1, time.time()))
+        view.update(evaluation(4, 0.5, 0.5))
         view.update(step_record(4, time.time()))
         view.note("a note")
         view.close()
     reader.join(5)
     text = shown.decode()
-    for part in ("step 4/10", "reward 0.380", "masked 0.40%", "1,500 tok/s", "left", "a note", "eval 0.25"):
+    for part in ("step 4/10", "reward 0.380 (+0.060)", "masked 0.40%", "1,500 tok/s", "left", "a note"):
         assert part in text
+    assert "held-out 50.0% (+25.0%)" in text
     assert "\x1b[?25l" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 

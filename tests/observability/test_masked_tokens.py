@@ -47,6 +47,6 @@ def test_the_report_shows_them(make_run):
     text = write_report(run, console=console).read_text()
     assert "## Most masked tokens" in text
     assert "| 2 | '\\|' 8 (33.3%) |" in text
-    assert "'[/b]' 7 (29.2%)" in console.file.getvalue()
+    assert "'\\[/b\\]' 7 (29.2%)" in text
     assert "| 1 | ' Wait' 9 (37.5%) | - |" in write_report([run, other], console=console).read_text()
     assert "Most masked tokens" not in write_report(other, console=console).read_text().split("Masked share counts")[0]

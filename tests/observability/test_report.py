@@ -1,10 +1,14 @@
 import io
 import json
+import re
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from dppo_megatron.common.files import OutputError
+from dppo_megatron.observability.curves import CALLS
 from dppo_megatron.observability.history import ReportError, labels, load_history
 from dppo_megatron.observability.report import summary_rows, time_rows, write_report
 
@@ -18,14 +22,13 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 
-def test_summary_says_what_was_trained_and_what_it_reached(make_run):
+def test_the_summary_reports_the_method_the_layout_and_the_results(make_run):
     rows = summary_rows(load_history(make_run("run", delta=0.2), "run"))
     expected = {
         "method": "dppo_binary_tv",
         "layout": "2 ranks: TP 2",
         "steps": "20",
-        "accuracy before": "25.0% (step 0)",
-        "accuracy after": "75.0% (step 20)",
+        "held-out accuracy first, last, best": "25.0% (step 0), 75.0% (step 20), 75.0% (step 20)",
         "reward first": "0.360 (mean of 5)",
         "reward last": "0.660 (mean of 5)",
         "masked share": "0.40%",
@@ -39,29 +42,75 @@ def test_summary_says_what_was_trained_and_what_it_reached(make_run):
 
 def test_named_sets_have_a_row_and_a_curve_each(make_run, console):
     run = make_run("run")
-    with (run / "metrics.jsonl").open("a") as file:
-        for step, value in ((0, 0.1), (10, 0.3), (20, 0.2)):
-            record = {"eval/aime/avg@8": value, "eval/aime/avg@8_stderr": 0.05, "eval/aime/pass@8": 0.5}
-            file.write(json.dumps({"step": step, "time": 1002.0, **record}) + "\n")
+    for step, value in ((0, 0.1), (10, 0.3), (20, 0.2)):
+        append(run, {"step": step, "eval/aime/avg@8": value, "eval/aime/avg@8_stderr": 0.05, "eval/aime/pass@8": 0.5})
     rows = summary_rows(load_history(run, "run"))
-    assert rows["accuracy after"] == "75.0% (step 20)"
-    assert rows["aime avg@8 first, last, best"] == "10.0% (step 0), 20.0% (step 20), 30.0% (step 10)"
+    assert rows["held-out accuracy first, last, best"].endswith("75.0% (step 20)")
+    assert rows["held-out aime avg@8 first, last, best"] == "10.0% (step 0), 20.0% (step 20), 30.0% (step 10)"
     write_report(run, console=console)
     assert is_png(run / "report" / "curves.png")
 
 
+def append(run, *records):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"time": 1002.0, **record}) + "\n" for record in records)
+    return run
+
+
+@pytest.fixture
+def panels(monkeypatch):
+    """Returns title -> y values of each line of the last figure."""
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
+    return lambda: {axes.get_title(): [list(line.get_ydata()) for line in axes.lines] for axes in drawn[-1].axes}
+
+
+def graded(run):
+    values = {0: (0.0, 0.015), 20: (0.0, 0.415)}
+    return append(run, *({"step": s, "eval/accuracy": a, "eval/reward_mean": r} for s, (a, r) in values.items()))
+
+
+def test_a_graded_reward_takes_the_place_of_an_accuracy_of_zero(make_run, console, panels):
+    run = graded(make_run("run"))
+    rows = summary_rows(load_history(run, "run"))
+    assert rows["held-out reward first, last, best"] == "0.015 (step 0), 0.415 (step 20), 0.415 (step 20)"
+    assert not any("accuracy" in name for name in rows)
+    write_report(run, console=console)
+    assert panels()["held-out mean reward"] == [[0.015, 0.415]]
+    assert "held-out accuracy" not in panels()
+    assert "turns and tool calls of a trajectory" not in panels()
+    half_right = {"step": 20, "eval/accuracy": 0.5, "eval/reward_mean": 0.4}
+    rows = summary_rows(load_history(append(run, half_right), "run"))
+    assert [name for name in rows if name.startswith("held-out")] == [
+        "held-out accuracy first, last, best",
+        "held-out reward first, last, best",
+    ]
+
+
+def test_turns_calls_and_errors_of_agents_are_rows_and_curves(make_run, console, panels):
+    run = make_run("run")
+    counts = ({"step": s, **dict(zip(CALLS, (4 - s / 10, 3 - s / 10, 1), strict=True))} for s in range(1, 21))
+    append(run, *counts, {"step": 3, "environment/failed_raised": 2.0, "environment/failed_timeout": 1.0})
+    rows = summary_rows(load_history(run, "run"))
+    assert rows["turns, tool calls, failed calls first"] == "3.70, 2.70, 1.00"
+    assert rows["turns, tool calls, failed calls last"] == "2.20, 1.20, 1.00"
+    assert rows["failed trajectories"] == "3"
+    write_report(run, console=console)
+    assert [line[-1] for line in panels()["turns and tool calls of a trajectory"]] == [2.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(
-    ("method", "settings", "anchor", "region"),
+    ("method", "settings", "words"),
     [
-        ("minirl", {}, "old", "ratio in ["),
-        ("dppo_binary_tv", {"delta": 0.2}, "rollout", "binary tv, delta 0.2"),
-        ("my.module:method", {"delta": 0.3, "anchor": "rollout"}, "rollout", "delta 0.3"),  # by its settings
+        ("minirl", {}, "masks tokens whose ratio to the old policy's probability leaves ["),
+        ("dppo_binary_tv", {"delta": 0.2}, "masks tokens whose probability moves by more than 0.2 from the engine's"),
+        ("my.module:method", {"delta": 0.3, "anchor": "old"}, "anchor old, delta 0.3"),  # by its settings
     ],
 )
-def test_method_is_described_as_the_objective_resolves_it(make_run, method, settings, anchor, region):
+def test_method_is_described_as_the_objective_resolves_it(make_run, method, settings, words):
     rows = summary_rows(load_history(make_run("run", method, **settings), "run"))
-    assert (rows["method"], rows["anchor"]) == (method, anchor)
-    assert rows["trust region"].startswith(region)
+    assert (rows["method"], rows["method in short"].startswith(words)) == (method, True)
 
 
 def test_parts_of_the_step_add_up(make_run):
@@ -89,7 +138,7 @@ def test_report_of_one_run(make_run, console):
     path = write_report(run, console=console)
     assert path == run / "report" / "report.md"
     text = path.read_text()
-    assert "| accuracy after | 75.0% (step 20) |" in text
+    assert "| held-out accuracy first, last, best | 25.0% (step 0), 75.0% (step 20), 75.0% (step 20) |" in text
     assert "| &nbsp;&nbsp;of A &gt; 0, A &lt; 0 | 0.20%, 0.60% |" in text
     assert "![curves](curves.png)" in text
     assert is_png(path.with_name("curves.png"))
@@ -103,7 +152,47 @@ def test_report_of_several_runs_sets_them_side_by_side(make_run, tmp_path, conso
     assert path.parent == tmp_path / "out"
     assert "| method | dppo_binary_tv | grpo_clip_higher |" in path.read_text()
     assert is_png(path.with_name("curves.png"))
-    assert write_report(runs, console=console).parent == tmp_path / "report"
+    assert console.file.getvalue().count("0.360 (mean of 5)") == 2
+    first = write_report(runs, console=console)
+    assert first.parent == tmp_path / "comparison-1"
+    text = first.read_bytes()
+    assert write_report(runs[::-1], console=console).parent == tmp_path / "comparison-2"
+    assert first.read_bytes() == text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_nine_runs_are_a_row_each_with_distinct_colours_and_one_window(make_run, monkeypatch, width):
+    colours = set()
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda a, *v, **k: (colours.add(str(k.get("color"))), plot(a, *v, **k))[1])
+    methods = ["dppo_binary_tv", "grpo_clip_higher", "experimental_topk_quadratic"]
+    runs = [make_run(f"run-{i}", methods[i % 3], steps=12 + 4 * i) for i in range(9)]
+    console = Console(file=io.StringIO(), width=width)
+    text = write_report(runs, console=console).read_text()
+    assert len(colours) == 9
+    shown = console.file.getvalue()
+    assert " first 3  last 3 " in shown  # a quarter of the shortest run
+    for i in range(9):
+        (row,) = [line for line in shown.splitlines() if line.startswith(f" run-{i} ")]
+        assert " 0.340 " in row  # equal rewards in equal steps
+    words = set(re.findall(r"[a-z]+", shown))
+    assert {"binary", "experimental", "quadratic", "accuracy", "masked"} <= words
+    assert max(map(len, shown.splitlines())) <= width
+    assert "| run-3 | dppo binary tv | 24 | 0.340 |" in text
+    assert text.count("0.340 (mean of 3)") == 9
+
+
+@pytest.mark.parametrize("names", [("run",), ("run", "other")])
+def test_a_terminal_shows_at_most_15_rows_and_the_report_all(make_run, names):
+    runs = [append(make_run(name), {"step": 9, "rollout/reward_failed": 3.0}) for name in names]
+    console = Console(file=io.StringIO(), width=80)
+    text = write_report(runs, console=console).read_text()
+    shown = console.file.getvalue()
+    assert len(re.findall(r"^ \S.*", shown, re.MULTILINE)) - 2 <= 15
+    assert "failed rewards" in shown
+    assert "largest log-prob difference" not in shown
+    assert "| largest log-prob difference |" in text
+    assert "| publish |" in text
 
 
 @pytest.mark.parametrize(
@@ -131,7 +220,7 @@ def test_labels_are_as_short_as_tells_them_apart(tmp_path):
     assert labels([tmp_path / "a", tmp_path / "a"]) == ["a (1)", "a (2)"]
 
 
-def test_names_and_settings_are_text_and_a_report_that_cannot_be_written_says_so(make_run, console, tmp_path):
+def test_names_and_settings_are_escaped_and_an_unwritable_report_is_an_error(make_run, console, tmp_path):
     run = make_run("[bold] a$b$")
     (run / "config.yaml").write_text("parallel: [1]\nobjective: {name: 7, settings: x}\noptimizer: {lr: fast}\n")
     report = write_report(run, console=console).read_text()

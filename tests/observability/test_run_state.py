@@ -13,7 +13,7 @@ from dppo_megatron.common import heartbeat
 from dppo_megatron.common.file_lock import FileLock, LockHeld
 from dppo_megatron.common.files import write_json
 from dppo_megatron.doctor import diagnose, text
-from dppo_megatron.observability.run_state import LATE_S, hang, heartbeats, record_attempt, run_state
+from dppo_megatron.observability.run_state import LATE_S, HeartbeatReader, hang, heartbeats, record_attempt, run_state
 from dppo_megatron.run_dir import RunDir
 
 
@@ -45,7 +45,7 @@ def test_a_run_from_its_start_to_its_end(run):
         run.log("engine-0").touch()
         assert str(run_state(run)) == f"starting: engine-0 loads the model; see {run.log('engine-0')}"
         write_json(run.services / "engine-0.json", {})
-        assert run_state(run).why.startswith("the trainer loads the model")
+        assert run_state(run).reason.startswith("the trainer loads the model")
         step(run, 3, time.time() + 1)
         beat(run, 0)
         assert str(run_state(run)) == "running at step 3: forward_backward of step 7"
@@ -78,7 +78,7 @@ def test_a_run_on_another_host_lives_as_long_as_its_heartbeats(run):
 def test_a_run_of_a_version_without_records(run):
     assert run_state(run).kind == "paused"
     run.log("trainer-0").write_text("RuntimeError: bug in step 3\n")
-    assert "RuntimeError: bug in step 3" in run_state(run).why
+    assert "RuntimeError: bug in step 3" in run_state(run).reason
     run.final_model.mkdir()
     assert run_state(run).kind == "finished"
     assert run_state(RunDir(run.root / "nothing")).kind == "new"
@@ -131,6 +131,30 @@ def test_a_rank_without_progress_hangs_only_if_others_wait_for_it(run):
     assert hang(heartbeats(run), time.time()) == ""
     beat(run, 1)
     assert hang(heartbeats(run), time.time()).startswith("rank 0 (process 100 on node0) does not advance for 0:01:05")
+
+
+def test_a_rank_stopped_early_in_a_long_phase_is_silent_and_not_busy(run):
+    """Its phase began 8 s before its last heartbeat, so the phase is late before the heartbeat is."""
+    now = time.time()
+    beat(run, 0, time=now)
+    beat(run, 1, time=now - 55, since=now - 63, waits=False)
+    beats = heartbeats(run)
+    assert hang(beats, now, 60) == ""
+    assert hang(beats, now + 6, 60).startswith("rank 1 (process 101 on node1) shows no sign of life for 0:01:01")
+
+
+@pytest.mark.parametrize("late", [-3600.0, 0.0, 3600.0])
+def test_a_reader_dates_heartbeats_by_its_own_clock(run, late, monkeypatch):
+    """`late`: the seconds by which the node's clock differs."""
+    now = 1e9
+    monkeypatch.setattr(time, "time", lambda: now)
+    reader = HeartbeatReader(run)
+    for age in (0.0, 5.0, 5.0, 65.0):
+        now = 1e9 + age
+        beat(run, 0, time=1e9 + late + min(age, 5.0), since=1e9 + late - 10, waits=False)
+        (dated,) = reader.read()
+        assert (now - dated.time, now - dated.since) == (max(age - 5.0, 0.0), age + 10.0)
+    assert hang([dated], now).startswith("rank 0 (process 100 on node0) shows no sign of life for 0:01:00")
 
 
 PROGRAM = """

@@ -100,7 +100,7 @@ def test_fan_out_drops_a_failing_optional_tracker_and_goes_on(caplog):
     assert "no network" in caplog.text
 
 
-def test_build_opens_only_what_the_config_asks_for(config):
+def test_build_opens_only_the_configured_trackers(config):
     settings = config()
     with closing(build_trackers(settings, None)) as trackers:
         trackers.log(1, {"train/loss": 1.0})

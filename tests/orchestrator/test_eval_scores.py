@@ -1,13 +1,16 @@
 """avg@n, its standard error, pass@k and maj@n against values computed by hand."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
 from dppo_megatron.config.task import EvalSet
+from dppo_megatron.observability.heldout import describe
+from dppo_megatron.observability.tail import has_evaluation
 from dppo_megatron.orchestrator.eval_scores import average, ks, majority, pass_at
-from dppo_megatron.orchestrator.evaluation import describe, scores
+from dppo_megatron.orchestrator.evaluation import scores
 
 RIGHT = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
 
@@ -72,6 +75,18 @@ def test_an_answer_that_was_not_graded_is_not_right():
     assert scores("aime", chosen, records, 1.0)["eval/aime/avg@2"] == 0.5
 
 
+def test_the_metrics_of_the_held_out_set():
+    records = [{"samples": [sample(1.0, "7")]}, {"samples": [sample(0.5, "8", tokens=30, versions=(2, 4))]}]
+    assert scores("heldout", EvalSet(path="unused", n=1, temperature=0.0), records, 2.0) == {
+        "eval/accuracy": 1 / 2,
+        "eval/reward_mean": 0.75,
+        "eval/response_tokens_mean": 20.0,
+        "eval/prompts": 2,
+        "eval/version_spread": 2,
+        "time/eval_s": 2.0,
+    }
+
+
 def test_the_metrics_of_a_set():
     """DAPO's rewards are 1 and -1: an average of rewards would not be the share of right answers."""
     records = [
@@ -93,7 +108,10 @@ def test_the_metrics_of_a_set():
         "eval/aime/version_spread": 0,
         "eval/aime/seconds": 2.0,
     }
+    for metrics in (found, scores("heldout", EvalSet(path="unused"), [{"samples": [sample(1.0, "7")]}], 2.0)):
+        line = json.dumps({"step": 10**9, "time": 1795983894.125, **metrics})
+        assert has_evaluation(line.encode())  # without its metrics to be parsed
     assert describe("aime", found) == (
-        "aime: avg@4 0.3750 ± 0.1250, pass@2 0.6667, pass@4 1.0000, maj@4 0.6250, 12.5% not graded; 12 tokens, 12.5% "
-        "truncated, 2 prompts"
+        "aime: avg@4 0.3750 ± 0.1250, pass@2 0.6667, pass@4 1.0000, maj@4 0.6250, 12.5% not graded, "
+        "mean reward -0.125; 12 tokens, 12.5% truncated, 2 prompts"
     )

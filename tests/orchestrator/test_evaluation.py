@@ -7,7 +7,8 @@ import pytest
 
 from dppo_megatron.fleet.pool import FixedEngines
 from dppo_megatron.fleet.sampling import Sampler
-from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator, describe, scores
+from dppo_megatron.observability.heldout import describe
+from dppo_megatron.orchestrator.evaluation import Evaluated, Evaluator, scores
 from dppo_megatron.weights.published import PublishedPolicy
 from tests.support.fakes import orchestrator
 
@@ -57,7 +58,7 @@ def without_seconds(metrics):
     return {name: {k: v for k, v in one.items() if not k.endswith("seconds")} for name, one in metrics.items()}
 
 
-def test_every_set_is_sampled_as_it_says(config):
+def test_every_set_is_sampled_with_its_own_settings(config):
     engine = engine_of(config)
     metrics = evaluate(config, engine)
     by_set = {name: [r for r in engine.requests if f"-{name}-" in r.request_id] for name in SETS}
@@ -93,7 +94,8 @@ def test_accuracy_is_the_share_of_right_answers_and_not_the_mean_reward(tmp_path
     found = scores("heldout", chosen, records, 1.0)
     assert found["eval/accuracy"] == 0.81
     assert found["eval/reward_mean"] == pytest.approx((81 * right + 18 * wrong) / 100)
-    assert describe("heldout", found).startswith("greedy accuracy 0.8100, mean reward ")
+    same = "" if wrong == 0 else f", mean reward {(81 * right + 18 * wrong) / 100:.3f}"
+    assert describe("heldout", found) == f"81 of 100 right{same}"
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 9])
@@ -140,7 +142,7 @@ def test_answers_of_another_policy_or_of_other_settings_do_not_count(config):
         (["position"], 77),
     ],
 )
-def test_a_prompt_whose_record_is_damaged_is_answered_again(config, path, value):
+def test_a_prompt_with_a_damaged_record_is_answered_again(config, path, value):
     expected = evaluate(config, engine_of(config))
     answers = config.run.dir / "answers/aime/v000000.jsonl"
     records = [json.loads(line) for line in answers.read_text().splitlines()]

@@ -193,7 +193,7 @@ def played(tmp_path):
 
 
 @pytest.mark.parametrize("staleness", [0, 4])
-def test_what_is_trained_on_has_the_lengths_of_what_was_sampled(played, staleness):
+def test_trained_groups_have_the_same_lengths_as_sampled_groups(played, staleness):
     """Every prompt once and no other, each as long as the table has it: so the distributions are the same."""
     w = played(workers=12, max_staleness=staleness)
     w.play()
@@ -223,7 +223,7 @@ def one_hangs(position: int, number: int) -> Length:
     return turns, tokens, 30.0 if (position, number) == (1, 0) else min(seconds, 0.004)
 
 
-def test_what_is_given_up_is_counted_bounded_and_leaves_nothing_behind(played, caplog):
+def test_dropped_groups_are_counted_and_bounded_and_leave_nothing_behind(played, caplog):
     """The worst case drops all running groups but those of one step: here half of them."""
     w = played(workers=12, table=one_hangs, max_staleness=1, beyond_bound="drop", training_s=0.03)
     w.play()

@@ -126,7 +126,7 @@ def test_prompts_are_kept_by_their_pass_rate_and_the_others_counted(measured, tm
     )
 
 
-def test_what_cannot_be_kept_is_an_error(measured, tmp_path):
+def test_keep_refuses_bounds_or_prompts_that_do_not_fit_the_bank(measured, tmp_path):
     out = tmp_path / "out.jsonl"
     with pytest.raises(PassRateError, match=r"--pass-rate 0.8:0.2: must be FROM:TO"):
         keep(measured, out, 0.8, 0.2)
@@ -142,5 +142,5 @@ def test_what_cannot_be_kept_is_an_error(measured, tmp_path):
         keep(measured, out, 0, 1)
     assert not out.exists()
     (measured.parent / "config.yaml").unlink()
-    with pytest.raises(PassRateError, match=r"config.yaml: missing"):
+    with pytest.raises(PassRateError, match=r"config.yaml is missing; name RUN/bank"):
         keep(measured, out, 0, 1)

@@ -282,7 +282,9 @@ def test_a_teacher_that_fails_is_reported_once_in_a_period_with_the_number_of_re
     ],
     ids=["tokenizer", "K", "nan", "fewer", "silent"],
 )
-def test_what_does_not_pass_ends_the_run_by_name(tmp_path, monkeypatch, server, settings, error, words):
+def test_a_lasting_fault_of_a_teacher_ends_the_run_and_names_the_teacher(
+    tmp_path, monkeypatch, server, settings, error, words
+):
     monkeypatch.setattr(module, "INVALID", RetryBudget(attempts=3))
     with pytest.raises(error, match=words):
         scored(teaching(tmp_path, URL, **settings), server, prompt(), [rollout([9, 4])])

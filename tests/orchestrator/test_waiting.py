@@ -30,7 +30,7 @@ def in_memory(rollouts) -> bool:
     return array.base is None
 
 
-def test_what_is_laid_aside_is_the_same_and_leaves_no_file(tmp_path):
+def test_spilled_rollouts_are_unchanged_and_leave_no_file(tmp_path):
     def mapped() -> bool:
         return str(tmp_path) in Path("/proc/self/maps").read_text()
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dppo_megatron.bank import BankWriter, EarlierSamples
+from dppo_megatron.bank import BankReader, BankWriter, EarlierSamples
 from dppo_megatron.plan import drafts
 from tests.support.bank import make_group
 from tests.support.configs import make_config
@@ -25,7 +25,9 @@ def stored(*samples, earlier=()):
 
 
 def seconds(*groups, together=1, running=8, batch=8, most=4, step_s=alike):
-    return drafts.decode(groups, together=together, running=running, batch=batch, most=most, step_s=step_s).seconds
+    return drafts.decode(
+        groups, together=together, running=running, batch=batch, max_drafts=most, step_s=step_s
+    ).seconds
 
 
 def test_without_drafts_a_step_gives_each_running_sample_a_token():
@@ -41,7 +43,7 @@ def test_without_drafts_a_step_gives_each_running_sample_a_token():
 
 def test_right_drafts_save_steps_and_the_rows_are_paid():
     group = stored(range(10), earlier=[range(10)])
-    found = drafts.decode([group], together=1, running=1, batch=1, most=4, step_s=float)
+    found = drafts.decode([group], together=1, running=1, batch=1, max_drafts=4, step_s=float)
     assert found.accepted == {(1, 0): [4, 4]}  # 4 + 1, 4 + 1 tokens
     assert (found.seconds, found.drafted) == (10, 8)
     assert seconds(group, batch=0) == 10  # above the batch size of the gate
@@ -50,7 +52,7 @@ def test_right_drafts_save_steps_and_the_rows_are_paid():
 def test_wrong_drafts_cost_rows_and_stop():
     wrong = [np.arange(100) + 2 * (np.arange(100) % 2) for _ in range(1)]
     group = stored(range(100), earlier=[tokens.tolist() for tokens in wrong])
-    found = drafts.decode([group], together=1, running=1, batch=1, most=4, step_s=alike)
+    found = drafts.decode([group], together=1, running=1, batch=1, max_drafts=4, step_s=alike)
     assert found.seconds == 100 - sum(map(sum, found.accepted.values()))
 
 
@@ -102,17 +104,17 @@ def test_a_run_is_read_with_its_earlier_samples(tmp_path):
 
 
 def test_the_bank_gives_the_earlier_samples_of_a_prompt(tmp_path):
-    bank = EarlierSamples(tmp_path / "bank")
+    bank = EarlierSamples(BankReader(tmp_path / "bank"))
     group = make_group(0, shortest=20, longest=40)
     prompt = replace(group.prompt, position=9)
-    assert bank.of(prompt) == ()
+    assert bank.samples(prompt) == ()
     two_epochs(tmp_path / "bank")
-    found = bank.of(prompt)
+    found = bank.samples(prompt)
     assert len(found) == 8  # of the two newest groups
     for tokens, rollout in zip(found, group.rollouts * 2, strict=True):
         np.testing.assert_array_equal(tokens, np.concatenate([prompt.token_ids, rollout.token_ids]))
-    assert bank.of(replace(prompt, row=5)) == ()
-    assert bank.of(replace(prompt, token_ids=prompt.token_ids[1:])) == ()  # that row of another file
+    assert bank.samples(replace(prompt, row=5)) == ()
+    assert bank.samples(replace(prompt, token_ids=prompt.token_ids[1:])) == ()  # that row of another file
     (tmp_path / "bank" / "segment-000000.bin").unlink()
     (tmp_path / "bank" / "retain-from-000001").touch()
-    assert len(bank.of(prompt)) == 4  # the other segment was deleted with permission
+    assert len(bank.samples(prompt)) == 4  # the other segment was deleted with permission

@@ -31,7 +31,7 @@ def test_a_synchronous_step_waits_for_its_longest_response():
     assert pace.staleness == 0
 
 
-def test_what_the_orchestrator_takes_comes_behind_the_engines():
+def test_the_time_that_the_orchestrator_takes_is_added_to_that_of_the_engines():
     """140 bytes a step at 70 bytes a second: the second of two groups that end together is stored 2 s later."""
     pace = predict(groups(20, 50), dataclasses.replace(SETTINGS, store_bytes_per_s=70))
     assert pace.wait_s == pytest.approx(7)
@@ -80,7 +80,7 @@ def test_lengths_come_from_a_bank_or_a_file(tmp_path):
         ("", "fewer than the 2 lengths of a group"),
     ],
 )
-def test_what_holds_no_lengths_is_refused(tmp_path, text, says):
+def test_a_file_without_lengths_is_refused(tmp_path, text, says):
     (tmp_path / "lengths").write_text(text)
     with pytest.raises(LengthsError, match=says):
         read_lengths(tmp_path / "lengths", 2)

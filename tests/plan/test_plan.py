@@ -21,7 +21,7 @@ from dppo_megatron.hf.flops import ModelFlops
 from dppo_megatron.plan import Advice, Cluster, advise, hardware, make_plan, report
 from dppo_megatron.plan.activations import Layer, MicroBatchWork, layer
 from dppo_megatron.plan.engines import engine_memory
-from dppo_megatron.plan.memory import _why
+from dppo_megatron.plan.memory import _explain
 from dppo_megatron.trainer.batches import UpdateBatch
 from dppo_megatron.trainer.metrics import StepMetrics, Throughput
 from tests.support.configs import make_config
@@ -74,7 +74,9 @@ def test_plan_and_metric_count_the_same_flops(builder, lora):
     r = settings.rollout
     count = r.prompts_per_step * r.group_size // 2
     length = settings.data.max_prompt_tokens + r.max_response_tokens
-    step = StepMetrics(Throughput(ModelFlops.of(plan.hf, settings.model.lora), settings.parallel.world_size, None))
+    step = StepMetrics(
+        Throughput(ModelFlops.from_config(plan.hf, settings.model.lora), settings.parallel.world_size, None)
+    )
     for _ in range(2):
         pairs = computed_pairs([[list(range(count))]], np.full(count, length), None)
         loss_tokens = count * r.max_response_tokens
@@ -195,7 +197,9 @@ def test_an_fp8_deepseek_v3_is_served_on_two_nodes_of_h100s(plan_of):
 @pytest.mark.parametrize(("core", "shown"), [(2**18, " MiB"), (-(2**18), " MiB"), (3 * 2**20, "recomputed -3 MiB")])
 def test_a_recompute_that_saves_nothing_is_not_shown(core, shown):
     work = SimpleNamespace(config=make_config(model={"path": "m", "recompute": "selective"}), tokens=8)
-    assert re.search(rf"\(mlp 1(, core attention )?{shown}\)", _why(work, Layer({"mlp": 2**20}, 0, core), 1, 1, 2**20))
+    assert re.search(
+        rf"\(mlp 1(, core attention )?{shown}\)", _explain(work, Layer({"mlp": 2**20}, 0, core), 1, 1, 2**20)
+    )
 
 
 def test_fp8_blocks_are_not_sharded():
@@ -207,7 +211,7 @@ def test_fp8_blocks_are_not_sharded():
 
 
 @pytest.mark.slow
-def test_an_update_that_does_not_fit_beside_the_cache_is_found(plan_of):
+def test_an_update_that_does_not_fit_next_to_the_cache_is_found(plan_of):
     """vLLM holds the experts of a layer whole, as they arrive, until the layer is complete, and its shard twice."""
     cluster = {"nodes": 64, "gpu": "b200-192"}
     sent = ["parallel.pipeline=2", "parallel.first_stage_layers=null", "parallel.last_stage_layers=31"]
@@ -248,7 +252,7 @@ def test_engines_too_small_for_the_model_do_not_fit(plan_of):
     assert roomy.engine.per_sequence == 9216 * 36 * 2 * 8 * 128 * 2
 
 
-def test_advice_is_what_the_changed_plan_says(builder, plan_of):
+def test_advice_saves_as_much_as_the_changed_plan(builder, plan_of):
     plan = plan_of("qwen3_8b", gpu="a100-40")
     assert not plan.fits
     first, *others = advise(plan, builder)
@@ -263,7 +267,7 @@ def test_advice_is_what_the_changed_plan_says(builder, plan_of):
 
 
 @pytest.mark.slow
-def test_the_command_needs_config_json_alone(tmp_path):
+def test_the_plan_command_needs_only_config_json(tmp_path):
     tree = yaml.safe_load((EXAMPLES / "qwen3_8b" / "config.yaml").read_text())
     tree["model"]["path"] = str(EXAMPLES / "models" / "qwen3-8b")
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
@@ -285,7 +289,7 @@ def test_colocated_engines_need_no_devices_of_their_own(plan_of):
         plan_of("qwen3_8b", *shared, "engine.count=16", nodes=1)
 
 
-def test_what_lies_on_the_host_is_planned(plan_of):
+def test_host_memory_is_planned(plan_of):
     plan = plan_of("qwen3_8b", "acceptance.bound=0.02", "optimizer.offload=true")
     sizes = {item.name: item.bytes for item in plan.memory.host}
     assert sizes["start and end of a step"] == sizes["Adam moments"] == 2 * sizes["main parameters"] > 0
@@ -357,7 +361,7 @@ def test_publishing_counts_the_buckets_of_its_transport(plan_of):
     assert publishing("weight_sync.bucket_bytes=4294967296") == 5 * (4 << 30) + 2 * (4 << 30)
 
 
-def test_disk_is_what_is_kept(plan_of):
+def test_planned_disk_space_covers_the_kept_checkpoints_and_versions(plan_of):
     def disk(*sets: str) -> str:
         return next(line for line in report(plan_of("qwen3_8b", *sets), []).splitlines() if line.startswith("disk: "))
 
@@ -378,7 +382,7 @@ def test_disk_has_the_answers_of_evaluations(plan_of):
 
 
 @pytest.mark.slow
-def test_what_is_frozen_has_neither_gradients_nor_optimizer_nor_a_copy_as_reference(plan_of):
+def test_frozen_weights_have_no_planned_gradient_optimizer_state_or_reference_copy(plan_of):
     """r (inputs + outputs) for each projection of 36 layers of Qwen3-8B; a checkpoint holds 14 bytes of each."""
     objective = ["objective.settings={reference_kl: k3, reference_kl_coefficient: 0.1}"]
     adapters = 36 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288))

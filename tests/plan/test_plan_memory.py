@@ -118,7 +118,7 @@ def test_layouts(builder, tmp_path, hf, model, parallel):
         ({"world_size": 2, "tensor": 2, "sequence": True}, False),
     ],
 )
-def test_a_checkpoint_takes_what_is_planned(builder, tmp_path, parallel, asynchronous):
+def test_a_checkpoint_takes_the_planned_memory(builder, tmp_path, parallel, asynchronous):
     """An asynchronous checkpoint, too, has only one copy of its data."""
     made = config(tmp_path, DENSE, {"dtype": "bf16"}, parallel, TOKENS, checkpoint={"asynchronous": asynchronous})
     (rank,) = builder.build(made)

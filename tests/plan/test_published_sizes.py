@@ -37,7 +37,7 @@ PLANS = {  # example whose settings fit, and nodes of eight GPUs
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_weight_map_counts_what_transformers_builds(name):
+def test_the_weight_map_counts_the_parameters_that_transformers_builds(name):
     import transformers
 
     config = hf.parse_hf_config(PUBLISHED[name])

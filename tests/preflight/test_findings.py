@@ -25,7 +25,7 @@ def test_nothing():
     assert found(reported(problems=[], same={"driver": "580"}, skew_s=-0.1)) == []
 
 
-def test_what_all_nodes_have_is_cured_by_no_other_node():
+def test_a_problem_of_all_nodes_is_cured_by_no_other_node():
     tasks = reported(problems=["driver 550: too old"], faults=["nvidia-smi timed out"])
     for finding in findings(tasks, NAMED, {}):
         assert finding.nodes == ("node0", "node1", "node2", "node3")
@@ -46,7 +46,7 @@ def test_a_clock_is_a_warning():
     assert str(finding) == "warning: node1: its clock is -61 s from the driver's: times in logs mislead"
 
 
-def test_what_differs_from_most_nodes():
+def test_a_fact_that_differs_from_most_nodes_is_found():
     tasks = reported(same={"driver": "580"})
     tasks["rank-4"].facts["same"] = tasks["rank-5"].facts["same"] = {"driver": "570"}
     assert found(tasks) == [("driver: 570, on other nodes 580", ("node2",))]
@@ -128,7 +128,7 @@ def test_a_group_that_did_not_end_names_the_nodes_at_fault(worked, broken, text,
     assert {(text in said, *sorted(at)) for said, at in found(tasks)} == {(True, *sorted(nodes))}
 
 
-def test_a_wrong_value_names_whose_it_is():
+def test_a_wrong_value_is_named_with_its_rank():
     tasks = reported()
     for group in NAMED:
         leave(tasks, group, wrong=[])

@@ -31,6 +31,7 @@ def config(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_and_a_place_that_gets_weights(config, tmp_path):
     """`--json`, as a user calls it."""
     save_resolved(config, tmp_path / "config.yaml")

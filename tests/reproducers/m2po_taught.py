@@ -40,7 +40,7 @@ def tried(reward: str) -> bool:
         "teacher_ids": torch.full((T, 1), -1, dtype=torch.int32),
         "teacher_topk_logprob": torch.zeros(T, 1),
     }
-    batch = TokenBatch.of(values)
+    batch = TokenBatch.from_columns(values)
     plain = build_objective(
         "m2po", distillation="sampled", distillation_coefficient=1.0, advantage_weight=1.0 if rewarded else 0.0
     )

@@ -60,7 +60,7 @@ def test_where_the_answer_stands(text, answer):
     "text",
     [r"\boxed{$34$}", "Answer: $34$.", r"Answer: \(34\)", r"Answer: \[34\]", "Answer: **34**", r"Answer: $\boxed{34}$"],
 )
-def test_what_surrounds_an_answer_does_not_count(prompt, text):
+def test_text_around_an_answer_does_not_count(prompt, text):
     assert Math()(prompt("34"), text) == 1
     assert Math()(prompt("$34$"), text) == 1
     assert Math()(prompt(r"\boxed{34}"), text) == 1

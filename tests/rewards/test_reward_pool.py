@@ -142,7 +142,7 @@ def test_a_worker_that_ends_leaves_nothing_that_it_started(prompt, tmp_path):
     assert wait_until(lambda: not _runs(left), 10, 0.05), "it runs on, and nobody knows of it"
 
 
-def test_a_reward_of_groups_with_another_number_of_values_costs_its_own_group_alone(prompt, caplog):
+def test_a_group_reward_with_a_wrong_number_of_values_fails_its_group(prompt, caplog):
     with make_pool("tests.rewards.strange_rewards:WrongCount") as pool:
         assert score(pool, prompt(""), "a", "b") == ([0, 0], [True, True])
     assert "it returned 3 values for 2 responses" in caplog.text
@@ -166,7 +166,7 @@ def _runs(pid: int) -> bool:
         ("tests.rewards.strange_rewards:strange", None),
     ],
 )
-def test_final_answers_are_what_graders_compare(prompt, name, expected):
+def test_final_answers_are_those_that_graders_compare(prompt, name, expected):
     texts = ["so \\boxed{\\frac12}", "Answer: $12$", "no idea"]
     with make_pool(name) as pool:
         assert asyncio.run(pool.final_answers(prompt("1"), texts)) == expected

@@ -13,11 +13,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from dppo_megatron.config.schema import RewardConfig
+from dppo_megatron.environments.interface import EnvironmentNameError
 from dppo_megatron.rewards import RewardError, RewardPool, build_rewards
 from dppo_megatron.rewards.conventions import adapt
 from dppo_megatron.rewards.dapo import normal_form
 from dppo_megatron.rewards.outcome import UNFIT, attempt
-from dppo_megatron.rewards.registry import load_reward
+from dppo_megatron.rewards.registry import load_attribute, load_reward
 
 FOREIGN = "tests.rewards.foreign_rewards"
 
@@ -112,6 +113,7 @@ def test_functions_of_verl_run_unmodified(prompt):
         ("prompt, response_text, ground_truth=1, extra_info=2", None),
         ("completion, gold", "the prompt would be passed as parameter completion"),
         ("response, answer", "the prompt would be passed as parameter response"),
+        ("args, sample", "the prompt would be passed as parameter args"),
         ("text, label", "the prompt would be passed as parameter text"),
         ("prompt, ground_truth", "the response would be passed as parameter ground_truth"),
         ("solution_str, answer", "the prompt would be passed as parameter solution_str"),
@@ -129,7 +131,7 @@ def test_functions_of_verl_run_unmodified(prompt):
         ("prompt_text, model_answer", None),
     ],
 )
-def test_the_names_of_parameters_say_what_a_function_is_given(prompt, monkeypatch, parameters, given):
+def test_a_reward_function_receives_the_values_that_its_parameters_name(prompt, monkeypatch, parameters, given):
     names = [name.partition("=")[0] for name in parameters.split(", ") if "*" not in name]
     module = types.ModuleType("named_by_parameters")
     got = []
@@ -199,6 +201,14 @@ def test_the_data_source_chooses_the_verifier(prompt, caplog):
         problems = pool.check_answers(answers)
     assert [problem is None for problem in problems] == [True, False, True, False, False, False]
     assert problems[4] == "no term of reward.terms is for the data source 'code'"
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "dapo", "math"])
+def test_a_solution_in_place_of_an_answer_is_a_problem_with_its_grader(name):
+    with RewardPool(RewardConfig(name=name)) as pool:
+        problems = pool.check_answers([("", "48/2 = <<48/2=24>>24\n#### 72"), ("", "72")])
+    assert problems[0].endswith("; set reward.name to gsm8k, which reads the number after ####")
+    assert problems[1] is None
 
 
 def test_ungradable_is_counted_apart_from_wrong(prompt):
@@ -299,7 +309,7 @@ def test_a_judge_that_is_busy_is_asked_again(prompt, caplog):
         b"{" * 9,
     ],
 )  # fmt: skip
-def test_a_judge_that_talks_nonsense_fails_its_samples_alone(prompt, reply):
+def test_a_judge_with_a_malformed_reply_fails_its_samples(prompt, reply):
     judge = Judge(reply=reply)
     assert ask(judge, prompt("1"), "a")[:2] == ([0], [True])
 
@@ -318,3 +328,14 @@ def test_a_judge_has_its_time(prompt):
 def test_a_judge_s_settings_are_checked(settings, why):
     with pytest.raises(RewardError, match=why):
         build_rewards(RewardConfig(name="http", settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [("first/reward.py", "first.reward:NAME, the NAME in"), ("first.reward.reward", "first.reward:reward")],
+)
+def test_a_name_without_a_colon_is_shown_with_one(name, written):
+    with pytest.raises(RewardError, match=f"reward.name = {name}: unknown; write {written}"):
+        load_reward(name)
+    with pytest.raises(EnvironmentNameError, match=f"environment.name = {name}: no module; write {written}"):
+        load_attribute("environment.name", name, EnvironmentNameError)

@@ -57,7 +57,7 @@ def test_nodes_that_the_newest_job_avoids(run):
 
 
 @pytest.mark.parametrize("job", ["7", "7_12"])
-def test_a_task_of_a_job_array_finds_what_it_recorded(run, job):
+def test_a_task_of_a_job_array_finds_its_recorded_events(run, job):
     AttemptLog(run).record("started", "submitted", job=job, restart=0)
     assert [event.job for event in AttemptLog(run).events()] == [job]
 
@@ -76,7 +76,7 @@ def test_a_requeued_job_goes_on_with_its_run_whatever_became_of_the_file(tmp_pat
     file = tmp_path / "config.yaml"
 
     def start(number, restart):
-        monkeypatch.setattr(Allocation, "of_this_job", lambda: Allocation(number, restart, (("a", "b", "c"),)))
+        monkeypatch.setattr(Allocation, "current", lambda: Allocation(number, restart, (("a", "b", "c"),)))
         return job.run_job(Path("config.yaml"), (), resume=False)
 
     one = config()

@@ -100,7 +100,7 @@ def test_without_nvidia_smi_no_gpu_is_known(monkeypatch):
 @pytest.fixture
 def children(child_environments, monkeypatch) -> list[dict]:
     """Environments of the children that tasks start."""
-    monkeypatch.setattr(task.Task, "of_this_process", lambda: task.Task(3, 4, 1, 2, "node1", "7.0-0"))
+    monkeypatch.setattr(task.Task, "current", lambda: task.Task(3, 4, 1, 2, "node1", "7.0-0"))
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     return child_environments
@@ -126,7 +126,7 @@ def test_an_engine_is_bound_near_all_of_its_gpus(node, children, monkeypatch):
 
 
 @pytest.mark.parametrize(("bind", "visible"), [("none", "0,1,2,3"), ("auto", "1")])
-def test_a_rank_is_not_bound_if_told_or_if_slurm_shows_it_one_gpu(node, children, monkeypatch, bind, visible):
+def test_a_rank_is_not_bound_with_bind_none_or_if_slurm_shows_it_one_gpu(node, children, monkeypatch, bind, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     start(monkeypatch, "trainer", bind=bind)
     assert node == []

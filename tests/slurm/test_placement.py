@@ -5,6 +5,7 @@ import tempfile
 import pytest
 
 from dppo_megatron.checks.slurm import problems as slurm_problems
+from dppo_megatron.checks.slurm import seconds_of
 from dppo_megatron.config import ConfigError, save_resolved
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.fleet.registry import ServiceTimeout
@@ -94,7 +95,7 @@ def test_each_node_of_an_engine_runs_its_part(child_environments, monkeypatch, r
     spanning = config(engines=4, engine_nodes=4, tensor_parallel=8, sections=SPANNING)
     place = task.Task(rank=rank, size=2, local_rank=0, local_size=1, node="c", step="7.5-0")
     monkeypatch.setattr(task, "load_config", lambda path: spanning)
-    monkeypatch.setattr(task.Task, "of_this_process", lambda: place)
+    monkeypatch.setattr(task.Task, "current", lambda: place)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     task.run_task("engine", "config.yaml", resume=False, index=3, first_gpu=4)
     (child,) = child_environments
@@ -104,7 +105,7 @@ def test_each_node_of_an_engine_runs_its_part(child_environments, monkeypatch, r
     assert "engine.host=10.0.0.1" in child["command"]  # the server's VLLM_HOST_IP, see tests/common/test_environment.py
 
 
-def test_the_config_is_checked_beside_the_gpus_it_is_for():
+def test_the_config_check_has_the_gpus_of_its_node_and_the_orchestrator_none():
     plans = placement.check_plan(config(), ONE), placement.job_plan(config(), ONE, resume=False).orchestrator
     assert [(plan.nodes, plan.tasks, plan.gpus_per_node) for plan in plans] == [(("a",), 1, 8), (("a",), 1, 0)]
 
@@ -119,7 +120,7 @@ def test_a_preflight_has_the_trainers_places_and_one_on_each_node_that_only_serv
     assert "--kill-on-bad-exit=0" in options
 
 
-def test_a_preflight_has_a_place_at_an_engine_beside_ranks_where_weights_are_broadcast():
+def test_preflight_tasks_cover_engines_on_nodes_of_ranks_only_if_weights_are_broadcast():
     two = Allocation("7", 0, (("a", "b"),))
     shared = {"world_size": 8, "engine_nodes": 0}
     assert len(placement.preflight_plans(config(**shared), two, "")) == 1
@@ -143,6 +144,7 @@ def test_one_task_per_rank_on_the_first_nodes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"time": "4:59"}, "slurm.signal_lead_s = 300: not less than slurm.time = 4:59"),
         ({"world_size": 15}, "slurm.trainer_nodes = 2: does not divide parallel.world_size = 15"),
         ({"world_size": 32}, "slurm.gpus_per_node = 8: a trainer node runs 16 ranks;"),
         ({"engines": 5}, "slurm.engine_nodes = 1: an engine node would serve on 10 GPUs and has 8"),
@@ -186,9 +188,9 @@ def test_a_task_of_an_array_is_one_job_of_it(monkeypatch):
     """Slurm gives one task the array's number as its id: a query for that id returns all tasks."""
     monkeypatch.setattr("dppo_megatron.slurm.allocation.node_names", lambda nodes: (nodes,))
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"}
-    assert Allocation.of_this_job(environment).job_id == "7"
+    assert Allocation.current(environment).job_id == "7"
     environment |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    assert Allocation.of_this_job(environment).job_id == "7_3"
+    assert Allocation.current(environment).job_id == "7_3"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_a_task_of_an_array_is_one_job_of_it(monkeypatch):
 )
 def test_fewer_gpus_than_the_config_has_are_one_error_before_ranks_start(monkeypatch, granted, gpus):
     monkeypatch.setattr("dppo_megatron.slurm.allocation.node_names", lambda nodes: (nodes,))
-    allocation = Allocation.of_this_job({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", **granted})
+    allocation = Allocation.current({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", **granted})
     assert allocation.gpus == gpus
     found = slurm_problems(config(gpus_per_node=8), (3,), allocation.gpus)
     wanted = "slurm.gpus_per_node = 8: Slurm granted 4 GPUs on the first node; make sbatch's "
@@ -231,6 +233,13 @@ def test_a_scaled_run_obeys_the_rules_between_settings(tmp_path):
     )
     with pytest.raises(ConfigError, match="data-parallel size 64 exceeds the 32 sequences of an update"):
         prepare(file, (), "8", resume=False)
+
+
+def test_the_command_tells_trainers_from_engines(tmp_path, monkeypatch):
+    save_resolved(config(), file := tmp_path / "config.yaml")
+    monkeypatch.setattr("dppo_megatron.slurm.submit.check_config", lambda *_, **__: [])
+    notes = prepare(file, (), "4", resume=False).notes
+    assert f"--nodes 4: 4 nodes of the trainer, and {config().slurm.engine_nodes} of engines" in notes
 
 
 def test_an_engine_takes_its_gpus_of_those_slurm_shows(monkeypatch):
@@ -286,6 +295,15 @@ def test_ranks_rendezvous_where_rank_0_wrote_and_nowhere_an_earlier_attempt_wrot
         task.rendezvous(run, of_rank(1, "7.2-1"), "127.0.0.1", 0.1)
 
 
-def test_a_task_outside_srun_says_so():
+def test_a_task_outside_srun_is_refused():
     with pytest.raises(ExpectedError, match="SLURM_NTASKS is not set"):
-        task.Task.of_this_process({})
+        task.Task.current({})
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("1-12", 129_600), ("1-12:30", 131_400), ("2-0:0:5", 172_805)],
+)
+def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds):
+    assert seconds_of(time) == seconds
+    assert seconds_of("UNLIMITED") == seconds_of("0") == seconds_of("00:00:00") == float("inf")

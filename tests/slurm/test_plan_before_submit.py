@@ -26,7 +26,7 @@ def test_the_multi_node_examples_ask_for_the_nodes_they_use(name):
 
 
 @pytest.mark.parametrize(("gpus", "said"), [(8, True), (0, False)])
-def test_that_memory_was_not_checked_is_said(monkeypatch, gpus, said):
+def test_a_memory_check_that_was_skipped_is_reported(monkeypatch, gpus, said):
     monkeypatch.setattr("dppo_megatron.slurm.submit.preflight", lambda *_, **__: ["the method"])
     notes = check_config(make_config(slurm={"gpus_per_node": gpus}), "config.yaml", place="elsewhere")
     assert any("slurm.gpu is not set: the GPUs' memory was not checked" in note for note in notes) == said
@@ -60,7 +60,7 @@ def test_a_dry_run_needs_no_weights_or_data_and_shows_the_steps(monkeypatch, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_without_weights_still_refuses_what_config_json_contradicts(monkeypatch):
+def test_a_dry_run_without_weights_refuses_settings_that_contradict_config_json(monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
     command = ["slurm", str(EXAMPLES / "papers/dppo_1.5b.yaml"), "--dry-run"]
     command += ["--set", "rollout.stop_token_ids=[999999]"]

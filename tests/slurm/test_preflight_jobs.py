@@ -51,7 +51,7 @@ def test_a_job_goes_on_without_the_nodes_at_fault(job, task, monkeypatch):
     assert json.loads(job.command("status", job.directory, "--json"))["excluded_nodes"] == ["node1", "node3"]
 
 
-def test_what_no_other_node_would_cure_fails_the_job(job, task, monkeypatch):
+def test_a_problem_that_no_other_node_would_cure_fails_the_job(job, task, monkeypatch):
     submit(job, task, monkeypatch, "read_only", " ".join(NODES))
     assert job.wait_for_end() == "FAILED", job.everything()
     assert [e.event for e in job.events()] == ["started", "failed"]

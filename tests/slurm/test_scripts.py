@@ -42,13 +42,13 @@ def test_one_script_evaluates_and_samples(tmp_path, command, wanted):
     assert done.stdout == f"{wanted} c.yaml --n 16\n"
 
 
-def test_the_repository_s_scripts_are_what_the_template_gives():
+def test_the_scripts_of_the_repository_equal_those_of_the_template():
     """Else: python -m dppo_megatron.slurm.script slurm"""
     assert {script.name: script.read_text() for script in SCRIPTS} == site_scripts()
 
 
 @pytest.mark.parametrize("heterogeneous", [False, True])
-def test_a_written_script_asks_for_what_the_repository_s_does(heterogeneous):
+def test_a_written_script_has_the_options_of_the_one_in_the_repository(heterogeneous):
     name = "train_hetjob.sbatch" if heterogeneous else "train.sbatch"
     text = (ROOT / "slurm" / name).read_text()
     written = batch_script(config(heterogeneous=heterogeneous), resume=True, directory=Path("/somewhere"))

@@ -58,7 +58,7 @@ def test_a_run_in_its_second_life(run, squeue):
     status = read_status(run.root)
     assert (status.step, status.checkpoint, status.policy_version, status.restarts) == (3, 2, 3, 1)
     assert (status.state, "the launcher on a node was killed" in status.state_text) == ("queued", True)
-    assert (status.metrics["rollout/reward_mean"], status.accuracy) == (0.5, 0.25)
+    assert (status.metrics["rollout/reward_mean"], status.heldout) == (0.5, {"eval/accuracy": 0.25})
     assert 19 < status.updated_s < 60
     assert [(j.id, j.state, j.reason, j.name) for j in status.jobs] == [
         ("7", "PENDING", "Resources", "sums | of | pipes")
@@ -91,7 +91,7 @@ def test_an_engine_that_listens_on_another_nodes_loopback_is_not_asked(run, sque
         ("Unable to contact slurm controller", 1, "Unable to contact slurm controller"),
     ],
 )
-def test_what_the_queue_says_when_it_says_nothing(run, squeue, answer, code, note):
+def test_a_note_explains_an_empty_or_failed_answer_of_the_queue(run, squeue, answer, code, note):
     squeue(answer, code)
     AttemptLog(run).record("started", "submitted", job="7", restart=0)
     status = read_status(run.root)
@@ -126,7 +126,7 @@ def test_errors_before_a_server_answered_are_no_errors():
     assert last_error([*crash, "x ERROR y: later"]) == "x ERROR y: later"
 
 
-def test_the_rank_that_failed_first_says_why_and_earlier_attempts_do_not_count(run):
+def test_the_error_is_of_the_rank_that_failed_first_in_the_latest_attempt(run):
     ranks = [run.log(f"trainer-{rank}") for rank in range(3)]
     for log in ranks:
         log.write_text("ValueError: of an earlier attempt\n")
@@ -167,7 +167,7 @@ def test_a_second_job_of_a_run_is_refused(run, squeue, state):
     AttemptLog(run).record("submitted", "", job="7", restart=0)
     with pytest.raises(StillQueued, match=f"job 7 of this run is {state}; `scancel 7` ends it"):
         refuse_second_job(run)
-    refuse_second_job(run, own="7")
+    refuse_second_job(run, job_id="7")
     squeue("7|sums|COMPLETING|None|node1|1:00:00")
     refuse_second_job(run)
 
@@ -182,7 +182,7 @@ def test_a_second_job_of_a_run_is_refused(run, squeue, state):
         ("weights/published.json", "\x00", "not|JSON"),
     ],
 )
-def test_a_damaged_file_is_named_with_what_is_wrong_in_it(run, squeue, file, content, why):
+def test_a_damaged_file_is_named_with_its_fault(run, squeue, file, content, why):
     squeue("")
     (run.root / file).parent.mkdir(exist_ok=True)
     (run.root / file).write_text(content)
@@ -190,7 +190,7 @@ def test_a_damaged_file_is_named_with_what_is_wrong_in_it(run, squeue, file, con
         read_status(run.root)
 
 
-def test_what_is_no_event_of_an_attempt_is_passed_over(run, squeue):
+def test_a_line_that_is_no_event_of_an_attempt_is_skipped(run, squeue):
     squeue("")
     AttemptLog(run).record("started", "submitted", job="7", restart=0)
     sound = run.restarts.read_text()

@@ -57,7 +57,7 @@ def test_a_chain_is_written_a_token_a_digit():
     assert Chain(7, (("+", 5),), places=2).prompt == "0 7 + 0 5 ="
 
 
-def test_one_seed_one_task_whose_parts_share_no_chain(task, tmp_path):
+def test_a_seed_gives_the_same_task_and_its_parts_share_no_chain(task, tmp_path):
     make_task(tmp_path, "easy", seed=3)
     names = ("train", "heldout", "warmup")
     for name in names:

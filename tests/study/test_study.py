@@ -72,6 +72,7 @@ def test_every_method_under_every_condition_with_every_seed(study, tmp_path):
         ({"methods": ["a"]}, r"methods: must be a mapping; write {NAME: {SETTING: VALUE}}"),
         ({"methods": {"a": {}, "b": {}}}, "methods.b = {}: the same settings as a in condition"),
         (b"base: x", "methods: required, not set"),
+        (b"run: {dir: x}", "1 problem\n  - the config of a run; write a study with base: .*, methods and seeds"),
         ({"metods": {}}, "metods: unknown; did you mean 'methods'?"),
         ({"methods": {"a b": {}}}, "methods"),
         ({"methods": {"dppo": {"objective.nme": "dppo_binary_tv"}}}, "objective.name"),
@@ -92,7 +93,7 @@ def test_a_mistake_in_the_study_file_is_an_error_before_anything_runs(content, s
         read_study(path, tmp_path / "out")
 
 
-def test_what_has_a_row_is_not_run_again(study, tmp_path):
+def test_a_cell_with_a_row_is_not_run_again(study, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     add_row(out, row(study, 0, 0.9))

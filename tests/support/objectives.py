@@ -2,9 +2,11 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.common import heartbeat
 from dppo_megatron.objectives import PRESETS, Objective, ObjectiveOutput
 
 _measured: set[bytes] = set()  # tokens that were scored since the last training call
@@ -33,3 +35,25 @@ class Fragile(Objective):
 
 
 fragile = Fragile("fragile", PRESETS["dppo_binary_tv"].settings)
+
+
+def hanging(phase: str, how: str, rank: int) -> Objective:
+    """Return an objective with which `rank` hangs once it is in `phase`: "stopped" by SIGSTOP, or "busy" in a loop.
+
+    It hangs after its next heartbeat, which names the phase.
+    """
+    moved = heartbeat.moved
+
+    def hang(**now: Any) -> None:
+        moved(**now)
+        if heartbeat._now["phase"] == phase:
+            while how == "busy":
+                time.sleep(0.1)
+            time.sleep(heartbeat.INTERVAL_S + 1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    if os.environ.get("RANK") == str(rank):  # not in the launcher, which checks the setting
+        heartbeat.moved = hang
+        if phase == "load":
+            hang()
+    return Objective("hanging", PRESETS["dppo_binary_tv"].settings)

@@ -29,7 +29,7 @@ LAYOUTS = {
 }
 CASES = {
     "off": {},
-    "inside": {"bound": 1e3},
+    "inside": {"bound": 0.99},
     "halved": {"bound": BOUND, "share": 1.0},
     "binary_kl": {"bound": BOUND, "divergence": "binary_kl", "statistic": "max", "share": 1.0, "moments": "reset"},
     "taken back": {"bound": 1e-9, "halvings": 0},
@@ -108,12 +108,12 @@ def test_a_step_that_is_nowhere_within_the_bound_is_taken_back(halvings, tried):
         (Accepted(0.0, math.inf, math.inf, 6), 0.25),
     ],
 )
-def test_the_learning_rate_follows_what_was_kept(accepted, scale):
+def test_the_learning_rate_follows_the_accepted_fraction(accepted, scale):
     assert lr_scale_after(AcceptanceConfig(bound=0.05), 0.25, accepted) == scale
     assert lr_scale_after(AcceptanceConfig(bound=0.05, learning_rate="keep"), 0.25, accepted) == 0.25
 
 
-def test_the_learning_rate_grows_back_to_what_the_schedule_says_and_no_further():
+def test_the_learning_rate_grows_back_to_that_of_the_schedule_and_no_further():
     scale, well_within = 1 / 64, Accepted(1.0, 0.0, 0.0, 0)
     for _ in range(13):
         scale = lr_scale_after(AcceptanceConfig(bound=0.05), scale, well_within)
@@ -128,7 +128,7 @@ def test_the_divergence_is_that_of_all_ranks_trained_tokens(ranks, tmp_path, sta
     assert found == [pytest.approx(expected, rel=1e-5)] * 2
 
 
-def test_the_measured_micro_batches_are_drawn_anew_each_step():
+def test_every_step_draws_its_own_measured_micro_batches():
     config = SimpleNamespace(run=SimpleNamespace(seed=1), acceptance=AcceptanceConfig(share=0.25))
     acceptance = Acceptance(config, actor=None, objective=build_objective("dppo_binary_tv"))
     batch = SimpleNamespace(updates=[SimpleNamespace(micro_batches=[*range(4)])] * 2)
@@ -176,6 +176,8 @@ def test_beyond_it_a_part_of_the_step_is_kept(trained, layout, case):
         assert len({tuple(record[name] for record in rank["records"]) for rank in seen}) == 1
     first = seen[0]["records"][0]  # later ones train on rollouts of the start policy: far from it already
     assert first["acceptance/divergence_whole"] > BOUND >= first["acceptance/divergence"]
+    assert first["acceptance/bound"] == BOUND
+    assert 0 < first["time/acceptance_s"] < first["time/step_s"]
     assert 0 < first["acceptance/fraction"] < 1
     assert first["acceptance/rejected"] == -math.log2(first["acceptance/fraction"])
     second = seen[0]["records"][1]
@@ -202,8 +204,8 @@ def test_layouts_keep_the_same_part(trained):
     assert len(set(map(tuple, kept.values()))) == 1, kept
 
 
-def test_what_an_objective_needs_it_has_here_too(ranks, task, tmp_path):
-    cases = {name: LAYOUTS["one"] | {"objective": {"name": name}, "acceptance": {"bound": 1e3}} for name in METHODS}
+def test_acceptance_supplies_the_inputs_that_an_objective_needs(ranks, task, tmp_path):
+    cases = {name: LAYOUTS["one"] | {"objective": {"name": name}, "acceptance": {"bound": 0.99}} for name in METHODS}
     (seen,) = ranks(1).run(train_cases, cases=cases, task=task, directory=tmp_path)
     for name, found in seen.items():
         assert all(record["acceptance/divergence"] > 0 for record in found["records"]), name

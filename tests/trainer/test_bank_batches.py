@@ -206,6 +206,21 @@ def test_staleness_is_over_tokens_and_needs_no_group_to_be_read(monkeypatch, tmp
     assert source._staleness(6, source._reader.entries(0, 1))["rollout/staleness_max"] == 6 - 3  # of 3 and 5
 
 
+def test_tokens_left_by_a_sampling_mask_are_counted_for_each_sampled_token(tmp_path):
+    group = _group(0, GROUPS[0])
+    masked = []
+    for rollout, kept in zip(group.rollouts, (1, 2, 3, 4), strict=True):
+        length = len(rollout.token_ids)
+        mask = {"sampling_mask_ids": np.tile(np.arange(kept, dtype=np.int32), length)}
+        mask["sampling_mask_counts"] = np.full(length, kept, np.int32)
+        masked.append(dataclasses.replace(rollout, topk_ids=None, rollout_topk_logprob=None, **mask))
+    write(tmp_path, dataclasses.replace(group, rollouts=tuple(masked)))
+    source = batches(tmp_path, rollout={"top_k": 4})
+    source._reader.refresh()
+    kept = source._mask_metrics(source._reader.entries(0, 1))["rollout/kept_tokens_mean"]
+    assert kept == (6 * 1 + 2 * 2 + 6 * 3 + 3 * 4) / (6 + 2 + 6 + 3)
+
+
 def test_a_rank_that_does_not_see_the_batch_yet_waits_for_it(tmp_path, monkeypatch):
     source = batches(tmp_path)
     with BankWriter(tmp_path / "bank", 1) as writer:
@@ -213,8 +228,8 @@ def test_a_rank_that_does_not_see_the_batch_yet_waits_for_it(tmp_path, monkeypat
         assert source.read(0).updates
         writer.append(_group(1, GROUPS[0]))  # a segment of its own
     monkeypatch.setattr(bank_reader, "is_local", lambda _: False)
-    hidden, exists = iter([True] * 3), Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: exists(path) and not next(hidden, False))
+    hidden, exists = iter([True] * 3), BankReader._exists
+    monkeypatch.setattr(BankReader, "_exists", lambda self, path: exists(self, path) and not next(hidden, False))
     assert source.read(1).updates
     assert next(hidden, None) is None
 

@@ -104,7 +104,7 @@ def test_most_objectives_ask_for_none_and_a_step_may_be_empty():
     assert with_batch_statistic(m2po, SimpleNamespace(updates=[]), LAYOUT) is m2po
 
 
-def test_the_budget_holds_for_what_is_kept():
+def test_kept_tokens_stay_within_the_budget():
     whole = call()
     out = build_objective("m2po")(**whole)
     moved = whole["old_logprob"] - whole["rollout_logprob"]

@@ -34,7 +34,7 @@ def decisions(monkeypatch) -> list[int]:
 
     class RankZero(Ranks):
         def __init__(self, timeout_s: float):
-            super().__init__(timeout_s, over=(dist.HashStore(), 0, 2))
+            super().__init__(timeout_s, place=(dist.HashStore(), 0, 2))
 
         def from_rank_zero(self, make, what):
             sent.append(super().from_rank_zero(make, what))

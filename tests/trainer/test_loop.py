@@ -15,7 +15,7 @@ from tests.support.configs import make_config
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """f(publisher, waits, rollout) trains two steps with a mismatch of 0.2; the steps that the method was set to."""
-    monkeypatch.setattr(module.Throughput, "of", lambda actor: None)
+    monkeypatch.setattr(module.Throughput, "from_actor", lambda actor: None)
 
     def run(publisher=None, waits=(True, True), **rollout) -> list[int]:
         config = make_config(run={"dir": tmp_path}, train={"steps": 2}, rollout=rollout)

@@ -94,8 +94,8 @@ class Engine:
             columns = made(own, [*request.token_ids.tolist(), *own][:-1])
             columns = {name: array for name, array in columns.items() if name != "made_pair" or "made" in sent.flags}
             reason = "length" if size == request.max_tokens else "abort"
-            samples.append(Rollout.of(columns, token_ids=np.array(own, np.int32), finish_reason=reason))
-        header, arrays = decode_reply(encode_samples({}, GroupSamples.of(samples)))
+            samples.append(Rollout.from_columns(columns, token_ids=np.array(own, np.int32), finish_reason=reason))
+        header, arrays = decode_reply(encode_samples({}, GroupSamples.from_rollouts(samples)))
         found = decode_samples(header, arrays)
         found.check(request, vocab_size=VOCAB, max_model_len=64)
         with pytest.raises(InvalidSample, match="made_pair, which was not requested"):
@@ -161,7 +161,7 @@ def test_a_new_column_arrives_at_its_token(tmp_path, monkeypatch):
     assert "made_score, made_pair, made_list, made_counts differ" in audit([stored], changed).problems[0]
 
     sequences = [
-        TokenSequence.of_rollout(PROMPT, r, advantage=1.0, loss_weight=0.1, replay_routing=True)
+        TokenSequence.from_rollout(PROMPT, r, advantage=1.0, loss_weight=0.1, replay_routing=True)
         for r in stored.rollouts[1:]
     ]
     batch = pack(sequences)

@@ -18,7 +18,7 @@ def source_of(tmp_path) -> BankBatches:
     return long_batches(tmp_path, 4, tokens=1100)(0, 2)
 
 
-def test_a_rank_packs_what_it_read_before_it_reads_on(tmp_path, monkeypatch):
+def test_a_rank_packs_its_samples_before_it_reads_more(tmp_path, monkeypatch):
     """A rank keeps its share as tensors, and the bank's bytes of only one micro-batch."""
     source = source_of(tmp_path)
     happened = []
@@ -64,7 +64,7 @@ def test_no_batch_lies_where_the_next_one_is_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [1, 300_000, 1 << 30])
-def test_the_system_is_told_what_comes_next(tmp_path, monkeypatch, ahead):
+def test_the_system_receives_a_hint_about_every_micro_batch_before_its_read(tmp_path, monkeypatch, ahead):
     """Every micro-batch is announced once, before it is read, up to the wanted distance."""
     told, sizes, read = [], [], []
     prefetch, pack = BankReader.prefetch, batches.pack

@@ -1,6 +1,7 @@
 """A run that is killed between a checkpoint and the record of its step has that record after it was resumed."""
 
 import json
+import shutil
 import tracemalloc
 from types import SimpleNamespace
 
@@ -73,18 +74,39 @@ def test_an_evaluation_of_an_earlier_attempt_is_logged_once(tmp_path):
     assert [record["step"] for record in logged] == [1]
 
 
+def test_a_resume_logs_the_sampling_of_later_steps_and_new_evaluations_once(tmp_path):
+    config, run = make_config(run={"dir": tmp_path}), RunDir(tmp_path)
+    sampled = [{"step": step, "time/generate_s": 1.0} for step in range(1, 1001)]
+    evaluations = [{"step": step, "eval/accuracy": 0.5} for step in (3, 500, 997, 999)]
+    run.rollout_metrics.write_text("".join(json.dumps(record) + "\n" for record in sampled + evaluations))
+    earlier = [{"step": step, **STEP, "train/lr": 0.5} for step in range(1, 1001)] + evaluations[:2]
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in earlier))
+    with RankZeroRecorder(config, 0, 998, str) as recorder:
+        recorder.log_missing(998, STEP)  # recorded
+        recorder.log(999, STEP)
+    logged = [(record["step"], sorted(record)[0]) for record in read_metrics(run.metrics)]
+    assert logged[:-5] == [(record["step"], sorted(record)[0]) for record in earlier if record["step"] <= 998]
+    assert logged[-5:] == [
+        *((step, "step") for step in (999, 1000)),
+        *((step, "eval/accuracy") for step in (997, 999)),
+        (999, "step"),
+    ]
+
+
 def test_earlier_records_take_no_memory(tmp_path):
     """10,000 steps would take 84 MB on every rank."""
     config, sizes = make_config(run={"dir": tmp_path}), {}
-    row = {f"metric/{number}": 0.1 * number for number in range(100)}
-    RunDir(tmp_path).metrics.write_text(
-        "".join(json.dumps({"step": s, **row, **STEP}) + "\n" for s in range(1, 501)).replace("NaN", "null")
-    )
+    row = {"train/loss": 0.5, **{f"metric/{number}": 0.1 * number for number in range(100)}}
+    run = RunDir(tmp_path)
+    run.metrics.write_text("".join(json.dumps({"step": s, **row}) + "\n" for s in range(1, 3001)))
+    shutil.copy(run.metrics, run.rollout_metrics)
     for rank in (0, 1):
         tracemalloc.start()
-        with RankZeroRecorder(config, rank, 500, str):
-            sizes[rank], most = tracemalloc.get_traced_memory()
+        with RankZeroRecorder(config, rank, 2900, str) as recorder:
+            sizes[rank] = tracemalloc.get_traced_memory()[0]
+            recorder.log(2901, STEP)
+        most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert most < 5 * RunDir(tmp_path).metrics.stat().st_size
-    assert sizes[0] - sizes[1] < 500 * 400
+        assert most < run.metrics.stat().st_size  # the newest steps and the 100 that are repeated
+    assert sizes[0] - sizes[1] < 100_000
     assert sizes[1] < 100_000

@@ -63,6 +63,16 @@ def test_an_overflow_is_counted_and_has_no_gradient_norm():
     assert [record[f"train/{name}"] for name in names] == [1.0, 1.0, 1.0, 512.0]
 
 
+def test_counts_and_times_of_a_step_are_sums_over_its_updates():
+    step = StepMetrics()
+    for sequences, rows, seconds in ((3, 40, 0.25), (2, 30, 0.5)):
+        stats = UpdateStats(0.0, 0.0, 0.0, False, 0, 6, 6, 0, {}, {}, {}, 1.0, seconds)
+        step.add_update(stats, UpdateBatch([], sequences, 6, rows, 21))
+    record = step.finish()
+    names = ("train/sequences", "train/computed_rows", "train/tokens", "time/forward_backward_s", "time/optimizer_s")
+    assert [record[name] for name in names] == [5.0, 70.0, 12.0, 2.0, 0.75]
+
+
 def test_too_much_mismatch_ends_the_run():
     step = of_step("gspo")
     step.check_mismatch(0.5, 7)
@@ -93,7 +103,7 @@ def test_jumps_within_rounding_are_not_reported(caplog):
     assert not caplog.records
 
 
-def test_a_limit_on_what_the_objective_does_not_measure_is_refused():
+def test_a_limit_on_a_metric_that_the_objective_does_not_report_is_refused():
     step = of_step("gspo")
     step._updates[0][0].metrics.pop("mismatch/kl")
     step.check_mismatch(None, 1)

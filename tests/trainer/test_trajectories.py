@@ -48,7 +48,7 @@ def test_a_trajectory_counts_once_however_many_turns_and_branches_it_has(tmp_pat
 @pytest.mark.parametrize(
     ("ends", "truncated"), [(("length", "stop"), 0), (("stop", "length"), 1), (("stop", "max_turns"), 0)]
 )
-def test_the_last_branch_says_how_a_trajectory_ended_and_the_longest_one_how_long_it_was(tmp_path, ends, truncated):
+def test_a_trajectory_has_the_end_of_its_last_branch_and_the_length_of_its_longest(tmp_path, ends, truncated):
     """Trajectory 0 has two branches of 5 tokens after the prompt, so 5 it is for the penalty, not 10."""
     group = with_turns(group_of(1, [(5, False, 1.0), (4, False, 0.0), (2, False, 0.0), (3, False, 0.0)]))
     first = [replace(r, finish_reason=end) for r, end in zip(group.rollouts[:2], ends, strict=True)]
@@ -57,7 +57,7 @@ def test_the_last_branch_says_how_a_trajectory_ended_and_the_longest_one_how_lon
     reader.refresh()
     (entry,) = reader.entries(0, 1)
     limits = {"rollout": {"group_size": SAMPLES, "max_response_tokens": LONGEST}, "reward": {"overlong_buffer": 4}}
-    samples = StepSamples.of([entry], task_config(tmp_path, **limits, objective={"overlong_filter": True}))
+    samples = StepSamples.from_entries([entry], task_config(tmp_path, **limits, objective={"overlong_filter": True}))
     assert samples.truncated.tolist() == [[bool(truncated), False, False, False]]
     assert (samples.carrying[0] > 0).tolist() == [not truncated, True, True, True]
     assert samples.lengths.tolist() == [[5, 4, 2, 3]]

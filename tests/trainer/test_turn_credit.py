@@ -53,7 +53,7 @@ def test_every_sampled_token_carries_its_turns_advantage(tmp_path, single):
     assert batch.metrics["rollout/groups_without_signal"] == 0
 
 
-def test_a_group_whose_first_turns_agree_learns_from_the_later_ones(tmp_path):
+def test_a_group_with_equal_returns_of_first_turns_learns_from_later_turns(tmp_path):
     """At a discount of 1/2 both return 1 from their first turn on: 0.5 + 1 / 2 and 1.5 - 1 / 2. Two more failed."""
     group = with_turns(group_of(1, [(5, False, 1.5), (4, False, 0.5), (2, True, 0.0), (6, True, 0.0)]))
     failed = np.array([r.trajectory >= 2 for r in group.rollouts])
@@ -86,7 +86,7 @@ def test_a_bank_with_too_few_rewards_of_turns_is_refused(tmp_path, turn_rewards,
         ({"objective": {"discount": 0.9}}, "objective.discount = 0.9: needs objective.credit = turn"),
     ],
 )
-def test_what_has_no_meaning_is_refused(changes, says):
+def test_settings_without_a_meaning_for_turn_credit_are_refused(changes, says):
     config = make_config(**{"objective": {"credit": "turn"}, **changes})
     assert any(re.search(says, problem) for problem in settings_problems(config)), settings_problems(config)
     fine = make_config(objective={"credit": "turn", "discount": 0.9}, environment={"name": "a:b"})

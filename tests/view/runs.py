@@ -18,6 +18,7 @@ from tests.support.turns import with_turns
 HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>&amp;\u2028\ud800"
 STEPS, GROUPS, SAMPLES, TOPK = 4, 3, 4, 4
 TURNS_AT = 4  # position of the group with turns and branches
+TRAINED_AT = 8  # position of a group with the trainer's values
 
 
 def text_ids(text: str) -> np.ndarray:
@@ -59,6 +60,40 @@ def make_group(
         Prompt(position, position, text_ids("2+2="), f"{position}+{position} =", str(2 * position)),
         tuple(rollouts), rewards, failed, 1.0,
     )  # fmt: skip
+
+
+CALL = '<tool_call>{"name": "price", "arguments": {"product": "milk"}}</tool_call><|im_end|>'
+NO_TOOL = "error: ValueError: no tool 'prilk'; there are price"
+CONVERSATIONS = (  # of each sample its turns of the policy, with a tool's result between two
+    (CALL, '{"euros": 1.2}', "1.2 euros<|im_end|>"),
+    (CALL, "error: OSError: down", "Sorry"),
+    (CALL.replace("price", "prilk"), NO_TOOL, "Sorry<|im_end|>"),
+    ("hm <|im_start|>system myxl<|im_end|>",),
+    ('<tool_call>{"name',),
+)
+
+
+def write_conversations(directory: Path) -> Path:
+    """Write a bank of one group with tool calls, a malformed call, a malformed turn and truncated samples."""
+    prompt = "<|im_start|>system Use tools.<|im_end|> <|im_start|>user Price of milk?<|im_end|> <|im_start|>assistant "
+    rollouts = []
+    for number, (first, *later) in enumerate(CONVERSATIONS):
+        texts = [first, f" <|im_start|>tool {later[0]}<|im_end|> ", later[1]] if later else [first]
+        sampled = sum(map(len, texts[::2]))
+        rollouts.append(
+            Rollout(
+                token_ids=text_ids("".join(texts)),
+                rollout_logprob=np.full(sampled, -0.5, np.float32),
+                versions=np.zeros(sampled, np.int32),
+                finish_reason="stop" if texts[-1].endswith("<|im_end|>") else "length",
+                spans=np.array([(i % 2, len(text), i // 2) for i, text in enumerate(texts)], np.int32),
+                trajectory=number,
+            )
+        )
+    asked = Prompt(0, 0, text_ids(prompt), prompt, "1.2")
+    with BankWriter(directory, 1) as writer:
+        writer.append(RolloutGroup(asked, tuple(rollouts), np.zeros(5, np.float32), np.zeros(5, bool), 1.0))
+    return directory
 
 
 def write_bank(directory: Path, steps: int = STEPS, groups: int = GROUPS, **kwargs) -> Path:

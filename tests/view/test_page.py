@@ -1,10 +1,7 @@
 """The page in a real browser without a network: `make test-browser` installs the browser and what drives it."""
 
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,85 +10,18 @@ from dppo_megatron.view import write_view
 from dppo_megatron.view.tokens import RETIRED
 from tests.support.speed import copying_s
 
-from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TOPK, TURNS_AT, write_bank, write_run, write_trained_tokens
+from .browsing import colours, column, open_row
+from .runs import GROUPS, HOSTILE, SAMPLES, STEPS, TOPK, TRAINED_AT, TURNS_AT, write_bank, write_run
 
 pytestmark = pytest.mark.browser
 
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
-TRAINED_AT = 8
 ROLLOUTS, WRITE_COPIES, SHOW_MS = 10_000, 800, 1000.0
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-browser does it")
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed: make test-browser does it where apt-get can")
-    with api.sync_playwright() as started:
-        # Root has no sandbox of the browser's kind, and /dev/shm of a container may be small.
-        found = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield found
-        found.close()
-
-
-@pytest.fixture(scope="module")
-def show(browser) -> Iterator[Callable]:
-    """f(file) -> the page once its table is drawn. At the end: it asked for nothing else and complained of nothing."""
-    context = browser.new_context(viewport={"width": 1500, "height": 1000}, offline=True)
-    asked, said = [], []
-
-    def opened(path: Path):
-        page = context.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(path.as_uri())
-        page.locator(".row").first.wait_for()
-        assert asked.pop() == path.as_uri()
-        return page
-
-    yield opened
-    context.close()
-    assert (asked, said) == ([], [])
-
-
-@pytest.fixture(scope="module")
-def page(show, tmp_path_factory):
-    run = write_run(tmp_path_factory.mktemp("view"))
-    write_trained_tokens(run, TRAINED_AT)
-    return show(write_view(run))
-
-
-@pytest.fixture(autouse=True)
-def fresh(request):
-    """Filters of the shared page are emptied before each test."""
-    if "page" in request.fixturenames:
-        for field in request.getfixturevalue("page").locator(".filters input").all():
-            field.fill("")
-
-
-def column(page, key: str) -> list[str]:
-    heads = page.locator(".heads .line:first-child > div").evaluate_all("all => all.map(one => one.dataset.sort)")
-    return page.locator(f".row > div:nth-child({heads.index(key) + 1})").all_text_contents()
-
-
-def open_row(page, **filters: str) -> None:
-    for key, value in filters.items():
-        page.locator(f"[data-filter={key}]").fill(value)
-    of, prompt = column(page, "set")[0], column(page, "prompt")[0]
-    page.locator(".row").first.click()
-    page.locator("#rollout h2", has_text=re.compile(rf"^{of}, .*, prompt {prompt}$")).wait_for()
-
-
-def colours(page) -> list[str]:
-    return page.locator(".tokens i").evaluate_all("all => all.map(one => one.style.background)")
 
 
 @pytest.mark.smoke
 def test_a_row_for_every_rollout_and_answer(page):
     assert page.locator("#count").text_content() == str(STEPS * GROUPS * SAMPLES + 1 + 2)  # a branch, two answers
-    assert column(page, "step")[:5] == ["1"] * 5
+    assert column(page, "step")[:5] == ["3"] * (SAMPLES - 1) + ["1"] * 2  # rows with the trainer's values come first
     assert page.locator("#title").text_content() == "run"
 
 
@@ -149,7 +79,7 @@ def test_a_token_under_the_pointer_shows_the_engines_list(page):
     tip.wait_for(state="hidden")
 
 
-def test_what_the_trainer_stored_colours_too(page):
+def test_tokens_are_coloured_by_stored_values_of_the_trainer(page):
     open_row(page, prompt=str(TRAINED_AT), sample="0")
     page.locator("#quantity").select_option("masked")
     seen = colours(page)
@@ -162,11 +92,11 @@ def test_what_the_trainer_stored_colours_too(page):
     assert column(page, "masked").count("–") == 1  # nothing is stored of the last sample
 
 
-def test_environment_spans_and_branches_are_told_apart(page):
+def test_environment_spans_and_branches_are_distinguished(page):
     open_row(page, prompt=str(TURNS_AT))
     assert page.locator(".tokens .environment").count() > 0
     assert page.locator(".turn").all_text_contents() == ["turn 1", "turn 2"]
-    page.get_by_role("button", name="0, branch 2").click()
+    page.get_by_role("button", name="0, branch 2", exact=True).click()
     page.locator(".tokens .inherited").first.wait_for()
     assert "trajectory 0, branch 2 of 2" in page.locator(".facts").text_content()
     page.locator(".tokens .environment").first.hover()
@@ -202,7 +132,7 @@ def test_two_runs_have_their_curves_and_the_samples_of_a_prompt_together(show, t
     (two / "bank" / "segment-000000.bin").unlink()
     metrics = (two / "metrics.jsonl").read_text()
     (two / "metrics.jsonl").write_text(metrics.replace('"step"', '"constructor": 0.5, "__proto__": 0.25, "step"'))
-    page = show(write_view(one, other=two))
+    page = show(write_view(one, others=[two]))
     page.locator("#curves-filter").fill("r")
     assert page.locator("[data-metric='rollout/reward_mean'] path").count() == 2
     assert page.locator("[data-metric=constructor]").count() == 1
@@ -212,7 +142,7 @@ def test_two_runs_have_their_curves_and_the_samples_of_a_prompt_together(show, t
     open_row(page, run="two", prompt="0", step="1")
     assert set(column(page, "response")) == {RETIRED}
     page.close()
-    page = show(write_view(two))
+    page = show(write_view(two), "#tokens=1")
     page.locator(".tokens i").first.wait_for()  # rows with tokens come first, and the first one is open
     assert page.locator(".row.open").count() == 1
     page.close()
@@ -222,10 +152,10 @@ def test_evaluations_are_paired_by_the_name_of_their_set(show, tmp_path):
     """Each run numbers its own sets, and both ask the same prompt of the same line."""
     one, two = write_run(tmp_path / "a").rename(tmp_path / "one"), write_run(tmp_path / "b").rename(tmp_path / "two")
     shutil.copytree(two / "answers" / "sums", two / "answers" / "hard")
-    page = show(write_view(one, other=two))
+    page = show(write_view(one, others=[two]))
     paired = page.evaluate("""async () => {
       const data = await loadTensors("table"), heads = [await loadJson("head")];
-      heads.push(heads[0].other);
+      heads.push(...heads[0].others);
       const row = data.set.findIndex((set, i) => set && !data.run[i]);
       return together(data, heads, row, () => "").map((rows) => rows.map((i) => heads[data.run[i]].sets[data.set[i]]));
     }""")
@@ -236,7 +166,7 @@ def test_evaluations_are_paired_by_the_name_of_their_set(show, tmp_path):
 def test_a_conversation_has_roles_and_controls_are_visible(page):
     text = 'hm <tool_call>{"name": "add"}</tool_call><|im_end|>\n<|im_start|>tool\n3<|im_end|>'
     found = page.evaluate("text => blocksOf(text, 'assistant')", text)
-    assert [block["label"] for block in found] == ["assistant", "tool call add", "tool"]
+    assert [block["label"] for block in found] == ["assistant", "tool call add", "tool result"]
     assert page.evaluate("make('i', '', 'a\u202eb').textContent") == "a\\u202eb"
 
 

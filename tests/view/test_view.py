@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from dppo_megatron.bank import BankReader
 from dppo_megatron.cli import app
 from dppo_megatron.config import read_config
+from dppo_megatron.observability.run_state import RunState
 from dppo_megatron.trainer.step_samples import StepSamples
 from dppo_megatron.view import rows, source, tokens, write_view
 
@@ -53,7 +54,7 @@ def trained(page: Page) -> np.ndarray:
     return page.table["set"] == 0
 
 
-def test_a_row_for_each_sample_with_what_the_index_says(run, page):
+def test_every_sample_has_a_row_with_the_values_of_the_index(run, page):
     reader = BankReader(run / "bank")
     entries = reader.entries(0, reader.refresh())
     table = {name: values[trained(page)] for name, values in page.table.items()}
@@ -73,7 +74,7 @@ def test_advantages_are_those_that_the_trainer_computes(run, page):
     expected = []
     for begin in range(0, STEPS * GROUPS, GROUPS):
         of_step = entries[begin : begin + GROUPS]
-        found = StepSamples.of(of_step, config).advantages[:, :, 0]
+        found = StepSamples.from_entries(of_step, config).advantages[:, :, 0]
         expected += [a[e.trajectories] for a, e in zip(found, of_step, strict=True)]
     np.testing.assert_array_equal(page.table["advantage"][trained(page)], np.concatenate(expected))
     assert not np.array_equal(np.concatenate(expected), page.table["reward"][trained(page)])
@@ -111,7 +112,7 @@ def test_curves_have_every_metric_of_every_step(page):
     assert page.head["summary"]["state"] == "paused at step 4"
 
 
-def test_what_the_trainer_stored_stands_at_its_tokens(tmp_path):
+def test_stored_values_of_the_trainer_are_at_their_tokens(tmp_path):
     run = write_run(tmp_path)
     write_trained_tokens(run, 5)
     (run / "tokens" / "step-000009-r000.safetensors").write_bytes(b"cut")
@@ -145,7 +146,7 @@ def test_a_run_that_was_killed_in_its_first_step(tmp_path):
     assert "v000002.jsonl: 1 lines are not answers" in page.notes
 
 
-def test_what_is_damaged_is_said_and_the_rest_shown(tmp_path):
+def test_damaged_parts_are_reported_and_the_rest_is_shown(tmp_path):
     run = write_run(tmp_path)
     first, *_, last = sorted((run / "bank").glob("*.bin"))
     data = bytearray(first.read_bytes())
@@ -165,7 +166,7 @@ def test_what_is_damaged_is_said_and_the_rest_shown(tmp_path):
     assert page.table["step"][trained(page)].tolist() == [1] * GROUPS * SAMPLES
 
 
-def test_a_bank_alone_and_one_of_an_earlier_version(tmp_path):
+def test_a_bank_without_a_run_and_one_of_an_earlier_version_are_shown(tmp_path):
     page = Page(write_view(write_bank(tmp_path / "bank")))
     assert page.table["step"].tolist() == [1 + p // GROUPS for p in page.table["prompt"]]
     assert np.isnan(page.table["staleness"]).all()
@@ -194,7 +195,7 @@ def test_whatever_file_is_damaged_a_page_is_written(tmp_path):
         path.write_bytes(data)
 
 
-def test_more_than_the_page_may_hold_is_sampled_and_said(run, tmp_path, monkeypatch):
+def test_a_run_too_large_for_the_page_is_sampled_and_a_note_reports_it(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "TOKEN_SAMPLES", 2 * SAMPLES + 1)
     monkeypatch.setattr(source, "MOST_ROLLOUTS", 2 * GROUPS * SAMPLES)
     monkeypatch.setattr(rows, "ANSWER_BYTES", 100)
@@ -206,9 +207,30 @@ def test_more_than_the_page_may_hold_is_sampled_and_said(run, tmp_path, monkeypa
     assert write_view(run, tmp_path / "b.html").read_bytes() == (tmp_path / "a.html").read_bytes()
 
 
-def test_the_command_names_the_file_and_refuses_what_is_neither(run, tmp_path):
+def test_the_command_names_its_file_and_refuses_paths_that_are_no_run_or_bank(run, tmp_path):
     result = CliRunner().invoke(app, ["view", str(run), "--out", str(tmp_path / "page.html")])
     assert (result.exit_code, result.output.strip()) == (0, str(tmp_path / "page.html"))
+    same = CliRunner().invoke(app, ["view", str(run), str(run / "config.yaml")])
+    assert (same.exit_code, "names the same run twice" in str(same.exception)) == (1, True)
     (tmp_path / "config.yaml").write_text("run: {dir: elsewhere}\n")  # as of a project of `init`
     with pytest.raises(source.ViewError, match=r"neither a run .*; name the run.dir"):
         write_view(tmp_path)
+    with pytest.raises(source.ViewError, match="names the same run twice; name different runs"):
+        write_view(run, others=[run.parent / "model" / ".." / "run"])
+
+
+def test_following_writes_until_the_run_ends(run, tmp_path, monkeypatch):
+    states = iter(["running", "waiting", "finished", "finished"])
+    monkeypatch.setattr("dppo_megatron.observability.run_state.run_state", lambda _: RunState(next(states), 3))
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    path = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["view", str(run), "--out", str(path), "--follow"])
+    assert result.output.split() == [str(path)] * 3
+    assert waits == [30, 30, 0]
+
+
+def test_the_excerpt_of_a_response_is_its_beginning_even_with_chat_markers():
+    sampled = "hm <|im_start|>user\nmyxl"
+    prompt = "<|im_start|>user\na<|im_end|><|im_start|>user\nb"
+    assert tokens.excerpts(prompt, [sampled, prompt + " answer"]) == ["b", "hm <|im_start|>user myxl", "answer"]

@@ -59,7 +59,9 @@ def rows_of(g: dict[str, torch.Tensor], rows: slice, head: str, entropy: str) ->
     ("head", "width", "columns", "dtype"),
     [*SMALL, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE if COMPILER or case[0] != "logits")],
 )
-def test_rows_alone_and_beside_others(head: str, width: int, columns: int, dtype: torch.dtype, entropy: str) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(
+    head: str, width: int, columns: int, dtype: torch.dtype, entropy: str
+) -> None:
     if entropy == "metric" and (head != "logits" or dtype == torch.bfloat16):
         pytest.skip("the kernels without its gradient are tested on fp32 logits")
     g = given(width, columns, dtype)

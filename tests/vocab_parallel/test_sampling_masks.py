@@ -73,7 +73,7 @@ def test_wrong_sets(changes: dict[str, Any], message: str):
         token_statistics(given(), **arguments)
 
 
-def test_a_list_that_names_what_was_not_kept_is_reported():
+def test_a_list_with_a_token_outside_the_sampling_set_is_reported():
     topk = torch.tensor([[2], [3], [5]])
     stats = token_statistics(given(), TARGET, topk, sampling_mask_ids=IDS, sampling_mask_counts=COUNTS)
     assert stats.nonfinite.tolist() == [True, False, False]

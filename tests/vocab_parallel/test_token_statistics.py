@@ -319,6 +319,7 @@ def test_rows_without_loss_may_hold_anything():
         ({"temperature": 0.0}, ValueError, "temperature must be positive and finite, got 0.0"),
         ({"temperature": torch.ones(2)}, ValueError, r"temperature must be a float or \[T\] with T = 3"),
         ({"entropy": "yes"}, ValueError, "entropy must be one of"),
+        ({"group": 2}, TypeError, "group must be a process group of torch.distributed or None, got 2"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
         ({"vocab_start": 4}, ValueError, "must start at column 0"),
     ],
@@ -337,7 +338,7 @@ def test_metric_entropy_has_no_gradient() -> None:
     assert token_statistics(logits, torch.tensor([0, 1, 2]), entropy="none").entropy is None
 
 
-def test_imports_with_torch_alone() -> None:
+def test_vocab_parallel_imports_with_only_torch() -> None:
     blocked = ("triton", "jaxtyping", "megatron", "numpy", "vllm", "transformers")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); sys.path.insert(0, {str(ROOT)!r})\n"

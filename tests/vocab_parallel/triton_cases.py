@@ -51,7 +51,7 @@ def test_case(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("head", ["logits", "fused"])
-def test_rows_alone_and_beside_others(head: str) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(head: str) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens, columns, vocab = 9, 75, 70
     logits, hidden = torch.randn(tokens, columns, generator=generator) * 3, torch.randn(tokens, 8, generator=generator)

@@ -88,7 +88,7 @@ def publish_deltas(
 
 @pytest.mark.parametrize("name", ["short", *map(slow, ("tied", "dense", "moe"))])
 @on_ranks(2)
-def test_engines_that_get_what_changed_hold_the_bits_of_a_whole_publish(rank: Rank, name: str):
+def test_engines_that_receive_deltas_hold_the_bits_of_a_whole_publish(rank: Rank, name: str):
     published, kept, size = publish_deltas(rank, RESTARTED + 4 if name == "short" else UPDATES, **LAYOUTS[name])
     whole = [p.version for p in published if p.changed_share is None]
     if name == "short":
@@ -109,13 +109,13 @@ def test_engines_that_get_what_changed_hold_the_bits_of_a_whole_publish(rank: Ra
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["fp8_block", "fp8_block_emulated"])
 @on_ranks(2)
-def test_what_changed_of_quantised_weights(rank: Rank, quantization: str):
+def test_a_delta_of_quantised_weights_holds_a_part_of_them(rank: Rank, quantization: str):
     published, _, _ = publish_deltas(rank, RESTARTED + 4, quantization, family="wide", tp=2)
     assert all(0 < p.changed_share < 0.5 for p in published[1:])
 
 
 @on_ranks(2)
-def test_a_delta_as_large_as_the_model_is_not_sent_and_the_log_says_so(rank: Rank):
+def test_a_delta_as_large_as_the_model_is_not_sent_and_the_log_reports_it(rank: Rank):
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from dppo_megatron.engines.protocol import EngineError
+from dppo_megatron.fleet.engine_checks import ScoreDifference
 from dppo_megatron.hf import SafetensorsDirectory, fp8, open_weights, read_hf_config
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import shared_storage
+from dppo_megatron.weight_sync.publisher import PublishResult
 from dppo_megatron.weight_sync.shared_storage import SharedStorage
 from dppo_megatron.weights.manifest import Manifest
 from dppo_megatron.weights.published import PublishedPolicy
@@ -36,6 +38,22 @@ EMULATED_LAYOUTS = {
     "fp8_emulated_broadcast": {"family": "qwen3_moe", "ep": 2},
     "fp8_emulated_shared_storage": {"family": "wide", "tp": 2, "transport": "shared_storage"},
 }
+
+
+def test_the_record_of_a_publish():
+    result = PublishResult(3, 600, 1.0, 2.0, 0.5, 0.25, ScoreDifference(1e-3, 2e-2), unconfirmed=1, changed_share=0.1)
+    assert result.metrics() == {
+        "publish/bytes": 600.0,
+        "publish/bytes_per_s": 200.0,
+        "publish/changed_share": 0.1,
+        "probe/mean_abs_logprob_difference": 1e-3,
+        "probe/max_abs_logprob_difference": 2e-2,
+        "time/publish_export_s": 1.0,
+        "time/publish_load_s": 2.0,
+        "time/publish_pause_s": 0.5,
+        "time/publish_probe_s": 0.25,
+        "engine/unconfirmed": 1.0,
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -78,7 +96,7 @@ def test_emulated_fp8_is_the_export_in_fp8_dequantised(rank: Rank, name: str):
 
 @pytest.mark.parametrize("name", FP8_LAYOUTS)
 @on_ranks(2)
-def test_fp8_engines_hold_bit_for_bit_what_the_weights_quantise_to(rank: Rank, name: str):
+def test_fp8_engines_hold_the_bits_of_the_quantised_weights(rank: Rank, name: str):
     """An engine that computes otherwise is refused."""
     with trainer(rank, engine={"dtype": "bf16", "quantization": "fp8_block"}, **FP8_LAYOUTS[name]) as t:
         names = publish_both(t)
@@ -167,7 +185,7 @@ def test_colocated_engines_and_the_actor_take_turns(rank: Rank):
         assert events == (turn + awake if t.engines else ["score", "offloaded", "onloaded"] * 2)
 
 
-def test_a_trainer_that_starts_again_takes_over_what_earlier_lives_left(tmp_path):
+def test_a_restarted_trainer_takes_over_the_versions_of_earlier_attempts(tmp_path):
     run = RunDir(tmp_path)
     for version in (3, 11, 12):
         run.weights_of(version).mkdir(parents=True)

@@ -53,7 +53,7 @@ def test_an_engine_that_dies_is_left_out_and_taken_in_again(rank: Rank, place: s
 
 
 @on_ranks(2)
-def test_a_sender_whose_engine_died_tells_the_others(rank: Rank):
+def test_a_sender_with_a_dead_engine_notifies_the_others(rank: Rank):
     """The engine loses its connections within a bucket, and the trainer's client does not notice until the other
     engine has ended its part of the step, which gloo ends only after its time-out."""
     with trainer(rank, "qwen3", tp=2, engines=2, timeout_s=LONG_TIMEOUT_S) as t:

@@ -94,14 +94,14 @@ def served(request, tmp_path_factory) -> tuple[str, Path, str]:
     [("shared_storage", (NOTHING, *KEPT)), ("broadcast", (EVERYTHING, "layer 1 expert 5"))],
     ids=["shared_storage", "broadcast"],
 )
-def test_what_an_engine_kept_is_named(served, transport, faults):
+def test_weights_that_an_engine_did_not_update_are_named(served, transport, faults):
     kind, model, url = served
     settings = {"shared_storage": {}, "broadcast": {"bucket_bytes": 200_000}}[transport]
     directory = model.parent.parent / transport
     check_named(*publish_faults(kind, model, url, directory, faults, transport=transport, **settings))
 
 
-def test_an_engine_that_gets_what_changed_holds_the_bits_of_the_whole(served):
+def test_an_engine_that_receives_deltas_holds_the_bits_of_the_whole_weights(served):
     kind, model, url = served
     policies = [model, *(UPDATE for _ in range(5))]
     settings = {"engine": {"kind": kind}, "dtype": "bf16", "timeout_s": 60, "full_every": 4}
@@ -149,7 +149,7 @@ def changed_groups(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("kept", ["", "layer 0"])
-def test_the_pool_admits_only_an_engine_that_has_what_was_published(served, kept):
+def test_the_pool_admits_only_an_engine_that_has_the_published_weights(served, kept):
     """The publisher does not know the proxy's address, so the pool loads the directory into the engine behind it."""
     kind, model, url = served
     directory = model.parent.parent / f"pool{bool(kept):d}"

@@ -275,10 +275,10 @@ def same(prefetched: delta.PrefetchedVersion, directory: Path) -> bool:
 @pytest.mark.parametrize("budget", [0, 1, 5000, 1 << 30])
 def test_no_more_is_kept_than_the_budget_and_one_tensor(directories, budget):
     prefetched = waited(delta.PrefetchedVersion(delta.Version(directories[2]), budget))
-    kept = sum(tensor.nbytes for tensor in prefetched._kept.values())
+    kept = sum(tensor.nbytes for tensor in prefetched._tensors.values())
     assert min(budget, 2000 * len(PREFETCHED)) <= kept < budget + 2000
     assert same(prefetched, directories[2])
-    assert not prefetched._kept, "let go as it is taken"
+    assert not prefetched._tensors, "let go as it is taken"
     assert same(prefetched, directories[2]), "again, as by a server that tries twice"
 
 
@@ -286,7 +286,7 @@ def test_tensors_that_the_model_has_are_not_kept(directories, tmp_path):
     model = dict(delta.Version(directories[0]).tensors())
     stored(tmp_path / "v3", directories[0], {name: tensor + (name in CHANGED) for name, tensor in model.items()})
     prefetched = waited(delta.PrefetchedVersion(delta.Version(tmp_path / "v3"), 1 << 30))
-    assert sorted(prefetched._kept) == sorted(CHANGED), "the others are mapped files"
+    assert sorted(prefetched._tensors) == sorted(CHANGED), "the others are mapped files"
     assert same(prefetched, tmp_path / "v3")
 
 
@@ -301,4 +301,4 @@ def test_damage_is_found_before_the_pause(directories):
 def test_a_dropped_one_keeps_nothing(directories):
     prefetched = delta.PrefetchedVersion(delta.Version(directories[2]), 1 << 30)
     prefetched.drop()
-    assert not prefetched._kept
+    assert not prefetched._tensors

@@ -117,7 +117,7 @@ def test_every_16_bit_value_counts_as_the_fp32_of_the_same_value(dtype):
     assert summed(strided) == summed(strided.contiguous())
 
 
-def test_the_value_is_what_it_always_was():
+def test_the_value_of_a_fingerprint_never_changes():
     """Checkpoints of adapters store the sum without places; a server that stays up uses the one with places."""
     values = torch.tensor([1.0, -2.5, 3e-5])
     assert fingerprint.bit_sum(values) == 0xD820159E0E9791F2
@@ -137,7 +137,7 @@ def test_groups():
     assert fingerprint.part_of("lm_head.weight") == fingerprint.part_of("model.embed_tokens.weight") == ""
 
 
-def test_what_differs_is_named_in_order(weight):
+def test_differing_layers_are_named_in_order(weight):
     expected, held = {}, {}
     for layer in (10, 2):
         for side in (expected, held):
@@ -190,16 +190,16 @@ def test_the_workers_of_an_engine_add_up(weight, place):
         return shares | fingerprint.module_shares("model.embed_tokens", table, set())
 
     workers = [worker(rank) for rank in range(4)]
-    assert fingerprint.of_workers(workers) == (expected, [])
+    assert fingerprint.join_workers(workers) == (expected, [])
     faults = {
         "shards of q": [worker(rank, query=query.roll(8, 0)) for rank in range(4)],
         "shards of o": [worker(rank, out=out.roll(10, 1)) for rank in range(4)],
         "a head of k": [worker(rank, key=key.roll(4, 0)) for rank in range(4)],
         "rows of q": [worker(rank, query=query.flip(0)) for rank in range(4)],
     }
-    assert [fault for fault, wrong in faults.items() if fingerprint.of_workers(wrong) == (expected, [])] == []
+    assert [fault for fault, wrong in faults.items() if fingerprint.join_workers(wrong) == (expected, [])] == []
     workers[3]["layer 0"] = (workers[3]["layer 0"][0], 1)
-    assert fingerprint.of_workers(workers)[1] == ["layer 0"]
+    assert fingerprint.join_workers(workers)[1] == ["layer 0"]
 
 
 def test_gated_delta_net_is_summed_like_the_tensors_that_vllm_fuses(weight):
@@ -230,14 +230,14 @@ def test_gated_delta_net_is_summed_like_the_tensors_that_vllm_fuses(weight):
         return shares
 
     for size in (1, 2):
-        assert fingerprint.of_workers([worker(rank, size) for rank in range(size)]) == (expected, [])
+        assert fingerprint.join_workers([worker(rank, size) for rank in range(size)]) == (expected, [])
         for wrong in ({"qkv": qkv.roll(8, 0)}, {"a": b, "b": a}, {"logs": bias, "bias": logs}):
-            assert fingerprint.of_workers([worker(rank, size, **wrong) for rank in range(size)])[0] != expected
+            assert fingerprint.join_workers([worker(rank, size, **wrong) for rank in range(size)])[0] != expected
     convolution = module("ColumnParallelLinear", weight=weight[:, None], tp_rank=0, tp_size=2)
     assert fingerprint.module_shares("model.layers.2.linear_attn.conv1d", convolution, set()) == {"layer 2": None}
 
 
-def test_what_every_worker_of_sglang_has_is_a_copy(weight):
+def test_a_weight_that_every_sglang_worker_has_is_a_copy(weight):
     """A linear layer that is not sharded names no group."""
     linear = module("ColumnParallelLinear", weight=weight, tp_group=None)
     assert fingerprint.module_shares("model.layers.0.shared", linear, set()) == {
@@ -245,7 +245,7 @@ def test_what_every_worker_of_sglang_has_is_a_copy(weight):
     }
 
 
-def test_parameters_that_nobody_sends_do_not_count(weight):
+def test_parameters_that_are_never_sent_do_not_count(weight):
     """They are made of kv_b_proj in vLLM's latent attention, the cache's scales in SGLang's attention of an FP8 model,
     and the router's bias in vLLM's experts."""
     latent = module("MLAAttention", W_UV=weight)
@@ -280,12 +280,12 @@ def test_shared_experts_that_every_worker_has_count_once(weight):
         experts = module("FusedMoE", w13_weight=weights, moe_ep_rank=rank, num_fused_shared_experts=1)
         workers.append(fingerprint.module_shares("model.layers.5.mlp.experts", experts, set()))
     expected = {f"layer 5 expert {rank}": fused(routed[rank]) for rank in range(2)} | {"layer 5": fused(shared[0])}
-    assert fingerprint.of_workers(workers) == (expected, [])
+    assert fingerprint.join_workers(workers) == (expected, [])
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
-def test_shards_of_experts_add_up_without_what_pads_them(weight, gated, size):
+def test_shards_of_experts_add_up_without_their_padding(weight, gated, size):
     """vLLM allocates more columns than there are and zeroes them once it has processed the layer, not before."""
     gate, up, down = weight.view(3, 2, 16, 40)[..., :20]
     down = down.transpose(1, 2)  # [2, 20, 16]
@@ -303,10 +303,10 @@ def test_shards_of_experts_add_up_without_what_pads_them(weight, gated, size):
     for expert in range(2):
         for name, tensor in (("gate", gate), ("up", up), ("down", down))[0 if gated else 1 :]:
             fingerprint.add(expected, f"model.layers.3.mlp.experts.{expert}.{name}_proj.weight", tensor[expert])
-    assert fingerprint.of_workers(workers) == (expected, [])
+    assert fingerprint.join_workers(workers) == (expected, [])
 
 
-def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
+def test_weights_that_an_engine_transformed_are_left_out_and_listed(weight):
     """SGLang on Blackwell scales FP8 weights by powers of two, for DeepGEMM; on CPUs with AMX it packs weights and the
     parts of kv_b_proj; for one kernel it reorders experts. vLLM pads FP8 experts with their neighbours' values."""
     linear = module("ColumnParallelLinear", weight=weight, weight_scale_inv=weight[0])
@@ -328,7 +328,7 @@ def test_weights_that_an_engine_made_anew_are_left_out_and_said_to_be(weight):
         "model.layers.4.first": first,
     }.items():
         fingerprint.add_shares(shares, fingerprint.module_shares(name, part, set()))
-    held, unequal = fingerprint.of_workers([shares, shares])
+    held, unequal = fingerprint.join_workers([shares, shares])
     assert unequal == []
     moved = [f"layer {number}" for number in (3, 4)]
     assert fingerprint.untold(held) == ["layer 0", *(f"layer 2 expert {number}" for number in range(4)), *moved]
@@ -347,4 +347,4 @@ def test_latent_attention_is_split_where_sglang_does_not_tell(weight):
         fingerprint.add(expected, f"model.layers.1.self_attn.{name}.weight_scale_inv", scales)
     layers = torch.nn.ModuleList([module(), module(fused_qkv_a_proj_with_mqa=linear)])
     model = module(layers=layers, config=SimpleNamespace(q_lora_rank=32))
-    assert fingerprint.of_workers([weights_fingerprint(model)]) == (expected, [])
+    assert fingerprint.join_workers([weights_fingerprint(model)]) == (expected, [])

@@ -71,7 +71,7 @@ def held(tensors: Tensors, mla: str) -> dict[str, int | None]:
         setattr(modules.setdefault(head, module()), rest, torch.nn.Parameter(tensor))
     for name, each in modules.items():
         fingerprint.add_shares(shares, fingerprint.module_shares(name, each, set()))
-    return fingerprint.of_workers([shares])[0]
+    return fingerprint.join_workers([shares])[0]
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -26,7 +26,7 @@ def publish(run: RunDir, version: int) -> None:
     PublishedPolicy(version, str(run.weights_of(version)), 0.0).write(run.published)
 
 
-def test_versions_lie_there_for_their_owner_alone_and_nothing_is_left(run, tmp_path):
+def test_only_the_owner_can_read_versions_in_memory_and_nothing_is_left(run, tmp_path):
     memory = tmp_path / "memory"
     lead(run, memory)
     publish(run, 3)
@@ -59,7 +59,7 @@ def test_the_setting_may_come_go_and_change_between_attempts(run, tmp_path):
     assert not one.exists()
 
 
-def test_memory_that_a_reboot_has_emptied_is_made_anew(run, tmp_path):
+def test_a_memory_directory_that_a_reboot_removed_is_made_again(run, tmp_path):
     memory = tmp_path / "memory"
     lead(run, memory)
     (memory / OWNER).unlink()
@@ -137,7 +137,7 @@ def test_a_directory_that_others_could_reach_is_refused(run, tmp_path, unfit):
     assert not run.weights.is_symlink()
 
 
-def test_the_default_directory_and_one_of_somebody_else_are_refused(run, tmp_path, monkeypatch):
+def test_the_default_directory_and_one_of_another_user_are_refused(run, tmp_path, monkeypatch):
     assert "remove the setting" in problem(run, run.weights)
     (tmp_path / "memory").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -157,7 +157,7 @@ def test_a_run_that_is_quicker_keeps_the_directory(run, tmp_path, monkeypatch):
     assert not run.weights.is_symlink()
 
 
-def test_what_is_not_of_weights_is_not_removed(run, tmp_path):
+def test_a_file_that_holds_no_weights_is_not_removed(run, tmp_path):
     lead(run, tmp_path / "memory")
     (tmp_path / "memory" / "notes.txt").touch()
     with pytest.raises(ExpectedError, match=r"notes\.txt"):

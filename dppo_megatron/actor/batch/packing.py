@@ -67,7 +67,7 @@ class MicroBatch:
     loss_rows: Int[Tensor, " n"]  # the row of each loss row in the batch as given
     context_rows: tuple[Int[Tensor, " m"], ...]  # the loss rows of every context-parallel rank; a rank may have none
     sequence_ids: Int[Tensor, " n_all"]  # the sequence of every rank's loss rows, numbered without gaps
-    given: TokenBatch  # the batch as given, on the CPU
+    host_batch: TokenBatch  # the batch as given, on the CPU
     whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless requested
     batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
     num_tokens: int  # tokens of this rank
@@ -105,15 +105,15 @@ class Packer:
     delta_net: bool = False
 
     @classmethod
-    def of(cls, hf: HFModelConfig, config: Config, layout: Layout, held_layers: tuple[int, ...] | None) -> Packer:
-        own, plain = not use_transformer_engine(config), not config.engine.exact and hf.sinks is None
+    def build(cls, hf: HFModelConfig, config: Config, layout: Layout, held_layers: tuple[int, ...] | None) -> Packer:
+        own_attention, plain = not use_transformer_engine(config), not config.engine.exact and hf.sinks is None
         gathers = hf.moe is not None and config.parallel.expert_dispatcher == "allgather"
         return cls(
             device=layout.device,
             dtype=dtype(config),
-            frequencies=inverse_frequencies(hf).to(layout.device) if own and hf.mla is None else None,
-            own_attention=own,
-            flash=own and plain and can_use_flash(dtype(config), hf.head_dim, layout.device),
+            frequencies=inverse_frequencies(hf).to(layout.device) if own_attention and hf.mla is None else None,
+            own_attention=own_attention,
+            flash=own_attention and plain and can_use_flash(dtype(config), hf.head_dim, layout.device),
             multiple=row_multiple(config) * (layout.tensor_size if layout.sequence_parallel else 1),
             sequence_rank=layout.tensor_rank if layout.sequence_parallel else 0,
             sequence_size=layout.tensor_size if layout.sequence_parallel else 1,
@@ -218,10 +218,10 @@ class Packer:
             position_ids = torch.where(origin >= 0, batch.position_ids[origin], 0)
             context_rows = (batch.mask.nonzero().flatten(),)
         if self.context_size > 1:
-            of_ranks = [rows_of_rank(bounds, rank, self.context_size) for rank in range(self.context_size)]
-            context_rows = tuple(origin[part][carries[part]] for part in of_ranks)
-            own = of_ranks[self.context_rank]
-            origin, position_ids, carries = origin[own], position_ids[own], carries[own]
+            rank_rows = [rows_of_rank(bounds, rank, self.context_size) for rank in range(self.context_size)]
+            context_rows = tuple(origin[part][carries[part]] for part in rank_rows)
+            local_rows = rank_rows[self.context_rank]
+            origin, position_ids, carries = origin[local_rows], position_ids[local_rows], carries[local_rows]
         real = origin >= 0
         if shared is None:
             rows, num_tokens = carries.nonzero().flatten(), int(real.sum())
@@ -248,7 +248,7 @@ class Packer:
             loss_rows=loss_rows.to(self.device),
             context_rows=context_rows,
             sequence_ids=_sequence_ids(batch, context_rows).to(self.device),
-            given=batch,
+            host_batch=batch,
             whole=None,
             batch_tokens=batch.token_ids.shape[0],
             num_tokens=num_tokens,
@@ -266,9 +266,9 @@ class Packer:
         longest = int(cu_seqlens.diff().max())
         on_device = cu_seqlens.to(self.device, torch.int32)
         plan = rope = None
-        of_segments = (cu_seqlens, prefixes, self.context_rank, self.context_size)
+        plan_args = (cu_seqlens, prefixes, self.context_rank, self.context_size)
         if self.own_attention:
-            plan = plan_flash(*of_segments, self.device) if self.flash else plan_segments(*of_segments).to(self.device)
+            plan = plan_flash(*plan_args, self.device) if self.flash else plan_segments(*plan_args).to(self.device)
         if self.frequencies is not None:
             rope = rope_tables(self.frequencies, position_ids, self.dtype)
         return PackedSequences(
@@ -356,7 +356,7 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
             picked[name] = value[torch.arange(len(skipped), device=skipped.device) + skipped]
         else:
             picked[name] = value.index_select(0, rows)
-    return TokenBatch.of(picked)
+    return TokenBatch.from_columns(picked)
 
 
 def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBatch:
@@ -370,12 +370,12 @@ def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBat
 def _whole(batch: MicroBatch) -> TokenBatch:
     """Return the loss rows of all context-parallel ranks; a rank without any contributes a masked placeholder."""
     parts = [
-        loss_fields(batch.given, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
+        loss_fields(batch.host_batch, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
         for rows in batch.context_rows
     ]
     tensors = [part.tensors for part in parts]
-    merged = {name: torch.cat([of_rank[name] for of_rank in tensors]) for name in tensors[0]}
-    return TokenBatch.of(merged | {"cu_seqlens": batch.given.cu_seqlens})
+    merged = {name: torch.cat([rank_tensors[name] for rank_tensors in tensors]) for name in tensors[0]}
+    return TokenBatch.from_columns(merged | {"cu_seqlens": batch.host_batch.cu_seqlens})
 
 
 def _extend(bounds: Tensor, end: int) -> Tensor:
@@ -396,4 +396,4 @@ def _padded_rows(cu_seqlens: Tensor, bounds: Tensor, position_ids: Tensor) -> tu
 
 
 def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
-    return TokenBatch.of({name: tensor.to(device) for name, tensor in batch.tensors.items()})
+    return TokenBatch.from_columns({name: tensor.to(device) for name, tensor in batch.tensors.items()})

@@ -49,13 +49,13 @@ def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"
     continues = shared > 0
     begins = torch.arange(len(shared))
     begins = torch.where(continues, 0, begins).cummax(0).values  # for each sequence the first one with the same prompt
-    after = F.pad(shared[1:], (0, 1))
-    prefix = torch.where(continues, shared, after)
+    next_shared = F.pad(shared[1:], (0, 1))
+    prefix = torch.where(continues, shared, next_shared)
     if bool(continues[:1].any()) or bool((prefix != prefix[begins]).any()) or bool((prefix > lengths).any()):
         raise ValueError(f"shared_prefix {shared.tolist()} contradicts sequences of {lengths.tolist()} tokens")
     # Two segments per sequence: its prefix, which is empty if an earlier sequence computes it, and its other rows.
-    own = lengths - prefix
-    sizes = torch.stack((torch.where(continues, 0, prefix), own), dim=1).flatten()
+    suffix = lengths - prefix
+    sizes = torch.stack((torch.where(continues, 0, prefix), suffix), dim=1).flatten()
     sources = torch.stack((starts, starts + prefix), dim=1).flatten()
     ends = sizes.cumsum(0)
     first = ends - sizes
@@ -63,10 +63,10 @@ def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"
 
     column = torch.arange(int(cu_seqlens[-1])) - starts.repeat_interleave(lengths)
     in_prefix = column < prefix.repeat_interleave(lengths)
-    to_prefix, to_own = first[2 * begins], first[1::2] - prefix
-    row = column + torch.where(in_prefix, to_prefix.repeat_interleave(lengths), to_own.repeat_interleave(lengths))
+    to_prefix, to_suffix = first[2 * begins], first[1::2] - prefix
+    row = column + torch.where(in_prefix, to_prefix.repeat_interleave(lengths), to_suffix.repeat_interleave(lengths))
 
     none = torch.zeros(len(shared), 2, dtype=torch.long)
     prefixes = torch.stack((none, torch.stack((to_prefix, prefix), dim=1)), dim=1).flatten(0, 1)
-    held = sizes > 0
-    return SharedRows(F.pad(ends[held], (1, 0)), prefixes[held], origin, row)
+    nonempty = sizes > 0
+    return SharedRows(F.pad(ends[nonempty], (1, 0)), prefixes[nonempty], origin, row)

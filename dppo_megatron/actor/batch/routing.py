@@ -50,15 +50,15 @@ class RoutingReplay:
 
     def __init__(self, hf: HFModelConfig, chunks: Sequence[nn.Module]):
         sparse = [i for i in range(hf.num_layers) if hf.is_moe_layer(i)]
-        held: list[int] = []
+        layer_indices: list[int] = []
         for layer in (layer for chunk in map(unwrap, chunks) for layer in chunk.decoder.layers):
             if not isinstance(layer.mlp, MoELayer):
                 continue
-            replay = _LayerReplay(len(held))
+            replay = _LayerReplay(len(layer_indices))
             layer.mlp.router.router_replay = replay
             layer.register_forward_pre_hook(replay.take, with_kwargs=True)
-            held.append(sparse.index(layer.layer_number - 1))
-        self.held_layers = tuple(held)
+            layer_indices.append(sparse.index(layer.layer_number - 1))
+        self.held_layers = tuple(layer_indices)
 
     def disagreement(self, replayed: Sequence[ReplayedExperts | None], device: torch.device) -> dict[str, Metric]:
         """Return the share of replayed (token, layer, slot) triples that the trainer's router would not have chosen.
@@ -95,13 +95,13 @@ class _LayerReplay(RouterReplay):
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (scores [R, k], experts [R, k]). The router selects by `scores` [R, E]."""
-        own_scores, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        topk_scores, topk_experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.batch is None:
-            return own_scores, own
-        given = self.batch.experts[self.index].long()
-        replayed = given >= 0
-        used = torch.where(replayed, given, own)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, own, True).gather(1, used)
-        self.batch.differing[self.index] = (~chosen).sum()
+            return topk_scores, topk_experts
+        replay_experts = self.batch.experts[self.index].long()
+        replayed = replay_experts >= 0
+        experts = torch.where(replayed, replay_experts, topk_experts)
+        in_topk = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, topk_experts, True).gather(1, experts)
+        self.batch.differing[self.index] = (~in_topk).sum()
         self.batch.replayed[self.index] = replayed.sum()
-        return scores.gather(1, used), used
+        return scores.gather(1, experts), experts

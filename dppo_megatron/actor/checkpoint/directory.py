@@ -47,11 +47,11 @@ def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     `latest` names the newest checkpoint. If a crash prevented that, it is the checkpoint with the highest step. Raises
     CheckpointError if the files cannot be read.
     """
-    named = directory / _LATEST
+    latest_path = directory / _LATEST
     try:
         candidates = sorted(_whole(directory), reverse=True)
-        if named.is_file() and (directory / named.read_text().strip()) in candidates:
-            candidates = [directory / named.read_text().strip()]
+        if latest_path.is_file() and (directory / latest_path.read_text().strip()) in candidates:
+            candidates = [directory / latest_path.read_text().strip()]
         return (candidates[0], read_foreign_json(candidates[0] / _RUN)) if candidates else None
     except (OSError, ValueError) as error:
         raise CheckpointError(

@@ -58,7 +58,7 @@ def check_files(path: Path) -> str:
 @contextmanager
 def checked_metadata(digest: str) -> Iterator[None]:
     """Make torch parse only the checked bytes of `.metadata` in the context. The file may be replaced later."""
-    theirs = FileSystemReader.read_metadata
+    read_metadata = FileSystemReader.read_metadata
 
     def read(self: FileSystemReader, *_: Any, **__: Any) -> Metadata:
         metadata = read_again(Path(self.path), digest)
@@ -70,7 +70,7 @@ def checked_metadata(digest: str) -> Iterator[None]:
     try:
         yield
     finally:
-        FileSystemReader.read_metadata = theirs  # type: ignore[method-assign]
+        FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
 
 
 def load_data(path: Path) -> Any:
@@ -89,8 +89,8 @@ def data_only() -> AbstractContextManager[None]:
 
 def reason(error: BaseException) -> str:
     """Describe an error in one line, without torch's advice to read the file unsafely."""
-    if found := _GLOBAL.search(str(error)):
-        return f"it contains the object {found[1]}; only tensors and plain values are loaded"
+    if match := _GLOBAL.search(str(error)):
+        return f"it contains the object {match[1]}; only tensors and plain values are loaded"
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
     return f"{type(error).__name__}: {(text.strip().splitlines() or [''])[0][:500]}"
 

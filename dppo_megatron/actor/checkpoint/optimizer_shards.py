@@ -42,9 +42,9 @@ def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, l
     if not loading:
         _exchange(part, saved, to_savers=True)
     shards, _ = extract_sharded_tensors_and_factories(weights)
-    of_weight = {shard.data: shard for shard in nested_values(shards)}
+    weight_shards = {shard.data: shard for shard in nested_values(shards)}
     shards_of_state = {
-        number: {name: _shard(of_weight[weight], name, tensor) for name, tensor in states.items()}
+        number: {name: _shard(weight_shards[weight], name, tensor) for name, tensor in states.items()}
         for number, (weight, states) in saved.items()
     }
     return {**state, "param_state": shards_of_state, "param_state_sharding_type": "fully_reshardable"}
@@ -102,8 +102,8 @@ class _Bucket:
                 return
             finish = begin + weight.numel()
             if finish > first:
-                where = slice(max(begin, first) - begin, min(finish, end) - begin)
-                yield weight, where, max(begin, start) - begin
+                weight_slice = slice(max(begin, first) - begin, min(finish, end) - begin)
+                yield weight, weight_slice, max(begin, start) - begin
 
 
 def _buckets(part: DistributedOptimizer) -> Iterator[_Bucket]:
@@ -130,31 +130,31 @@ def _exchange(part: DistributedOptimizer, saved: dict[int, tuple[nn.Parameter, S
     step = max(1, EXCHANGE_BYTES // (size * STATE_BYTES))
     buckets = list(_buckets(part))
     at_once = min(step, max(bucket.local for bucket in buckets))
-    most_wanted = min(size * at_once, sum(weight.numel() for weight in whole))
-    held_buffer, wanted_buffer = (
-        torch.empty(count * len(_STATES), device=buckets[0].device) for count in (at_once, most_wanted)
+    max_whole_numel = min(size * at_once, sum(weight.numel() for weight in whole))
+    shard_buffer, whole_buffer = (
+        torch.empty(count * len(_STATES), device=buckets[0].device) for count in (at_once, max_whole_numel)
     )
     for bucket in buckets:
         for first in range(0, bucket.local, step):
             end = min(first + step, bucket.local)
-            held: list[list[Tensor]] = [[] for _ in range(size)]
-            for weight, where, begin in bucket.pieces(me, first, end):
+            shard_pieces: list[list[Tensor]] = [[] for _ in range(size)]
+            for weight, weight_slice, begin in bucket.pieces(me, first, end):
                 states = part._get_main_param_and_optimizer_states(weight)
-                own = slice(where.start - begin, where.stop - begin)
-                held[savers[weight]] += [states[name].detach().view(-1)[own] for name in _STATES]
-            wanted = [
+                shard_slice = slice(weight_slice.start - begin, weight_slice.stop - begin)
+                shard_pieces[savers[weight]] += [states[name].detach().view(-1)[shard_slice] for name in _STATES]
+            whole_pieces = [
                 [
-                    whole[weight][name].view(-1)[where]
-                    for weight, where, _ in bucket.pieces(holder, first, end)
+                    whole[weight][name].view(-1)[weight_slice]
+                    for weight, weight_slice, _ in bucket.pieces(holder, first, end)
                     if savers[weight] == me
                     for name in _STATES
                 ]
                 for holder in range(size)
             ]
             if to_savers:
-                _all_to_all(held, held_buffer, wanted, wanted_buffer, group)
+                _all_to_all(shard_pieces, shard_buffer, whole_pieces, whole_buffer, group)
             else:
-                _all_to_all(wanted, wanted_buffer, held, held_buffer, group)
+                _all_to_all(whole_pieces, whole_buffer, shard_pieces, shard_buffer, group)
 
 
 def _all_to_all(
@@ -166,11 +166,11 @@ def _all_to_all(
 ) -> None:
     """Exchange flat tensors, on any device, through buffers on the device of the group."""
     sizes_out, sizes_in = ([sum(t.numel() for t in tensors) for tensors in side] for side in (outgoing, incoming))
-    given, received = out_buffer[: sum(sizes_out)], in_buffer[: sum(sizes_in)]
-    for place, tensor in _places(given, outgoing):
+    out_flat, in_flat = out_buffer[: sum(sizes_out)], in_buffer[: sum(sizes_in)]
+    for place, tensor in _places(out_flat, outgoing):
         place.copy_(tensor)
-    dist.all_to_all_single(received, given, sizes_in, sizes_out, group=group)
-    for place, tensor in _places(received, incoming):
+    dist.all_to_all_single(in_flat, out_flat, sizes_in, sizes_out, group=group)
+    for place, tensor in _places(in_flat, incoming):
         tensor.copy_(place)
 
 

@@ -67,9 +67,9 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
 
 def _set_rates(part: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Replace the rates in the loaded state by those of `part`, by which Megatron-core 0.19 identifies the groups."""
-    own = part.optimizer.param_groups[0]  # the same in all groups
+    first_group = part.optimizer.param_groups[0]  # the same in all groups
     for group in state.get("optimizer", state)["param_groups"]:
-        group.update({name: own[name] for name in ("max_lr", "min_lr") if name in own})
+        group.update({name: first_group[name] for name in ("max_lr", "min_lr") if name in first_group})
 
 
 def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> list[dict[str, Any]]:
@@ -88,19 +88,19 @@ def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> 
             )
         return [loaded[index] for index in range(len(parts))] if numbered else [loaded]
     saved = [loaded] if "optimizer" in loaded else [loaded[i] for i in (0, 1) if "optimizer" in loaded.get(i, {})]
-    wanted = [loaded[index] for index in range(len(parts))] if numbered else [loaded]
+    part_states = [loaded[index] for index in range(len(parts))] if numbered else [loaded]
     if len(saved) == len(parts):
-        return wanted
+        return part_states
     groups = {_group_key(group): group for state in saved for group in state["optimizer"]["param_groups"]}
     states = []
-    for part, tensors in zip(parts, wanted, strict=True):
+    for part, tensors in zip(parts, part_states, strict=True):
         # Dense and expert parameters have the same settings and the same number of steps.
-        own = [
+        param_groups = [
             {**groups[_group_key(g)], "is_expert_parallel": g["is_expert_parallel"]}
             for g in part.optimizer.param_groups
         ]
         common = {name: value for name, value in saved[0].items() if name not in (0, 1, "param_state")}
-        common["optimizer"] = {**common["optimizer"], "param_groups": own}
+        common["optimizer"] = {**common["optimizer"], "param_groups": param_groups}
         states.append({**common, "param_state": tensors.get("param_state", {})})
     return states
 

@@ -121,10 +121,10 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
     All ranks must call this function. Raises CheckpointError listing every setting that differs from the run that saved
     the checkpoint and would change the result.
     """
-    found = Ranks().from_rank_zero(lambda: newest(directory), f"the newest checkpoint in {directory}")
-    if found is None:
+    checkpoint = Ranks().from_rank_zero(lambda: newest(directory), f"the newest checkpoint in {directory}")
+    if checkpoint is None:
         return None
-    path, run = found
+    path, run = checkpoint
     _refuse_damaged(path, run)
     _refuse_other_run(path, run, actor)
     lora = bool(actor.config.model.lora.r)
@@ -208,9 +208,9 @@ def _rates(actor: Checkpointed) -> dict[str, float]:
 
 def _set_rates(actor: Checkpointed, path: Path, saved: dict[str, Any]) -> None:
     """Use the rates of the config instead of the rates saved with the optimizer's groups."""
-    for name, now in _rates(actor).items():
-        if saved.get(name) != now:
-            log.warning("%s = %s from here on: %s was saved with %s", name, now, path, saved.get(name))
+    for name, rate in _rates(actor).items():
+        if saved.get(name) != rate:
+            log.warning("%s = %s from here on: %s was saved with %s", name, rate, path, saved.get(name))
     for group in actor.optimizer.param_groups:
         group["max_lr"], group["min_lr"] = _rates(actor).values()
 
@@ -224,10 +224,10 @@ def _refuse_damaged(path: Path, run: dict[str, Any]) -> None:
 
 
 def _refuse_other_run(path: Path, run: dict[str, Any], actor: Checkpointed) -> None:
-    saved, now = run["run"], _identity(actor)
+    saved, settings = run["run"], _identity(actor)
     # Checkpoints of earlier versions lack some of these names, which are then not compared.
-    differing = [f"{name} = {now[name]!r}: the checkpoint was saved with {saved[name]!r}" for name in now
-                 if name in saved and saved[name] != now[name]]  # fmt: skip
+    differing = [f"{name} = {settings[name]!r}: the checkpoint was saved with {saved[name]!r}" for name in settings
+                 if name in saved and saved[name] != settings[name]]  # fmt: skip
     if differing:
         raise CheckpointError(f"{path} does not fit this run:\n  - " + "\n  - ".join(differing))
 
@@ -248,11 +248,11 @@ def _rng_name(layout: Layout) -> str:
     return f"pipeline-{layout.pipeline_rank}-tensor-{layout.tensor_rank}.pt"
 
 
-def _write_on_all(ranks: Ranks, act: Callable[[], None], what: str) -> None:
+def _write_on_all(ranks: Ranks, act: Callable[[], None], checkpoint_name: str) -> None:
     try:
-        ranks.on_every_rank(act, what)
+        ranks.on_every_rank(act, checkpoint_name)
     except Exception as error:  # the same on every rank
-        raise CheckpointError(f"{what} could not be written:\n  - {error}") from error
+        raise CheckpointError(f"{checkpoint_name} could not be written:\n  - {error}") from error
 
 
 def _generators_state() -> dict[str, Any]:

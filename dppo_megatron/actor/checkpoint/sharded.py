@@ -48,17 +48,17 @@ class ShardedSave:
         `files` has every part.
         """
         apply_factories(state)
-        described = _digest(state)
+        digest = _digest(state)
         strategy, self._strategy = self._strategy, None  # after an error the next save starts from scratch
-        known = strategy is not None and described == self._described
-        if not all(Ranks().gather(known, "whether the shards are those of the last checkpoint")):
-            strategy, known = self._begin(), False
+        unchanged = strategy is not None and digest == self._described
+        if not all(Ranks().gather(unchanged, "whether the shards are those of the last checkpoint")):
+            strategy, unchanged = self._begin(), False
         self._writer.files = files
         with _torch_failures_as_errors():
             dist_checkpointing.save(
-                state, str(directory), sharded_strategy=strategy, validate_access_integrity=not known
+                state, str(directory), sharded_strategy=strategy, validate_access_integrity=not unchanged
             )
-        self._strategy, self._described = strategy, described
+        self._strategy, self._described = strategy, digest
 
     def _begin(self) -> FullyParallelSaveStrategyWrapper | _SaveInProcess:
         self._writer = _SaveInProcess()
@@ -101,7 +101,7 @@ class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
         self.files = Files()
-        self._known: _SaveRecord | None = None
+        self._record: _SaveRecord | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         ranks = Ranks()
@@ -110,32 +110,32 @@ class _SaveInProcess(torch_dist.TorchDistSaveShardedStrategy):
         )
         state = torch_dist.mcore_to_pyt_state_dict(shards, False)
         planner, writer = _Planner(self.files), _Writer(checkpoint_dir, self.files)
-        known = self._known
+        record = self._record
 
         def as_before() -> bool:
             planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
-            return planner.create_local_plan() == (known and known.plan)
+            return planner.create_local_plan() == (record and record.plan)
 
-        if all(ranks.on_every_rank(as_before, "the plan of a checkpoint")) and known is not None:
-            _write_as_before(known, planner, writer, ranks)
+        if all(ranks.on_every_rank(as_before, "the plan of a checkpoint")) and record is not None:
+            _write_as_before(record, planner, writer, ranks)
             return
         plan = planner.plan
         torch.distributed.checkpoint.save(state, storage_writer=writer, planner=planner)
-        self._known = _SaveRecord(plan, writer.plan, writer.results, writer.metadata, writer.results_of_all)
+        self._record = _SaveRecord(plan, writer.plan, writer.results, writer.metadata, writer.results_of_all)
 
 
-def _write_as_before(known: _SaveRecord, planner: _Planner, writer: _Writer, ranks: Ranks) -> None:
-    what = "the checkpoint's shards to be written"
+def _write_as_before(record: _SaveRecord, planner: _Planner, writer: _Writer, ranks: Ranks) -> None:
+    action = "the checkpoint's shards to be written"
 
     def write() -> bool:
-        before, known.results = known.results, writer.write(planner.finish_plan(known.agreed), planner).value()
-        return known.results == before
+        old_results, record.results = record.results, writer.write(planner.finish_plan(record.agreed), planner).value()
+        return record.results == old_results
 
-    if not all(ranks.on_every_rank(write, what)):  # objects among the shards changed in size
-        everyones: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
-        torch.distributed.gather_object(known.results, everyones)
-        known.results_of_all = everyones or []
-    ranks.from_rank_zero(lambda: writer.finish(known.metadata, known.results_of_all), what)
+    if not all(ranks.on_every_rank(write, action)):  # objects among the shards changed in size
+        results_by_rank: list[Any] | None = [None] * ranks.size if ranks.rank == 0 else None
+        torch.distributed.gather_object(record.results, results_by_rank)
+        record.results_of_all = results_by_rank or []
+    ranks.from_rank_zero(lambda: writer.finish(record.metadata, record.results_of_all), action)
 
 
 class _Planner(torch_dist.MCoreSavePlanner):
@@ -189,5 +189,5 @@ def _torch_failures_as_errors() -> Iterator[None]:
     except torch.distributed.checkpoint.CheckpointException as failed:
         texts = ((str(error), f"rank {rank}: {type(error).__name__}: ") for rank, (error, _) in failed.failures.items())
         # A text that was gathered from all ranks names its rank already.
-        reasons = (text if text.startswith("rank ") else of + text for text, of in texts)
+        reasons = (text if text.startswith("rank ") else rank_prefix + text for text, rank_prefix in texts)
         raise OSError("; ".join(dict.fromkeys(reasons))) from failed

@@ -57,17 +57,17 @@ class DiskFiles(Files):
 
 
 class _MemoryFile(io.RawIOBase):
-    """Represents a file as a list of written pieces. Tensors in `held` are found by address and not copied."""
+    """Represents a file as a list of written pieces. Tensors in `tensors` are found by address and not copied."""
 
-    def __init__(self, held: dict[int, Tensor]):
-        self._held = held
+    def __init__(self, tensors: dict[int, Tensor]):
+        self._tensors = tensors
         self._pieces: deque[bytes | memoryview] = deque()
         self._size = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        held = self._held.pop(np.frombuffer(view, np.uint8).ctypes.data, None)
-        self._pieces.append(bytes_of(held) if held is not None and held.nbytes == view.nbytes else bytes(view))
+        tensor = self._tensors.pop(np.frombuffer(view, np.uint8).ctypes.data, None)
+        self._pieces.append(bytes_of(tensor) if tensor is not None and tensor.nbytes == view.nbytes else bytes(view))
         self._size += view.nbytes
         return view.nbytes
 
@@ -91,25 +91,25 @@ class HostFiles(Files):
     def __init__(self) -> None:
         self._files: dict[Path, _MemoryFile] = {}
         self._adopted: set[int] = set()  # addresses of storages
-        self._held: dict[int, Tensor] = {}  # maps an address to its tensor, until that is written
+        self._tensors: dict[int, Tensor] = {}  # maps an address to its tensor, until that is written
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         self._adopted.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def hold(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        own = tensor.is_cpu and tensor.untyped_storage().data_ptr() in self._adopted
-        if own and tensor.is_contiguous() and tensor.numel():
+        is_adopted = tensor.is_cpu and tensor.untyped_storage().data_ptr() in self._adopted
+        if is_adopted and tensor.is_contiguous() and tensor.numel():
             # A storage of only these bytes: torch.save would write the whole storage of a view.
             tensor = torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype).view(tensor.shape)
         else:
             tensor = tensor.to("cpu", copy=True)
-        self._held[tensor.data_ptr()] = tensor
+        self._tensors[tensor.data_ptr()] = tensor
         return tensor
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[_MemoryFile]:
-        stream = self._files[Path(path)] = _MemoryFile(self._held)
+        stream = self._files[Path(path)] = _MemoryFile(self._tensors)
         yield stream
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
@@ -145,7 +145,7 @@ class BackgroundWrite:
         self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
         self._error: Exception | None = None
         self._moved_at = self._touched_at = time.monotonic()
-        self._seen = 0.0
+        self._mtime = 0.0
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -156,9 +156,9 @@ class BackgroundWrite:
         anything for `timeout_s`.
         """
         while self._thread.is_alive():
-            seen = self._moved_at
+            moved_at = self._moved_at
             self._thread.join(_POLL_S)
-            if self._moved_at > seen:
+            if self._moved_at > moved_at:
                 alive()
             if time.monotonic() - self._moved_at > self._timeout_s + 2 * _POLL_S:
                 raise self._timed_out()
@@ -190,11 +190,11 @@ class BackgroundWrite:
 
     def _look(self) -> None:
         try:
-            seen = (self._partial / _MOVED).stat().st_mtime
+            mtime = (self._partial / _MOVED).stat().st_mtime
         except FileNotFoundError:  # no rank had to wait yet, or the checkpoint is complete
             return
-        if seen != self._seen:
-            self._seen, self._moved_at = seen, time.monotonic()
+        if mtime != self._mtime:
+            self._mtime, self._moved_at = mtime, time.monotonic()
 
     def _written_notes(self) -> list[Path]:
         try:

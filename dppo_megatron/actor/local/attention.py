@@ -61,8 +61,8 @@ class PackedAttention(MegatronModule):
             value = F.pad(value, (0, query.shape[-1] - width))
         keys, values = key, value
         if self.context_group is not None:
-            both = gather_sequence(torch.cat((key, value), dim=-1), self.context_group)
-            keys, values = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+            keys_and_values = gather_sequence(torch.cat((key, value), dim=-1), self.context_group)
+            keys, values = keys_and_values.split((key.shape[-1], value.shape[-1]), dim=-1)
         if isinstance(plan, FlashPlan):
             whole = FlashAttention.apply(query, key, value, keys, values, plan, self.scale)
             return whole[..., :width].flatten(1)
@@ -77,11 +77,11 @@ class PackedAttention(MegatronModule):
             rows, key_rows = slice(at, at + n * queries), slice(key_at, key_at + n * length)
             q = query[rows].view(n, queries, *query.shape[1:]).transpose(1, 2)
             k, v = (x[key_rows].view(n, length, *x.shape[1:]).transpose(1, 2) for x in (key, value))
-            seen = None
+            mask = None
             if plan.keys is not None and queries < length:
                 positions = plan.keys.positions[rows].view(n, 1, queries, 1)
-                seen = positions >= torch.arange(length, device=positions.device)
-            out.append(self.attend(q, k, v, seen).transpose(1, 2).reshape(n * queries, -1))
+                mask = positions >= torch.arange(length, device=positions.device)
+            out.append(self.attend(q, k, v, mask).transpose(1, 2).reshape(n * queries, -1))
             at, key_at = at + n * queries, key_at + n * length
         padded = out[0] if len(out) == 1 else torch.cat(out)
         return _Unpad.apply(padded, plan.packed_rows)
@@ -91,13 +91,13 @@ class PackedAttention(MegatronModule):
         query: Float[Tensor, "n h Q d"],
         key: Float[Tensor, "n g L d"],
         value: Float[Tensor, "n g L v"],
-        seen: Bool[Tensor, "n 1 Q L"] | None,
+        mask: Bool[Tensor, "n 1 Q L"] | None,
     ) -> Float[Tensor, "n h Q v"]:
-        """Attend to the keys `seen` by each query; None = the keys up to its own position."""
+        """Attend to the keys in the `mask` of each query; None = the keys up to its own position."""
         if query.is_cuda:  # torch's only kernel for grouped heads in fp32, or for a mask, stores all scores
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
 
 
@@ -118,16 +118,16 @@ class SinkAttention(PackedAttention):
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size[0]  # keys before the query
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         queries, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        if seen is None:
-            seen = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril()[None, None]
+        if mask is None:
+            mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril()[None, None]
         if self.window is not None:  # the last key that a query sees is its own
             columns = torch.arange(length, device=query.device)
-            seen = seen & (columns >= seen.sum(-1, keepdim=True) - 1 - self.window)
+            mask = mask & (columns >= mask.sum(-1, keepdim=True) - 1 - self.window)
         assert self.scale is not None  # `transformer_fields` sets it
-        scores = (query @ key.mT * self.scale).float().masked_fill(~seen, -torch.inf)
+        scores = (query @ key.mT * self.scale).float().masked_fill(~mask, -torch.inf)
         sinks = self.softmax_offset.float()[:, None, None].expand(*scores.shape[:-1], 1)
         shares = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
         return shares.to(value.dtype) @ value

@@ -94,9 +94,9 @@ class GatedDeltaNet(MegatronModule):
         chunks = packed_seq_params.chunks
         assert chunks is not None  # the packer plans them for models with such layers
         mixed, _ = self.in_proj(hidden_states)
-        rows, (key, _, values), others = mixed.shape[0], self.sections[:3], self.sections[3:]
+        rows, (key, _, values), gate_sizes = mixed.shape[0], self.sections[:3], self.sections[3:]
         mixed = mixed.view(rows, self.groups, -1)
-        qkv, z, b, a = mixed.split((2 * key + values, *others), dim=-1)
+        qkv, z, b, a = mixed.split((2 * key + values, *gate_sizes), dim=-1)
         qkv = F.silu(self.conv1d(qkv.reshape(rows, -1), chunks))
         q, k, v = qkv.view(rows, self.groups, -1).split((key, key, values), dim=-1)
         v, z = (x.reshape(rows, -1, self.value_dim) for x in (v, z))
@@ -111,11 +111,11 @@ class GatedDeltaNet(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Describe the parameters for a checkpoint that any tensor-parallel size can load."""
-        own = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
+        parameters = {"dt_bias": self.dt_bias, "A_log": self.A_log, "conv1d.weight": self.conv1d.weight}
         out = make_sharded_tensors_for_checkpoint(
-            own,
+            parameters,
             prefix,
-            dict.fromkeys(own, 0),
+            dict.fromkeys(parameters, 0),
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],

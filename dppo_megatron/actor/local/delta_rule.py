@@ -98,17 +98,17 @@ def gated_delta_rule(
     stepped = k * step_size
     system, right = (stepped @ k.mT) * between, torch.cat((v * step_size, stepped * fading), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    new, read_keys = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     inside, q = (q @ k.mT) * between, q * fading
     last = total[..., -1:]
     k, fading = (k * (last - total).exp()[..., None]).mT, last.exp()[..., None]
     out, at = [], 0
     state = q.new_zeros(plan.steps[0], q.shape[1], q.shape[-1], v.shape[-1])
     for count in plan.steps:
-        here, state = slice(at, at + count), state[:count]
-        added = new[here] - read[here] @ state
-        out.append(q[here] @ state + inside[here] @ added)
-        state = state * fading[here] + k[here] @ added
+        chunks, state = slice(at, at + count), state[:count]
+        added = new[chunks] - read_keys[chunks] @ state
+        out.append(q[chunks] @ state + inside[chunks] @ added)
+        state = state * fading[chunks] + k[chunks] @ added
         at += count
     return torch.cat(out).transpose(1, 2).flatten(0, 1).index_select(0, plan.places)
 

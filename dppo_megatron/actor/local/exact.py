@@ -23,8 +23,8 @@ from .attention import PackedAttention
 class ExactAttention(PackedAttention):
     """Replaces SDPA, whose sums over keys depend on the number of queries in the call."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
-        if seen is not None:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
             raise ValueError("engine.exact = true: context parallelism is not supported; set parallel.context to 1")
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         return _Attention.apply(query, key, value, scale)
@@ -61,19 +61,19 @@ def _with_exact_product(forward: Callable[..., Tensor], *arguments: Any, **optio
     """
     with _Products() as products:
         out = forward(*arguments, **options)
-    if products.made != 1:
+    if products.count != 1:
         raise RuntimeError(
-            f"engine.exact = true: a layer called torch.matmul {products.made} times, expected once; install the "
+            f"engine.exact = true: a layer called torch.matmul {products.count} times, expected once; install the "
             "pinned Megatron-core"
         )
     return out
 
 
 class _Products(TorchFunctionMode):
-    made = 0
+    count = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.matmul:
-            self.made += 1
+            self.count += 1
             return product(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))

@@ -78,29 +78,31 @@ def plan_segments(
     0 rows, or None, it is a whole sequence. Context parallelism excludes prefixes. With it, `bounds` are those of whole
     sequences, of which this rank has `context.rows_of_rank`. No segment is empty.
     """
-    starts, own = bounds[:-1].long(), bounds.long().diff()
+    starts, lengths = bounds[:-1].long(), bounds.long().diff()
     if prefixes is None:
-        prefixes = torch.zeros(len(own), 2, dtype=torch.long)
-    before = prefixes[:, 1]
-    order, counts = _by_length(own + before, before > 0)
-    starts, own, before, prefixes = starts[order], own[order], before[order], prefixes[order]
-    keys = _side_by_side(starts, own + before, counts, prefixes)
+        prefixes = torch.zeros(len(lengths), 2, dtype=torch.long)
+    prefix_lengths = prefixes[:, 1]
+    order, counts = _by_length(lengths + prefix_lengths, prefix_lengths > 0)
+    starts, lengths, prefix_lengths, prefixes = starts[order], lengths[order], prefix_lengths[order], prefixes[order]
+    keys = _side_by_side(starts, lengths + prefix_lengths, counts, prefixes)
     if context_size > 1:
-        queries = _side_by_side(starts // context_size, own // context_size, counts)
-        mine = rows_of_rank(bounds, context_rank, context_size)
-        in_sequence = mine - bounds[:-1].long().repeat_interleave(bounds.long().diff())[mine]
+        queries = _side_by_side(starts // context_size, lengths // context_size, counts)
+        local_rows = rows_of_rank(bounds, context_rank, context_size)
+        in_sequence = local_rows - bounds[:-1].long().repeat_interleave(bounds.long().diff())[local_rows]
         gathered = gathered_places(bounds, context_size)
         places = torch.empty(len(gathered), dtype=torch.long)
         places[gathered] = keys.places()
-        of_keys = SegmentKeys(gathered[keys.rows], in_sequence[queries.rows], places)
-    elif bool(before.any()):
-        queries = _side_by_side(starts, own, counts)
-        held = keys.real.nonzero().flatten()
-        of_keys = SegmentKeys(keys.rows, queries.columns + before[queries.segments], held, keys.rows[held])
+        segment_keys = SegmentKeys(gathered[keys.rows], in_sequence[queries.rows], places)
+    elif bool(prefix_lengths.any()):
+        queries = _side_by_side(starts, lengths, counts)
+        real_places = keys.real.nonzero().flatten()
+        segment_keys = SegmentKeys(
+            keys.rows, queries.columns + prefix_lengths[queries.segments], real_places, keys.rows[real_places]
+        )
     else:
-        queries, of_keys = keys, None
+        queries, segment_keys = keys, None
     groups = tuple(zip(counts, queries.longest, keys.longest, strict=True))
-    return SegmentPlan(groups, queries.rows, queries.places(), of_keys)
+    return SegmentPlan(groups, queries.rows, queries.places(), segment_keys)
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ class _Padded:
 
     def places(self) -> Int[Tensor, " T"]:
         """Return the padded index of each row; every row must have one."""
-        held = self.real.nonzero().flatten()
-        return torch.empty_like(held).index_copy_(0, self.rows[held], held)
+        real_places = self.real.nonzero().flatten()
+        return torch.empty_like(real_places).index_copy_(0, self.rows[real_places], real_places)
 
 
 def _side_by_side(starts: Tensor, lengths: Tensor, counts: Sequence[int], prefixes: Tensor | None = None) -> _Padded:
@@ -129,12 +131,14 @@ def _side_by_side(starts: Tensor, lengths: Tensor, counts: Sequence[int], prefix
         columns = torch.minimum(column, size - 1)
         rows = starts[group] + columns
         if prefixes is not None:
-            begin, before = prefixes[first : first + count].split(1, dim=1)
-            rows = torch.where(columns < before, begin + columns, rows - before)
+            begin, prefix_lengths = prefixes[first : first + count].split(1, dim=1)
+            rows = torch.where(columns < prefix_lengths, begin + columns, rows - prefix_lengths)
         parts.append((rows, columns, group.expand_as(rows), column < size))
         first += count
     longest = [rows.shape[1] for rows, *_ in parts]
-    return _Padded(longest, *(torch.cat([x.flatten() for x in of_all]) for of_all in zip(*parts, strict=True)))
+    return _Padded(
+        longest, *(torch.cat([x.flatten() for x in group_tensors]) for group_tensors in zip(*parts, strict=True))
+    )
 
 
 def _by_length(lengths: Int[Tensor, " S"], continuing: Bool[Tensor, " S"]) -> tuple[Tensor, list[int]]:
@@ -143,8 +147,8 @@ def _by_length(lengths: Int[Tensor, " S"], continuing: Bool[Tensor, " S"]) -> tu
     Segments that continue others are in other groups than whole sequences.
     """
     order, counts = [], []
-    for chosen in (~continuing, continuing):
-        indices = chosen.nonzero().flatten()
+    for mask in (~continuing, continuing):
+        indices = mask.nonzero().flatten()
         descending, by_length = torch.sort(lengths[indices], descending=True, stable=True)
         order.append(indices[by_length])
         counts += _group_sizes(descending)

@@ -109,9 +109,9 @@ def check_files(directory: str) -> None:
 
     A reader would follow the link out of the run's directory, or block on a FIFO.
     """
-    seen: set[str] = set()
-    while directory not in seen and os.path.isdir(directory):
-        seen.add(directory)
+    visited: set[str] = set()
+    while directory not in visited and os.path.isdir(directory):
+        visited.add(directory)
         _, folders, files = next(os.walk(directory), ("", [], []))
         for entry in (directory, *(os.path.join(directory, name) for name in folders + files)):
             if os.path.islink(entry) or not (os.path.isfile(entry) or os.path.isdir(entry)):

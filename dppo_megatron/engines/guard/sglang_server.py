@@ -49,11 +49,11 @@ def main(arguments: list[str]) -> None:
         roots=(*roots_of_environment(), start),
     )
     # The server warms up by requests to its own routes, which need the secret too.
-    own: Any = requests.Session()
-    own.trust_env = False  # a proxy of the environment would receive the secret, and ~/.netrc would replace it
-    own.headers["Authorization"] = f"Bearer {secret}"
-    own.exceptions = requests.exceptions
-    http_server.requests = own
+    session: Any = requests.Session()
+    session.trust_env = False  # a proxy of the environment would receive the secret, and ~/.netrc would replace it
+    session.headers["Authorization"] = f"Bearer {secret}"
+    session.exceptions = requests.exceptions
+    http_server.requests = session
     sys.argv[1:] = arguments
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

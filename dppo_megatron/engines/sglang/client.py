@@ -67,25 +67,36 @@ class SglangEngine(SglangWeights):
         self._tracing = asyncio.Lock()
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        what = f"generation of group {request.request_id}"
+        action = f"generation of group {request.request_id}"
         limits = await self._static_info()
-        self._admit(what, request, limits)
-        await self._check_not(what, ASLEEP, EMPTY)
+        self._admit(action, request, limits)
+        await self._check_not(action, ASLEEP, EMPTY)
         longest = limits.max_model_len - len(request.token_ids)
         # Every attempt has a new id, because the server may still be ending a request with a closed connection.
         sent = dataclasses.replace(request, request_id=f"{request.request_id}~{uuid4().hex[:8]}")
         scored = encode_score(request.token_ids.tolist(), request.topk)
         body = scored if request.scored else encode_group(sent, min(request.max_tokens, longest))
         with ReplySlot(self._budget) as slot:
-            return await self._sampled(what, request, sent, body, limits, slot)
+            return await self._sampled(action, request, sent, body, limits, slot)
 
     async def _sampled(
-        self, what: str, request: GenerateRequest, sent: GenerateRequest, body: Any, limits: EngineInfo, slot: ReplySlot
+        self,
+        action: str,
+        request: GenerateRequest,
+        sent: GenerateRequest,
+        body: Any,
+        limits: EngineInfo,
+        slot: ReplySlot,
     ) -> tuple[Rollout, ...]:
         self._running[request.request_id] = sent
         try:
             reply = await self._calls.call(
-                what, "/generate", self._generate_timeout_s, body=body, timeout_remedy=REQUEST_TIMEOUT_REMEDY, slot=slot
+                action,
+                "/generate",
+                self._generate_timeout_s,
+                body=body,
+                timeout_remedy=REQUEST_TIMEOUT_REMEDY,
+                slot=slot,
             )
         except (asyncio.CancelledError, EngineTimeout):
             with contextlib.suppress(EngineError):
@@ -96,7 +107,7 @@ class SglangEngine(SglangWeights):
         try:
             samples = await decoded(self._decode_samples, reply, request, sent, limits)
         except (ValueError, InvalidSample) as error:
-            raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
+            raise InvalidSample(f"engine {self.url}: {action}: {error}") from None
         return samples.rollouts(len(request.token_ids))
 
     def _decode_samples(
@@ -110,51 +121,51 @@ class SglangEngine(SglangWeights):
         return samples
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        what = f"scoring of {len(token_ids)} tokens"
+        action = f"scoring of {len(token_ids)} tokens"
         limits = await self._static_info()
         token_ids = np.asarray(token_ids)
         if token_ids.ndim != 1 or len(token_ids) < 2:
-            raise EngineRefused(f"engine {self.url}: {what}: scoring needs a vector of at least two tokens")
-        self._check_ids(what, token_ids, limits.vocab_size)
-        await self._check_not(what, ASLEEP, EMPTY)
+            raise EngineRefused(f"engine {self.url}: {action}: scoring needs a vector of at least two tokens")
+        self._check_ids(action, token_ids, limits.vocab_size)
+        await self._check_not(action, ASLEEP, EMPTY)
         tokens = token_ids.tolist()
-        reply = await self._calls.call(what, "/generate", self._generate_timeout_s, body=encode_score(tokens))
+        reply = await self._calls.call(action, "/generate", self._generate_timeout_s, body=encode_score(tokens))
         try:
             columns = decode_score(reply, tokens, limits.vocab_size).columns
         except ValueError as error:
-            raise InvalidSample(f"engine {self.url}: {what}: {error}") from None
+            raise InvalidSample(f"engine {self.url}: {action}: {error}") from None
         if columns["versions"][0] < 0:
-            raise EngineError(f"engine {self.url}: {what}: its weights are incomplete, load them again")
-        return check_scores(f"engine {self.url}: {what}", columns["rollout_logprob"], len(tokens) - 1)
+            raise EngineError(f"engine {self.url}: {action}: its weights are incomplete, load them again")
+        return check_scores(f"engine {self.url}: {action}", columns["rollout_logprob"], len(tokens) - 1)
 
     async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
-        what = f"recording the pass of {len(token_ids)} tokens"
+        action = f"recording the pass of {len(token_ids)} tokens"
         ids = " ".join(map(str, np.asarray(token_ids).tolist()))
         async with self._tracing:
-            await self._ask_plugin(what, f"{START_TRACE} {ids}")
+            await self._ask_plugin(action, f"{START_TRACE} {ids}")
             try:
                 logprobs = await self.score(token_ids)
             finally:
-                reports = await self._ask_plugin(what, TAKE_TRACE, self._generate_timeout_s)
-        return self._joined(what, lambda: [decode_trace(worker) for worker in reports]), logprobs
+                reports = await self._ask_plugin(action, TAKE_TRACE, self._generate_timeout_s)
+        return self._joined(action, lambda: [decode_trace(worker) for worker in reports]), logprobs
 
     async def weights_fingerprint(self) -> Fingerprint:
-        what = "fingerprints of its weights"
-        await self._check_not(what, ASLEEP, EMPTY)
-        reports = await self._ask_plugin(what, FINGERPRINT, self._update_timeout_s)
+        action = "fingerprints of its weights"
+        await self._check_not(action, ASLEEP, EMPTY)
+        reports = await self._ask_plugin(action, FINGERPRINT, self._update_timeout_s)
         workers = [
             {group: None if value == MISSING else value.split() for group, value in rank.items()} for rank in reports
         ]
         return self._fingerprint(workers)
 
     async def info(self) -> EngineInfo:
-        what = "its description"
+        action = "its description"
         model, _ = await asyncio.to_thread(lambda: self._model)
-        served = await self._calls.json(what, "/model_info")
+        served = await self._calls.json(action, "/model_info")
         updating_s = self._updating_s(served)
         if updating_s is not None and self._last_info is not None:
             return dataclasses.replace(self._last_info, updating_s=updating_s, weight_group=self._weight_group)
-        server = await self._calls.json(what, "/server_info")
+        server = await self._calls.json(action, "/server_info")
         try:
             self._last_info = EngineInfo(
                 version=reported_version(served["weight_version"]),
@@ -200,8 +211,8 @@ class SglangEngine(SglangWeights):
     async def abort(self, request_id: str) -> None:
         sent = self._running.get(request_id)
         children = child_ids(sent.request_id, sent.n) if sent else []
-        what = f"abort of {request_id}"
-        await asyncio.gather(*(self._calls.call(what, "/abort_request", body={"rid": child}) for child in children))
+        action = f"abort of {request_id}"
+        await asyncio.gather(*(self._calls.call(action, "/abort_request", body={"rid": child}) for child in children))
 
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
         info = dataclasses.replace(await self.info(), logprobs_mode=await self._logprobs_mode())
@@ -224,7 +235,7 @@ class SglangEngine(SglangWeights):
             distance.append(float(first - second))
         return "raw_logprobs" if distance[1] > 0.75 * distance[0] else "processed_logprobs"
 
-    def _admit(self, what: str, request: GenerateRequest, limits: EngineInfo) -> None:
+    def _admit(self, action: str, request: GenerateRequest, limits: EngineInfo) -> None:
         """Raise `EngineRefused` for a request that would end the server or return samples of another request."""
         cap = min(limits.max_logprobs, limits.vocab_size)
         extra = self._model[1] - set(request.stop_token_ids)
@@ -255,14 +266,14 @@ class SglangEngine(SglangWeights):
         ]
         for is_wrong, message in problems:
             if is_wrong:
-                raise EngineRefused(f"engine {self.url}: {what}: {message}")
-        self._check_ids(what, request.token_ids, limits.vocab_size)
+                raise EngineRefused(f"engine {self.url}: {action}: {message}")
+        self._check_ids(action, request.token_ids, limits.vocab_size)
 
-    def _check_ids(self, what: str, token_ids: np.ndarray, vocab_size: int) -> None:
+    def _check_ids(self, action: str, token_ids: np.ndarray, vocab_size: int) -> None:
         try:
             check_ids(token_ids, vocab_size)
         except ValueError as error:
-            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
+            raise EngineRefused(f"engine {self.url}: {action}: {error}") from None
 
     @cached_property
     def _model(self) -> tuple[HFModelConfig, frozenset[int]]:
@@ -270,12 +281,12 @@ class SglangEngine(SglangWeights):
         from dppo_megatron.data.tokenizer import read_json
 
         model = read_hf_config(self._model_path)
-        more = read_json(self._model_path / "generation_config.json").get("eos_token_id")
-        ends = more if isinstance(more, list) else [] if more is None else [more]
+        eos_token_id = read_json(self._model_path / "generation_config.json").get("eos_token_id")
+        ends = eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]
         return model, frozenset({*model.eos_token_ids, *ends})
 
 
-def _vocab_size(served: Path, own: Path) -> int:
+def _vocab_size(served: Path, model_path: Path) -> int:
     """Return the vocabulary size of the served model, which SGLang does not report.
 
     If this machine cannot read the served model, return the vocabulary size of the run's model.
@@ -283,7 +294,7 @@ def _vocab_size(served: Path, own: Path) -> int:
     try:
         return read_hf_config(served).vocab_size
     except ModelError:
-        return read_hf_config(own).vocab_size
+        return read_hf_config(model_path).vocab_size
 
 
 def _unfit_settings(server: dict[str, Any], model: HFModelConfig, seeded: bool, adapters: bool) -> list[str]:

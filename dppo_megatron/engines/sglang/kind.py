@@ -78,10 +78,10 @@ class Sglang(EngineKind):
 
     def eval_problems(self, config: Config) -> list[str]:
         return [
-            f"eval.sets.{name}.top_p = {chosen.top_p:g}: SGLang would then ignore the seeds of all samples in the "
+            f"eval.sets.{name}.top_p = {eval_set.top_p:g}: SGLang would then ignore the seeds of all samples in the "
             "batch, training samples included; set it to 1, or engine.seeded to false"
-            for name, chosen in config.eval.sets.items()
-            if chosen.top_p < 1 and config.engine.seeded
+            for name, eval_set in config.eval.sets.items()
+            if eval_set.top_p < 1 and config.engine.seeded
         ]
 
     def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
@@ -119,13 +119,13 @@ class Sglang(EngineKind):
 
     def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
         sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
-        asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
-        return "/generate", {"input_ids": tokens, "sampling_params": sampling, **asked}
+        logprob_options = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
+        return "/generate", {"input_ids": tokens, "sampling_params": sampling, **logprob_options}
 
     def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
         meta = reply["meta_info"]  # entries are [log-prob, id, text]; the first position has none
-        own = [entry[0] for entry, _ in zip(meta["input_token_logprobs"], tokens, strict=True)]
-        return own[1:], [[(e[1], e[0]) for e in entries] for entries in meta["input_top_logprobs"][1:]]
+        token_logprobs = [entry[0] for entry, _ in zip(meta["input_token_logprobs"], tokens, strict=True)]
+        return token_logprobs[1:], [[(e[1], e[0]) for e in entries] for entries in meta["input_top_logprobs"][1:]]
 
     def python(self, config: Config) -> Path:
         """Return `engine.python`, else that of `.venv-sglang` next to this environment, else this interpreter.
@@ -134,8 +134,8 @@ class Sglang(EngineKind):
         """
         if config.engine.python is not None:
             return config.engine.python
-        own = Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
-        return own if own.exists() else Path(sys.executable)
+        interpreter = Path(sys.prefix).parent / ".venv-sglang" / "bin" / "python"
+        return interpreter if interpreter.exists() else Path(sys.executable)
 
     def command(
         self,
@@ -233,10 +233,10 @@ def _lacks_fused_part(names: Iterable[str]) -> bool:
         block, _, projection = name.partition(".lora_")[0].rpartition(".")
         layers.setdefault(block, set()).add(projection)
     return any(
-        ("q_proj" in found) != ("v_proj" in found)
-        or ("k_proj" in found and "q_proj" not in found)
-        or ("up_proj" in found and "gate_proj" not in found)
-        for found in layers.values()
+        ("q_proj" in projections) != ("v_proj" in projections)
+        or ("k_proj" in projections and "q_proj" not in projections)
+        or ("up_proj" in projections and "gate_proj" not in projections)
+        for projections in layers.values()
     )
 
 

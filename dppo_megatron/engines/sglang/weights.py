@@ -70,41 +70,41 @@ class SglangWeights(HttpEngine):
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
         path = Path(path).absolute()
-        what = f"loading policy {version} from {path}"
-        await self._check_not(what, ASLEEP)
+        action = f"loading policy {version} from {path}"
+        await self._check_not(action, ASLEEP)
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
-            await asyncio.to_thread(self._check_weights, what, path)
+            await asyncio.to_thread(self._check_weights, action, path)
             # Without the plug-in SGLang would load a delta's file as weights.
             if self._adapters is not None or is_delta(path):
-                workers = len(await self._ask_plugin(what, NCCL))
+                workers = len(await self._ask_plugin(action, NCCL))
                 if self._adapters is None:
-                    await self._read_ahead(what, path, self._read_ahead_bytes // workers, deadline)
+                    await self._read_ahead(action, path, self._read_ahead_bytes // workers, deadline)
             if mode == "wait":
-                await self._wait_until_idle(what, deadline)
-            async with self._paused(what, mode, deadline) as since, self._updating(what, deadline):
+                await self._wait_until_idle(action, deadline)
+            async with self._paused(action, mode, deadline) as since, self._updating(action, deadline):
                 body = {"model_path": str(path), "weight_version": str(int(version)), "flush_cache": True}
-                await self._calls.call(what, "/update_weights_from_disk", _left(deadline), body=body)
+                await self._calls.call(action, "/update_weights_from_disk", _left(deadline), body=body)
             return time.monotonic() - since
 
-    async def _read_ahead(self, what: str, path: Path, most_bytes: int, deadline: float) -> None:
+    async def _read_ahead(self, action: str, path: Path, most_bytes: int, deadline: float) -> None:
         """Make the schedulers read `path` while they sample. Raises `EngineError` if one of them fails."""
-        action, pause_s = f"{READ_AHEAD} {most_bytes} {path}", READ_POLL_S
+        command, pause_s = f"{READ_AHEAD} {most_bytes} {path}", READ_POLL_S
         while True:
-            reports = await self._ask_plugin(what, action, _left(deadline))
+            reports = await self._ask_plugin(action, command, _left(deadline))
             states = {worker.get(STATE, "garbled reply") for worker in reports}
             if problems := states - {READING, READ}:
                 raise EngineError(
-                    f"engine {self.url}: {what}: {'; '.join(sorted(problems))}; the old weights stay in use"
+                    f"engine {self.url}: {action}: {'; '.join(sorted(problems))}; the old weights stay in use"
                 )
-            if action == HAS_READ and states == {READ}:
+            if command == HAS_READ and states == {READ}:
                 return
             if time.monotonic() > deadline:
                 raise EngineTimeout(
-                    f"engine {self.url}: {what}: not read within {self._update_timeout_s:g} s (weight_sync.timeout_s); "
-                    "the old weights stay in use"
+                    f"engine {self.url}: {action}: not read within {self._update_timeout_s:g} s "
+                    "(weight_sync.timeout_s); the old weights stay in use"
                 )
-            action = HAS_READ
+            command = HAS_READ
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 50 * READ_POLL_S)
 
@@ -113,68 +113,68 @@ class SglangWeights(HttpEngine):
 
         Until weights are loaded again the server queues the requests that clients still send.
         """
-        what = "going to sleep"
+        action = "going to sleep"
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
-            label = await self._present_label(what)
+            label = await self._present_label(action)
             if label.startswith(ASLEEP):
                 return
             if not label.startswith(EMPTY):
-                await self._wait_until_idle(what, deadline)
+                await self._wait_until_idle(action, deadline)
             # A scheduler that is not idle would exit. Of the ways to pause, only this one ends later requests and uses
             # no core: it stops the server's HTTP process, not the scheduler, which would spin.
-            await self._calls.call(what, "/pause_generation", _left(deadline), body={"mode": "abort"})
-            await self._occupy(what, "/release_memory_occupation", f"{ASLEEP}{reported_version(label)}", deadline)
+            await self._calls.call(action, "/pause_generation", _left(deadline), body={"mode": "abort"})
+            await self._occupy(action, "/release_memory_occupation", f"{ASLEEP}{reported_version(label)}", deadline)
 
     async def wake(self) -> None:
         """Allocate the memory again, with arbitrary contents. Do nothing if weights are served."""
-        what = "waking up"
+        action = "waking up"
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
-            label = await self._present_label(what)
+            label = await self._present_label(action)
             if label.startswith((ASLEEP, EMPTY, UPDATING, INCONSISTENT)):
-                await self._occupy(what, "/resume_memory_occupation", f"{EMPTY}{reported_version(label)}", deadline)
+                await self._occupy(action, "/resume_memory_occupation", f"{EMPTY}{reported_version(label)}", deadline)
 
-    async def _occupy(self, what: str, route: str, label: str, deadline: float) -> None:
+    async def _occupy(self, action: str, route: str, label: str, deadline: float) -> None:
         """Free or allocate the memory through `route`, then set `label`."""
-        async with self._updating(what, deadline):
-            await self._calls.call(what, route, _left(deadline), body={})
-            await self._label(what, label)
+        async with self._updating(action, deadline):
+            await self._calls.call(action, route, _left(deadline), body={})
+            await self._label(action, label)
 
-    async def _check_not(self, what: str, *labels: str) -> None:
+    async def _check_not(self, action: str, *labels: str) -> None:
         """Raise `EngineError` if the label of the weights begins with one of `labels`, `ASLEEP` or `EMPTY`.
 
         Only colocated engines sleep, so others are not asked.
         """
-        if self._sleeps and (await self._present_label(what)).startswith(labels):
+        if self._sleeps and (await self._present_label(action)).startswith(labels):
             raise EngineError(
-                f"engine {self.url}: {what}: it was put to sleep, which discards its weights; wake it and load them"
+                f"engine {self.url}: {action}: it was put to sleep, which discards its weights; wake it and load them"
             )
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
-        what, workers = f"joining weight group {plan.name}", (await self.info()).workers
+        action, workers = f"joining weight group {plan.name}", (await self.info()).workers
         async with self._updates:
-            self._check_manifest(what, lambda: Manifest.of(plan.name, plan.tensors()))
+            self._check_manifest(action, lambda: Manifest.from_tensors(plan.name, plan.tensors()))
             if plan.nccl:
                 report, *_ = await self._ask_plugin("its version of NCCL", NCCL)
                 if problem := nccl_problem(plan.nccl, plan.nccl_cumem, report.get(NCCL, ""), report.get(CUMEM, "")):
-                    raise EngineRefused(f"engine {self.url}: {what}: {problem}")
+                    raise EngineRefused(f"engine {self.url}: {action}: {problem}")
             await self._leave_group()
             address = (plan.host, plan.port, plan.name, plan.workers, plan.timeout_s)
             try:
                 rendezvous = await asyncio.to_thread(WeightRendezvous.connect, *address)
                 rendezvous.ready("join", workers)  # for the server, which takes no part in the rendezvous
             except WeightGroupError as error:
-                raise EngineError(f"engine {self.url}: {what}: {error}") from None
+                raise EngineError(f"engine {self.url}: {action}: {error}") from None
             self._group = _Group(plan, rendezvous, workers)
             try:
                 for sender in range(len(plan.streams)):
-                    await self._init_group(what, plan, sender)
+                    await self._init_group(action, plan, sender)
             except BaseException:
                 await self._leave_group()
                 raise
 
-    async def _init_group(self, what: str, plan: WeightGroupPlan, sender: int) -> None:
+    async def _init_group(self, action: str, plan: WeightGroupPlan, sender: int) -> None:
         body = {
             "master_address": plan.host,
             "master_port": plan.port,
@@ -183,29 +183,29 @@ class SglangWeights(HttpEngine):
             "group_name": plan.group(sender),
             "backend": plan.backend,
         }
-        await self._calls.call(what, "/init_weights_update_group", self._update_timeout_s, body=body)
+        await self._calls.call(action, "/init_weights_update_group", self._update_timeout_s, body=body)
 
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
-        what = f"receiving policy {version}"
+        action = f"receiving policy {version}"
         async with self._updates:
             deadline = time.monotonic() + self._update_timeout_s
             if self._group is None or self._group.plan.name != group:
-                raise EngineRefused(f"engine {self.url}: {what}: it is not in weight group {group}; join it first")
+                raise EngineRefused(f"engine {self.url}: {action}: it is not in weight group {group}; join it first")
             if mode == "wait":
-                await self._wait_until_idle(what, deadline)
-            async with self._paused(what, mode, deadline) as since:
+                await self._wait_until_idle(action, deadline)
+            async with self._paused(action, mode, deadline) as since:
                 try:
-                    async with self._updating(what, deadline):
-                        await self._receive(what, self._group, step, version, deadline)
+                    async with self._updating(action, deadline):
+                        await self._receive(action, self._group, step, version, deadline)
                 except BaseException:
                     await self._leave_group()
                     raise
             return time.monotonic() - since
 
-    async def _receive(self, what: str, group: _Group, step: str, version: int, deadline: float) -> None:
+    async def _receive(self, action: str, group: _Group, step: str, version: int, deadline: float) -> None:
         plan = group.plan
-        await self._calls.call(what, "/begin_weight_update", _left(deadline), body={})
-        async with self._ending(what, "/end_weight_update"):
+        await self._calls.call(action, "/begin_weight_update", _left(deadline), body={})
+        async with self._ending(action, "/end_weight_update"):
             group.rendezvous.ready(step, group.workers)
             for sender, number, bucket in plan.order():
                 body = {
@@ -216,10 +216,10 @@ class SglangWeights(HttpEngine):
                     "load_format": "flattened_bucket",
                     "flush_cache": False,
                 }
-                where = f"{what}: bucket {number + 1} of {len(plan.streams[sender])} from sender {sender}"
+                where = f"{action}: bucket {number + 1} of {len(plan.streams[sender])} from sender {sender}"
                 await self._calls.call(where, "/update_weights_from_distributed", _left(deadline), body=body)
-        await self._calls.call(what, "/flush_cache", _left(deadline), body={})
-        await self._label(what, str(int(version)))
+        await self._calls.call(action, "/flush_cache", _left(deadline), body={})
+        await self._label(action, str(int(version)))
 
     async def _leave_group(self) -> None:
         group, self._group = self._group, None
@@ -234,7 +234,7 @@ class SglangWeights(HttpEngine):
             await self._calls.call("cleaning up", route, CLEAN_UP_TIMEOUT_S, body=body)
 
     @contextlib.asynccontextmanager
-    async def _updating(self, what: str, deadline: float) -> AsyncIterator[None]:
+    async def _updating(self, action: str, deadline: float) -> AsyncIterator[None]:
         """Set the label of a running update, which the HTTP process reports while the scheduler is busy.
 
         If the context fails or is cancelled, set a label under which every token is rejected until an update succeeds.
@@ -242,26 +242,26 @@ class SglangWeights(HttpEngine):
         becomes another `EngineError`.
         """
         try:
-            await self._label(what, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
+            await self._label(action, f"{UPDATING}{uuid4().hex[:8]}", _left(deadline))
             yield
         except BaseException as error:
             with contextlib.suppress(EngineError):
-                await self._label(what, INCONSISTENT, CLEAN_UP_TIMEOUT_S)
+                await self._label(action, INCONSISTENT, CLEAN_UP_TIMEOUT_S)
             if isinstance(error, EngineRefused):
                 raise EngineError(f"{error}; the weights may be incomplete, load them again") from error
             raise
 
-    async def _present_label(self, what: str) -> str:
+    async def _present_label(self, action: str) -> str:
         try:
-            return str((await self._calls.json(what, "/model_info"))["weight_version"])
+            return str((await self._calls.json(action, "/model_info"))["weight_version"])
         except KeyError as error:
-            raise EngineError(f"engine {self.url}: {what}: its description lacks {error}") from None
+            raise EngineError(f"engine {self.url}: {action}: its description lacks {error}") from None
 
-    async def _label(self, what: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def _label(self, action: str, label: str, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         body = {"new_version": label, "abort_all_requests": False}
-        await self._calls.call(what, "/update_weight_version", timeout_s, body=body)
+        await self._calls.call(action, "/update_weight_version", timeout_s, body=body)
 
-    def _check_weights(self, what: str, path: Path) -> None:
+    def _check_weights(self, action: str, path: Path) -> None:
         """Raise `EngineRefused` unless `path` has exactly the tensors of the run's model, or of an adapter for it.
 
         SGLang would load the tensors it knows, keep the old values of missing ones, and report success.
@@ -269,71 +269,73 @@ class SglangWeights(HttpEngine):
         try:  # the server makes the same check, but only after it has paused
             inside_roots(str(path), [str(self._start_model), str(path.parent)])
         except RefusedPath as error:
-            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
+            raise EngineRefused(f"engine {self.url}: {action}: {error}") from None
         if self._adapters is None:
-            return self._check_manifest(what, lambda: Manifest.read(path))
+            return self._check_manifest(action, lambda: Manifest.read(path))
         folded = self._adapters.model_copy(update={"alpha": float(self._adapters.r)})
         if problems := adapter_problems(path, read_hf_config(self._start_model), folded):
-            raise EngineRefused(f"engine {self.url}: {what}: {'; '.join(problems)}")
+            raise EngineRefused(f"engine {self.url}: {action}: {'; '.join(problems)}")
 
-    def _check_manifest(self, what: str, make: Callable[[], Manifest]) -> None:
+    def _check_manifest(self, action: str, make: Callable[[], Manifest]) -> None:
         try:
             if self._manifest is None:
                 self._manifest = Manifest.read(self._start_model)
             make().check_replaces(self._manifest)
         except BadWeights as error:
-            raise EngineRefused(f"engine {self.url}: {what}: {error}") from None
+            raise EngineRefused(f"engine {self.url}: {action}: {error}") from None
         except UnreadableWeights as error:
-            raise EngineError(f"engine {self.url}: {what}: {error}") from None
+            raise EngineError(f"engine {self.url}: {action}: {error}") from None
 
-    async def _wait_until_idle(self, what: str, deadline: float) -> None:
+    async def _wait_until_idle(self, action: str, deadline: float) -> None:
         while time.monotonic() < deadline:
-            reply = await self._calls.json(what, "/v1/loads", _left(deadline))
+            reply = await self._calls.json(action, "/v1/loads", _left(deadline))
             if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in reply["loads"]):
                 return
             await asyncio.sleep(IDLE_POLL_S)
         raise EngineTimeout(
-            f"engine {self.url}: {what}: running requests did not end within {self._update_timeout_s:g} s "
+            f"engine {self.url}: {action}: running requests did not end within {self._update_timeout_s:g} s "
             "(weight_sync.timeout_s); the old weights stay in use"
         )
 
     @contextlib.asynccontextmanager
-    async def _paused(self, what: str, mode: UpdateMode, deadline: float) -> AsyncIterator[float]:
+    async def _paused(self, action: str, mode: UpdateMode, deadline: float) -> AsyncIterator[float]:
         """Pause generation inside the context; yield the start time of the monotonic clock."""
         # Retracted requests are prefilled again afterwards, so each further token is drawn from exactly the policy it
         # is tagged with. Requests paused in place would continue with keys and values of the old weights.
-        how, since = {"mode": "abort" if mode == "abort" else "retract"}, time.monotonic()
-        async with self._ending(what, "/continue_generation"):
-            await self._calls.call(what, "/pause_generation", _left(deadline), body=how)
+        body, since = {"mode": "abort" if mode == "abort" else "retract"}, time.monotonic()
+        async with self._ending(action, "/continue_generation"):
+            await self._calls.call(action, "/pause_generation", _left(deadline), body=body)
             yield since
 
     @contextlib.asynccontextmanager
-    async def _ending(self, what: str, route: str) -> AsyncIterator[None]:
+    async def _ending(self, action: str, route: str) -> AsyncIterator[None]:
         """Send `route` at the end of the context. After a failure, do not wait long for a server that may be frozen."""
         try:
             yield
         except BaseException:
             await self._clean_up(route, {})
             raise
-        await self._calls.call(what, route, body={})
+        await self._calls.call(action, route, body={})
 
-    async def _ask_plugin(self, what: str, action: str, timeout_s: float = CONTROL_TIMEOUT_S) -> list[dict[str, str]]:
+    async def _ask_plugin(
+        self, action: str, command: str, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> list[dict[str, str]]:
         """Return the report of our plug-in for each worker, at least one.
 
         Raises `EngineIncompatible` if it is missing.
         """
         try:
-            body = {"action": action, "selector": "target"}
-            reply = await self._calls.json(what, "/weights_checker", timeout_s, body=body)
+            body = {"action": command, "selector": "target"}
+            reply = await self._calls.json(action, "/weights_checker", timeout_s, body=body)
             reports = [{group: str(value) for group, value in rank["checksums"].items()} for rank in reply["ranks"]]
         except EngineRefused as error:
             if "Unsupported action" in str(error):
                 raise EngineIncompatible(f"{error}: {NO_PLUGIN}") from None
             raise EngineError(str(error)) from None  # SGLang reports every failure this way, also a lack of memory
         except (KeyError, TypeError, AttributeError) as error:
-            raise EngineError(f"engine {self.url}: {what}: garbled reply: {error}") from None
+            raise EngineError(f"engine {self.url}: {action}: garbled reply: {error}") from None
         if not reports:
-            raise EngineError(f"engine {self.url}: {what}: garbled reply: no worker reports")
+            raise EngineError(f"engine {self.url}: {action}: garbled reply: no worker reports")
         return reports
 
 

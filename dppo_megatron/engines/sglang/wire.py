@@ -86,7 +86,7 @@ def decode_group(reply: bytes | bytearray, request: GenerateRequest, model: HFMo
         samples = [_decode(output, name, request, model) for output, name in zip(outputs, ids, strict=True)]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"a sample lacks or garbles {error}") from error
-    return GroupSamples.of(samples)
+    return GroupSamples.from_rollouts(samples)
 
 
 def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int, topk: int = 0) -> GroupSamples:
@@ -100,13 +100,13 @@ def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int
         if [entry[1] for entry in entries] not in (token_ids, named):
             raise ValueError("the scored tokens differ from the ones that were sent")
         labels = [meta["weight_version"], *(span["version"] for span in meta.get("weight_versions") or ())]
-        own, length = np.array(token_ids[1:], np.int32), np.array([len(token_ids) - 1], np.int32)
-        columns = {"versions": np.full_like(own, min(map(parse_version, labels)))}
+        scored_ids, length = np.array(token_ids[1:], np.int32), np.array([len(token_ids) - 1], np.int32)
+        columns = {"versions": np.full_like(scored_ids, min(map(parse_version, labels)))}
         columns["rollout_logprob"] = _floats([entry[0] for entry in entries[1:]])
         if topk:
             lists = np.array([[entry[:2] for entry in at] for at in meta["input_top_logprobs"][1:]], np.float64)
             columns |= {"topk_ids": lists[..., 1].astype(np.int32), "rollout_topk_logprob": _floats(lists[..., 0])}
-        return GroupSamples(length, ("length",), own, columns)
+        return GroupSamples(length, ("length",), scored_ids, columns)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"the reply lacks or garbles {error}") from error
 
@@ -137,30 +137,30 @@ def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: 
             columns |= _topk(meta, length, request.topk)
     if request.routed_experts:
         columns["routed_experts"] = _experts(meta, length, len(request.token_ids), model)
-    return Rollout.of(
+    return Rollout.from_columns(
         columns, token_ids=np.array(tokens, np.int32), finish_reason=_finish_reason(meta["finish_reason"], tokens)
     )
 
 
 def _over_mask(name: str, meta: dict[str, Any], tokens: list[int], k: int) -> dict[str, np.ndarray]:
     """Return the sampling masks, with log-probs of the sampled tokens and the K most likely ones over them."""
-    masks, values = (meta[f"output_token_sampling_{what}"] if tokens else [] for what in ("mask", "logprobs"))
+    masks, values = (meta[f"output_token_sampling_{field}"] if tokens else [] for field in ("mask", "logprobs"))
     if not len(masks) == len(values) == len(tokens) or any(map(lambda m, v: len(m) != len(v), masks, values)):
         raise ValueError(f"{name}: the sampling mask of some of its tokens is missing")
     sampled = np.full(len(tokens), np.nan, np.float32)
     topk_ids, topk_logprob = np.full((len(tokens), k), -1, np.int32), np.full((len(tokens), k), -np.inf, np.float32)
-    listed = [np.empty(0, np.int32)]
+    mask_ids = [np.empty(0, np.int32)]
     for row, (token, mask, value) in enumerate(zip(tokens, masks, values, strict=True)):
         ids, logprobs = np.array(mask, np.int32), _floats(value)
         order = np.argsort(-logprobs, kind="stable")[:k]
         topk_ids[row, : len(order)], topk_logprob[row, : len(order)] = ids[order], logprobs[order]
         if token in mask:
             sampled[row] = logprobs[mask.index(token)]
-        listed.append(np.sort(ids))
+        mask_ids.append(np.sort(ids))
     return {
         "rollout_logprob": sampled,
         **({"topk_ids": topk_ids, "rollout_topk_logprob": topk_logprob} if k else {}),
-        "sampling_mask_ids": np.concatenate(listed),
+        "sampling_mask_ids": np.concatenate(mask_ids),
         "sampling_mask_counts": np.array([len(mask) for mask in masks], np.int32),
     }
 

@@ -46,34 +46,34 @@ class VllmEngine(HttpEngine):
         self._suffix = f"~{uuid4().hex[:8]}"
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
-        what = f"generation of group {request.request_id}"
+        action = f"generation of group {request.request_id}"
         limits = await self._static_info()
         sent = replace(request, request_id=request.request_id + self._suffix)
         with ReplySlot(self._budget) as slot:
             reply = await self._calls.call(
-                what,
+                action,
                 "/dppo/generate",
                 self._generate_timeout_s,
                 content=encode_request(sent),
                 timeout_remedy=REQUEST_TIMEOUT_REMEDY,
                 slot=slot,
             )
-            samples = await decoded(self._decode_samples, reply, what, request, sent.request_id, limits)
+            samples = await decoded(self._decode_samples, reply, action, request, sent.request_id, limits)
         self.counts.update(samples.counts)
         return samples.rollouts(len(request.token_ids))
 
     def _decode_samples(
-        self, reply: bytes | bytearray, what: str, request: GenerateRequest, sent_id: str, limits: EngineInfo
+        self, reply: bytes | bytearray, action: str, request: GenerateRequest, sent_id: str, limits: EngineInfo
     ) -> GroupSamples:
-        header, arrays = self._decode(what, reply)
+        header, arrays = self._decode(action, reply)
         if header.get("instance", limits.instance) != limits.instance:
-            raise EngineUnavailable(f"engine {self.url}: {what}: the server was restarted; its weights are unknown")
+            raise EngineUnavailable(f"engine {self.url}: {action}: the server was restarted; its weights are unknown")
         if header.get("request_id") != sent_id:
-            raise InvalidSample(f"engine {self.url}: {what}: the reply is to {header.get('request_id')!r}")
+            raise InvalidSample(f"engine {self.url}: {action}: the reply is to {header.get('request_id')!r}")
         try:
             samples = decode_samples(header, arrays)
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidSample(f"engine {self.url}: {what}: the reply lacks {error}") from error
+            raise InvalidSample(f"engine {self.url}: {action}: the reply lacks {error}") from error
         try:
             samples.check(request, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
         except InvalidSample as error:
@@ -81,48 +81,50 @@ class VllmEngine(HttpEngine):
         return samples
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        what = f"scoring of {len(token_ids)} tokens"
+        action = f"scoring of {len(token_ids)} tokens"
         body = {"token_ids": np.asarray(token_ids).tolist()}
-        _, arrays = self._decode(what, await self._calls.call(what, "/dppo/score", self._generate_timeout_s, body=body))
-        return check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
+        _, arrays = self._decode(
+            action, await self._calls.call(action, "/dppo/score", self._generate_timeout_s, body=body)
+        )
+        return check_scores(f"engine {self.url}: {action}", arrays.get("logprobs"), len(token_ids) - 1)
 
     async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
-        what = f"recording the pass of {len(token_ids)} tokens"
+        action = f"recording the pass of {len(token_ids)} tokens"
         body = {"token_ids": np.asarray(token_ids).tolist()}
         header, arrays = self._decode(
-            what, await self._calls.call(what, "/dppo/trace", self._generate_timeout_s, body=body)
+            action, await self._calls.call(action, "/dppo/trace", self._generate_timeout_s, body=body)
         )
-        trace = self._joined(what, lambda: decode_trace(header, arrays))
-        return trace, check_scores(f"engine {self.url}: {what}", arrays.get("logprobs"), len(token_ids) - 1)
+        trace = self._joined(action, lambda: decode_trace(header, arrays))
+        return trace, check_scores(f"engine {self.url}: {action}", arrays.get("logprobs"), len(token_ids) - 1)
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
         source = {"path": str(Path(path).absolute()), "read_ahead_bytes": self._read_ahead_bytes}
         return await self._update(f"loading policy {version} from {path}", "/dppo/load_weights", source, version, mode)
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
-        what = f"joining weight group {plan.name}"
-        await self._calls.call(what, "/dppo/join_weight_group", self._update_timeout_s, body=plan.to_json())
+        action = f"joining weight group {plan.name}"
+        await self._calls.call(action, "/dppo/join_weight_group", self._update_timeout_s, body=plan.to_json())
 
     async def receive_weights(self, group: str, step: str, version: int, mode: UpdateMode = "keep") -> float:
         source = {"group": group, "step": step}
         return await self._update(f"receiving policy {version}", "/dppo/receive_weights", source, version, mode)
 
-    async def _update(self, what: str, path: str, source: dict[str, Any], version: int, mode: UpdateMode) -> float:
+    async def _update(self, action: str, path: str, source: dict[str, Any], version: int, mode: UpdateMode) -> float:
         body = {
             **source,
             "version": int(version),
             "mode": mode,
             "wait_s": 0.9 * self._update_timeout_s,  # the server's timeout ends first, and its error has the reason
         }
-        reply = await self._calls.json(what, path, self._update_timeout_s, body=body)
+        reply = await self._calls.json(action, path, self._update_timeout_s, body=body)
         if reply.get("version") != version:
-            raise EngineError(f"engine {self.url}: {what}: the reply has version {reply.get('version')}")
+            raise EngineError(f"engine {self.url}: {action}: the reply has version {reply.get('version')}")
         paused_s = reply.get("paused_s")
         return paused_s if isinstance(paused_s, float) else 0.0
 
     async def weights_fingerprint(self) -> Fingerprint:
-        what = "fingerprints of its weights"
-        reply = await self._calls.json(what, "/dppo/fingerprint", self._update_timeout_s)
+        action = "fingerprints of its weights"
+        reply = await self._calls.json(action, "/dppo/fingerprint", self._update_timeout_s)
         return self._fingerprint(reply.get("workers"))
 
     async def sleep(self) -> None:
@@ -145,8 +147,8 @@ class VllmEngine(HttpEngine):
         body = {"request_id": request_id + self._suffix}
         await self._calls.call(f"abort of {request_id}", "/dppo/abort", CONTROL_TIMEOUT_S, body=body)
 
-    def _decode(self, what: str, reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def _decode(self, action: str, reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         try:
             return decode_reply(reply)
         except ValueError as error:
-            raise InvalidSample(f"engine {self.url}: {what}: garbled reply: {error}") from error
+            raise InvalidSample(f"engine {self.url}: {action}: garbled reply: {error}") from error

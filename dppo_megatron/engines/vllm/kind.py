@@ -66,7 +66,7 @@ class Vllm(EngineKind):
             (config.weight_sync.lora == "adapter", "it is not tested with adapters (weight_sync.lora = adapter)"),
             (e.devices > 1, f"it is not tested on several devices of one engine (now {e.devices})"),
         )
-        return [f"engine.draft_tokens = {e.draft_tokens}: {why}; set it to 0" for is_so, why in why_not if is_so]
+        return [f"engine.draft_tokens = {e.draft_tokens}: {reason}; set it to 0" for is_so, reason in why_not if is_so]
 
     def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
         out = _gpt_oss_problems(config, hf)
@@ -98,8 +98,8 @@ class Vllm(EngineKind):
     def stage_layers(self, layers: int, stages: int) -> list[int]:
         # vllm/distributed/utils.py, get_pp_indices, gives the remainder to the last stages except the very last, which
         # has the head.
-        each, left = divmod(layers, stages)
-        return [each + (stages - 1 - left <= stage < stages - 1) for stage in range(stages)]
+        layers_per_stage, remainder = divmod(layers, stages)
+        return [layers_per_stage + (stages - 1 - remainder <= stage < stages - 1) for stage in range(stages)]
 
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
         # model_executor/model_loader/reload/layerwise.py buffers the tensors of a module until it is complete. It
@@ -112,9 +112,9 @@ class Vllm(EngineKind):
 
     def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
         places = reply["choices"][0]["prompt_logprobs"][1:]  # id -> entry, of the K most likely tokens and the own one
-        own = [at[str(token)]["logprob"] for token, at in zip(tokens[1:], places, strict=True)]
+        token_logprobs = [at[str(token)]["logprob"] for token, at in zip(tokens[1:], places, strict=True)]
         ranked = [sorted((e["rank"], int(i), e["logprob"]) for i, e in at.items() if e["rank"] <= k) for at in places]
-        return own, [[entry[1:] for entry in at] for at in ranked]
+        return token_logprobs, [[entry[1:] for entry in at] for at in ranked]
 
     def python(self, config: Config) -> Path:
         """Return `engine.python`, or this interpreter."""

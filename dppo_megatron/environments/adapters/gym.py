@@ -28,7 +28,7 @@ class Gym:
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         observation = self._env.reset(seed=seed_of(prompt, seed))
-        return self._said(observation[0] if isinstance(observation, tuple) else observation)
+        return self._text(observation[0] if isinstance(observation, tuple) else observation)
 
     def step(self, text: str) -> tuple[str, float | None, bool]:
         action: Any = text
@@ -41,13 +41,13 @@ class Gym:
                 action = first - 1
             if not first <= action < first + size:
                 return f"expected a number from {first} to {first + int(size) - 1}", 0.0, False
-        observation, reward, *ended, _ = self._env.step(action)  # ended: terminated, truncated; done
-        return self._said(observation), float(reward), any(ended)
+        observation, reward, *done_flags, _ = self._env.step(action)  # done_flags: terminated, truncated; done
+        return self._text(observation), float(reward), any(done_flags)
 
-    def _said(self, observation: Any) -> str:
-        said = self._env.render() if self._render else observation
-        if not isinstance(said, str | Integral):
+    def _text(self, observation: Any) -> str:
+        text = self._env.render() if self._render else observation
+        if not isinstance(text, str | Integral):
             raise EnvironmentFailed(
-                "raised", f"its observations are {type(said).__name__}, not text; set environment.settings.render"
+                "raised", f"its observations are {type(text).__name__}, not text; set environment.settings.render"
             )
-        return str(said)
+        return str(text)

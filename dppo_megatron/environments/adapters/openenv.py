@@ -27,9 +27,9 @@ class OpenEnv:
     def reset(self, prompt: Prompt, seed: int) -> str:
         import openenv
 
-        if (known := _clients.get(self._url)) is not None:
+        if (client := _clients.get(self._url)) is not None:
             try:
-                return self._begin(known, prompt, seed)
+                return self._begin(client, prompt, seed)
             except Exception:  # the server ended the session between requests
                 self._forget()
         # The client's thread answers the server's pings while the policy is busy; the limit is environment.timeout_s.
@@ -52,15 +52,15 @@ class OpenEnv:
                 return f"error: {error}", 0.0, False
             self._forget()  # a late reply would be taken as the reply to a later action
             raise
-        return self._said(result.observation), result.reward, bool(result.done)
+        return self._text(result.observation), result.reward, bool(result.done)
 
     def _begin(self, client: Any, prompt: Prompt, seed: int) -> str:
-        return self._said(client.reset(seed=seed_of(prompt, seed)).observation)
+        return self._text(client.reset(seed=seed_of(prompt, seed)).observation)
 
     def _forget(self) -> None:
         _clients.pop(self._url).close()
 
-    def _said(self, observation: dict[str, Any]) -> str:
+    def _text(self, observation: dict[str, Any]) -> str:
         if self._observation is None:
             return json.dumps(observation, ensure_ascii=False)
         if self._observation not in observation:

@@ -24,9 +24,9 @@ class ReasoningGym:
 
     def reset(self, prompt: Prompt, seed: int) -> str:
         self._questions = self._create(self._dataset, **self._config, seed=seed_of(prompt, seed), size=1)
-        self._asked = self._questions[0]
-        return self._asked["question"]
+        self._question = self._questions[0]
+        return self._question["question"]
 
     def step(self, text: str) -> tuple[str, float, bool]:
         answer = text.strip() if self._tag is None else self._extract(text, self._tag)
-        return "", float(self._questions.score_answer(answer, self._asked)), True
+        return "", float(self._questions.score_answer(answer, self._question)), True

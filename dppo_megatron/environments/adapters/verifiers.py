@@ -26,9 +26,9 @@ async def play(
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # tool servers are processes that import the taskset
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-    idx, (world, left, tasks) = task.get("idx", -1), _load(json.dumps(env, sort_keys=True))
+    idx, (world, unread_tasks, tasks) = task.get("idx", -1), _load(json.dumps(env, sort_keys=True))
     try:
-        tasks.extend(islice(left, max(0, idx + 1 - len(tasks))))
+        tasks.extend(islice(unread_tasks, max(0, idx + 1 - len(tasks))))
     except Exception:
         _load.cache_clear()  # a generator that raised has ended: the next episode would see too few tasks
         raise
@@ -41,12 +41,12 @@ async def play(
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EnvironmentFailed("raised", "; ".join(f"{error.type}: {error.message}" for error in errors))
-    ours = [trace for trace in episode.traces if trace.agent.config.client == client]
-    if len(ours) != 1 or not ours[0].agent.trainable:  # training would include turns of other models
+    policy_traces = [trace for trace in episode.traces if trace.agent.config.client == client]
+    if len(policy_traces) != 1 or not policy_traces[0].agent.trainable:  # training would include turns of other models
         raise EnvironmentFailed(
-            "raised", f"{len(ours)} agents use the policy, expected one, trainable; set `client` of the others"
+            "raised", f"{len(policy_traces)} agents use the policy, expected one, trainable; set `client` of the others"
         )
-    return ours[0].reward if ours[0].rewards else None
+    return policy_traces[0].reward if policy_traces[0].rewards else None
 
 
 @cache
@@ -60,9 +60,9 @@ def _load(settings: str) -> tuple[Any, Any, list[Any]]:
     env = json.loads(settings)
     taskset = env["taskset"]["id"]
     for name, seat in agent_config_fields(loaders.env_config_type(taskset, env.get("id", ""))()).items():
-        given = env.setdefault(name, {})
-        given.setdefault("runtime", {"type": "subprocess"})
+        agent_config = env.setdefault(name, {})
+        agent_config.setdefault("runtime", {"type": "subprocess"})
         if seat.harness is None and loaders.default_harness_id(taskset) == "bash":
-            given.setdefault("harness", {"id": "dppo_megatron"})
+            agent_config.setdefault("harness", {"id": "dppo_megatron"})
     world = loaders.load_environment(loaders.resolve_env_config(env))
     return world, iter(world.taskset), []  # environment, unread tasks, read tasks

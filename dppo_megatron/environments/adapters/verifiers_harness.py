@@ -37,8 +37,12 @@ class Chat(Harness[HarnessConfig]):
                 message: Any = reply.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 for call in message.tool_calls or ():
-                    asked = call.function.name, json.loads(call.function.arguments)
-                    said = await call_mcp(connections, names, *asked) if asked[0] in names else "error: no such tool"
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+                    invocation = call.function.name, json.loads(call.function.arguments)
+                    content = (
+                        await call_mcp(connections, names, *invocation)
+                        if invocation[0] in names
+                        else "error: no such tool"
+                    )
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
                 if not message.tool_calls:
                     return ProgramResult(0, "", "")

@@ -53,14 +53,14 @@ class SigmoidExpertsConfig(RawConfig):
     def mtp_layers(self) -> int:
         return self.num_nextn_predict_layers
 
-    def problems(self, given: Mapping[str, Any]) -> list[str]:
+    def problems(self, raw: Mapping[str, Any]) -> list[str]:
         out = [
             f"{name} = {getattr(self, name)!r}: only {only!r} is supported"
             for name, only in _ONLY.items()
             if getattr(self, name) != only
         ]
-        out += [f"{name}: missing" for name in _STATED if given.get(name) is None]
-        out += [missing_null(name) for name in _NULLABLE if name not in given]
+        out += [f"{name}: missing" for name in _STATED if raw.get(name) is None]
+        out += [missing_null(name) for name in _NULLABLE if name not in raw]
         if (self.n_group or 1) > 1 and not self.topk_group:
             out.append(f"topk_group = {self.topk_group}: n_group = {self.n_group} needs it")
         return out

@@ -29,8 +29,8 @@ class DeepseekV3Config(SigmoidExpertsConfig):
             self.q_lora_rank, self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
         )
 
-    def problems(self, given: Mapping[str, Any]) -> list[str]:
-        return super().problems(given) + ([] if "q_lora_rank" in given else [missing_null("q_lora_rank")])
+    def problems(self, raw: Mapping[str, Any]) -> list[str]:
+        return super().problems(raw) + ([] if "q_lora_rank" in raw else [missing_null("q_lora_rank")])
 
 
 def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:

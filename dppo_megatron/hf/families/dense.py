@@ -14,8 +14,8 @@ from .family import Family
 class MistralConfig(RawConfig):
     sliding_window: int | None = None
 
-    def problems(self, given: Mapping[str, Any]) -> list[str]:
-        if "sliding_window" not in given:  # readers then assume 4096
+    def problems(self, raw: Mapping[str, Any]) -> list[str]:
+        if "sliding_window" not in raw:  # readers then assume 4096
             return [missing_null("sliding_window")]
         if self.sliding_window is None:
             return []

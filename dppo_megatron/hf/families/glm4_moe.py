@@ -29,11 +29,11 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
     rms_norm_eps: float = 1e-5
     mlp_layer_types: list[str] | None = None
 
-    def problems(self, given: Mapping[str, Any]) -> list[str]:
+    def problems(self, raw: Mapping[str, Any]) -> list[str]:
         # vLLM reads first_k_dense_replace, transformers mlp_layer_types, by default ["dense", "sparse", ...].
         dense = self.first_k_dense_replace
         kinds = self.mlp_layer_types or ["dense", *["sparse"] * (self.num_hidden_layers - 1)]
-        out = super().problems(given)
+        out = super().problems(raw)
         if kinds != ["dense" if i < dense else "sparse" for i in range(self.num_hidden_layers)]:
             out.append(f"first_k_dense_replace = {dense}: mlp_layer_types (default: only the first is dense) differs")
         return out

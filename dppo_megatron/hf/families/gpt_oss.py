@@ -51,7 +51,7 @@ class GptOssConfig(RawConfig):
             score_function="softmax",
         )
 
-    def problems(self, given: Mapping[str, Any]) -> list[str]:
+    def problems(self, raw: Mapping[str, Any]) -> list[str]:
         kinds, layers = self.kinds(), self.num_hidden_layers
         out = [f"{name} = {getattr(self, name)!r}: only {only!r} is supported" for name, only in _ONLY.items()
                if getattr(self, name) != only]  # fmt: skip
@@ -72,7 +72,7 @@ def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
     def one(megatron: str, hf: str, shape: tuple[int, ...], op: Operation) -> Rule:
         return layer_rule(layers, (megatron,), ((hf, shape),), op)
 
-    def of_expert(linear: str, hf: str, sizes: tuple[int, int], op: Operation, bias_op: Operation) -> tuple[Rule, Rule]:
+    def expert(linear: str, hf: str, sizes: tuple[int, int], op: Operation, bias_op: Operation) -> tuple[Rule, Rule]:
         name, whole = f"mlp.experts.local_experts.{{expert}}.{linear}", f"mlp.experts.{hf}_proj"
         stored = ((name + ".weight", whole, sizes, op), (name + ".bias", f"{whole}_bias", sizes[1:], bias_op))
         return tuple(
@@ -88,8 +88,8 @@ def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
         norm(layers, ("pre_mlp_layernorm.weight",), "post_attention_layernorm.weight", hidden),
         one("mlp.router.weight", "mlp.router.weight", (experts, hidden), Replicated()),
         one("mlp.router.bias", "mlp.router.bias", (experts,), Replicated()),
-        *of_expert("linear_fc1", "gate_up", (hidden, 2 * ffn), GateUp(), GateUp()),
-        *of_expert("linear_fc2", "down", (ffn, hidden), Sharded(1), Replicated()),
+        *expert("linear_fc1", "gate_up", (hidden, 2 * ffn), GateUp(), GateUp()),
+        *expert("linear_fc2", "down", (ffn, hidden), Sharded(1), Replicated()),
     )
 
 

@@ -47,7 +47,7 @@ class Qwen35Config(RawConfig):
             layers=tuple(_KINDS.get(kind, True) for kind in self.kinds()),
         )
 
-    def problems(self, given: Mapping[str, Any]) -> list[str]:
+    def problems(self, raw: Mapping[str, Any]) -> list[str]:
         out, kinds, layers = [], self.kinds(), self.num_hidden_layers
         if len(kinds) != layers:
             out.append(f"layer_types: {len(kinds)} entries for num_hidden_layers = {layers}")
@@ -93,24 +93,24 @@ def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
 
 def gated_delta_net(config: HFModelConfig, sizes: DeltaNetConfig) -> tuple[Rule, ...]:
     """Return the rules of layers of gated delta net. The fused input projection is interleaved by key head."""
-    layers = tuple(i for i, there in enumerate(sizes.layers) if there)
+    layers = tuple(i for i, has_delta_net in enumerate(sizes.layers) if has_delta_net)
     hidden, heads, rows = config.hidden_size, sizes.num_value_heads, sizes.widths
     fused = {"qkv": (rows["q"], rows["k"], rows["v"]), **{name: (rows[name],) for name in ("z", "b", "a")}}
-    inputs = tuple((f"linear_attn.in_proj_{name}.weight", (sum(of), hidden)) for name, of in fused.items())
+    inputs = tuple((f"linear_attn.in_proj_{name}.weight", (sum(sections), hidden)) for name, sections in fused.items())
     conv = (("linear_attn.conv1d.weight", (sum(fused["qkv"]), 1, sizes.conv_kernel)),)
     out = (("linear_attn.out_proj.weight", (hidden, rows["v"])),)
     by_head, groups = Sharded(0), sizes.num_key_heads
     together, convolved = ByGroup(groups, tuple(fused.values())), ByGroup(groups, (fused["qkv"],))
 
-    def own(name: str) -> Rule:
+    def head_rule(name: str) -> Rule:
         return layer_rule(layers, (f"self_attention.{name}",), ((f"linear_attn.{name}", (heads,)),), by_head)
 
     return (
         norm(layers, ("input_layernorm.weight",), "input_layernorm.weight", hidden),
         layer_rule(layers, ("self_attention.in_proj.weight",), inputs, together),
         layer_rule(layers, ("self_attention.conv1d.weight",), conv, convolved),
-        own("dt_bias"),
-        own("A_log"),
+        head_rule("dt_bias"),
+        head_rule("A_log"),
         norm(layers, ("self_attention.out_norm.weight",), "linear_attn.norm.weight", sizes.value_head_dim),
         layer_rule(layers, ("self_attention.out_proj.weight",), out, Sharded(1)),
     )

@@ -31,6 +31,20 @@ async function loadTensors(name) {
   return found;
 }
 
+const byId = (id) => document.getElementById(id);
+
+// What is chosen on the page is in its address, so a link to a rollout, or a reload, shows the same.
+const address = new URLSearchParams(location.hash.slice(1));
+let pending;
+const saveAddress = (state) => history.replaceState(state, "", `#${address}`);
+
+function keep(key, value) {
+  if (value) address.set(key, value);
+  else address.delete(key);
+  clearTimeout(pending);
+  pending = setTimeout(saveAddress, 200, null); // browsers limit the rate
+}
+
 // Controls that reverse the text after them, or hide, as escapes.
 function safe(text) {
   return text.replace(/[\u061c\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
@@ -44,9 +58,18 @@ function make(tag, name, ...children) {
   return element;
 }
 
-function shown(value) {
+function makeButton(label, on, act) {
+  const button = make("button", on ? "on" : "", label);
+  button.setAttribute("aria-pressed", on);
+  button.addEventListener("click", act);
+  return button;
+}
+
+// A share is shown in percent.
+function shown(value, share) {
+  if (share && Number.isFinite(value)) return `${shown(100 * value)} %`;
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "–" : String(value);
   if (Number.isInteger(value)) return String(value);
   const size = Math.abs(value);
-  return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(Number(value.toPrecision(4)));
 }

@@ -183,7 +183,7 @@ class World:
                 teachers=teachers,
                 journals=self.journals,
                 prompts_in_all=self.prompts_in_all,
-                earlier=EarlierSamples(run.bank) if config.engine.draft_tokens else None,
+                earlier=EarlierSamples(bank.reader()) if config.engine.draft_tokens else None,
                 **parts,
             )
             attempt = asyncio.create_task(orchestrator.run())

@@ -48,8 +48,8 @@ class TorchWithoutPinning:
     def __getattr__(self, name: str) -> Any:
         import torch
 
-        found = getattr(torch, name)
-        return partial(_unpinned, found) if name in ("tensor", "zeros") else found
+        attribute = getattr(torch, name)
+        return partial(_unpinned, attribute) if name in ("tensor", "zeros") else attribute
 
 
 def _unpinned(factory: Callable[..., Any], *arguments: Any, pin_memory: bool = False, **options: Any) -> Any:

@@ -109,13 +109,13 @@ def nccl_version() -> str:
 
 
 def weights_fingerprint(model: Any) -> dict[str, tuple[int, int] | None]:
-    fingerprint, seen = _ours("fingerprint"), set[int]()
+    fingerprint, counted_ids = _ours("fingerprint"), set[int]()
     shares: dict[str, tuple[int, int] | None] = {}
     for name, module in model.named_modules():
         if name.endswith(".fused_qkv_a_proj_with_mqa"):  # this layer does not report the sizes of its parts
             module.output_partition_sizes = [(r := model.config.q_lora_rank), module.output_size - r]
         if not hasattr(module, "lora_backend"):  # a layer under an adapter appears again as its base layer
-            fingerprint.add_shares(shares, fingerprint.module_shares(name, module, seen))
+            fingerprint.add_shares(shares, fingerprint.module_shares(name, module, counted_ids))
     manager = _managers.get(model)
     if manager is None or POLICY not in manager.loras:
         return shares
@@ -123,10 +123,10 @@ def weights_fingerprint(model: Any) -> dict[str, tuple[int, int] | None]:
     for modules in manager.lora_modules:
         for name, module in modules.items():
             a, b = module.lora_a[slot], module.lora_b[slot][:, :rank]
-            above = a[: len(a) // manager.max_lora_rank * rank].split(rank)
+            a_parts = a[: len(a) // manager.max_lora_rank * rank].split(rank)
             parts = [b[top:bottom] for top, bottom in pairwise(module.lora_offsets)]
-            more = fingerprint.adapter_shares(name, module.base_layer, above, parts)
-            fingerprint.add_shares(shares, more)
+            adapter_shares = fingerprint.adapter_shares(name, module.base_layer, a_parts, parts)
+            fingerprint.add_shares(shares, adapter_shares)
     return shares
 
 

@@ -78,13 +78,13 @@ def attended(extends: bool, original: Any, backend: Any, *passed: Tensor, scalin
     """
     from dppo_megatron.engines.exact import attend
 
-    query, output, keys, values, slots, requests, lengths, *more = passed
-    counts = more[1] if extends else torch.ones_like(lengths)
+    query, output, keys, values, slots, requests, lengths, *extend_lengths = passed
+    counts = extend_lengths[1] if extends else torch.ones_like(lengths)
     places = slots[requests]  # [n, ...]: the cache slot of each position of a request
 
     def cached(requests: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        found = places[requests, :length].long()
-        return keys[found], values[found]
+        cache_slots = places[requests, :length].long()
+        return keys[cache_slots], values[cache_slots]
 
     output[:] = attend(query, cached, lengths.long(), counts.long(), scaling)
     return output
@@ -94,35 +94,35 @@ def sample(ours: Any, original: Callable[..., Tensor], *arguments: Any, **option
     """Let the sampler draw as before, and compute the reported log-probs from the logits before temperature."""
     _, output, sampling_info, return_logprob, numbers, *_ = arguments
     logits = output.next_token_logits.float().clone() if return_logprob else None
-    drawn = original(*arguments, **options)
+    token_ids = original(*arguments, **options)
     if logits is None:
-        return drawn
+        return token_ids
     temperature = sampling_info.temperatures.flatten()
-    values, found = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
+    values, topk_ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
     for number in set(numbers):
-        rows = [row for row, own in enumerate(numbers) if own == number]
-        ids = drawn[rows].long()[:, None]
+        rows = [row for row, k in enumerate(numbers) if k == number]
+        ids = token_ids[rows].long()[:, None]
         if number:
-            ids = torch.cat((ids, torch.stack([torch.as_tensor(found[row]) for row in rows]).long()), dim=1)
+            ids = torch.cat((ids, torch.stack([torch.as_tensor(topk_ids[row]) for row in rows]).long()), dim=1)
         logprobs = ours.logprobs(logits[rows], ids, temperature[rows])
         output.next_token_logprobs[rows] = logprobs[:, 0]
-        for row, of_row in zip(rows, logprobs[:, 1:], strict=True):
+        for row, topk_logprobs in zip(rows, logprobs[:, 1:], strict=True):
             if number:
-                values[row] = of_row
-    return drawn
+                values[row] = topk_logprobs
+    return token_ids
 
 
 def score(ours: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Replace the log-probs of a prompt's tokens by the trainer's, at temperature 1."""
     compute, indices = options["get_logits_fn"], options["input_logprob_indices"]
-    seen: list[Tensor] = []
+    logits_chunks: list[Tensor] = []
 
-    def logits_of(*given: Any, **how: Any) -> Tensor:
-        seen.append(compute(*given, **how))
-        return seen[-1]
+    def logits_of(*args: Any, **kwargs: Any) -> Tensor:
+        logits_chunks.append(compute(*args, **kwargs))
+        return logits_chunks[-1]
 
     result, sampled = original(*arguments, **{**options, "get_logits_fn": logits_of})
     if len(indices):
         ids = options["logits_metadata"].extend_input_logprob_token_ids_gpu.long()[:, None]
-        result.token_logprobs = ours.logprobs(torch.cat(seen)[indices], ids)[:, 0]
+        result.token_logprobs = ours.logprobs(torch.cat(logits_chunks)[indices], ids)[:, 0]
     return result, sampled

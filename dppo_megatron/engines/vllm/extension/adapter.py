@@ -50,6 +50,6 @@ def adapter_shares(model_runner: Any) -> WorkerSums:
         layer = getattr(module, "base_layer", None)
         if layer is None or not hasattr(module, "lora_a_stacked"):
             continue
-        of_slot = ([t[slot] for t in getattr(module, side)] for side in ("lora_a_stacked", "lora_b_stacked"))
-        add_shares(shares, fingerprint.adapter_shares(name, layer, *of_slot))
+        slot_tensors = ([t[slot] for t in getattr(module, side)] for side in ("lora_a_stacked", "lora_b_stacked"))
+        add_shares(shares, fingerprint.adapter_shares(name, layer, *slot_tensors))
     return shares

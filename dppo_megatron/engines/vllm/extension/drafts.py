@@ -56,9 +56,9 @@ class BankDrafts:
     """
 
     def __init__(self, config: VllmConfig):
-        self._most = config.num_speculative_tokens
-        given: Any = config.additional_config
-        self._batch = int(given.get(BATCH, 0))
+        self._draft_limit = config.num_speculative_tokens
+        additional_config: Any = config.additional_config
+        self._batch = int(additional_config.get(BATCH, 0))
         self._longest = config.model_config.max_model_len
         self._runner: Any = None
         self._running: dict[str, _Running] = {}  # by the id of the request
@@ -100,9 +100,9 @@ class BankDrafts:
             # One more token than the drafts is sampled.
             left = self._runner.requests[request_id].sampling_params.max_tokens - len(running.response)
             end = int(num_tokens[row])
-            most = min(self._most, left - 1, self._longest - end - 1)
-            if most > 0:
-                drafts[row], shares = index.draft(token_ids[row, max(0, end - max(SUFFIXES)) : end], most)
+            max_drafts = min(self._draft_limit, left - 1, self._longest - end - 1)
+            if max_drafts > 0:
+                drafts[row], shares = index.draft(token_ids[row, max(0, end - max(SUFFIXES)) : end], max_drafts)
                 self._shares[request_id] = shares
         return drafts
 
@@ -113,11 +113,11 @@ class BankDrafts:
             if request_id in self._running:
                 continue
             state = requests[request_id]
-            if (found := (state.sampling_params.extra_args or {}).get(GIVEN)) is not None:
+            if (sequences := (state.sampling_params.extra_args or {}).get(GIVEN)) is not None:
                 group = name_of(request_id).rpartition("/")[0]
                 self._running[request_id] = _Running(group, state.prompt_token_ids, state.output_token_ids)
                 index = self._groups.setdefault(group, SuffixIndex(self._acceptance))
-                for sequence in found:
+                for sequence in sequences:
                     index.add(np.frombuffer(sequence, np.int32))
         for request_id in self._running.keys() - requests.keys():
             group, prompt, response = self._running.pop(request_id)
@@ -138,70 +138,70 @@ class BankDrafts:
             return sample(logits, None)
         self._follow()
         batch, counts = self._runner.input_batch, np.array(drafted.num_draft_tokens) + 1
-        given, starts = batch.sampling_metadata, np.cumsum(counts) - counts
+        metadata, starts = batch.sampling_metadata, np.cumsum(counts) - counts
         if any(request_id not in self._running for request_id in batch.req_ids):
             # Another request's settings, such as penalties, may depend on its row. The first rows are exact for all.
-            found = self._runner.sampler(logits=logits[torch.from_numpy(starts)], sampling_metadata=given)
-            return _kept(found, np.ones_like(counts), np.arange(len(counts)), drafted.max_spec_len + 1)
-        states = {row: g.get_state() for row, g in given.generators.items() if counts[row] > 1}
-        found = self._runner.sampler(logits=logits, sampling_metadata=_for_rows(given, counts))
-        tokens, drafts = found.sampled_token_ids[:, 0].tolist(), drafted.draft_token_ids.tolist()
-        kept = np.ones_like(counts)
+            output = self._runner.sampler(logits=logits[torch.from_numpy(starts)], sampling_metadata=metadata)
+            return _accepted(output, np.ones_like(counts), np.arange(len(counts)), drafted.max_spec_len + 1)
+        states = {row: g.get_state() for row, g in metadata.generators.items() if counts[row] > 1}
+        output = self._runner.sampler(logits=logits, sampling_metadata=_for_rows(metadata, counts))
+        tokens, drafts = output.sampled_token_ids[:, 0].tolist(), drafted.draft_token_ids.tolist()
+        kept_counts = np.ones_like(counts)
         for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-            own = drafts[start - row : start - row + count - 1]
-            accepted = next((i for i, token in enumerate(own) if token != tokens[start + i]), len(own))
-            kept[row] = accepted + 1
+            draft = drafts[start - row : start - row + count - 1]
+            accepted = next((i for i, token in enumerate(draft) if token != tokens[start + i]), len(draft))
+            kept_counts[row] = accepted + 1
             name = batch.req_ids[row]
-            shares = self._shares.get(name) if own else None
+            shares = self._shares.get(name) if draft else None
             if shares and (index := self._groups.get(self._running[name].group)) is not None:
-                index.tested(shares[: len(own)], accepted)
+                index.tested(shares[: len(draft)], accepted)
         for row, state in states.items():
             if not self._checked:
-                _check_draws(given.generators[row], state, int(counts[row]))
+                _check_draws(metadata.generators[row], state, int(counts[row]))
                 self._checked = True
-            if kept[row] < counts[row]:
-                _set_back(given.generators[row], state, int(kept[row]))
-        return _kept(found, kept, starts, drafted.max_spec_len + 1)
+            if kept_counts[row] < counts[row]:
+                _set_back(metadata.generators[row], state, int(kept_counts[row]))
+        return _accepted(output, kept_counts, starts, drafted.max_spec_len + 1)
 
 
-def _for_rows(given: Any, counts: np.ndarray) -> Any:
+def _for_rows(metadata: Any, counts: np.ndarray) -> Any:
     """Return the sampling metadata of each request once for each of its rows. Rows of a request share its generator."""
     requests = np.repeat(np.arange(len(counts)), counts)
     index = torch.from_numpy(requests)
-    tensors = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k")}
+    tensors = {name: getattr(metadata, name) for name in ("temperature", "top_p", "top_k")}
     return replace(
-        given,
+        metadata,
         **{name: None if tensor is None else tensor[index] for name, tensor in tensors.items()},
-        generators={row: given.generators[r] for row, r in enumerate(requests.tolist()) if r in given.generators},
+        generators={row: metadata.generators[r] for row, r in enumerate(requests.tolist()) if r in metadata.generators},
     )
 
 
-def _kept(found: SamplerOutput, kept: np.ndarray, starts: np.ndarray, width: int) -> SamplerOutput:
-    """Return the first `kept` tokens of each request, from the rows at `starts`, as vLLM's rejection sampler does.
+def _accepted(output: SamplerOutput, kept_counts: np.ndarray, starts: np.ndarray, width: int) -> SamplerOutput:
+    """Return each request's first `kept_counts` tokens, from the rows at `starts`, as vLLM's rejection sampler does.
 
     Tokens are [B, width], -1 where there is none, and log-probs [B width, K + 1].
     """
     places = np.arange(width) + starts[:, None]
-    absent = torch.from_numpy(np.arange(width) >= kept[:, None])
-    rows = torch.from_numpy(places.clip(max=len(found.sampled_token_ids) - 1).flatten())
-    tokens = found.sampled_token_ids[rows, 0].view(len(kept), width).masked_fill(absent, -1)
-    logprobs = found.logprobs_tensors
+    absent = torch.from_numpy(np.arange(width) >= kept_counts[:, None])
+    rows = torch.from_numpy(places.clip(max=len(output.sampled_token_ids) - 1).flatten())
+    tokens = output.sampled_token_ids[rows, 0].view(len(kept_counts), width).masked_fill(absent, -1)
+    logprobs = output.logprobs_tensors
     if logprobs is not None:
         names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
         logprobs = logprobs._replace(**{name: getattr(logprobs, name)[rows] for name in names})
-    return replace(found, sampled_token_ids=tokens, logprobs_tensors=logprobs)
+    return replace(output, sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
 
-def _set_back(generator: torch.Generator, state: torch.Tensor, kept: int) -> None:
-    """Set a generator to the draws of `kept` tokens after `state`, as vLLM's sampler makes them on CPUs."""
+def _set_back(generator: torch.Generator, state: torch.Tensor, num_tokens: int) -> None:
+    """Set a generator to the draws of `num_tokens` tokens after `state`, as vLLM's sampler makes them on CPUs."""
     generator.set_state(state)
-    for _ in range(kept):
+    for _ in range(num_tokens):
         torch.randint(0, 2**31, (1,), generator=generator)
 
 
-def _check_draws(generator: torch.Generator, state: torch.Tensor, drawn: int) -> None:
-    """Raise RuntimeError unless the sampler, which drew `drawn` tokens after `state`, draws as `_set_back` does."""
-    after = torch.Generator()
-    _set_back(after, state, drawn)
-    if not torch.equal(after.get_state(), generator.get_state()):
+def _check_draws(generator: torch.Generator, state: torch.Tensor, num_tokens: int) -> None:
+    """Raise RuntimeError unless the sampler, which drew `num_tokens` after `state`, draws as `_set_back` does."""
+    reference = torch.Generator()
+    _set_back(reference, state, num_tokens)
+    if not torch.equal(reference.get_state(), generator.get_state()):
         raise RuntimeError("vLLM's sampler does not draw once per token; set engine.draft_tokens to 0")

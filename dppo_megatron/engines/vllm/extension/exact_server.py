@@ -44,10 +44,10 @@ def _keep_weight(operators: Operators, layer: Any, remove_weight: bool) -> None:
 def _cache(self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store keys, then values, of each position in vLLM's pages [blocks, g, size, 2 d], in the order of positions."""
     size, d = kv_cache.shape[2], key.shape[-1]
-    used = slot_mapping >= 0
-    slots = slot_mapping[used]
-    both = torch.cat((key[: len(used)][used], value[: len(used)][used]), dim=-1)
-    kv_cache[slots // size, :, slots % size] = both.view(len(slots), -1, 2 * d)
+    valid = slot_mapping >= 0
+    slots = slot_mapping[valid]
+    kv = torch.cat((key[: len(valid)][valid], value[: len(valid)][valid]), dim=-1)
+    kv_cache[slots // size, :, slots % size] = kv.view(len(slots), -1, 2 * d)
 
 
 def _attention(
@@ -98,10 +98,10 @@ def _replace_logprobs(operators: Operators, sampler: Any) -> None:
 
         values: log-probs of the sampled distribution; for a prompt its logits, at temperature 1.
         """
-        found = gather(values, number, token_ids)
+        logprobs_tensors = gather(values, number, token_ids)
         logits, temperature = getattr(self, "dppo_drawn_from", None) or (values, None)
-        logprobs = operators.logprobs(logits, found.logprob_token_ids, temperature)
-        return found._replace(logprobs=logprobs)
+        logprobs = operators.logprobs(logits, logprobs_tensors.logprob_token_ids, temperature)
+        return logprobs_tensors._replace(logprobs=logprobs)
 
     sampler.forward, sampler.gather_logprobs = sampled, gathered
     sampler.compute_logprobs = staticmethod(lambda logits: logits.float())

@@ -25,8 +25,8 @@ RECORDED = "/experts"
 
 def moe_layers(model: torch.nn.Module) -> list[tuple[int, MoERunner]]:
     """Return layer number and module of every layer of `model` that has experts, in order."""
-    found = [(module.layer_id, module) for module in model.modules() if isinstance(module, MoERunner)]
-    return sorted(found, key=lambda layer: layer[0])
+    layers = [(module.layer_id, module) for module in model.modules() if isinstance(module, MoERunner)]
+    return sorted(layers, key=lambda layer: layer[0])
 
 
 class ExpertRecorder:
@@ -71,11 +71,13 @@ class ExpertRecorder:
             name = name_of(request_id)
             if name.endswith(RECORDED):
                 parts = self._records.setdefault(name, [])
-                known = sum(map(len, parts)) - int(batch.num_computed_tokens_cpu[index])
-                if known < 0:
-                    raise RuntimeError(f"request {request_id}: the experts of {-known} earlier positions are missing")
-                if known < count:
-                    parts.append(experts[row + known : row + count])
+                num_recorded = sum(map(len, parts)) - int(batch.num_computed_tokens_cpu[index])
+                if num_recorded < 0:
+                    raise RuntimeError(
+                        f"request {request_id}: the experts of {-num_recorded} earlier positions are missing"
+                    )
+                if num_recorded < count:
+                    parts.append(experts[row + num_recorded : row + count])
             row += count
 
 
@@ -122,8 +124,8 @@ class ExpertsReader:
             await self._take(names)
 
     async def _take(self, names: Sequence[str]) -> list[np.ndarray | None]:
-        taken = (await self._engine.collective_rpc("dppo_take_experts", args=(list(names),)))[0]
-        return [None if t is None else np.frombuffer(t[0], dtype=t[1]).reshape(t[2]) for t in taken]
+        records = (await self._engine.collective_rpc("dppo_take_experts", args=(list(names),)))[0]
+        return [None if t is None else np.frombuffer(t[0], dtype=t[1]).reshape(t[2]) for t in records]
 
 
 def name_of(request_id: str) -> str:

@@ -45,9 +45,9 @@ async def sample_group(
     try:
         params = [_params(request, seed, experts, masks) for seed in request.seeds]
         if drafts:
-            for index, each in enumerate(params):
-                given = [] if index else [tokens.tobytes() for tokens in request.drafts]
-                each.extra_args = {**(each.extra_args or {}), GIVEN: given}
+            for index, sample_params in enumerate(params):
+                sequences = [] if index else [tokens.tobytes() for tokens in request.drafts]
+                sample_params.extra_args = {**(sample_params.extra_args or {}), GIVEN: sequences}
         outputs = await _finals(engine, prompt, params, names, adapter)
         samples = [output.outputs[0] for output in outputs]
         recorded: dict[str, np.ndarray] = {}
@@ -113,9 +113,9 @@ def _greedy(masks: MaskReader) -> dict[str, Any]:
 
 
 def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, masks: MaskReader) -> SamplingParams:
-    drawn = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     return SamplingParams(
-        **(drawn if request.temperature else _greedy(masks)),
+        **(sampling if request.temperature else _greedy(masks)),
         max_tokens=request.max_tokens,
         seed=seed if request.temperature else None,
         stop_token_ids=list(request.stop_token_ids),
@@ -142,8 +142,8 @@ async def _finals(
     try:
         async with asyncio.TaskGroup() as tasks:
             children = [
-                tasks.create_task(_final(engine, prompt, each, name, adapter))
-                for each, name in zip(params, names, strict=True)
+                tasks.create_task(_final(engine, prompt, sample_params, name, adapter))
+                for sample_params, name in zip(params, names, strict=True)
             ]
     except ExceptionGroup as error:
         raise error.exceptions[0] from None
@@ -168,9 +168,9 @@ def _counts(outputs: Sequence[RequestOutput], prompt_tokens: int) -> dict[str, i
         "prompt_tokens": prompt_tokens * len(outputs),
         "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
         "sampled_tokens": sum(len(sample.token_ids) for sample in samples),
-        "draft_steps": sum(sum(each.histogram) for each in drafts),
-        "drafted": sum(each.num_draft_tokens for each in drafts),
-        "accepted": sum(number * steps for each in drafts for number, steps in enumerate(each.histogram)),
+        "draft_steps": sum(sum(metrics.histogram) for metrics in drafts),
+        "drafted": sum(metrics.num_draft_tokens for metrics in drafts),
+        "accepted": sum(number * steps for metrics in drafts for number, steps in enumerate(metrics.histogram)),
     }
 
 
@@ -182,28 +182,28 @@ def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.nda
     # Column 0 of each position is the sampled token. The K most likely follow, with id -1 if they cannot be drawn.
     ids[np.isneginf(logprobs)] = -1
     versions = _versions([sample.weight_versions or () for sample in samples], lengths)
-    found = {"rollout_logprob": logprobs[:, 0], "versions": versions, **recorded}
+    columns = {"rollout_logprob": logprobs[:, 0], "versions": versions, **recorded}
     if k:
-        found |= {"topk_ids": ids[:, 1:], "rollout_topk_logprob": logprobs[:, 1:]}
+        columns |= {"topk_ids": ids[:, 1:], "rollout_topk_logprob": logprobs[:, 1:]}
     return GroupSamples(
         lengths=lengths,
         finish_reasons=tuple(sample.finish_reason or "" for sample in samples),
         token_ids=np.fromiter(chain.from_iterable(sample.token_ids for sample in samples), np.int32, lengths.sum()),
-        columns=found,
+        columns=columns,
     )
 
 
-def _columns(found: Sequence[FlatLogprobs], positions: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+def _columns(flat_logprobs: Sequence[FlatLogprobs], positions: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids int32 and log-probs fp32, [positions of all samples, k + 1], the sampled token's first.
 
     `positions` is the number of positions of each sample. Raises ValueError if vLLM reports log-probs of other
     positions.
     """
-    if (reported := list(map(len, found))) != list(positions):
+    if (reported := list(map(len, flat_logprobs))) != list(positions):
         raise ValueError(f"log-probs of {reported} positions, expected {list(positions)}")
     shape = (sum(positions), k + 1)
-    ids = np.fromiter(chain.from_iterable(each.token_ids for each in found), np.int32).reshape(shape)
-    return ids, np.fromiter(chain.from_iterable(each.logprobs for each in found), np.float32).reshape(shape)
+    ids = np.fromiter(chain.from_iterable(flat.token_ids for flat in flat_logprobs), np.int32).reshape(shape)
+    return ids, np.fromiter(chain.from_iterable(flat.logprobs for flat in flat_logprobs), np.float32).reshape(shape)
 
 
 def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray) -> np.ndarray:
@@ -213,7 +213,7 @@ def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray)
     """
     ends = np.cumsum(lengths)
     versions = np.full(ends[-1], -1, dtype=np.int32)
-    for of_sample, start, end in zip(spans, (ends - lengths).tolist(), ends.tolist(), strict=True):
-        for span in of_sample:
+    for sample_spans, start, end in zip(spans, (ends - lengths).tolist(), ends.tolist(), strict=True):
+        for span in sample_spans:
             versions[start + span.start : min(start + span.end, end)] = parse_version(span.version)
     return versions

@@ -29,12 +29,12 @@ from dppo_megatron.weights.fingerprint import WorkerSums, add_shares, module_sha
 class LoadedWeights:
     """Sums the loaded weights of one model. Call `follow` before every update; processing installs new kernels."""
 
-    _of_models: ClassVar[WeakKeyDictionary[torch.nn.Module, LoadedWeights]] = WeakKeyDictionary()
+    _instances: ClassVar[WeakKeyDictionary[torch.nn.Module, LoadedWeights]] = WeakKeyDictionary()
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> LoadedWeights:
+    def for_model(cls, model: torch.nn.Module) -> LoadedWeights:
         """Return the only instance for `model`."""
-        return cls._of_models.setdefault(model, cls(model))
+        return cls._instances.setdefault(model, cls(model))
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -72,14 +72,14 @@ class LoadedWeights:
 
     def shares(self) -> WorkerSums:
         shares: WorkerSums = {}
-        seen: set[int] = set()
+        counted_ids: set[int] = set()
         modules = dict(self._model.named_modules())
         heads = {name for name, module in modules.items() if _is(module, "ParallelLMHead")}
         stage = get_pp_group() if model_parallel_is_initialized() else None
         first, last = stage is None or stage.is_first_rank, stage is None or stage.is_last_rank
         for name, module in modules.items():
             embeds = _is(module, "VocabParallelEmbedding")
-            now = module_shares(_hf_name(name, embeds=embeds and name not in heads), module, seen)
+            now = module_shares(_hf_name(name, embeds=embeds and name not in heads), module, counted_ids)
             loaded, remaining = self._processed.get(module, ({}, {}))
             is_head = last and (name in heads or (not heads and embeds))
             if is_head and hasattr(module, "cpu_linear"):  # it computes with a copy made when it was processed

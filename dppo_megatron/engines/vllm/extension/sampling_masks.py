@@ -95,8 +95,8 @@ class MaskReader:
 
     async def _take(self, names: Sequence[str], prompt_tokens: int, lengths: Sequence[int]) -> list[Masks | None]:
         arguments = (list(names), prompt_tokens, list(lengths))
-        taken = (await self._engine.collective_rpc("dppo_take_masks", args=arguments))[0]
-        return [None if t is None else (np.frombuffer(t[0], np.int32), np.frombuffer(t[1], np.int32)) for t in taken]
+        records = (await self._engine.collective_rpc("dppo_take_masks", args=arguments))[0]
+        return [None if t is None else (np.frombuffer(t[0], np.int32), np.frombuffer(t[1], np.int32)) for t in records]
 
 
 def _native(sample: CompletionOutput) -> Masks | None:

@@ -78,7 +78,7 @@ class WeightUpdater:
                 raise BadWeights(
                     f"weight group {plan.name}: --enable-lora excludes broadcasts; start the server without"
                 )
-            await asyncio.to_thread(self._check, Manifest.of(plan.name, plan.tensors()))
+            await asyncio.to_thread(self._check, Manifest.from_tensors(plan.name, plan.tensors()))
             if problem := nccl_problem(plan.nccl, plan.nccl_cumem, *nccl_settings()):
                 raise BadWeights(f"weight group {plan.name}: {problem}")
             self.group = ""

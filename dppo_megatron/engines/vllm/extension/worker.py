@@ -32,7 +32,7 @@ from dppo_megatron.engines import exact
 from dppo_megatron.engines.trace import TraceRecorder
 from dppo_megatron.weights.broadcast_plan import WeightGroupPlan
 from dppo_megatron.weights.delta import PrefetchedVersion, Version
-from dppo_megatron.weights.fingerprint import WorkerSums, add_shares, of_each_expert, place
+from dppo_megatron.weights.fingerprint import WorkerSums, add_shares, expert_parts, place
 from dppo_megatron.weights.process_group import WeightGroupError
 
 from . import adapter
@@ -70,7 +70,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._receiver: WeightReceiver | None = None
-        self.loaded = LoadedWeights.of(self.model)
+        self.loaded = LoadedWeights.for_model(self.model)
         self._prefetched: PrefetchedVersion | None = None  # prefetched for the next update
         self._loading: PrefetchedVersion | None = None  # version of the running update
         self._began = 0.0
@@ -140,7 +140,7 @@ def _loadable(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> 
     """
     for name, tensor in tensors:
         if not name.endswith(".sinks"):
-            yield from of_each_expert(name, tensor)
+            yield from expert_parts(name, tensor)
             continue
         attention = name.removesuffix(".sinks").replace(".self_attn", ".attn")
         layer: Any = dict(model.named_modules()).get(attention)
@@ -231,8 +231,8 @@ class WorkerExtension:
 
     def dppo_take_trace(self) -> list[tuple[int, str, bytes, str, tuple[int, ...]]]:
         """Return layer, operator, bits, dtype and shape of every value recorded since `dppo_start_trace`."""
-        taken = self._dppo_trace.take().items()
-        return [(*key, bits_of(value).tobytes(), dtype_name(value.dtype), tuple(value.shape)) for key, value in taken]
+        entries = self._dppo_trace.take().items()
+        return [(*key, bits_of(value).tobytes(), dtype_name(value.dtype), tuple(value.shape)) for key, value in entries]
 
     def dppo_moe_layers(self) -> list[int]:
         """Return the numbers of the layers that have experts."""
@@ -272,7 +272,7 @@ def _follow_first_load() -> None:
 
     def followed(model: torch.nn.Module, model_config: Any, target_device: Any) -> None:
         if get_current_vllm_config().lora_config is not None:
-            LoadedWeights.of(model).follow()
+            LoadedWeights.for_model(model).follow()
         process(model, model_config, target_device)
 
     base_loader.process_weights_after_loading = followed

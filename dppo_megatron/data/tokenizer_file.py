@@ -1,4 +1,4 @@
-"""Reads a tokenizer without importing transformers, so that a launcher can examine its run."""
+"""Reads a tokenizer without importing transformers, and asks whether it wrote the prompts of a bank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from dppo_megatron.common.files import read_foreign_json
+from dppo_megatron.types import RolloutGroup
 
 # Common chat templates have these markers. A tokenizer of another family splits them into letters.
 _MARKERS = re.compile(r"<\|[A-Za-z0-9_]{2,30}\|>|<｜[^｜<>]{2,30}｜>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -37,19 +38,28 @@ class TokenizerFile:
 
     def foreign_markers(self, text: str) -> list[str]:
         """Return the chat-template markers in `text` for which this tokenizer has no special token."""
-        known = set(self.special.values())
-        return sorted({marker for marker in _MARKERS.findall(text) if marker not in known})
+        special_tokens = set(self.special.values())
+        return sorted({marker for marker in _MARKERS.findall(text) if marker not in special_tokens})
 
-    def encodings(self, text: str) -> list[list[int]]:
-        """Encode `text` with the special tokens that the tokenizer adds, and without them."""
-        return [self._tokenizer.encode(text, add_special_tokens=added).ids for added in (True, False)]
+    def mismatch(self, group: RolloutGroup, *, truncated: bool) -> str:
+        """Return how a stored group differs from what this tokenizer writes; empty if it may be the group's tokenizer.
+
+        truncated: whether prompts may have been cut. The text of such a prompt was decoded from its ids, so any ids
+        that decode to a part of the text are accepted.
+        """
+        text, ids = group.prompt.text, group.prompt.token_ids.tolist()
+        encodings = [self._tokenizer.encode(text, add_special_tokens=added).ids for added in (True, False)]
+        if ids not in encodings and not (truncated and self.decode(ids).strip("\ufffd") in text):
+            return "encodes its text as other token ids"
+        largest = max((int(r.token_ids.max()) for r in group.rollouts if len(r.token_ids)), default=0)
+        return f"has {self.size} tokens, and token {largest} was sampled" if largest >= self.size else ""
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token, with its leading space if it has one. An unknown id has an empty text."""
-        before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # some decoders strip the first token
-        start = len(self.decode(before))
-        found = self._tokenizer.decode_batch([[*before, token] for token in ids], skip_special_tokens=False)
-        return [text[start:] for text in found]
+        prefix = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]  # some decoders strip the first token
+        start = len(self.decode(prefix))
+        texts = self._tokenizer.decode_batch([[*prefix, token] for token in ids], skip_special_tokens=False)
+        return [text[start:] for text in texts]
