@@ -16,8 +16,17 @@ MOST_PLACES = 16  # occurrences of one suffix that a draft follows, the newest o
 PRIOR = 10.0  # weight of the rate of all prompts in the rate of a new prompt, in tested tokens
 LOWEST = 0.35  # at least this rate is assumed for a new prompt, so that it gets a few drafts
 MEMORY = 1000.0  # tested tokens after which older ones count half
-WORTH = 0.25  # smallest probability of acceptance for which a position is drafted
+STEP_ROWS = 12.0  # fixed seconds of a decoding step over the seconds of one row, on CPUs (docs/engines.md)
 _END = -1  # after the last token of each sequence
+
+
+def worth(running: int) -> float:
+    """Return the smallest probability of acceptance for which a position is drafted while `running` samples run.
+
+    A step of R rows takes a + b R seconds. A drafted row adds b, and if it is accepted it saves a sample's share of a
+    step, a / R + b. Example for a / b = `STEP_ROWS` = 12: 0.08 for one sample, 0.4 for 8, and 0.73 for 32.
+    """
+    return running / (running + STEP_ROWS)
 
 
 @dataclass
@@ -46,7 +55,7 @@ class SuffixIndex:
 
     If k of n occurrences share a continuation, its estimated probability of acceptance is k / n times an acceptance
     rate. The rate is learned from the drafts of this prompt and starts with the rate of all prompts. A draft ends where
-    the product falls below `WORTH`, so a prompt with low acceptance gets no drafts.
+    the product falls below `worth`, so a prompt with low acceptance gets no drafts.
 
     Example: after adding [5, 7, 2, 9] and [5, 7, 2, 4, 6], the suffix [5, 7] continues with 2 in both, and then with 4,
     which is newer than 9.
@@ -80,10 +89,11 @@ class SuffixIndex:
         """Free the memory of the index. The next draft builds it again."""
         self._indexed, self._begin, self._tokens, self._places = 0, 0, [], {}
 
-    def draft(self, suffix: np.ndarray, limit: int) -> tuple[list[int], list[float]]:
+    def draft(self, suffix: np.ndarray, limit: int, running: int) -> tuple[list[int], list[float]]:
         """Return at most `limit` likely next tokens of a sample, and the share of occurrences with each token.
 
         `suffix` [at least max(SUFFIXES), or all] int32 has the last tokens of the prompt and sample.
+        running: the number of samples in the decoding step.
         """
         self._index()
         key = np.ascontiguousarray(suffix, np.int32).tobytes()
@@ -93,7 +103,7 @@ class SuffixIndex:
         if not matches:
             return tokens, shares
         self._rate = self._rate or DraftRate(PRIOR, PRIOR * max(LOWEST, self._overall.rate))
-        places, rate, probability = matches, self._rate.rate, 1.0
+        places, rate, probability, least = matches, self._rate.rate, 1.0, worth(running)
         while len(tokens) < limit:
             following: dict[int, list[int]] = {}
             for place in places:
@@ -101,7 +111,7 @@ class SuffixIndex:
             token, continued = max(following.items(), key=lambda item: (len(item[1]), item[1][-1]))
             share = len(continued) / len(places)
             probability *= share * rate
-            if token == _END or probability < WORTH:
+            if token == _END or probability < least:
                 break
             tokens.append(token)
             shares.append(share)

@@ -135,13 +135,14 @@ def decode(
         active, waiting = active + waiting[:started], waiting[started:]
         if not active:
             return result
-        rows = len(active)
+        rows = running_samples = len(active)
         drafts = max_drafts if rows <= batch else 0
         for one in active:
             place, accepted = one.place, 0
             room = min(drafts, len(one.tokens) - place - 1)
             if room > 0:
-                draft, shares = one.index.draft(one.tokens[max(0, place - max(SUFFIXES)) : place], room)
+                suffix = one.tokens[max(0, place - max(SUFFIXES)) : place]
+                draft, shares = one.index.draft(suffix, room, running_samples)
                 if draft:
                     wrong = np.flatnonzero(one.tokens[place : place + len(draft)] != draft)
                     accepted = int(wrong[0]) if len(wrong) else len(draft)

@@ -15,12 +15,14 @@ from dppo_megatron.engines.vllm.extension.bodies import GenerateBody, parse
 from dppo_megatron.engines.vllm.extension.wire import encode_request
 from tests.support.engines import group
 
+RUNNING = 4  # drafts are worth a quarter then
+
 
 def index_of(*sequences, most=4):
     index = SuffixIndex()
     for sequence in sequences:
         index.add(sequence)
-    return lambda *suffix: index.draft(np.array(suffix, np.int32), most)[0]
+    return lambda *suffix: index.draft(np.array(suffix, np.int32), most, RUNNING)[0]
 
 
 def test_the_longest_suffix_that_occurred_is_continued():
@@ -41,7 +43,13 @@ def test_a_draft_ends_where_the_sequence_ended_and_where_it_is_unlikely():
     assert index_of([5, 7], [5, 7])(5, 7) == []
     assert index_of(*([5, 7, token] for token in (1, 2, 3, 4)))(5, 7) == []  # each has a quarter
     long = list(range(40))
-    assert len(index_of(long, most=30)(0, 1)) == 6  # 0.8 ** 6 > WORTH > 0.8 ** 7
+    assert len(index_of(long, most=30)(0, 1)) == 6  # 0.8 ** 6 > 1 / 4 > 0.8 ** 7
+
+
+def test_more_running_samples_need_a_higher_probability():
+    index, suffix = SuffixIndex(), np.array([0, 1], np.int32)
+    index.add(list(range(40)))
+    assert [len(index.draft(suffix, 30, running)[0]) for running in (1, 4, 8, 32, 64)] == [11, 6, 4, 1, 0]
 
 
 def test_a_prompt_with_low_acceptance_gets_no_drafts_and_one_with_high_acceptance_longer_ones():
@@ -49,11 +57,11 @@ def test_a_prompt_with_low_acceptance_gets_no_drafts_and_one_with_high_acceptanc
     suffix = np.array([0, 1], np.int32)
     for index, accepted in ((good, 5), (bad, 0)):
         index.add(list(range(40)))
-        assert index.draft(suffix, 30)[0]
+        assert index.draft(suffix, 30, RUNNING)[0]
         for _ in range(40):
             index.tested([1.0] * 5, accepted)
-    assert len(good.draft(suffix, 30)[0]) > 20
-    assert bad.draft(suffix, 30)[0] == []
+    assert len(good.draft(suffix, 30, RUNNING)[0]) > 20
+    assert bad.draft(suffix, 30, RUNNING)[0] == []
 
 
 def test_a_new_prompt_begins_with_the_acceptance_of_all():
@@ -62,24 +70,24 @@ def test_a_new_prompt_begins_with_the_acceptance_of_all():
     suffix = np.array([0, 1], np.int32)
     for index in (first, second):
         index.add(list(range(40)))
-    assert first.draft(suffix, 30)[0]
+    assert first.draft(suffix, 30, RUNNING)[0]
     for _ in range(200):
         first.tested([1.0], 0)
-    assert len(second.draft(suffix, 30)[0]) == 1  # it is tried once more
+    assert len(second.draft(suffix, 30, RUNNING)[0]) == 1  # it is tried once more
 
 
 def test_the_memory_of_a_prompt_is_bounded_and_the_oldest_sequences_go():
     index, half = SuffixIndex(), MOST_TOKENS // 2
     for first in range(3):
         index.add(np.arange(half) + 10**6 * first)
-        index.draft(np.array([1], np.int32), 1)
+        index.draft(np.array([1], np.int32), 1, RUNNING)
     assert sum(map(len, index._sequences)) == MOST_TOKENS
     assert len(index._tokens) <= 2 * MOST_TOKENS + 4
-    assert index.draft(np.array([7, 8], np.int32), 1)[0] == []
-    assert index.draft(np.array([10**6 + 7, 10**6 + 8], np.int32), 1)[0] == [10**6 + 9]
+    assert index.draft(np.array([7, 8], np.int32), 1, RUNNING)[0] == []
+    assert index.draft(np.array([10**6 + 7, 10**6 + 8], np.int32), 1, RUNNING)[0] == [10**6 + 9]
     index.shrink()
     assert not index._places
-    assert index.draft(np.array([10**6 + 7, 10**6 + 8], np.int32), 1)[0] == [10**6 + 9]
+    assert index.draft(np.array([10**6 + 7, 10**6 + 8], np.int32), 1, RUNNING)[0] == [10**6 + 9]
 
 
 def test_many_short_sequences_take_no_time():
@@ -97,13 +105,13 @@ def test_an_index_that_dropped_sequences_drafts_as_a_new_one_and_is_not_rebuilt(
         index.add(sequence := generator.integers(0, 3, generator.integers(3, 60)))
         added, before = added + len(sequence), len(index._tokens)
         suffix = generator.integers(0, 3, 16).astype(np.int32)
-        shown = index.draft(suffix, 8)
+        shown = index.draft(suffix, 8, RUNNING)
         built += max(len(index._tokens) - before, len(index._tokens) if len(index._tokens) < before else 0)
         new = SuffixIndex()
         for sequence in index._sequences:
             new.add(sequence)
         new._rate = replace(index._rate) if index._rate else None
-        assert shown == new.draft(suffix, 8)
+        assert shown == new.draft(suffix, 8, RUNNING)
     assert built < 2.5 * added
 
 

@@ -102,7 +102,8 @@ class BankDrafts:
             end = int(num_tokens[row])
             max_drafts = min(self._draft_limit, left - 1, self._longest - end - 1)
             if max_drafts > 0:
-                drafts[row], shares = index.draft(token_ids[row, max(0, end - max(SUFFIXES)) : end], max_drafts)
+                suffix = token_ids[row, max(0, end - max(SUFFIXES)) : end]
+                drafts[row], shares = index.draft(suffix, max_drafts, len(sampled))
                 self._shares[request_id] = shares
         return drafts
 
