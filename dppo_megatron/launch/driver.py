@@ -31,6 +31,7 @@ GRACE_S = 10.0
 LAST_LINES = 25  # shown of the log of a failed process
 ORPHANS_S = 1.0  # time for the orphans of a dead server to end by themselves
 FIRST_S, LONGEST_S = 1.0, 60.0  # delays between the end of a server and its next start
+FULL_BYTES = 64 << 10  # a file system with less space is called full
 HEALTHY_S = 300.0  # after serving for this long, the count of restarts begins again
 
 
@@ -55,6 +56,8 @@ class Failed(Generic[ProcessT]):
         ended = f"{self.process.name} ended: {exit_reason(code)}" if code else ""
         if code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.hung:
             ended += " (the kernel kills a process if memory is short: `dmesg -T | grep -i oom` on its machine)"
+        if ended and shutil.disk_usage(self.process.log.parent).free < FULL_BYTES:  # a log may lack the error then
+            ended += f" (no space is left in {self.process.log.parent}; free space there, or use a larger file system)"
         return "; ".join(filter(None, (ended, self.hung)))
 
 

@@ -81,7 +81,7 @@ def run_state(run: RunDir) -> RunState:
     if not alive and not FileLock.is_held(run.lock):
         if last.event:  # the start of an attempt
             host = last.host or "a node"
-            return RunState("died", step, f"the launcher on {host} was killed, or its machine failed")
+            return RunState("died", step, f"the launcher on {host} was killed, its machine failed, or its disk is full")
         if run.final_model.exists() or not (steps or run.logs.is_dir()):  # of a version that recorded no attempts
             return RunState("finished" if run.final_model.exists() else "new", step)
         logs = sorted(run.logs.glob("*.log"), key=lambda log: log.stat().st_mtime)  # a failed process writes first

@@ -6,8 +6,6 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,7 +15,6 @@ import typer
 
 from dppo_megatron.cli import runs
 from dppo_megatron.common.files import write_json
-from dppo_megatron.common.retry import wait_until
 from dppo_megatron.config import ConfigError, read_config, save_resolved, with_absolute_paths
 from dppo_megatron.errors import ExpectedError
 from dppo_megatron.launch.launcher import RunPlan
@@ -28,97 +25,13 @@ from dppo_megatron.slurm import job
 from dppo_megatron.slurm.allocation import Allocation
 from dppo_megatron.trainer.checkpoints import Checkpoints
 from tests.support.configs import make_config
-
-# Runs the config with children that write down their process id and then behave as the test asks.
-PROGRAM = """
-import sys
-from pathlib import Path
-from dppo_megatron.checks import load_config
-from dppo_megatron.launch import local_processes
-from dppo_megatron.launch.local_run import LocalRun
-from dppo_megatron.run_dir import RunDir
-
-def command(role, *arguments):
-    return [sys.executable, "-c", Path(sys.argv[2]).read_text(), role, sys.argv[2], *arguments]
-
-local_processes.dppo_command = command
-config = load_config(Path(sys.argv[1]))
-with RunDir(config.run.dir).take() as lock:
-    sys.exit(LocalRun(config, local_processes.local_plan(config, resume=False), lock).run())
-"""
-STUB = """
-import json, os, pathlib, signal, sys, time
-role, directory = sys.argv[1], pathlib.Path(sys.argv[2]).parent
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-if role == "engine":
-    service = directory / "run" / "services" / "engine-0.json"
-    service.parent.mkdir(exist_ok=True)
-    service.write_text(json.dumps({"name": "engine-0", "url": "http://127.0.0.1:9", "pid": os.getpid(), "host": ""}))
-note = directory / f"{role}-{os.environ.get('RANK', 0)}"
-note.with_suffix(".tmp").write_text(str(os.getpid()))
-note.with_suffix(".tmp").rename(note)
-"""
-ENDLESS = "time.sleep(600)\n"
-TRAINS = """
-while not (directory / "gate").exists():
-    time.sleep(0.05)
-if role == "trainer":
-    latest = directory / "run" / "checkpoints" / "latest"
-    latest.parent.mkdir(exist_ok=True)
-    latest.write_text("step-000003")
-time.sleep(600 if role == "engine" else 0)
-"""
-BEATS = """
-if role == "trainer":
-    from dppo_megatron.common import heartbeat
-    heartbeat.INTERVAL_S = 0.2
-    heartbeat.start(directory / "run" / "heartbeats" / f"trainer-{os.environ['RANK']}")
-    heartbeat.moved(step=7, phase="optimizer")
-"""
-ROLES = ("engine-0", "orchestrator-0", "trainer-0", "trainer-1")
-
-
-class Launched:
-    """The command in a process of its own, its children by name."""
-
-    def __init__(self, directory: Path, behaviour: str, stall_s: float = 1800.0, **engine):
-        self.directory, self.run = directory, RunDir(directory / "run")
-        run = {"dir": self.run.root, "stall_timeout_s": stall_s}
-        config = make_config(run=run, train={"steps": 3}, parallel={"world_size": 2}, engine=engine)
-        self.run.root.mkdir()
-        save_resolved(config, self.run.config)
-        stub = directory / "stub.py"
-        stub.write_text(STUB + behaviour)
-        self.output, self.gate = directory / "output", directory / "gate"
-        with self.output.open("w") as output:
-            command = [sys.executable, "-c", PROGRAM, str(self.run.config), str(stub)]
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-
-    def wait_for_children(self) -> dict[str, psutil.Process]:
-        self.wait_until(lambda: all((self.directory / name).exists() for name in ROLES))
-        return {name: psutil.Process(int((self.directory / name).read_text())) for name in ROLES}
-
-    def wait_until(self, condition) -> None:
-        assert wait_until(condition, timeout_s=60, poll_s=0.05), self.output.read_text()
+from tests.support.launched import BEATS, ENDLESS, TRAINS, Launched, check_gone, launches
 
 
 @pytest.fixture
 def launch(tmp_path):
-    launched = []
-
-    def start(behaviour: str, **settings) -> Launched:
-        launched.append(Launched(tmp_path, behaviour, **settings))
-        return launched[-1]
-
-    yield start
-    for run in launched:
-        run.process.kill()
-        run.process.wait()
-
-
-def check_gone(children: dict[str, psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(children.values(), timeout=20)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    with launches(tmp_path) as start:
+        yield start
 
 
 def test_a_run_that_is_done_exits_0_and_ends_its_engine(launch):
@@ -138,23 +51,6 @@ def check_ended(run: Launched, children: dict[str, psutil.Process], number: sign
     said = run.output.read_text()
     assert f"{number.name}: stopping; bank and checkpoints in {run.run.root} are kept; resume with `dppo-" in said
     assert f"train {run.run.config} --resume`" in said
-
-
-@pytest.mark.parametrize("name", ["trainer-1", "orchestrator-0", "engine-0"])
-def test_a_killed_process_ends_the_run(launch, name):
-    run = launch(ENDLESS, restarts=0)
-    children = run.wait_for_children()
-    children[name].kill()
-    assert run.process.wait(60) == 1
-    check_gone(children)
-    ended = f"{name.replace('orchestrator-0', 'orchestrator')} ended: killed by SIGKILL (the kernel"
-    assert f"{ended} kills a process if memory is short: `dmesg -T | grep -i oom` on its machine). Its last lines" in (
-        run.output.read_text()
-    )
-    state = run_state(run.run)
-    assert (state.kind, state.reason.startswith(ended)) == ("died", True)
-    assert "the run stopped; there is nothing to resume yet; correct the cause" in run.output.read_text()
-    assert "SIGKILL" in run.run.log("train").read_text()
 
 
 @pytest.mark.slow

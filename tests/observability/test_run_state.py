@@ -16,6 +16,8 @@ from dppo_megatron.doctor import diagnose, text
 from dppo_megatron.observability.run_state import LATE_S, HeartbeatReader, hang, heartbeats, record_attempt, run_state
 from dppo_megatron.run_dir import RunDir
 
+DEATHS = "was killed, its machine failed, or its disk is full"
+
 
 @pytest.fixture
 def run(tmp_path) -> RunDir:
@@ -52,7 +54,7 @@ def test_a_run_from_its_start_to_its_end(run):
         beat(run, 0, phase="wait", since=time.time() - 62)
         assert str(run_state(run)).startswith("waiting: rollouts of step 7, for 0:01:0")
     state = run_state(run)  # the launcher, and with it every process, was killed
-    assert str(state) == f"died at step 3: the launcher on {socket.gethostname()} was killed, or its machine failed"
+    assert str(state) == f"died at step 3: the launcher on {socket.gethostname()} {DEATHS}"
     for event, cause, kind in (
         ("failed", "trainer-0 ended: killed by SIGKILL", "died at step 3: trainer-0 ended: killed by SIGKILL"),
         ("stopped", "SIGINT", "paused at step 3: SIGINT"),
@@ -72,7 +74,7 @@ def test_a_run_on_another_host_lives_as_long_as_its_heartbeats(run):
     beat(run, 0)
     assert run_state(run).kind == "running"
     beat(run, 0, time=time.time() - LATE_S - 1)
-    assert str(run_state(run)) == "died at step 1: the launcher on a node was killed, or its machine failed"
+    assert str(run_state(run)) == f"died at step 1: the launcher on a node {DEATHS}"
 
 
 def test_a_run_of_a_version_without_records(run):
