@@ -1,8 +1,23 @@
-"""Run the steps of training."""
+"""The training loop. A step waits, reads, updates, publishes and saves; n is rollout.max_staleness.
+
+    every trainer rank                     orchestrator and engines
+    publish 0 ---------------------------> verify the weights, then sample the groups of steps 0 to n
+    wait     <---------------------------- the bank has all groups of step s
+             ----------------------------> an engine that restarted gets a broadcast policy again
+    read     rollouts; old and reference log-probs
+    update   train.updates_per_step times
+    publish s + 1 -----------------------> verify the weights, then begin the groups of step s + 1 + n
+    save     if a checkpoint is due        sample
+
+A wait ends after run.stall_timeout_s without any progress, a publish after engine.unavailable_timeout_s without an
+engine, and each collective after parallel.timeout_s. Colocated engines and the actor use the GPUs in turn: `publish`
+offloads the actor, so the checkpoint is saved before it.
+"""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from dppo_megatron.actor import Actor
 from dppo_megatron.common.heartbeat import moved
@@ -13,7 +28,7 @@ from dppo_megatron.run_dir import RunDir
 from dppo_megatron.weight_sync import Publisher, WeightSyncError
 
 from .acceptance import Acceptance
-from .batches import BatchSource
+from .batches import BatchSource, StepBatch
 from .checkpoints import Checkpoints
 from .control import Control, StopRequested
 from .metrics import MismatchHistory, StepMetrics, Throughput
@@ -24,90 +39,103 @@ from .token_log import TokenLog
 log = logging.getLogger(__name__)
 
 
-def train(
-    config: Config,
-    *,
-    actor: Actor,
-    objective: ObjectiveProtocol,
-    source: BatchSource,
-    policy_logprobs: PolicyLogprobs,
-    acceptance: Acceptance,
-    publisher: Publisher | None,
-    checkpoints: Checkpoints,
-    control: Control,
-    recorder: RankZeroRecorder,
-    token_log: TokenLog,
-    first_step: int,
-) -> int:
-    """Train from `first_step` to `train.steps`; return the number of finished steps.
+@dataclass(eq=False, kw_only=True)
+class Training:
+    """Trains one rank's part of the policy. `publisher` is None without engines (supervised training)."""
 
-    Collective: every rank runs it. `publisher` is None without engines (supervised training). A requested stop takes
-    effect at a step boundary or while waiting, after a checkpoint, and returns early.
-    Colocated engines and the actor use the GPUs in turn: `publish` offloads the actor, and `onload_actor` puts the
-    engines to sleep. After the last publish the actor stays offloaded.
-    """
-    step = first_step
-    colocated = config.engine.placement == "colocated"
-    profiler = StepProfiler(config.profile, RunDir(config.run.dir).profile, actor.layout.rank)
-    mismatches, throughput = MismatchHistory(), Throughput.from_actor(actor)
+    config: Config
+    actor: Actor
+    objective: ObjectiveProtocol
+    source: BatchSource
+    policy_logprobs: PolicyLogprobs
+    acceptance: Acceptance
+    publisher: Publisher | None
+    checkpoints: Checkpoints
+    control: Control
+    recorder: RankZeroRecorder
+    token_log: TokenLog
+    step: int  # number of finished steps
 
-    def save_if_due(metrics: StepMetrics) -> None:
-        if checkpoints.due(step):
+    def __post_init__(self) -> None:
+        self._profiler = StepProfiler(self.config.profile, RunDir(self.config.run.dir).profile, self.actor.layout.rank)
+        self._mismatches, self._throughput = MismatchHistory(), Throughput.from_actor(self.actor)
+
+    def run(self) -> int:
+        """Train from `step` to `train.steps`; return the number of finished steps.
+
+        Collective: every rank runs it. A requested stop takes effect at a step boundary or while waiting, after a
+        checkpoint, and returns early. After the last publish to colocated engines the actor stays offloaded.
+        """
+        if self.publisher is not None:
+            with phase("publish"):
+                self.recorder.log(self.step, self.publisher.publish(self.step).metrics())
+                self.control.barrier()
+        colocated = self.config.engine.placement == "colocated"
+        try:
+            while self.step < self.config.train.steps:
+                self._profiler.begin(self.step + 1)
+                moved(step=self.step + 1, phase="train")
+                metrics = StepMetrics(self._throughput)
+                self._wait(metrics)
+                batch = self._read(metrics)
+                self._update(batch, metrics)
+                self.step += 1
+                self.token_log.write(self.step)
+                for finish in (self._save, self._publish) if colocated else (self._publish, self._save):
+                    finish(metrics)
+                self.recorder.log(self.step, metrics.finish())
+                self.recorder.log_masked(self.step, metrics.masked_tokens)
+                self._profiler.end()
+        except StopRequested:
+            self._stop()
+        return self.step
+
+    def _wait(self, metrics: StepMetrics) -> None:
+        with metrics.timed("wait"):
+            while not self.control.wait_until_ready(self.source, self.step, self.publisher):
+                assert self.publisher is not None  # the publisher's engines need the policy
+                self.publisher.publish(self.step)  # publish again, to a restarted engine
+        if self.publisher is not None:
+            self.publisher.onload_actor()
+
+    def _read(self, metrics: StepMetrics) -> StepBatch:
+        with metrics.timed("read"):
+            batch = self.source.read(self.step)
+        metrics.add(batch.metrics)
+        return self.policy_logprobs.add(batch, metrics)
+
+    def _update(self, batch: StepBatch, metrics: StepMetrics) -> None:
+        method = self.objective.at_step(self.step) if self.objective.needs_teacher else self.objective
+        method = with_batch_statistic(method, batch, self.actor.layout)
+        self.acceptance.begin()
+        for number, update in enumerate(batch.updates, 1):
+            another_follows = number < len(batch.updates)
+            observe = self.token_log.observer(update)
+            stats = self.actor.train_update(
+                update.micro_batches, method, another_follows=another_follows, observe=observe
+            )
+            metrics.add_update(stats, update)
+        metrics.add(self.acceptance.settle(batch, self.step))
+        self._mismatches.add(self.step, metrics.mismatch)
+        metrics.check_mismatch(self.config.rollout.max_mismatch_kl, self.step)
+
+    def _publish(self, metrics: StepMetrics) -> None:
+        if self.publisher is not None:
+            with metrics.timed("publish"):
+                metrics.add(self.publisher.publish(self.step).metrics())
+                self.control.barrier()  # rank 0 may wait for an engine longer than the time-out of a collective
+
+    def _save(self, metrics: StepMetrics) -> None:
+        if self.checkpoints.due(self.step):
             with metrics.timed("checkpoint"):
-                checkpoints.save(step, metrics.finish())
+                self.checkpoints.save(self.step, metrics.finish())
 
-    if publisher is not None:
-        with phase("publish"):
-            recorder.log(step, publisher.publish(step).metrics())
-            control.barrier()
-    try:
-        while step < config.train.steps:
-            profiler.begin(step + 1)
-            moved(step=step + 1, phase="train")
-            metrics = StepMetrics(throughput)
-            with metrics.timed("wait"):
-                while not control.wait_until_ready(source, step, publisher):
-                    assert publisher is not None  # the publisher's engines need the policy
-                    publisher.publish(step)  # publish again, to a restarted engine
-            if publisher is not None:
-                publisher.onload_actor()
-            with metrics.timed("read"):
-                batch = source.read(step)
-            metrics.add(batch.metrics)
-            batch = policy_logprobs.add(batch, metrics)
-            method = objective.at_step(step) if objective.needs_teacher else objective
-            method = with_batch_statistic(method, batch, actor.layout)
-            acceptance.begin()
-            for number, update in enumerate(batch.updates, 1):
-                another_follows = number < len(batch.updates)
-                observe = token_log.observer(update)
-                stats = actor.train_update(
-                    update.micro_batches, method, another_follows=another_follows, observe=observe
-                )
-                metrics.add_update(stats, update)
-            metrics.add(acceptance.settle(batch, step))
-            mismatches.add(step, metrics.mismatch)
-            metrics.check_mismatch(config.rollout.max_mismatch_kl, step)
-            step += 1
-            token_log.write(step)
-            if colocated:
-                save_if_due(metrics)  # publish offloads the actor, and a checkpoint needs it
-            if publisher is not None:
-                with metrics.timed("publish"):
-                    metrics.add(publisher.publish(step).metrics())
-                    control.barrier()  # rank 0 may wait for an engine longer than the time-out of a collective
-            if not colocated:
-                save_if_due(metrics)  # while engines sample
-            recorder.log(step, metrics.finish())
-            recorder.log_masked(step, metrics.masked_tokens)
-            profiler.end()
-    except StopRequested:
-        profiler.end()
-        log.info("stop requested: saving a checkpoint at step %d", step)
-        if publisher is not None:
+    def _stop(self) -> None:
+        self._profiler.end()
+        log.info("stop requested: saving a checkpoint at step %d", self.step)
+        if self.publisher is not None:
             try:
-                publisher.onload_actor()
+                self.publisher.onload_actor()
             except WeightSyncError as error:  # engines terminate at the same time
                 log.warning("%s", error)
-        checkpoints.save(step)
-    return step
+        self.checkpoints.save(self.step)

@@ -30,7 +30,7 @@ from .acceptance import Acceptance
 from .batches import BankBatches, BatchSource, SupervisedBatches, parts_of
 from .checkpoints import Checkpoints
 from .control import Control
-from .loop import train
+from .loop import Training
 from .policy_logprobs import PolicyLogprobs
 from .recorder import RankZeroRecorder
 from .token_log import TokenLog
@@ -104,8 +104,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
     with RankZeroRecorder(config, layout.rank, first_step, lambda token: str(tokenizer().decode([token]))) as recorder:
         recorder.log_missing(first_step, checkpoints.metrics)
         with control, checkpoints:
-            num_steps = train(
-                config,
+            num_steps = Training(
+                config=config,
                 actor=actor,
                 objective=objective,
                 source=source,
@@ -116,8 +116,8 @@ def run_trainer(config: Config, *, resume: bool) -> None:
                 control=control,
                 recorder=recorder,
                 token_log=TokenLog(config, layout, first_step),
-                first_step=first_step or 0,
-            )
+                step=first_step or 0,
+            ).run()
         if num_steps == config.train.steps:
             if colocated and publisher is not None:  # the engines evaluate while the actor is offloaded
                 recorder.wait_for_last_evaluation()

@@ -52,7 +52,7 @@ def train_one(config, layout) -> dict[str, Any]:
     from dppo_megatron.objectives import build_objective
     from dppo_megatron.trainer.acceptance import Acceptance
     from dppo_megatron.trainer.batches import BankBatches, SupervisedBatches
-    from dppo_megatron.trainer.loop import train
+    from dppo_megatron.trainer.loop import Training
     from dppo_megatron.trainer.main import head
     from dppo_megatron.trainer.policy_logprobs import PolicyLogprobs
     from dppo_megatron.trainer.token_log import TokenLog
@@ -73,8 +73,8 @@ def train_one(config, layout) -> dict[str, Any]:
         return updates[-1]
 
     actor.train_update = observed
-    steps = train(
-        config,
+    steps = Training(
+        config=config,
         actor=actor,
         objective=objective,
         source=source,
@@ -88,8 +88,8 @@ def train_one(config, layout) -> dict[str, Any]:
             log_masked=lambda step, counts: records[-1].update(masked_tokens=dict(counts)),
         ),
         token_log=TokenLog(config, layout, None),
-        first_step=0,
-    )
+        step=0,
+    ).run()
     return {
         "weights": [parameter.detach().float().clone() for c in actor.model_chunks for parameter in c.parameters()],
         "head": head(config, actor, objective),

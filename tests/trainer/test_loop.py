@@ -25,8 +25,8 @@ def train(tmp_path, monkeypatch):
             of_steps.append(method.step)
             return UpdateStats(0.0, 0.0, 0.0, False, 0, 6, 6, 0, {"mismatch/kl": 0.2}, {}, {}, 0.0, 0.0)
 
-        module.train(
-            config,
+        module.Training(
+            config=config,
             actor=SimpleNamespace(layout=SimpleNamespace(rank=0), train_update=update),
             objective=SimpleNamespace(
                 needs_teacher=True, at_step=lambda step: SimpleNamespace(step=step, needs_statistic=False)
@@ -39,8 +39,8 @@ def train(tmp_path, monkeypatch):
             control=MagicMock(**{"wait_until_ready.side_effect": waits}),
             recorder=MagicMock(),
             token_log=MagicMock(),
-            first_step=0,
-        )
+            step=0,
+        ).run()
         return of_steps
 
     return run
