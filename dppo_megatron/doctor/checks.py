@@ -28,8 +28,14 @@ Check = tuple[str, Look, str]  # name of a problem, the function that finds it i
 CHECKS: list[Check] = []
 
 
-def check(name: str, remedy: str) -> Callable[[Look], None]:
-    return lambda look: CHECKS.append((name, look, remedy))
+def check(name: str, remedy: str) -> Callable[[Look], Look]:
+    """Add the decorated function to `CHECKS`."""
+
+    def add(look: Look) -> Look:
+        CHECKS.append((name, look, remedy))
+        return look
+
+    return add
 
 
 @check("constant reward", "grade some answers of the bank by hand with the reward")

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,10 +22,14 @@ from dppo_megatron.environments.episodes import Episodes
 from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.observability.heldout import describe
 from dppo_megatron.observability.tail import evaluated
+from dppo_megatron.rewards import RewardPool
 from dppo_megatron.types import Prompt
 
 from .answers import SavedAnswers
 from .eval_scores import average, ks, majority, pass_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ class Evaluated:
 
     settings: EvalSet
     prompts: Sequence[Prompt]
-    rewards: Any  # RewardPool
+    rewards: RewardPool
     episodes: Episodes | None = None  # plays answers in turns
 
 
@@ -53,7 +57,7 @@ class Evaluator:
     config: Config
     _: KW_ONLY
     sets: Mapping[str, Evaluated]
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     output: Path  # file of the records
     answers: Path  # directory with one entry per set

@@ -56,7 +56,7 @@ def run_orchestrator(config: Config, prompts: int | None = None) -> None:
     allow_open_files(config)
     setting = _Setting(config)  # this and the prompts are loaded while the engines start
     if config.environment.source is None:
-        setting.training_prompts()
+        setting.training_prompts(None)
     engine_urls(config, run)
     for server_config in (teacher_config(config, name) for name in config.started_teachers):
         engine_urls(server_config, RunDir(server_config.run.dir))
@@ -151,7 +151,7 @@ async def _fill_bank(config: Config, setting: _Setting, prompts: int | None) -> 
             await Orchestrator(
                 config,
                 sampler=sampler,
-                prompts=setting.training_prompts(),
+                prompts=setting.training_prompts(episodes),
                 tokenizer=setting.tokenizer,
                 rewards=rewards,
                 bank=bank,
@@ -200,16 +200,12 @@ class _Setting:
         self.tokenizer = load_tokenizer(config.model.path, self.vocab_size)
         end = end_token_ids(config.model.path, self.tokenizer)
         self.stop_token_ids = tuple(dict.fromkeys((*end, *config.rollout.stop_token_ids)))
-        self.tools: list[dict[str, Any]] = []  # the environment's, once `episodes` was called
         self._prompts: PromptSource | None = None
 
-    def training_prompts(self) -> PromptSource:
-        """Return the training prompts, read at the first call.
-
-        With an environment, call `episodes` first, because the prompts show its tools.
-        """
+    def training_prompts(self, episodes: Episodes | None) -> PromptSource:
+        """Return the training prompts, which show the tools of `episodes`. They are read at the first call."""
         if self._prompts is None:
-            self._prompts = training_prompts(self._config, self.tokenizer, self.tools)
+            self._prompts = training_prompts(self._config, self.tokenizer, _tools(episodes))
         return self._prompts
 
     async def episodes(
@@ -220,9 +216,9 @@ class _Setting:
         if config.environment.source is None:
             return None
         environments = pools.enter_context(EnvironmentPool(config.environment))
-        gateway = None
+        gateway, tools = None, []
         if config.environment.agent is None:
-            self.tools = await environments.tools()
+            tools = await environments.tools()
         else:
             gateway = await pools.enter_async_context(Gateway(config.environment.host))
         experts = self._hf.moe if config.rollout.routing_replay else None
@@ -231,7 +227,7 @@ class _Setting:
             sample=sampler.sample,
             environments=environments,
             tokenizer=self.tokenizer,
-            tools=self.tools,
+            tools=tools,
             stop_token_ids=self.stop_token_ids,
             routing=None if experts is None else (sum(experts.layers), experts.top_k),
             journals=journals,
@@ -251,7 +247,7 @@ class _Setting:
             sets[name] = Evaluated(
                 settings,
                 PromptSource(
-                    settings.path, self.tokenizer, config.data_of(settings), config.run.seed, tools=self.tools
+                    settings.path, self.tokenizer, config.data_of(settings), config.run.seed, tools=_tools(episodes)
                 ).once(),
                 graders,
                 episodes,
@@ -264,3 +260,7 @@ class _Setting:
             output=run.rollout_metrics,
             answers=run.answers,
         )
+
+
+def _tools(episodes: Episodes | None) -> Sequence[dict[str, Any]]:
+    return [] if episodes is None else episodes.tools

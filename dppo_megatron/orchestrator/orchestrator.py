@@ -1,5 +1,15 @@
 """Fill the bank with finished groups: sample and score a group for each prompt, and bound its staleness.
 
+As long as groups are missing, the loop does what is possible; group g belongs to step s, n is rollout.max_staleness.
+
+    act        waits for                                                unblocked by
+    begin      a policy of version s - n, and a place among             the trainer's publish of s - n, a finished group
+               rollout.max_concurrent_groups
+    evaluate   a policy that is due; with n = 0 the groups wait for it  the trainer's publish
+    finish     engine, environment, reward, teacher                     another engine, if one dies
+    keep       -                                                        (dynamic sampling drops groups without signal)
+    store      with n > 0: groups that a step needs earlier             the trainer waits for the stored group
+
 The bank is the only state: it determines which prompts are done, and how many groups the trainer can expect. An
 orchestrator that is killed and restarted loses at most the running groups, and its seeds make it sample these
 identically. With an environment it loses no finished turn, because it also reads the journals of turns.
@@ -17,17 +27,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dppo_megatron.bank import BankTimeout, BankWriter, EarlierSamples
 from dppo_megatron.bank.journal import Journals
 from dppo_megatron.config import Config
+from dppo_megatron.data.prompts import PromptSource
 from dppo_megatron.engines.byte_budget import ByteBudget
 from dppo_megatron.engines.protocol import GenerateRequest
 from dppo_megatron.environments.episodes import Episodes, training_requests
 from dppo_megatron.fleet.sampling import Sampler
+from dppo_megatron.rewards import RewardPool
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout, RolloutGroup
 from dppo_megatron.weights.published import PublishedFollower, PublishedPolicy
@@ -38,6 +50,9 @@ from .metrics import StepRecorder
 from .staleness import StalenessBound
 from .teachers import Teachers
 from .waiting import WaitingGroups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +86,9 @@ class Orchestrator:
     config: Config
     _: KW_ONLY
     sampler: Sampler
-    prompts: Any
-    tokenizer: Any
-    rewards: Any
+    prompts: PromptSource
+    tokenizer: PreTrainedTokenizerBase
+    rewards: RewardPool
     bank: BankWriter
     published: PublishedFollower
     evaluator: Evaluator | None

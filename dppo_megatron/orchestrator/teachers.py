@@ -17,7 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import numpy as np
@@ -37,6 +37,9 @@ from dppo_megatron.fleet.sampling import Sampler
 from dppo_megatron.run_dir import RunDir
 from dppo_megatron.types import Prompt, Rollout
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 log = logging.getLogger(__name__)
 
 INVALID = RetryBudget(attempts=8, first_pause_s=0.1)  # for replies that are not distributions
@@ -47,7 +50,9 @@ PROBE = "Żółw 12+34 = 46; naïve 東京 def f(x):\n\treturn x ** 2  # 😀"
 Scores = dict[str, np.ndarray]  # columns of the tokens of a sequence after the first, named as those of an engine
 
 
-def teacher_prompt(config: Config, name: str, tokenizer: Any, prompt: Prompt | PromptRow) -> list[int]:
+def teacher_prompt(
+    config: Config, name: str, tokenizer: PreTrainedTokenizerBase, prompt: Prompt | PromptRow
+) -> list[int]:
     """Return the tokens before a response as teacher `name` reads them. Raises `EngineIncompatible`."""
     if (template := config.distillation.teachers[name].prompt_template) is None:
         return prompt.token_ids.tolist()
@@ -64,7 +69,7 @@ class Teachers:
     `sampler` scores where the policy teaches itself.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, vocab_size: int, sampler: Sampler):
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, sampler: Sampler):
         self._sampler = sampler
         self._config, self._settings = config, config.distillation
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
