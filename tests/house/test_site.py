@@ -5,6 +5,7 @@ from pathlib import Path
 
 import check_site
 import docs_site
+import draw_paths
 import pytest
 
 from dppo_megatron.config import load
@@ -97,3 +98,11 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path, capsys, link, problem):
 
 def test_a_site_without_pages_is_no_site(tmp_path):
     assert check_site.main(tmp_path) == 1
+
+
+def test_the_pictures_of_the_paths_are_drawn_from_their_tables():
+    pictures = draw_paths.paths((ROOT / "docs" / "paths.md").read_text())
+    assert len(pictures) == 3
+    for name, steps in pictures.items():
+        assert len(steps) > 8
+        assert (ROOT / "docs" / name).read_text() == draw_paths.draw(steps)
