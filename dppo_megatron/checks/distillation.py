@@ -14,6 +14,8 @@ from dppo_megatron.errors import ExpectedError
 from .model import on_any_machine
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from dppo_megatron.data.prompts import PromptRow
 
 
@@ -49,7 +51,9 @@ def problems(config: Config) -> Iterator[str]:
             yield f"distillation.teachers.{name}.prompt_template = {template!r}: {reason}"
 
 
-def long_prompts(config: Config, rows: Sequence[PromptRow], tokenizer: object) -> Iterator[tuple[int, str]]:
+def long_prompts(
+    config: Config, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[int, str]]:
     """Yield (number, problem) of long rows for which the `prompt_template` of a teacher leaves too few positions."""
     from dppo_megatron.orchestrator.teachers import teacher_prompt
 

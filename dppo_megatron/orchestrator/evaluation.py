@@ -151,7 +151,7 @@ class Evaluator:
         rollouts = await sampler.sample(
             self._requests(name, version, prompt), f"held-out prompt {prompt.position} of {name}"
         )
-        texts = self.tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([r.token_ids.tolist() for r in rollouts], skip_special_tokens=True)
         rewards, failed = await eval_set.rewards.score(prompt, texts, recorded=False)
         finals = await eval_set.rewards.final_answers(prompt, texts) if len(texts) > 1 else None
         samples = [

@@ -278,7 +278,7 @@ class Orchestrator:
             group = replace(group, rollouts=await self._waiting.keep(prompt.position, group.rollouts))
             return await self._score(group)
         rollouts = await self._waiting.keep(prompt.position, await self._sample(prompt))
-        texts = self.tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([r.token_ids.tolist() for r in rollouts], skip_special_tokens=True)
         rewards, failed = await self.rewards.score(prompt, texts)
         return await self._score(RolloutGroup(prompt, rollouts, rewards, failed, self.config.rollout.temperature))
 
