@@ -1,6 +1,6 @@
 """Implements the policy in Megatron-core: layout, model, update, log-probs, checkpoints.
 
-`check_model` works in a single process and starts none. A trainer rank calls `init_layout` first.
+`check_model` works in a single process and starts no other. A trainer rank calls `init_layout` first.
 """
 
 from .megatron_import import import_megatron

@@ -47,10 +47,10 @@ class TrainingDiverged(ExpectedError, RuntimeError):
 
 @dataclass(frozen=True)
 class UpdateStats:
-    """Reports one update, equally on every rank. Sums are over all micro-batches of all data-parallel ranks."""
+    """Reports an update. Only times differ between ranks. Sums cover the micro-batches of all data-parallel ranks."""
 
     loss: float  # sum(loss_weight * loss)
-    grad_norm: float  # norm of the gradients before they are clipped
+    grad_norm: float  # gradient norm before clipping
     lr: float
     skipped: bool  # gradients or logits were not finite; nothing changed
     skipped_in_a_row: int  # overflows are not counted
@@ -62,12 +62,14 @@ class UpdateStats:
     masked: dict[int, int]  # token id -> how often the token was outside the trust region, if above 0
     forward_backward_s: float
     optimizer_s: float
-    loss_scale: float | None = None  # fp16: the factor of the loss
+    loss_scale: float | None = None  # fp16: the loss was multiplied by it
     overflowed: bool = False  # gradients exceeded fp16 at this scale, so the update was skipped and the scale halved
 
 
 class Actor:
-    """Builds the configured model on this rank with its optimizer and schedule. Every method is collective.
+    """Builds the configured model on this rank, with an optimizer and a schedule.
+
+    All ranks must call the methods that train, score, load or save.
 
     Weights are random (seeded by `run.seed`) until `load_hf` or `load_checkpoint`. Raises ModelError with every reason
     why the model cannot be built.
@@ -96,7 +98,7 @@ class Actor:
             on_host = offload.OptimizerOnHost(self.optimizer, self.model_chunks, layout.device)
             self.optimizer_on_device = on_host.on_device
         self.skipped_in_a_row = 0
-        self.lr_scale = 1.0  # factor of the schedule's learning rate in later updates; a checkpoint stores it
+        self.lr_scale = 1.0  # multiplies the scheduled learning rate in later updates; a checkpoint stores it
         self.sharded_save = ShardedSave()
         self._writing: BackgroundWrite | None = None
         self.routing = RoutingReplay(self.hf, self.model_chunks) if config.rollout.routing_replay else None
@@ -136,7 +138,7 @@ class Actor:
         return learning_rate(self.optimizer) * self.lr_scale
 
     def load_hf(self, directory: str | Path) -> None:
-        """Load the weights of an HF directory or a Megatron checkpoint, without optimizer state and schedule.
+        """Load weights from an HF directory or a Megatron checkpoint, but no optimizer state and no schedule.
 
         Raises ModelError listing every tensor that does not fit.
         """
@@ -145,7 +147,7 @@ class Actor:
             self.optimizer.reload_model_params()
 
     def load_start(self) -> None:
-        """Load the run's start weights, and the adapters of `model.lora.adapter`."""
+        """Load the run's start weights, and the adapters from `model.lora.adapter`."""
         self.load_hf(self.config.model.start)
         lora = self.config.model.lora
         if lora.r and lora.adapter is not None:
@@ -161,14 +163,14 @@ class Actor:
         another_follows: bool = False,
         observe: Callable[[MicroBatch, Tensor], None] | None = None,
     ) -> UpdateStats:
-        """Run one optimizer update on this data-parallel rank's `micro_batches`, the same on all ranks of a replica.
+        """Run an optimizer update on `micro_batches`. All ranks of a replica pass the same micro-batches.
 
         The loss is sum(loss_weight * objective loss) over all micro-batches of all data-parallel ranks, so the gradient
         does not depend on how the batch was split. Data-parallel ranks pass the same number of micro-batches. An update
-        with non-finite gradients or logits changes nothing, is reported as skipped, and logs the token furthest from
-        its rollout. Gradients beyond fp16 lower the loss scale. `another_follows` promises that the next call is
-        `train_update` again and that nothing uses the weights in between. The weights are then gathered during the next
-        forward pass. `LossStep` describes `observe`.
+        with non-finite gradients or logits changes nothing, is reported as skipped, and logs the token that differs
+        most from the rollout. Gradients beyond fp16 lower the loss scale. `another_follows` promises that the next call
+        is `train_update` again and that nothing uses the weights in between. The weights are then gathered during the
+        next forward pass. `LossStep` describes `observe`.
         Raises TrainingDiverged after `optimizer.max_skipped_in_a_row` skipped updates that no smaller loss scale could
         avoid, and ValueError if there are no micro-batches.
         """
@@ -226,26 +228,27 @@ class Actor:
         return stats
 
     def scores(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Compute log-probs of every micro-batch's tokens with the current weights, forward only; see `Scorer`."""
+        """Compute log-probs for every micro-batch with the current weights, forward only; see `Scorer`."""
         self._gather.require_whole()
         return self._scorer(micro_batches, topk=topk)
 
     def logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Return fp32 log-probs [T] of each micro-batch's targets, at its temperature, on the CPU; 0 where masked out.
+        """Return the fp32 log-probs [T] of each micro-batch's targets on the CPU; 0 where masked out.
 
-        Runs no backward pass and uses the current weights. All ranks of a replica return the same values.
+        Uses the current weights and the micro-batch temperature, and runs no backward pass. All ranks of a replica
+        return the same values.
         """
         return [scores.logprob for scores in self.scores(micro_batches)]
 
     def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return fp32 log-probs [S - 1], at temperature 1, of tokens 1.. of one sequence [S]."""
+        """Return fp32 log-probs [S - 1] for all tokens of a sequence [S] except the first, at temperature 1."""
         (logprobs,) = self.logprobs([sequence(token_ids)])
         return logprobs[:-1].numpy()
 
     def offloaded(self) -> AbstractContextManager[int]:
-        """Move the memory of the actor and its frozen models to the host for the duration of the context.
+        """Move the actor and the frozen models to host memory within the context.
 
-        Engines on the same GPU can use the memory meanwhile. See `offload.offloaded`.
+        Engines on the same GPU can use the freed memory meanwhile. See `offload.offloaded`.
         """
         self._gather.require_whole()
         return offload.offloaded([*self.model_chunks, *self.frozen_chunks], self.optimizer, self.layout.device)
@@ -262,7 +265,7 @@ class Actor:
             self._writing = save_load.save(self, Path(directory), step, state, keep)
 
     def finish_checkpoint(self) -> None:
-        """Wait until the last checkpoint is complete. Raises CheckpointError if it failed or takes too long."""
+        """Wait until the last checkpoint is complete. Raises CheckpointError if the write failed or takes too long."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             save_load.finish(writing)
@@ -277,9 +280,9 @@ class Actor:
                 log.error("the last checkpoint was not written: %s", error)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any] | None:
-        """Restore the newest complete checkpoint under `directory`; return the caller's state, None if there is none.
+        """Restore the newest complete checkpoint in `directory`; return the caller's state, None without a checkpoint.
 
-        Raises CheckpointError if it does not fit this run. See `save_load.load`.
+        Raises CheckpointError if the checkpoint does not fit this run. See `save_load.load`.
         """
         with self.optimizer_on_device():
             return save_load.load(self, Path(directory))
@@ -290,5 +293,5 @@ class Actor:
 
 
 def _finalize_without_division(model: list, num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Reduce gradients as Megatron does, but without its division by the number of tokens."""
+    """Reduce gradients as Megatron does, but do not divide them by the number of tokens."""
     finalize_model_grads(model, None, **kwargs)

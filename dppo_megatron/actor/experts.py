@@ -1,9 +1,9 @@
-"""Computes local experts with frozen weights by grouped products, each one call of `torch.nn.functional.grouped_mm`.
+"""Computes local experts with frozen weights by grouped products, each a call of `torch.nn.functional.grouped_mm`.
 
-Megatron's SequentialMLP computes one expert after the other. Here each projection is one grouped product for all
-experts, and their adapters are two more. The frozen weights of a projection share one tensor [experts, outputs,
-inputs]. The `weight` of each expert is a view of that tensor, so load, export, offload and merge work as without
-grouping. A and B are stacked in each forward pass.
+Megatron's SequentialMLP computes one expert after the other. Here each projection is a single grouped product for all
+experts, and the adapters are two more. The frozen weights of a projection share a tensor [experts, outputs, inputs].
+The `weight` of each expert is a view of that tensor, so load, export, offload and merge work as without grouping. A and
+B are stacked in each forward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROJECTIONS = ("linear_fc1", "linear_fc2")
 def group_experts(chunks: Sequence[nn.Module], config: Config) -> None:
     """Make the frozen local experts of `chunks` compute grouped products, unless `why_sequential` gives a reason.
 
-    Call it before the chunks are wrapped, because each weight moves into its projection's tensor. Runs no collectives.
+    Call it before the chunks are wrapped, because each weight moves into the projection's tensor. Runs no collectives.
     """
     if why_sequential(chunks, config):
         return
@@ -63,7 +63,7 @@ def why_sequential(chunks: Sequence[nn.Module], config: Config) -> str | None:
 
 
 def describe_experts(chunks: Sequence[nn.Module], config: Config) -> list[str]:
-    """Return the log's line on how this rank computes several local experts of a LoRA run; none for other runs."""
+    """Return a log line on how this rank computes several local experts in a LoRA run; [] for other runs."""
     if not config.model.lora.r or next(_experts(chunks), None) is None:
         return []
     reason = why_sequential(chunks, config)
@@ -75,7 +75,7 @@ def _experts(chunks: Sequence[nn.Module]) -> Iterator[SequentialMLP]:
 
 
 def _forward(experts: SequentialMLP, grouped_mlp: MLP, x: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-    """Replace SequentialMLP.forward: x [tokens, hidden] and probs [tokens] in the order of counts [experts]."""
+    """Replace SequentialMLP.forward: x [tokens, hidden] and probs [tokens], sorted by expert, and counts [experts]."""
     if not len(x):  # the kernel rejects empty operands
         return SequentialMLP.forward(experts, x, counts, probs)
     if x.is_cuda and not counts.is_cuda:
@@ -85,7 +85,7 @@ def _forward(experts: SequentialMLP, grouped_mlp: MLP, x: Tensor, counts: Tensor
 
 
 class _Projection(nn.Module):
-    """Computes one linear layer of all `experts`, and is called like the layer of one expert.
+    """Computes a linear layer for all `experts`, and is called like a single expert's layer.
 
     The model itself keeps a layer for each expert.
     """
@@ -104,9 +104,9 @@ class _Projection(nn.Module):
         out = product(x, shared_tensor(self.weights).mT)
         if not self.adapters or not (first := self.adapters[0]).enabled:
             return out, None
-        # The adapters are called because a hook of each module waits for its gathered parameters.
+        # Call the adapters, because a hook in each module waits for the gathered parameters.
         a, b = map(torch.stack, zip(*(adapter() for adapter in self.adapters), strict=True))
-        if owners := [adapter.owner for adapter in self.adapters if adapter.owner is not None]:  # all have one, or none
+        if owners := [adapter.owner for adapter in self.adapters if adapter.owner is not None]:  # all or none
             b = spread(b, torch.stack(owners))
         a, b = first.reducing(a, b)
         missing = -a.shape[1] % (_ALIGNMENT // 2)  # aligns values of 16 bits and more
@@ -115,7 +115,7 @@ class _Projection(nn.Module):
 
 
 def shared_tensor(weights: Sequence[nn.Parameter]) -> Tensor:
-    """Return the memory of `weights` as one tensor [experts, outputs, inputs]. Moves them into one if necessary."""
+    """Return the memory of `weights` as a single tensor [experts, outputs, inputs]; move the weights if necessary."""
     first, size = weights[0].data, weights[0].nbytes
     places = [weight.data_ptr() - first.data_ptr() for weight in weights]
     if first.untyped_storage().nbytes() != len(weights) * size or places != list(range(0, len(weights) * size, size)):

@@ -1,11 +1,11 @@
-"""Computes attention of packed sequences by torch's FlashAttention on a GPU, without padding, mask or stored scores.
+"""Computes attention for packed sequences by torch's FlashAttention on a GPU, without padding, mask or stored scores.
 
-A row sees its own segment up to itself (one causal call) and all rows that its segment continues (one call without a
-mask): a shared prompt, or with context parallelism the earlier chunks of its sequence. The outputs are merged by their
-log-sum-exps. The backward pass gives the merged output O and log-sum-exp L to both calls, so that each recomputes its
-part of the softmax: P = exp(S - L), dS = P (dP - sum(dO O)) (https://arxiv.org/abs/2307.08691, algorithm 2). The
-operators are those of `torch.nn.attention.varlen`. The backward pass of that module ignores the gradient of the
-log-sum-exp.
+In a causal call, a row sees the rows of its segment up to itself. In a second call, without a mask, it sees all rows
+that the segment continues: a shared prompt, or with context parallelism the earlier chunks of the sequence. The outputs
+are merged by their log-sum-exps. The backward pass gives the merged output O and log-sum-exp L to both calls, so that
+each recomputes a part of the softmax: P = exp(S - L), dS = P (dP - sum(dO O)) (https://arxiv.org/abs/2307.08691,
+algorithm 2). `torch.nn.attention.varlen` uses the same operators, but its backward pass ignores the log-sum-exp
+gradient.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dppo_megatron.actor.batch.context import gathered_places
 if TYPE_CHECKING:
     from jaxtyping import Int
 
-# Arguments of both operators: int32 bounds of queries and keys of each segment, longest of both, dropout, causal.
+# Arguments of both operators: int32 query bounds and key bounds, most queries and keys in a segment, dropout, causal.
 Call = tuple[Tensor, Tensor, int, int, float, bool]
 
 
 @dataclass(frozen=True)
 class FlashPlan:
-    """Plans the calls for one micro-batch once for all layers.
+    """Plans the calls for a micro-batch once for all layers.
 
-    Example: a prompt of 3 rows, then its samples of 2 rows and 1: `segments` has bounds [0, 3, 5, 6], rows [3, 4, 5],
-    keys [0, 1, 2], and `prefixes` one segment of 3 queries and 3 keys.
+    Example: a prompt of 3 rows, then two samples of 2 rows and 1 row. `segments` has the bounds [0, 3, 5, 6], `rows` is
+    [3, 4, 5], `keys` is [0, 1, 2], and `prefixes` has a single segment of 3 queries and 3 keys.
     """
 
     segments: Call
@@ -50,7 +50,7 @@ def can_use_flash(dtype: torch.dtype, head_size: int, device: torch.device) -> b
 def plan_flash(
     bounds: Tensor, prefixes: Tensor | None, context_rank: int, context_size: int, device: torch.device
 ) -> FlashPlan:
-    """Plan the calls for the segments bounded by `bounds`; `segments.plan_segments` describes the arguments."""
+    """Plan the calls for the segments between `bounds`; `segments.plan_segments` describes the arguments."""
     bounds = bounds.long()
     lengths = bounds.diff()
     if context_size > 1:  # this rank's two chunks of each sequence, see `batch.context`
@@ -76,7 +76,10 @@ def _call(queries: Int[Tensor, " S"], keys: Int[Tensor, " S"], causal: bool, dev
 
 
 class FlashAttention(torch.autograd.Function):
-    """Return [T h d] of query [T h d], key and value [T g d], and the keys and values that `plan.keys` selects from."""
+    """Attends from query to key and value, and to the rows of `keys` and `values` that `plan.keys` selects.
+
+    query and the result are [T h d], key and value [T g d].
+    """
 
     @staticmethod
     def forward(

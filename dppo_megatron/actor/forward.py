@@ -1,6 +1,6 @@
-"""Runs one micro-batch through the policy: computes per-token statistics, the loss, and the totals of an update.
+"""Runs micro-batches through the policy: computes per-token statistics, the loss, and the update totals.
 
-Megatron's schedules call `forward_step` on every stage, and the function that it returns only on the last one.
+Megatron's schedules call `forward_step` on every stage. They call the function that it returns only on the last stage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """Reports one micro-batch. Scalars are fp64 tensors on the device."""
+    """Reports a micro-batch. Scalars are fp64 tensors on the device."""
 
     loss: Tensor  # sum(loss_weight * loss)
     nonfinite: Tensor  # rows with non-finite logits
@@ -54,11 +54,11 @@ TOKEN_VALUES = ("logprob", "entropy", "divergence", "masked")
 
 @dataclass(frozen=True)
 class LossStep:
-    """Implements `forward_step` of Megatron's schedules for one update with one objective.
+    """Implements `forward_step` of Megatron's schedules for an update with an objective.
 
     masked: [V] int64 on the device; counts over all calls how often each token id was outside the trust region.
-    checks: the caller reads them after all micro-batches and before it uses their gradients.
-    observe: is called with each micro-batch and the TOKEN_VALUES [4, n] fp32 of its loss rows, without gradient.
+    checks: the caller reads them after all micro-batches and before it uses the gradients.
+    observe: called with each micro-batch and fp32 TOKEN_VALUES [4, n] for the loss rows, without gradient.
     """
 
     objective: ObjectiveProtocol
@@ -73,9 +73,10 @@ class LossStep:
         return run_model(model, batch), partial(self.loss, batch, model)
 
     def loss(self, batch: MicroBatch, model: Any, output: Tensor) -> tuple[Tensor, Tensor, MicroBatchResult]:
-        """Return (loss to differentiate, token count 0, report). The count is unused: `loss_weight` has the divisors.
+        """Return the loss to differentiate, a token count of 0, and the report.
 
-        The host never waits for the device here, so it can prepare the next micro-batch.
+        Megatron's token count is unused, because `loss_weight` has the divisors. The host never waits for the device
+        here, so it can prepare the next micro-batch.
         """
         objective, rows = self.objective, batch.loss
         stats = head_statistics(
@@ -125,11 +126,11 @@ def apply_objective(
     sequence_ids: Tensor | None,
     vocab_size: int,
 ) -> ObjectiveOutput:
-    """Apply the objective to `rows` [T], given the statistics that the policy in training computed for them.
+    """Apply the objective to `rows` [T], given the statistics that the trained policy computed. No collectives.
 
-    logprob, entropy [T], of the targets. topk_logprob [T, K] of `rows.topk_ids`, then of `rows.teacher_ids` if the
-    objective needs a teacher, and other_logprob [T] of everything else, or None if they were not computed. No
-    collectives.
+    logprob, entropy: [T], for the targets.
+    topk_logprob: [T, K], for `rows.topk_ids`, then for `rows.teacher_ids` if the objective needs a teacher; or None.
+    other_logprob: [T], for everything else; or None.
     """
     topk, ids, rollout = None, rows.topk_ids, rows.rollout_topk_logprob
     extra_args: dict[str, Any] = {name: rows.tensors[name] for name in objective.needs_columns}
@@ -173,7 +174,7 @@ def apply_objective(
 
 
 def _listed_ids(objective: ObjectiveProtocol, rows: TokenBatch) -> Tensor | None:
-    """Return the ids [T, n] that the objective needs log-probs of: the engine's list, then the teacher's."""
+    """Return the ids [T, n] that the objective needs scored: the engine's list, then the teacher's."""
     lists = [rows.topk_ids, rows.tensors["teacher_ids"] if objective.needs_teacher else None]
     id_lists = [ids for ids in lists if ids is not None]
     return torch.cat(id_lists, dim=1) if id_lists else None
@@ -182,8 +183,9 @@ def _listed_ids(objective: ObjectiveProtocol, rows: TokenBatch) -> Tensor | None
 def _with_other_list(other: Tensor, own_ids: Tensor, ids: Tensor, logprob: Tensor, target: Tensor) -> Tensor:
     """Return ln of the mass [T] outside the list `own_ids` [T, K] and the target, with gradient.
 
-    other: [T] ln of the mass outside both lists and the target. ids, logprob: [T, M], the other list. Example: own_ids
-    [[3, 9]], ids [[9, 4]] and target [7] add the probability of 4 only.
+    other: [T], ln of the mass outside both lists and the target.
+    ids, logprob: [T, M], the other list.
+    Example: own_ids [[3, 9]], ids [[9, 4]] and target [7] add the probability of 4 only.
     """
     overlap = (ids[:, :, None] == torch.cat([own_ids, target[:, None].to(own_ids.dtype)], dim=1)[:, None]).any(dim=2)
     added = torch.where((ids < 0) | overlap, _NONE, logprob)
@@ -191,12 +193,12 @@ def _with_other_list(other: Tensor, own_ids: Tensor, ids: Tensor, logprob: Tenso
     return torch.where(total > _NONE / 2, total, float("-inf"))
 
 
-_NONE = -1.0e4  # ln of a mass that is 0, for which -inf would give a gradient of NaN
+_NONE = -1.0e4  # replaces ln 0, because -inf would give a NaN gradient
 
 
 @dataclass(frozen=True)
 class LogprobStep:
-    """Implements `forward_step` for scoring: collects fp32 log-probs [T, C] of each batch, 0 where mask is False.
+    """Implements `forward_step` for scoring: collects fp32 log-probs [T, C] for each batch, 0 where mask is False.
 
     C is 1 (the targets) or, with `topk`, K + 2 (the targets, the top-K ids and everything else). Rows of other
     context-parallel ranks are 0. checks: as in `LossStep`.
@@ -229,10 +231,10 @@ class LogprobStep:
 
 @dataclass(frozen=True, kw_only=True)
 class MostLikelyStep(LogprobStep):
-    """Collects the log-prob of each target, of the `k` most likely tokens, and their ids, [T, 1 + 2 k].
+    """Collects log-probs of each target and the `k` most likely tokens, then the ids of these tokens, [T, 1 + 2 k].
 
-    Needs stored logits. The ids are fp32, which is exact below 2^24. Collective: each tensor-parallel rank has its own
-    k candidates, whose ids are gathered, and the statistics score all of them.
+    Needs stored logits. The ids are fp32, exact below 2^24. Collective: gathers the ids of k candidates from each
+    tensor-parallel rank, then scores all of them.
     """
 
     k: int
@@ -254,7 +256,7 @@ class MostLikelyStep(LogprobStep):
 
 
 def run_model(model: Any, batch: MicroBatch) -> Tensor:
-    """Run the forward pass of one chunk, wrapped or not; the last stage returns the head's output (`PolicyModel`)."""
+    """Run a chunk forward, wrapped or not; the last stage returns the head's output (`PolicyModel`)."""
     moved()
     return model(
         input_ids=batch.token_ids,
@@ -288,7 +290,7 @@ def head_statistics(
     topk_ids: Tensor | None,
     entropy: Literal["none", "metric", "differentiable"],
 ) -> TokenStatistics:
-    """Return statistics [n] of the last stage's output rows, the same on every tensor-parallel rank."""
+    """Compute statistics [n] for the last stage's output rows. All tensor-parallel ranks return the same values."""
     policy: PolicyModel = unwrap_model(model)
     layout = step.layout
     statistics = partial(token_statistics, inplace=True)
@@ -314,10 +316,13 @@ def head_statistics(
 def _whole_sequences(
     batch: MicroBatch, stats: TokenStatistics, layout: Layout
 ) -> tuple[TokenBatch, TokenStatistics, slice]:
-    """Return (loss rows of all context-parallel ranks, their statistics, the slice of this rank's rows).
+    """Gather loss rows and statistics for objectives that need whole sequences, because each rank has only parts.
 
-    Objectives that need whole sequences call it, because each rank has only a part of a sequence. Collectives: one
-    all-gather for each statistic, one reduce-scatter for its gradient.
+    Returns:
+    - the loss rows of all context-parallel ranks;
+    - the statistics of these rows;
+    - the slice with this rank's rows.
+    Collectives: an all-gather for each statistic, and a reduce-scatter for its gradient.
     """
     counts = [max(1, len(rows)) for rows in batch.context_rows]  # a rank without loss rows still computes one row
     names = [f.name for f in fields(TokenStatistics) if f.name != "nonfinite" and getattr(stats, f.name) is not None]
@@ -336,7 +341,7 @@ class UpdateTotal:
     tokens: int
     loss_tokens: int
     parts: dict[str, Metric]
-    masked: dict[int, int]  # maps a token id to its count, if above 0
+    masked: dict[int, int]  # token id -> count, if above 0
 
 
 def reduce_reports(
@@ -345,7 +350,7 @@ def reduce_reports(
     """Add up the reports of an update. `results` is empty before the last pipeline stage. masked: see `LossStep`.
 
     Collectives: three all-reduces over the data-parallel group on the last stage (none for a single replica),
-    then one broadcast along the pipeline.
+    then a broadcast along the pipeline.
     """
     total: list[Any] = [_on_last_stage(results, batches, masked, layout) if layout.is_last_stage else None]
     if layout.pipeline_size > 1:

@@ -1,8 +1,8 @@
 """Scores with frozen models on the trainer's ranks: the reference policy of a KL penalty, and a teacher.
 
-Each needs one more copy of its parameters on each rank, in `model.dtype`, without gradients and optimizer. It has the
-actor's layout and is offloaded with the actor. All ranks must construct it, and it raises ModelError listing every
-tensor that does not fit.
+A frozen model has the actor's layout and is offloaded with the actor. It adds a copy of its parameters to each rank, in
+`model.dtype`, without gradients and optimizer. All ranks must construct it. The constructor raises ModelError listing
+every tensor that does not fit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .scoring import Scorer, Scores
 class Reference:
     """Scores with `model.start`, also in resumed runs.
 
-    With `model.lora` it needs no memory, because it is the actor without its adapters. Its routers choose the experts
-    themselves, also with `rollout.routing_replay`.
+    With `model.lora` the reference is the actor without adapters, so it needs no memory. The routers choose the experts
+    themselves, even with `rollout.routing_replay`.
     """
 
     def __init__(self, actor: Actor):
@@ -56,10 +56,10 @@ class TrainerTeacher:
         chunks = _frozen(actor, hf, config)
         self._scorer = Scorer(chunks, packer, layout, hf.vocab_size, config.train.micro_batch_tokens)
         self._step = MostLikelyStep(hf.vocab_size, layout, k=config.distillation.topk)
-        self._vocab_size = actor.hf.vocab_size  # larger ids are those of a padded embedding
+        self._vocab_size = actor.hf.vocab_size  # larger ids belong to the padding of an embedding
 
     def with_lists(self, micro_batches: Sequence[TokenBatch]) -> list[dict[str, dict[str, Tensor]]]:
-        """Return `extra` of every micro-batch with teacher_logprob [T], teacher_ids, teacher_topk_logprob [T, K]."""
+        """Return each micro-batch's `extra` with teacher_logprob [T], teacher_ids and teacher_topk_logprob [T, K]."""
         out = []
         for batch, scored in zip(micro_batches, self._scorer.columns(micro_batches, self._step), strict=True):
             logprob, topk, ids = scored.cpu().tensor_split([1, 1 + self._step.k], dim=1)

@@ -1,4 +1,4 @@
-"""Describes this rank's part of the work: process groups, ranks and device, in one frozen object."""
+"""Describes this rank's part of the work in a frozen object: process groups, ranks and device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Layout:
         return self.pipeline_rank == self.pipeline_size - 1
 
     def describe(self) -> str:
-        """Describe the layout in one line for the log."""
+        """Describe the layout in a log line."""
         tensor = f"tensor {self.tensor_size}" + (" + sequence" if self.sequence_parallel else "")
         pipeline = f"pipeline {self.pipeline_size}"
         if self.virtual_pipeline_size:
@@ -77,10 +77,10 @@ class Layout:
 
 
 def local_gpu(count: int, environment: Mapping[str, str]) -> int:
-    """Return the index of this rank's GPU among the `count` visible ones: LOCAL_RANK if all ranks of a node see them.
+    """Return the index of this rank's GPU among `count` visible GPUs: LOCAL_RANK if the node's ranks see all GPUs.
 
-    The index is 0 if the rank sees one GPU, which Slurm bound to it (`--gpus-per-task=1`). Raises LayoutError for any
-    other number.
+    The index is 0 if the rank sees only the GPU that Slurm bound to it (`--gpus-per-task=1`). Raises LayoutError for
+    any other number.
     """
     rank = int(environment.get("LOCAL_RANK", "0"))
     ranks = int(environment.get("LOCAL_WORLD_SIZE", rank + 1))
@@ -113,7 +113,7 @@ def init_layout(config: Config) -> Layout:
 
     Rank, world size and rendezvous come from the environment, as torchrun and the launcher set them; a single process
     needs no variables. A collective that takes longer than `parallel.timeout_s` raises. If torch.distributed is already
-    started, its process group is used. Raises LayoutError if the environment does not match the config.
+    started, the existing process group is used. Raises LayoutError if the environment does not match the config.
     """
     parallel = config.parallel
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -181,7 +181,7 @@ def init_layout(config: Config) -> Layout:
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy, torch, and Megatron's tracker, which gives tensor-parallel ranks different streams.
 
-    Pipeline stages get different seeds; data-parallel replicas get the same seed.
+    Pipeline stages get different seeds; data-parallel replicas share a seed.
     """
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)

@@ -1,8 +1,8 @@
 """Adds adapters (`hf.lora`) to Megatron's parallel linear layers, and freezes the other weights.
 
-An adapter runs in a forward hook of its layer, on the same input: hidden states [S, ..., inputs] of this rank. It
-exchanges tensors of width r, not of the layer's width. The table lists the collectives of its forward; backward pass
-over the layer's group of n ranks:
+A forward hook of a layer runs the adapter on the layer's input: hidden states [S, ..., inputs] of this rank. The
+adapter exchanges tensors of width r, not of the layer's width. The table lists the collectives of the forward; backward
+pass over the layer's group:
 
 | layer | sequence-parallel | otherwise |
 |---|---|---|
@@ -11,9 +11,9 @@ over the layer's group of n ranks:
 | of experts | none; all-reduce of a gradient of A or B | the same |
 | whole on every rank | none | none |
 
-Under sequence parallelism all ranks have A (if outputs are sharded) or B, and Megatron sums its gradient over them at
-the end of an update, like that of a norm. Megatron's dispatcher exchanges the tokens of experts before and after the
-layer and sums the ranks' results, forward and backward, so the adapter's parts are summed as well.
+Under sequence parallelism all ranks have A (if outputs are sharded) or B. At the end of an update Megatron sums the
+gradient of this factor over the ranks, as for a norm. Megatron's dispatcher exchanges expert tokens before and after
+the layer and sums the ranks' results, forward and backward, so the adapter's parts are summed as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dppo_megatron.weights.fingerprint import MODULUS, bit_sum
 
 
 class ParallelAdapter(Adapter):
-    """Adapts a linear layer of Megatron. Its parameters have the attributes by which Megatron reduces gradients."""
+    """Adapts a Megatron linear layer. The parameters have the attributes that Megatron's gradient reduction reads."""
 
     def __init__(self, entry: AdapterEntry, layer: Any, *, scaling: float, seed: int):
         group = layer.tp_group
@@ -59,7 +59,7 @@ class ParallelAdapter(Adapter):
         shard, common = a_and_b if entry.shards_inputs else a_and_b[::-1]
         self._common = common if self._sharded else None
         if self._sharded or self._expert:
-            # The norm of the gradient counts each rank's own part, and the common parameter once.
+            # The gradient norm counts the shard of each rank, and the common parameter once.
             set_tensor_model_parallel_attributes(shard, True, 1 if entry.shards_inputs else 0, 1)
             if self._expert:
                 set_tensor_model_parallel_attributes(common, True, -1, 1)
@@ -91,7 +91,7 @@ class ParallelAdapter(Adapter):
         return linear(h, self.outputs())
 
     def reducing(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an expert's A and B, single or stacked. The gradient of the factor that all ranks have is summed."""
+        """Return an expert's A and B, single or stacked; the backward pass sums the gradient of the common factor."""
         if self._sharded and self.entry.shards_inputs:
             b = copy_to_tensor_model_parallel_region(b, self._group)
         elif self._sharded:
@@ -119,7 +119,7 @@ class ParallelAdapter(Adapter):
 
 
 def sharded_adapters(chunk: nn.Module) -> dict[str, Any]:
-    """Return the tensors of a chunk with adapters that a checkpoint stores, by the names in the chunk's state."""
+    """Return the adapter tensors of a chunk that a checkpoint stores, by their names in the chunk's state."""
     return {
         f"{name}.{factor}": shard
         for name, module in chunk.named_modules()
@@ -155,12 +155,12 @@ def add_adapters(chunks: Sequence[nn.Module], hf: HFModelConfig, config: Config)
             layer.add_module(ADAPTER, module)
             layer.register_forward_hook(_add)
         if config.model.recompute == "full" and chunk.pre_process:
-            # A recomputed layer gets gradients only if an input requires one, and the embedding is frozen.
+            # A recomputed layer gets gradients only if an input requires a gradient, and the embedding is frozen.
             chunk.embedding.register_forward_hook(_with_gradient)
 
 
 def frozen_sum(chunks: Sequence[nn.Module], hf: HFModelConfig) -> str:
-    """Return a checksum of the frozen weights of the model, the same in every layout. Collective over all ranks."""
+    """Return a checksum of the model's frozen weights, equal in every layout. Collective over all ranks."""
     ranks, local_sum = ParallelRanks.current(), 0
     weight_map = WeightMap(hf, infer_layout(chunks, hf, ranks))
     for name, weight in named_weights(chunks):

@@ -1,6 +1,6 @@
 """Implements the dynamic loss scale of fp16: multiplies the loss before the backward pass, divides gradients in fp32.
 
-Megatron's schedule multiplies the loss once, before the backward pass (`TransformerConfig.grad_scale_func`). Its
+Megatron's schedule multiplies the loss once, before the backward pass (`TransformerConfig.grad_scale_func`). Megatron's
 optimizer divides the fp32 copies before anything reads them, and looks for infinities on all ranks.
 """
 
@@ -14,11 +14,12 @@ from dppo_megatron.config.model import LARGEST, LossScaleConfig
 
 
 class LossScale(DynamicGradScaler):
-    """Shares Megatron's scaler among all parts of an optimizer, which store it in checkpoints.
+    """Shares Megatron's scaler among all optimizer parts, which store it in checkpoints.
 
-    Megatron gives dense and expert parameters one scaler each. Only the first scales the loss, and each is updated by
-    its own overflows. After an overflow of only the experts, their scaler would divide by a number other than the
-    factor of the loss. Here all parts check first. Then `follow` changes the scale in the same way on all ranks.
+    Megatron gives dense and expert parameters a scaler each. Only the first scales the loss, and an overflow updates
+    only the scaler of the affected part. After an overflow in experts only, the expert scaler would divide by another
+    number than the loss was multiplied by. Here all parts check first. Then `follow` changes the scale in the same way
+    on all ranks.
     """
 
     _scale: Tensor
@@ -39,12 +40,12 @@ class LossScale(DynamicGradScaler):
             part.grad_scaler = self
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Multiply the loss by the scale, on the device, without a synchronisation."""
+        """Multiply the loss by the scale, on the device, without a synchronization."""
         return loss * self.scale
 
     @property
     def value(self) -> float:
-        """Return the scale. Synchronises with the device."""
+        """Return the scale. Synchronizes with the device."""
         return float(self.scale)
 
     @property
@@ -52,9 +53,9 @@ class LossScale(DynamicGradScaler):
         return self.value > float(self.min_scale)
 
     def update(self, found_inf: bool) -> None:
-        """Do nothing, because Megatron calls it for one part before the next part has divided."""
+        """Do nothing, because Megatron calls this for a part before the next part has divided."""
 
     def follow(self, *, overflow: bool) -> None:
-        """Halve the scale after an overflow; otherwise count the update towards its growth."""
+        """Halve the scale after an overflow; otherwise count the update towards the next growth."""
         super().update(overflow)
         self._scale = self._scale.clamp(max=LARGEST)  # the scale would grow without limit if gradients are 0

@@ -15,13 +15,13 @@ _modules: dict[str, Any] = sys.modules  # importing a module that is None here r
 
 
 def import_megatron() -> None:
-    """Import Megatron-core; this must be its first import."""
+    """Import Megatron-core; call this before any other import of Megatron-core."""
     # Megatron-core warns at import about packages that are not installed (Actor.describe lists the substitutes), and
     # calls torch by names that a newer torch renames. Neither belongs in a run's log.
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-    # Megatron-core imports wandb for an inference server that is not used here: a quarter of its import time.
+    # Megatron-core imports wandb for an inference server that is not used here: a quarter of the import time.
     if hides_wandb := "wandb" not in sys.modules:
         _modules["wandb"] = None
     try:
@@ -35,7 +35,7 @@ def import_megatron() -> None:
 
 @cache
 def load_problem() -> str:
-    """Import TransformerEngine. Return its error if it is installed and does not load, otherwise "".
+    """Import TransformerEngine. Return the import error if TransformerEngine is installed but does not load, else "".
 
     Megatron-core catches only ImportError, but TransformerEngine raises FileNotFoundError without its torch library
     and OSError without CUDA's. After any error each later import raises ModuleNotFoundError, so that local layers work.
@@ -55,8 +55,8 @@ def load_problem() -> str:
 def _disable_compiled_fusions() -> None:
     """Turn Megatron-core's jit_fuser off if CUDA is absent.
 
-    It applies torch.compile as a decorator while modules are imported. That costs minutes of g++ for functions that
-    take microseconds on a CPU.
+    The fuser applies torch.compile as a decorator while modules are imported. That costs minutes of g++ for functions
+    that take microseconds on a CPU.
     """
     if torch.cuda.is_available():
         return

@@ -1,7 +1,7 @@
 """Handles differences between Megatron-core releases, and detects the implementations of this installation.
 
-Supports 0.16 (Python 3.11) to 0.19, which imports Triton on CPUs too. Names and signatures of Megatron that change
-between releases are used only here.
+Supports 0.16 (Python 3.11) to 0.19, which imports Triton on CPUs too. Only this module uses Megatron names and
+signatures that change between releases.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def engine_remedy() -> str:
 
 
 def has_nvidia_apex() -> bool:
-    """Return whether NVIDIA's apex is installed, by its extension module; `apex` of the package index is unrelated."""
+    """Return whether NVIDIA's apex is installed, by its extension module; `apex` in the package index is unrelated."""
     return importlib.util.find_spec("amp_C") is not None
 
 
@@ -53,7 +53,7 @@ def has_fused_weight_gradient() -> bool:
 
 def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the layers of this pipeline stage (and virtual stage), dense and with experts, as in the config."""
-    # 0.16 sets it even without TransformerEngine, and then builds instances of its classes.
+    # 0.16 sets HAVE_TE even without TransformerEngine, and then builds instances of TransformerEngine classes.
     multi_latent_attention.HAVE_TE = has_transformer_engine()
     return get_gpt_decoder_block_spec(
         config, use_transformer_engine=transformer_engine, normalization=config.normalization, vp_stage=vp_stage
@@ -61,14 +61,14 @@ def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: in
 
 
 def layer_offset(config: TransformerConfig, vp_stage: int | None, pipeline_rank: int) -> int:
-    """Return the global index of the first layer of a pipeline stage (and virtual stage)."""
+    """Return the global index of a pipeline stage's (and virtual stage's) first layer."""
     return get_transformer_layer_offset(config, vp_stage, pipeline_rank)
 
 
 def replicated_linear() -> type:
-    """Return the class of linear layers that are not sharded, which latent attention accepts besides sharded ones."""
+    """Return the class of unsharded linear layers, which latent attention accepts besides sharded layers."""
     if multi_latent_attention.Linear is None:
-        # From 0.17 on its name is missing without TransformerEngine, although it does not use TransformerEngine.
+        # From 0.17 on the name is missing without TransformerEngine, although the class does not use TransformerEngine.
         from megatron.core.post_training.modelopt.layers import Linear
 
         multi_latent_attention.Linear = Linear
@@ -76,7 +76,7 @@ def replicated_linear() -> type:
 
 
 def drop_replay_registry() -> None:
-    """Clear Megatron's list of routers, because it belongs to the process and not to a model."""
+    """Clear Megatron's list of routers, because the list belongs to the process and not to a model."""
     RouterReplay.global_router_replay_instances.clear()
 
 

@@ -41,12 +41,13 @@ class PolicyModel(GPTModel):
 
     forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences) returns
     - before the last stage: hidden states [T, 1, H] ([T / tp, 1, H] with sequence parallelism);
-    - on it, with `fused_head`: hidden states [n, H] of the rows, to be multiplied by `head_weight`; their gradient must
-      be complete when it arrives, summed over the tensor-parallel group;
-    - on it, otherwise: this rank's logits [n, V / tp], in the parameters' dtype or, with `fp32_head`, computed in fp32.
+    - on the last stage, with `fused_head`: hidden states [n, H] of the rows, to be multiplied by `head_weight`; their
+      gradient must be complete when it arrives, summed over the tensor-parallel group;
+    - on the last stage, otherwise: this rank's logits [n, V / tp], in the parameters' dtype or, with `fp32_head`,
+      computed in fp32.
 
-    With `batch_invariant_head` a row's logits have the same bits in every batch. `exact`: statistics of the logits must
-    not use compiled code, because an engine computes the same in another process.
+    With `batch_invariant_head` a row's logits have the same bits in every batch. With `exact` logit statistics must
+    not use compiled code, because an engine computes the same statistics in another process.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class PolicyModel(GPTModel):
         self.batch_invariant_head = batch_invariant_head
         self.exact = exact
         if self.post_process and batch_invariant_head:
-            # The module is kept, because Megatron gathers parameters in its hooks and `trace` records its output.
+            # Keep the module, because Megatron gathers parameters in module hooks and `trace` records the output.
             self.output_layer.forward = self._batch_invariant_logits
         if self.post_process and fp32_head:
-            # The fused accumulation needs the gradient buffer of the weight that it is given, here a copy.
+            # Fused accumulation needs the weight's gradient buffer, but here the weight is a copy.
             self.output_layer.gradient_accumulation_fusion = False
         if self.post_process and self.config.sequence_parallel:
             # The rows are gathered before the head; the backward pass of the gather is the reduce-scatter.
@@ -119,9 +120,9 @@ def check_model(config: Config) -> list[str]:
 
 
 def build_model(hf: HFModelConfig, config: Config, layout: Layout, transformer: TransformerConfig) -> list[PolicyModel]:
-    """Build this rank's model chunks (one, or one per virtual stage), randomly initialised, on its device.
+    """Build this rank's model chunks (one, or one per virtual stage), randomly initialized, on the device.
 
-    With `model.lora` only their adapters require gradients.
+    With `model.lora` only the adapters require gradients.
     """
     stages = layout.virtual_pipeline_size
     chunks = []
@@ -171,7 +172,7 @@ def _chunk(
         post_process=last,
         share_embeddings_and_output_weights=hf.tied_embeddings,
         # PackedAttention rotates by position id. With TransformerEngine Megatron rotates, in a fused kernel. Latent
-        # attention has its own rotation.
+        # attention rotates separately.
         position_embedding_type="rope" if engine and hf.mla is None else "none",
         rotary_base=hf.rope_theta,
         rotary_percent=hf.partial_rotary_factor,
@@ -193,11 +194,11 @@ def _chunk(
 
 
 def _correct_expert_biases(model: PolicyModel) -> None:
-    """Make experts with biases trainable in the local spec, and treat their output bias like their weights.
+    """Make experts with biases trainable in the local spec, and treat the output bias like the weights.
 
-    Megatron adds the bias in place, which autograd rejects for a view. It also marks the bias as one whose gradient is
-    reduced over tensor-parallel ranks, and whose norm only the first of them counts. Both are wrong for experts that
-    are not sharded, because those ranks have other tokens or other experts.
+    Megatron adds the bias in place, and autograd rejects this for a view. Megatron also reduces the bias gradient over
+    tensor-parallel ranks, and counts the bias in the norm only on the first rank. Both are wrong for unsharded experts,
+    because the ranks have different tokens or experts.
     """
     for module in model.modules():
         if isinstance(module, SequentialMLP):
@@ -209,7 +210,7 @@ def _correct_expert_biases(model: PolicyModel) -> None:
 
 
 def _use_delta_net(block: TransformerBlockSubmodules, layers: Sequence[bool]) -> None:
-    """Replace attention in the layers of this stage that `layers` marks. Specs of equal layers are one object."""
+    """Replace attention in the layers of this stage that `layers` marks. Equal layers share a spec object."""
     specs = list(block.layer_specs)
     for index, spec in enumerate(specs):
         if layers[index]:
@@ -219,15 +220,15 @@ def _use_delta_net(block: TransformerBlockSubmodules, layers: Sequence[bool]) ->
 
 
 def _use_own_modules(block: TransformerBlockSubmodules, core_attention: type[PackedAttention]) -> None:
-    """Replace norms and core attention of the local spec."""
+    """Replace norms and core attention in the local spec."""
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         modules, attention = layer.submodules, layer.submodules.self_attention.submodules
         attention.core_attention = core_attention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
-                # Megatron shards them by rows and gathers. A rank would then have only its own heads' gradient for the
-                # rotated key that all heads share.
+                # Megatron shards these layers by rows and gathers. All heads share the rotated key, but a rank would
+                # then have only the gradient from its heads.
                 setattr(attention, name, megatron_version.replicated_linear())
         for module, names in (
             (modules, ("input_layernorm", "pre_mlp_layernorm")),

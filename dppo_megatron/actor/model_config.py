@@ -28,7 +28,7 @@ def dtype(config: Config) -> torch.dtype:
 
 
 def use_transformer_engine(config: Config) -> bool:
-    """Return whether `model.layers` means TransformerEngine on this machine. Its layers have no adapters."""
+    """Return whether `model.layers` means TransformerEngine here. TransformerEngine layers have no adapters."""
     if config.model.layers == "auto":
         return torch.cuda.is_available() and megatron_version.has_transformer_engine() and not config.model.lora.r
     return config.model.layers == "transformer_engine"
@@ -46,7 +46,7 @@ def shares_prefixes(hf: HFModelConfig, config: Config) -> bool:
 
 
 def prefix_problems(hf: HFModelConfig, config: Config) -> list[str]:
-    """Return why a micro-batch cannot compute a prompt once for all of its samples."""
+    """Return why a micro-batch cannot compute a prompt once for all samples."""
     remedy = "or set train.share_prefixes to false"
     obstacles = (
         (
@@ -172,7 +172,7 @@ def machine_problems(config: Config) -> list[str]:
 
 
 def _engine_problems(config: Config, *, cuda: bool) -> list[str]:
-    """Return why TransformerEngine's layers cannot be used. `auto` means them on a GPU, if they are installed."""
+    """Return why TransformerEngine layers cannot be used. `auto` uses them on a GPU if they are installed."""
     out, layers, requires_engine = [], config.model.layers, config.model.layers == "transformer_engine"
     if requires_engine and not cuda:
         out.append("model.layers = transformer_engine: needs a CUDA device; set it to local or auto")
@@ -228,7 +228,7 @@ def _family_problems(hf: HFModelConfig, config: Config) -> list[str]:
 
 
 def _yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
-    """Return settings with which Megatron's YaRN differs from transformers and the engines."""
+    """Return the settings that make Megatron's YaRN differ from transformers and the engines."""
     out = [f"rope_parameters.{name} = {scaling[name]}: Megatron-core has no such setting; models that use it are not "
            "supported" for name, default in (("attention_factor", None), ("truncate", True))
            if scaling.get(name, default) not in (None, default)]  # fmt: skip
@@ -241,13 +241,13 @@ def _yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
 
 
 def _own_yarn_problems(scaling: Mapping[str, Any]) -> list[str]:
-    """Return settings of YaRN that `hf.rope` does not read."""
+    """Return the YaRN settings that `hf.rope` does not read."""
     return [f"rope_parameters.{name} = {scaling[name]}: only supported with latent attention"
             for name in ("mscale", "mscale_all_dim") if scaling.get(name)]  # fmt: skip
 
 
 def _routing_problems(moe: MoEConfig) -> list[str]:
-    """Return settings with which Megatron's router differs from the one that the model was trained with."""
+    """Return the settings that make Megatron's router differ from the router that the model was trained with."""
     out = []
     if moe.score_function == "sigmoid" and not moe.norm_topk_prob and moe.top_k > 1:
         out.append("norm_topk_prob = false: Megatron-core always rescales sigmoid scores; not supported")

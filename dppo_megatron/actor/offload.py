@@ -18,9 +18,9 @@ SMALLEST_PIECE = 1 << 20
 
 @contextmanager
 def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device: torch.device) -> Iterator[int]:
-    """Free the memory of `chunks` and `optimizer` on `device` within the context; yield the number of bytes.
+    """Free the memory that `chunks` and `optimizer` use on `device` within the context; yield the bytes freed.
 
-    They must not be used within the context. `chunks` belong to the trained model and to frozen ones. Afterwards
+    Neither may be used within the context. `chunks` belong to the trained model and to frozen models. Afterwards
     parameters and optimizer state have the same bits as before; gradients are 0, as at the start of every update. No
     collectives. The host needs as much free memory (pinned, with CUDA).
     """
@@ -42,7 +42,7 @@ def offloaded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, device:
 class OptimizerOnHost:
     """Keeps main parameters and Adam's state on the host except inside `on_device`: `optimizer.offload`.
 
-    Between two steps activations can use their memory. All values keep their bits. Storages shared with the model's
+    Between steps activations can use the device memory. All values keep their bits. Storages shared with the model's
     parameters stay on the device (an fp32 model has no separate main parameters). The host needs as much memory
     (pinned, with CUDA).
     """
@@ -53,7 +53,7 @@ class OptimizerOnHost:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Move the state to the device within the context. No collectives. After an error it stays there."""
+        """Move the state to the device within the context. No collectives. After an error the state stays there."""
         if self._offloaded is not None:
             self._offloaded.refill()
             self._offloaded = None
@@ -92,7 +92,7 @@ def _on(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _Storages:
-    """Collects the distinct storages of some tensors, as a whole even if they contain other tensors too."""
+    """Collects the distinct storages behind some tensors, as a whole even if they contain other tensors too."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = True, but: _Storages | None = None):
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -131,7 +131,7 @@ class _Storages:
 
 
 def host_pieces(nbytes: int) -> list[int]:
-    """Return sizes that add up to `nbytes` and are powers of two, except a last one below `SMALLEST_PIECE`.
+    """Return sizes that add up to `nbytes`: powers of two, except a last size below `SMALLEST_PIECE`.
 
     torch rounds every pinned allocation up to a power of two, so a single piece could take twice the memory. 3.5 MiB
     give pieces of 2, 1 and 0.5 MiB.

@@ -1,4 +1,4 @@
-"""Builds Megatron's optimizer and learning-rate schedule, and runs the step, which skips non-finite gradients."""
+"""Builds Megatron's optimizer and learning-rate schedule, and runs steps, skipping non-finite gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .model_config import dtype, overlaps_communication
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Reports one optimizer step: norm of the summed gradients before clipping, and the applied learning rate."""
+    """Reports an optimizer step: norm of the summed gradients before clipping, and the applied learning rate."""
 
     grad_norm: float
     lr: float
@@ -34,8 +34,8 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Wrap chunks in Megatron's DDP: fp32 gradient buffers, summed, not averaged, over data and context parallel ranks.
 
-    With `parallel.overlap` gradients are reduced during the backward pass, and new parameters of the distributed
-    optimizer are gathered when `ParameterGather` decides.
+    With `parallel.overlap` gradients are reduced during the backward pass, and `ParameterGather` decides when new
+    parameters of the distributed optimizer are gathered.
     """
     overlap = overlaps_communication(config)
     settings = DistributedDataParallelConfig(
@@ -81,7 +81,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
     """Build a linear warm-up over `warmup_updates` (update i applies lr (i + 1) / warmup), then the decay.
 
-    The decay ends at `min_lr` with the last update of `optimizer.decay_steps`, by default the last one of the run.
+    The decay ends at `min_lr` with the last update of `optimizer.decay_steps`, by default the last update of the run.
     """
     o = config.optimizer
     updates = (o.decay_steps or config.train.steps) * config.train.updates_per_step
@@ -113,9 +113,12 @@ def optimizer_step(
 ) -> UpdateResult:
     """Clip to the global norm, step, and advance the schedule, or skip all three if the norm is not finite.
 
-    `lr_scale` multiplies the schedule's rate for this step. `refuse` skips all three as well, for a reason that the
-    caller found before the gradients. `loss_scale` is the factor that gradients still have. It is updated by the
-    result, unless the step is refused. All ranks must call this function, and they take the same decision.
+    All ranks must call this function, and they take the same decision.
+
+    lr_scale: multiplies the schedule's rate for this step.
+    refuse: skip all three as well, for a reason that the caller found before the gradients.
+    loss_scale: the factor that gradients still have. Overflows and applied steps update the scale; refused steps and
+    other skipped steps do not.
     """
     lr = learning_rate(optimizer) * lr_scale
     found_inf = optimizer.prepare_grads()  # divides the gradients by the loss scale
@@ -129,7 +132,7 @@ def optimizer_step(
     if loss_scale is not None:
         loss_scale.follow(overflow=False)
     if clip > 0:
-        # Megatron's own step() clips the same way, but has no hook between the norm and the update.
+        # Megatron's step() clips the same way, but has no hook between the norm and the update.
         norm = torch.tensor(grad_norm, dtype=torch.float64)
         for part in optimizer.chained_optimizers:
             torch.nn.utils.clip_grads_with_norm_(part.get_parameters(), clip, norm)

@@ -1,8 +1,8 @@
 """Gathers new parameters over data-parallel ranks while the next update's forward pass runs.
 
-After a step of the distributed optimizer each rank has new values only of its own shard. Megatron gathers them at once,
-or bucket by bucket just before a module needs them. The second is only possible between consecutive updates, because
-engines, checkpoints and scoring need all weights.
+After a distributed optimizer step each rank has new values only for its shard. Megatron gathers the shards at once, or
+bucket by bucket just before a module needs them. Gathering by bucket is only possible between consecutive updates,
+because engines, checkpoints and scoring need all weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 class ParameterGather:
-    """Controls the gather of one rank's wrapped `chunks`; does nothing if `overlap_param_gather` is off."""
+    """Controls when parameters of the wrapped `chunks` are gathered; does nothing if `overlap_param_gather` is off."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         self._chunks = [chunk for chunk in chunks if chunk.use_forward_hook]
@@ -36,14 +36,14 @@ class ParameterGather:
 
     @contextmanager
     def behind_forward(self) -> Iterator[None]:
-        """Gather during an update's forward pass within the context; enter it once its gradient buffers are zero.
+        """Gather during an update's forward pass within the context; enter it once the gradient buffers are zero.
 
-        Runs one all-gather per bucket if the parameters are outdated.
+        Runs an all-gather per bucket if the parameters are outdated.
         """
         if not self._outdated:
             yield
             return
-        # The fused head reads its weight outside a module's forward pass, where Megatron has no hook.
+        # The fused head reads the weight outside a module's forward pass, where Megatron has no hook.
         handles = [chunk.module.register_forward_hook(_finish(chunk)) for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.enable_forward_pre_hook()

@@ -17,14 +17,14 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Describes one of TransformerEngine's FP8 recipes, and the first GPUs that support it."""
+    """Describes an FP8 recipe of TransformerEngine, and the first GPUs that support the recipe."""
 
     capability: Capability
     scaling: str
     rows: int  # a matrix product needs a multiple of this number
 
 
-RECIPES = {  # by Megatron's names, which are also ours
+RECIPES = {  # by Megatron's names, which the settings use too
     "tensorwise": Recipe((8, 9), "one scale a tensor, from its current values", 16),
     "blockwise": Recipe((9, 0), "one scale a block of 1 x 128 or 128 x 128", 16),
     "mxfp8": Recipe((10, 0), "one power of two for 32 values", 32),
@@ -32,7 +32,7 @@ RECIPES = {  # by Megatron's names, which are also ours
 
 
 def this_gpu() -> Capability | None:
-    """Return the compute capability of the device that this process uses; None without CUDA."""
+    """Return the compute capability of this process's device; None without CUDA."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
@@ -75,10 +75,10 @@ def installation_problems(config: Config) -> list[str]:
 
 
 def implementations(*, transformer_engine_layers: bool) -> str:
-    """Name what computes layers, Adam, the gradient norm with clipping, and sums of weight gradients in fp32.
+    """Name the implementations of layers, Adam, the gradient norm with clipping, and fp32 sums of weight gradients.
 
     In Megatron's order: TransformerEngine if it is installed, else NVIDIA's apex, else torch; on the CPU always torch.
-    apex is recognised by its own extension modules, because the package index's `apex` is a web toolkit.
+    apex is recognized by its extension modules, because `apex` in the package index is a web toolkit.
     """
     engine, apex = megatron_version.has_transformer_engine(), megatron_version.has_nvidia_apex()
     if not torch.cuda.is_available():
@@ -91,7 +91,7 @@ def implementations(*, transformer_engine_layers: bool) -> str:
 
 
 def fuses_weight_gradient() -> bool:
-    """Return whether Megatron's own layers, such as the head, add weight gradients to the fp32 buffer.
+    """Return whether Megatron's layers, such as the head, add weight gradients to the fp32 buffer.
 
     apex's kernel adds them inside the matrix product. Without apex these layers reject the setting.
     """
@@ -101,8 +101,8 @@ def fuses_weight_gradient() -> bool:
 def fuse_weight_gradients(layers: nn.Module) -> None:
     """Let TransformerEngine's layers add weight gradients to the fp32 buffer too; they need no apex for this.
 
-    Megatron has one setting for these layers and its head. Without it each micro-batch's gradient would be rounded to
-    the parameters' dtype before it is added. Their modules read the attribute in every forward pass.
+    Megatron has one setting for these layers and the head. Without the setting each micro-batch's gradient would be
+    rounded to the parameters' dtype before it is added. The modules read the attribute in every forward pass.
     """
     for module in layers.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -110,7 +110,7 @@ def fuse_weight_gradients(layers: nn.Module) -> None:
 
 
 def describe(config: Config) -> str:
-    """Describe the dtypes of every part in one line, for the log."""
+    """Describe the dtypes of every part in a log line."""
     m = config.model
     parts = [f"{m.dtype} parameters and activations"]
     if m.fp8 != "none":

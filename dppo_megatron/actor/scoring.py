@@ -1,4 +1,4 @@
-"""Runs forward-only passes: log-probs of the tokens of micro-batches under given weights."""
+"""Runs forward-only passes to compute the log-probs of micro-batches under given weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scores:
-    """Contains the scores of one micro-batch at its temperature, fp32 on the CPU, 0 where mask is False.
+    """Contains the scores for a micro-batch at the batch temperature, fp32 on the CPU, 0 where mask is False.
 
-    logprob: of the targets. topk_logprob: of topk_ids, -inf where absent. other_logprob: of the mass of all other
-    tokens. The last two are None unless requested.
+    logprob: for the targets.
+    topk_logprob: for topk_ids, -inf where absent; None unless requested.
+    other_logprob: for the mass of all other tokens; None unless requested.
     """
 
     logprob: Float[Tensor, " T"]
@@ -44,19 +45,19 @@ class Scorer:
     token_budget: int  # train.micro_batch_tokens
 
     def __call__(self, micro_batches: Sequence[TokenBatch], *, topk: bool = False) -> list[Scores]:
-        """Return the scores of `columns`.
+        """Score the targets of each micro-batch; see `columns`.
 
-        topk: also score the top-K ids, which micro-batches of the last pipeline stage must have.
+        topk: also score the top-K ids, which micro-batches on the last pipeline stage must have.
         """
         columns = self.columns(micro_batches, LogprobStep(self.vocab_size, self.layout, topk))
         return [_scores(batch_columns.cpu(), topk) for batch_columns in columns]
 
     @torch.no_grad()
     def columns(self, micro_batches: Sequence[TokenBatch], step: LogprobStep) -> list[Tensor]:
-        """Run one forward pass and return the same columns [T, C] of `step` on every rank of a replica.
+        """Run a forward pass and return equal columns [T, C] from `step` on every rank of a replica.
 
-        All ranks must call this method. Context parallelism sums each result over its ranks. Pipeline parallelism
-        broadcasts each result and their width from the last stage.
+        All ranks must call this method. An all-reduce sums each result over the context-parallel ranks. The last
+        pipeline stage broadcasts the width, then each result.
         """
         prepared = self.packer.whole_rounds(micro_batches)
         scoring = {"forward_only": True, "collect_non_loss_data": True}
@@ -83,7 +84,7 @@ class Scorer:
 
 
 def describe_outlier(micro_batches: Sequence[TokenBatch], scores: Sequence[Scores]) -> str:
-    """Return id, ln pi, ln mu and A of the loss token with the largest |ln pi - ln mu|, or a non-finite ln pi."""
+    """Describe the loss token with the largest |ln pi - ln mu|, or a non-finite ln pi, by id, ln pi, ln mu and A."""
     largest, description = -1.0, "none has loss on this rank"
     for batch, batch_scores in zip(micro_batches, scores, strict=True):
         rows = {"ln pi": batch_scores.logprob, "ln mu": batch.rollout_logprob, "A": batch.advantage}

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class StepLine:
     """Sets the policy to points between the start and the end of a step.
 
-    Call `mark_start` before a step's first update. After its last, `go_to` sets the policy to any point of the line. It
-    stores two fp32 copies of this rank's main parameters on the host (pinned, with CUDA); the first `go_to` allocates
-    the second copy.
+    Call `mark_start` before the first update of a step. After the last update `go_to` sets the policy to any point on
+    the line. The line stores two fp32 copies of this rank's main parameters on the host (pinned, with CUDA); the first
+    `go_to` allocates the second copy.
     """
 
     def __init__(self, actor: Actor):
@@ -37,8 +37,8 @@ class StepLine:
     def go_to(self, fraction: float) -> None:
         """Set the weights to start + fraction (end - start), computed in fp32 and rounded once to the model's dtype.
 
-        With fraction 0 the weights have the bits of the start. All ranks must call this method; with a distributed
-        optimizer it runs one all-gather of the parameters.
+        With fraction 0 the weights are bit-identical to the start. All ranks must call this method; with a distributed
+        optimizer it runs an all-gather of the parameters.
         """
         actor = self._actor
         if not self._end_is_known:
@@ -68,7 +68,7 @@ class StepLine:
 
     @torch.no_grad()
     def _copy(self, copies: list[Tensor]) -> list[Tensor]:
-        """Copy the pieces into `copies`, which are allocated only once because pinned memory is slow to allocate."""
+        """Copy the pieces into `copies`, allocated only once because pinned memory is slow to allocate."""
         with self._actor.optimizer_on_device():
             pieces = list(self._pieces())
             pinned = self._actor.layout.device.type == "cuda"
@@ -78,9 +78,9 @@ class StepLine:
         return copies
 
     def _pieces(self) -> Iterator[Tensor]:
-        """Yield the fp32 parameters of this rank's share of the optimizer, flat and in pieces.
+        """Yield the fp32 parameters in this rank's part of the optimizer, flat and in pieces.
 
-        A copy of a whole parameter would take up to twice its size, see `host_pieces`.
+        A copy of a whole parameter would take up to twice the parameter size, see `host_pieces`.
         """
         for part in self._parts():
             for group in part.optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""Records values inside one forward pass of the policy by hooks, under the names that engines use.
+"""Records values inside a forward pass of the policy by hooks, under the names that engines use.
 
-Given values replace the policy's own after these are recorded. Every operator then has the same inputs as the engine's
-operator, so only that operator can cause a difference in its output.
+Given values replace the policy's values after these are recorded. Every operator then has the same inputs as the
+engine's operator, so only that operator can cause a difference in the output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CannotTrace(ExpectedError, ValueError):
 
 
 def trace(actor: Actor, batch: TokenBatch, patches: Trace | None = None) -> Trace:
-    """Trace the pass that scores one sequence, `batch`. Rank 0 returns it whole, in the order of Hugging Face's heads.
+    """Trace the pass that scores `batch`, a single sequence. Rank 0 returns all values, in Hugging Face's head order.
 
     All ranks must call this function with the same `patches`. Besides the forward pass it gathers objects to rank 0.
     Raises `CannotTrace` under context parallelism and for gated delta net.
@@ -58,7 +58,7 @@ class _TraceRecorder:
         self._trace: Trace = {}
 
     def whole(self) -> Trace:
-        """Gather the values of all ranks of the first replica on rank 0."""
+        """Gather the values from all ranks in the first replica on rank 0."""
         layout = self._layout
         rank_trace = (layout.pipeline_rank, layout.tensor_rank, self._trace) if layout.data_parallel_rank == 0 else None
         parts: list[Any] | None = [None] * layout.world_size if layout.rank == 0 else None
@@ -80,7 +80,7 @@ class _TraceRecorder:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Record every value within the context, and replace it by its patch."""
+        """Record every value within the context, and replace values that have a patch."""
         handles: list[Any] = []
         restored = []
         for chunk in self._actor.model_chunks:
@@ -148,7 +148,7 @@ class _TraceRecorder:
         return self._record(layer, "router_logits", gating(hidden))
 
     def _qkv(self, layer: int, attention: Any, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """Split Megatron's layout: the query heads of a group, its key and its value, then the next group."""
+        """Split Megatron's layout: first the query heads, key and value of a group, then the next group."""
         groups = attention.num_query_groups_per_partition
         size = attention.hidden_size_per_attention_head
         heads = attention.num_attention_heads_per_partition // groups

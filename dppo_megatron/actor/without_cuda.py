@@ -1,8 +1,7 @@
 """Runs Megatron-core on a machine without CUDA. All patches for this purpose are in this module.
 
 Megatron-core's source names CUDA in literal devices, `.cuda()`, streams and the CUDA generator. `install` maps these
-names to the CPU. Call it before the first class of Megatron-core is built. Layer specs replace norms and core
-attention.
+names to the CPU. Call it before building any Megatron-core class. Layer specs replace norms and core attention.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ def _patch_streams() -> None:
 
 
 def _patch_norm() -> None:
-    """Sum the squares of gradients by parts. In fp32 torch's norm of 28 M values on a CPU is .16 % too low.
+    """Sum squared gradients by parts. In fp32 torch's norm of 28 M values on a CPU is .16 % too low.
 
-    Other layouts have smaller tensors, and would clip less.
+    Other layouts have smaller tensors, and would clip differently.
     """
     from megatron.core.optimizer import clip_grads
 
@@ -84,7 +83,7 @@ def _patch_experts() -> None:
 
 
 def _patch_uneven_exchange() -> None:
-    """Gather the tokens of sharded experts unevenly, which NCCL can do and gloo rejects."""
+    """Gather tokens for sharded experts unevenly; NCCL can do this, but gloo rejects it."""
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -93,7 +92,7 @@ def _patch_uneven_exchange() -> None:
 
 
 def _patch_exchange_with_oneself() -> None:
-    """Skip the exchange of a single replica, for which gloo, unlike NCCL, copies gradients and parameters."""
+    """Skip a single replica's exchange, because gloo, unlike NCCL, copies gradients and parameters for it."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     buffers.dist_all_gather_func = functools.partial(_unless_in_place, buffers.dist_all_gather_func)

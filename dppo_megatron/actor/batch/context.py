@@ -1,8 +1,8 @@
 """Divides packed rows among context-parallel ranks, and exchanges rows between them.
 
-Every sequence is padded to a multiple of 2 x ranks and split into as many equal chunks. Rank r has chunk r and its
-mirror image, so that causal attention costs every rank the same. Example with 2 ranks and 8 tokens: rank 0 has tokens
-0, 1, 6, 7 and rank 1 has 2 to 5. TransformerEngine uses the same order.
+Every sequence is padded to a multiple of 2 x ranks and split into 2 x ranks equal chunks. Rank r has chunk r from the
+start and chunk r from the end, so that causal attention costs every rank the same. Example with 2 ranks and 8 tokens:
+rank 0 has tokens 0, 1, 6, 7 and rank 1 has 2 to 5. TransformerEngine uses the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def rows_of_rank(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[Tensor, " T/size"]:
-    """Return the ascending packed rows of context-parallel rank `rank` of `size`; lengths are multiples of 2 x size."""
+    """Return the packed rows of context-parallel rank `rank` among `size` ranks, ascending.
+
+    Raises ValueError unless all lengths are multiples of 2 x size.
+    """
     lengths = cu_seqlens.long().diff()
     if bool((lengths % (2 * size)).any()):
         raise ValueError(f"context parallelism needs lengths that {2 * size} divides, got {lengths.tolist()}")
@@ -34,7 +37,7 @@ def rows_of_rank(cu_seqlens: Int[Tensor, " B+1"], rank: int, size: int) -> Int[T
 
 
 def gathered_places(cu_seqlens: Int[Tensor, " B+1"], size: int) -> Int[Tensor, " T"]:
-    """Return the index of each packed row in the concatenation of all ranks' rows in rank order.
+    """Return the index of each packed row after the rows of all ranks are concatenated in rank order.
 
     Example: one sequence of 4 rows on 2 ranks, rows [0, 3] and [1, 2], has the indices [0, 2, 3, 1].
     """
@@ -44,7 +47,7 @@ def gathered_places(cu_seqlens: Int[Tensor, " B+1"], size: int) -> Int[Tensor, "
 
 
 def gather_unequal_rows(x: Float[Tensor, "n ..."], counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the rows of all ranks, counts[r] from rank r. The gradient of a row is summed over the ranks.
+    """Concatenate the rows of all ranks, counts[r] from rank r. The backward pass sums row gradients over the ranks.
 
     The exchange pads to the largest count.
     """

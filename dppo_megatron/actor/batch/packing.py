@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Extends Megatron's description of packed sequences by the inputs of our own layers.
+    """Adds the inputs of our layers to Megatron's description of packed sequences.
 
-    rows: [n] rows of this rank's hidden states that are passed to the head; at least one.
-    plan, rope: for `PackedAttention`. plan is None if TransformerEngine computes attention, rope if Megatron rotates.
+    rows: [n] rows of this rank's hidden states that go to the head; n is at least 1.
+    plan: for `PackedAttention`; None if TransformerEngine computes attention.
+    rope: for `PackedAttention`; None if Megatron rotates.
     chunks: for `GatedDeltaNet`; None for models without such layers.
     replay: for `RoutingReplay`; None if every router chooses the experts itself.
     """
@@ -53,39 +54,40 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Contains this rank's part of a `TokenBatch` on its device: all rows for the model, loss rows for the objective.
+    """Contains this rank's part of a `TokenBatch` on the device: all rows for the model, loss rows for the objective.
 
-    A prefix that sequences share is stored once (`prefixes`), so T may be less than the number of tokens of the batch.
+    A prefix that sequences share is stored once (`prefixes`), so T may be less than the number of tokens in the batch.
     Without context parallelism the part is the whole batch. `loss` contains the per-token fields of the n rows in
-    `packed.rows`, including token_ids and position_ids. Its cu_seqlens are those of the whole batch.
+    `packed.rows`, including token_ids and position_ids, and the cu_seqlens of the whole batch.
     """
 
     token_ids: Int[Tensor, "1 T"]
     position_ids: Int[Tensor, "1 T"]
-    packed: PackedSequences  # one of its rows may be read for several loss rows
+    packed: PackedSequences  # several loss rows may read the same row
     loss: TokenBatch
-    loss_rows: Int[Tensor, " n"]  # the row of each loss row in the batch as given
-    context_rows: tuple[Int[Tensor, " m"], ...]  # the loss rows of every context-parallel rank; a rank may have none
-    sequence_ids: Int[Tensor, " n_all"]  # the sequence of every rank's loss rows, numbered without gaps
+    loss_rows: Int[Tensor, " n"]  # row of each loss row in the batch as given
+    context_rows: tuple[Int[Tensor, " m"], ...]  # loss rows of every context-parallel rank; a rank may have none
+    sequence_ids: Int[Tensor, " n_all"]  # sequence number of every rank's loss rows, without gaps
     host_batch: TokenBatch  # the batch as given, on the CPU
     whole: TokenBatch | None  # `loss` of all context-parallel ranks, rank by rank; None unless requested
-    batch_tokens: int  # tokens of the batch as given, all context-parallel ranks together
-    num_tokens: int  # tokens of this rank
+    batch_tokens: int  # tokens in the batch as given, on all context-parallel ranks together
+    num_tokens: int  # tokens on this rank
     num_loss_tokens: int
 
 
 @dataclass(frozen=True)
 class Packer:
-    """Turns token batches into micro-batches for one model.
+    """Turns token batches into micro-batches for a model.
 
-    frequencies: inverse rope frequencies if our own attention rotates, else None.
-    own_attention: whether to plan our own attention. flash: whether that plan is for FlashAttention.
+    frequencies: inverse rope frequencies if our attention (`PackedAttention`) rotates, else None.
+    own_attention: whether to plan our attention.
+    flash: whether this plan is for FlashAttention.
     multiple: T is padded to a multiple of this number (sequence parallelism splits T evenly, FP8 needs whole tiles).
     round_size: a pass takes a multiple of this number of micro-batches (the interleaved pipeline schedule requires it).
-    equal_group: group of ranks that need equal numbers of rows in each micro-batch, else None.
+    equal_group: group of ranks that need equal row counts in each micro-batch, else None.
     held_layers: for routing replay, this rank's layers with experts, counted among all layers with experts; else None.
-    vocab_size: token ids must be smaller than this. If it is None, they are not checked.
-    delta_net: whether layers of gated delta net need a plan.
+    vocab_size: token ids must be smaller than this. If it is None, ids are not checked.
+    delta_net: whether gated delta net layers need a plan.
     """
 
     device: torch.device
@@ -94,7 +96,7 @@ class Packer:
     own_attention: bool = True
     flash: bool = False
     multiple: int = 1
-    sequence_rank: int = 0  # sequence parallelism: index of this rank's part of the rows, which its routers see
+    sequence_rank: int = 0  # sequence parallelism: index of the row chunk that this rank's routers see
     sequence_size: int = 1
     context_rank: int = 0
     context_size: int = 1
@@ -127,14 +129,14 @@ class Packer:
         )
 
     def whole_rounds(self, batches: Sequence[TokenBatch], whole_sequences: bool = False) -> list[MicroBatch]:
-        """Prepare the micro-batches of one pass, then add fillers up to whole rounds.
+        """Prepare the micro-batches for a pass, then add fillers up to whole rounds.
 
         whole_sequences: each micro-batch also has the loss rows of other context-parallel ranks. They are copied here
         because a copy inside the loss would wait for the device.
 
         Raises ValueError without batches and for ids outside the vocabulary. The check runs on the host so that the
         error can name the ids; a device would only report an assertion in the embedding. All ranks of `equal_group`
-        must call this method; it runs one all-reduce.
+        must call this method, which runs an all-reduce.
         """
         if not batches:
             raise ValueError("an update needs at least one micro-batch")
@@ -158,7 +160,7 @@ class Packer:
         return prepared
 
     def __call__(self, batch: TokenBatch) -> MicroBatch:
-        """Prepare one batch on the device. Raises ValueError for a batch without tokens or with an empty sequence."""
+        """Prepare a batch on the device. Raises ValueError for a batch without tokens or with an empty sequence."""
         return self.whole_rounds([batch])[0]
 
     def _check_ids(self, batch: TokenBatch, number: int) -> None:
@@ -184,7 +186,7 @@ class Packer:
         return shared_rows(batch.cu_seqlens.cpu(), batch.shared_prefix.cpu())
 
     def _bounds(self, cu_seqlens: Tensor) -> Tensor:
-        """Return the bounds of the sequences, padded for context parallelism, and of the padding after them."""
+        """Return the sequence bounds, padded for context parallelism, then where the padding after them ends."""
         if int(cu_seqlens[-1]) == 0:
             raise ValueError("a micro-batch must have at least one token")
         unit = 2 * self.context_size if self.context_size > 1 else 1
@@ -205,8 +207,9 @@ class Packer:
             origin       0 1 2 - | 3 4 - -      row in the batch as given; - = padding, -1
             rank         0 1 1 0 | 0 1 1 0
 
-        Rank 0: token_ids [a 0 d 0], rows [0, 2] of them go to the head, loss_rows [0, 3]. Rank 1: token_ids [b c e 0],
-        rows [0], loss_rows [1]. Both: context_rows ([0, 3], [1]).
+        Rank 0: token_ids [a 0 d 0], rows [0, 2] go to the head, loss_rows [0, 3].
+        Rank 1: token_ids [b c e 0], rows [0], loss_rows [1].
+        Both: context_rows ([0, 3], [1]).
         """
         bounds = _extend(bounds, end)
         if shared is None:
@@ -285,7 +288,7 @@ class Packer:
         )
 
     def _experts_to_replay(self, batch: TokenBatch, origin: Tensor) -> ReplayedExperts | None:
-        """Return the experts for this rank's routers, which see all rows or, with sequence parallelism, a chunk."""
+        """Return the experts for this rank's routers, which see all rows, or a chunk with sequence parallelism."""
         if self.held_layers is None or batch.routed_experts is None:
             return None
         origin = origin.chunk(self.sequence_size)[self.sequence_rank]
@@ -295,7 +298,7 @@ class Packer:
 
 
 def _sequence_ids(batch: TokenBatch, context_rows: Sequence[Tensor]) -> Tensor:
-    """Return the sequence of each loss row, rank by rank, without gaps: objectives need ids below the row count."""
+    """Return each loss row's sequence number, rank by rank, without gaps: objectives need ids below the row count."""
     rows = torch.cat([part if len(part) else part.new_zeros(1) for part in context_rows])
     ids = sequence_ids_from_cu_seqlens(batch.cu_seqlens.cpu(), batch.token_ids.shape[0])[rows]
     return torch.unique(ids, return_inverse=True)[1]
@@ -304,8 +307,8 @@ def _sequence_ids(batch: TokenBatch, context_rows: Sequence[Tensor]) -> Tensor:
 def sequence(token_ids: np.ndarray, routed_experts: np.ndarray | None = None) -> TokenBatch:
     """Return tokens [S] as a micro-batch that scores every token after the first, at temperature 1.
 
-    routed_experts: [at least S - 1, L, k], replayed experts. The router chooses for the last token. Example: the tokens
-    [5, 7, 2] have the targets [7, 2, 0] and the mask [True, True, False].
+    routed_experts: [at least S - 1, L, k], replayed experts; the router chooses experts for the last token.
+    Example: the tokens [5, 7, 2] have the targets [7, 2, 0] and the mask [True, True, False].
     """
     tokens = torch.as_tensor(np.asarray(token_ids), dtype=torch.long)
     size = len(tokens)
@@ -338,9 +341,9 @@ def filler(batch: TokenBatch) -> TokenBatch:
 
 
 def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
-    """Select every per-token field at `rows`; cu_seqlens and shared_prefix stay those of the whole batch.
+    """Select every per-token field at `rows`, but keep cu_seqlens and shared_prefix of the whole batch.
 
-    Example of a listed column: sampling_mask_ids [5, 7, 2, 9] with counts [2, 1, 1] at rows [0, 2] become [5, 7, 9]
+    Example for a listed column: sampling_mask_ids [5, 7, 2, 9] with counts [2, 1, 1] at rows [0, 2] become [5, 7, 9]
     with counts [2, 1].
     """
     picked = {}
@@ -351,7 +354,7 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
         elif column is not None and column.rows == "listed":
             all_counts = batch.tensors[column.counts]
             ends, counts = all_counts.cumsum(0).index_select(0, rows), all_counts.index_select(0, rows)
-            # Each entry moves forward by the number of entries before its row that are not picked.
+            # Each entry moves forward by the number of unpicked entries before its row.
             skipped = (ends - counts.cumsum(0)).repeat_interleave(counts)
             picked[name] = value[torch.arange(len(skipped), device=skipped.device) + skipped]
         else:
@@ -360,7 +363,7 @@ def at_rows(batch: TokenBatch, rows: Tensor) -> TokenBatch:
 
 
 def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBatch:
-    """Return the objective's fields at `rows`; without `carry` the rows are placeholders and masked."""
+    """Return the objective's fields at `rows`; without `carry` the rows are masked placeholders."""
     loss = at_rows(replace(batch, routed_experts=None), rows)
     if carry:
         return loss
@@ -368,7 +371,7 @@ def loss_fields(batch: TokenBatch, rows: Tensor, carry: bool = True) -> TokenBat
 
 
 def _whole(batch: MicroBatch) -> TokenBatch:
-    """Return the loss rows of all context-parallel ranks; a rank without any contributes a masked placeholder."""
+    """Return the loss rows of all context-parallel ranks; a rank without loss rows adds a masked placeholder."""
     parts = [
         loss_fields(batch.host_batch, rows if len(rows) else torch.zeros(1, dtype=torch.long), len(rows) > 0)
         for rows in batch.context_rows
@@ -379,12 +382,12 @@ def _whole(batch: MicroBatch) -> TokenBatch:
 
 
 def _extend(bounds: Tensor, end: int) -> Tensor:
-    """Append a sequence of padding up to `end` to `bounds`, unless they already end there."""
+    """Append a padding sequence up to `end` to `bounds`, unless `bounds` already end there."""
     return bounds if int(bounds[-1]) == end else torch.cat((bounds, bounds.new_tensor([end])))
 
 
 def _padded_rows(cu_seqlens: Tensor, bounds: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for every row between `bounds`, its row in the batch (-1 = padding) and its position."""
+    """Return the batch row (-1 = padding) and the position of every row between `bounds`."""
     lengths = cu_seqlens.diff()
     padded = bounds.diff()
     sequence = torch.arange(len(padded)).repeat_interleave(padded)

@@ -1,9 +1,9 @@
-"""Computes a prompt once for all sequences of one micro-batch that share it.
+"""Computes a prompt once for all sequences in a micro-batch that share the prompt.
 
-The hidden states, keys and values of a prompt are the same for all samples of its group. So the prompt's rows are
-computed once and collect the gradients of all samples. The rows of each sample follow, at the positions of their
-sequence. In attention (`actor.local.attention`) they see the prompt's keys and their own. The model's output equals
-that of whole sequences: the prompt's last row predicts the first token of every sample and is read once for each.
+All samples of a prompt share the prompt's hidden states, keys and values. So the prompt rows are computed once and
+collect the gradients of all samples. The rows of each sample follow, at their positions in the sequence. In attention
+(`actor.local.attention`) sample rows see the keys of the prompt and of the sample. The model output equals the output
+for whole sequences: the last prompt row predicts the first token of every sample, and is read once for each sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Describes the R computed rows of a batch of T tokens: S segments end to end, on the CPU.
+    """Describes the R rows that are computed for a batch of T tokens: S segments end to end, on the CPU.
 
     A segment is a whole sequence, a prefix, or the part of a sequence after its prefix. Example: prompt [p q] with
     samples [a b] and [c], so cu_seqlens [0, 4, 7] and shared_prefix [0, 2]:
@@ -34,7 +34,7 @@ class SharedRows:
     """
 
     bounds: Int[Tensor, " S+1"]
-    prefixes: Int[Tensor, "S 2"]  # first row and number of rows that a segment continues; 0 rows = it continues none
+    prefixes: Int[Tensor, "S 2"]  # first row and number of rows that a segment continues; 0 rows = none
     origin: Int[Tensor, " R"]  # token of each row
     row: Int[Tensor, " T"]  # computed row of each token
 
@@ -42,18 +42,18 @@ class SharedRows:
 def shared_rows(cu_seqlens: Int[Tensor, " B+1"], shared_prefix: Int[Tensor, " B"]) -> SharedRows:
     """Return the rows to compute if sequences share prefixes as `TokenBatch.shared_prefix` describes.
 
-    Raises ValueError if sequences with one prompt disagree on its length.
+    Raises ValueError if sequences with the same prompt disagree on the prompt length.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
     shared = shared_prefix.long()
     continues = shared > 0
     begins = torch.arange(len(shared))
-    begins = torch.where(continues, 0, begins).cummax(0).values  # for each sequence the first one with the same prompt
+    begins = torch.where(continues, 0, begins).cummax(0).values  # for each sequence the first with the same prompt
     next_shared = F.pad(shared[1:], (0, 1))
     prefix = torch.where(continues, shared, next_shared)
     if bool(continues[:1].any()) or bool((prefix != prefix[begins]).any()) or bool((prefix > lengths).any()):
         raise ValueError(f"shared_prefix {shared.tolist()} contradicts sequences of {lengths.tolist()} tokens")
-    # Two segments per sequence: its prefix, which is empty if an earlier sequence computes it, and its other rows.
+    # Each sequence has two segments: the prefix, empty if an earlier sequence computes it, and the other rows.
     suffix = lengths - prefix
     sizes = torch.stack((torch.where(continues, 0, prefix), suffix), dim=1).flatten()
     sources = torch.stack((starts, starts + prefix), dim=1).flatten()

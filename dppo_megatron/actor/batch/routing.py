@@ -1,8 +1,8 @@
 """Replays routing (R3): routers use the engine's experts in forward passes, recomputations and backward passes.
 
-The experts are part of the micro-batch (`PackedSequences.replay`), and every layer passes its part to its router when
-it is called. So the replay does not depend on the pipeline schedule: each micro-batch contains its experts, also when a
-stage runs it again to recompute activations.
+A micro-batch contains the experts (`PackedSequences.replay`), and every layer passes the layer's experts to the router
+on each call. So the replay does not depend on the pipeline schedule, even if a stage runs a micro-batch again to
+recompute activations.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 
 class ReplayedExperts:
-    """Stores one micro-batch's experts for this rank's L layers and R rows; -1 where the router chooses itself.
+    """Stores a micro-batch's experts for this rank's L layers and R rows; -1 where the router chooses.
 
     Example: experts [[[3, 1], [-1, -1]]] with L = 1, R = 2 and k = 2 replay experts 3 and 1 for the first row.
     """
 
     def __init__(self, experts: Int[Tensor, "L R k"]):
         self.experts = experts
-        # A layer sets its counts instead of adding to them, so a layer that is recomputed is counted once.
+        # A layer sets the counts instead of adding to them, so a recomputed layer is counted once.
         self.differing: list[Tensor | int] = [0] * len(experts)
         self.replayed: list[Tensor | int] = [0] * len(experts)
 
     def counts(self) -> Float[Tensor, " 2"]:
-        """Count replayed (token, layer, slot) triples, fp64 [2]: the ones that the router rejects, and all."""
+        """Count the replayed (token, layer, slot) triples that the router would not choose, and all, as fp64 [2]."""
         totals = torch.stack([torch.as_tensor(sum(n)).double() for n in (self.differing, self.replayed)])
         return totals.to(self.experts.device)
 
 
 class RoutingReplay:
-    """Replays the routing of one model's chunks on this rank.
+    """Replays routing in a model's chunks on this rank.
 
-    `held_layers` are this rank's layers with experts, counted among all such layers of the whole model.
+    `held_layers` are this rank's layers with experts, counted among all layers with experts in the model.
     """
 
     def __init__(self, hf: HFModelConfig, chunks: Sequence[nn.Module]):
@@ -63,8 +63,8 @@ class RoutingReplay:
     def disagreement(self, replayed: Sequence[ReplayedExperts | None], device: torch.device) -> dict[str, Metric]:
         """Return the share of replayed (token, layer, slot) triples that the trainer's router would not have chosen.
 
-        The share is over the micro-batches `replayed` of all ranks: one all-reduce. Ranks that route the same rows
-        count them alike, which changes no share.
+        An all-reduce adds up the counts for `replayed` on all ranks. Ranks that route the same rows add equal counts,
+        so the share does not change.
         """
         counts = torch.zeros(2, dtype=torch.float64, device=device)
         for experts in replayed:
@@ -75,7 +75,7 @@ class RoutingReplay:
 
 
 class _LayerReplay(RouterReplay):
-    """Gives Megatron's router its top-k. Does not register itself in Megatron's list of all routers."""
+    """Chooses the top-k for Megatron's router. Does not register itself in Megatron's list of all routers."""
 
     def __init__(self, index: int):
         self.index = index  # number of the layer among this rank's layers with experts
@@ -94,7 +94,7 @@ class _LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (scores [R, k], experts [R, k]). The router selects by `scores` [R, E]."""
+        """Return the chosen scores [R, k] and experts [R, k]. The router selects by `scores` [R, E]."""
         topk_scores, topk_experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.batch is None:
             return topk_scores, topk_experts

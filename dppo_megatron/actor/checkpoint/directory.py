@@ -1,10 +1,10 @@
 """Defines the names and the retention of checkpoints on disk.
 
     checkpoints/step-000012/    weights and optimizer as shards, rng/, run.json (written last)
-    checkpoints/latest          name of the newest complete one, written after it
+    checkpoints/latest          name of the newest complete checkpoint, written afterwards
 
-A checkpoint is written as step-000012.tmp and renamed when every rank has finished, so one with a final name is
-complete.
+A checkpoint is written as step-000012.tmp and renamed when every rank has finished, so a checkpoint with a final name
+is complete.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def complete(partial: Path, final: Path, run: dict[str, Any], keep: int) -> None
 
 
 def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint and its run.json; None if there is none.
+    """Return the path and the run.json of the newest checkpoint, or None without a checkpoint.
 
-    `latest` names the newest checkpoint. If a crash prevented that, it is the checkpoint with the highest step. Raises
-    CheckpointError if the files cannot be read.
+    `latest` names the newest checkpoint. If a crash prevented that, the checkpoint with the highest step is the newest.
+    Raises CheckpointError if the files cannot be read.
     """
     latest_path = directory / _LATEST
     try:
@@ -60,7 +60,7 @@ def newest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def kept_steps(directory: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, ascending."""
+    """Return the steps that have complete checkpoints, ascending."""
     return sorted(int(path.name.removeprefix(_PREFIX)) for path in _whole(directory))
 
 
@@ -69,7 +69,7 @@ def _whole(directory: Path) -> list[Path]:
 
 
 def _prune(directory: Path, newest: Path, keep: int) -> None:
-    """Remove older checkpoints beyond `keep` and incomplete ones. A failure to remove must not stop a run."""
+    """Remove incomplete checkpoints and older checkpoints beyond `keep`. A failed removal must not stop a run."""
     older = [p for p in sorted(_whole(directory), reverse=True) if p != newest]
     for path in [*older[keep - 1 :], *directory.glob(f"{_PREFIX}*{_TMP}"), *directory.glob(f".{_PREFIX}*")]:
         shutil.rmtree(path, ignore_errors=True)

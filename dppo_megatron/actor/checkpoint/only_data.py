@@ -1,4 +1,4 @@
-"""Reads checkpoint files only as data: a pickle that names code is rejected before any of its code runs.
+"""Reads checkpoint files only as data: a pickle that names code is rejected before any code runs.
 
 Megatron and torch read `.metadata`, objects among the shards and TransformerEngine's states with plain pickle.
 """
@@ -30,7 +30,7 @@ from .directory import CheckpointError
 COMMON = "common.pt"
 RECIPES = "transformer_engine.common.recipe"  # the only names in TransformerEngine's state besides numbers
 _STATE = np.zeros(1, np.uint32)  # an array like the state of numpy's generator
-_RECONSTRUCT = _STATE.__reduce__()[0]  # the function that numpy's pickles of arrays name
+_RECONSTRUCT = _STATE.__reduce__()[0]  # the function that numpy's array pickles name
 _GENERATORS: list[Any] = [
     *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *(np.ndarray, np.dtype, type(_STATE.dtype)),
@@ -39,7 +39,7 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # the name that torch and `_DryUnpickl
 
 
 def check_files(path: Path) -> str:
-    """Raise CheckpointError, naming the file, if one contains more than tensors and numbers.
+    """Raise CheckpointError with the file name if a file contains more than tensors and numbers.
 
     Returns the digest of `.metadata`, for `checked_metadata`.
     """
@@ -50,14 +50,14 @@ def check_files(path: Path) -> str:
         _, digest = read_checked(path)
     except ModelError as error:
         raise CheckpointError("; ".join(f"{path}/{problem}" for problem in error.problems)) from None
-    if (path / COMMON).exists():  # Megatron-core 0.19 stores its contents among the shards
+    if (path / COMMON).exists():  # Megatron-core 0.19 stores these contents among the shards
         load_data(path / COMMON)
     return digest
 
 
 @contextmanager
 def checked_metadata(digest: str) -> Iterator[None]:
-    """Make torch parse only the checked bytes of `.metadata` in the context. The file may be replaced later."""
+    """Make torch parse only the checked bytes of `.metadata` in the context; reject a file that has changed."""
     read_metadata = FileSystemReader.read_metadata
 
     def read(self: FileSystemReader, *_: Any, **__: Any) -> Metadata:
@@ -83,7 +83,7 @@ def load_data(path: Path) -> Any:
 
 
 def data_only() -> AbstractContextManager[None]:
-    """Make every torch.load within the context accept only data, even if its caller asks for more."""
+    """Make every torch.load within the context accept only data, even if the caller asks for more."""
     return environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="0")
 
 
@@ -113,7 +113,7 @@ def check_extra_states(loaded: dict[str, Any], path: Path) -> None:
 
 
 class _Inert:
-    """Replaces an object of another package. It can be created and filled, but it does nothing."""
+    """Replaces an object of another package; can be created and filled, but does nothing."""
 
     def __init__(self, *_arguments: object, **_settings: object):
         pass

@@ -1,11 +1,11 @@
-"""Saves the distributed optimizer's state, which is split over data-parallel ranks in memory and in files.
+"""Saves the distributed optimizer's state, split over data-parallel ranks in memory and in files.
 
-The files have Megatron's `fully_reshardable` format: for each parameter its main value and its moments in the
-parameter's shape, which load in any layout. Megatron's own code gathers all of them on every rank. In megatron-core
-0.16.1, the newest for Python 3.11, it also reads wrong offsets if a buffer has several buckets with padding between
-them. https://github.com/NVIDIA/Megatron-LM/pull/5077 fixes that, and a test of `tests/actor` fails when the installed
-release has the fix. Here one rank, the saver, saves and loads each parameter whole. One exchange per bucket, in parts,
-moves the pieces between the saver and the ranks that own them.
+The files have Megatron's `fully_reshardable` format: they store each parameter's main value and moments in the
+parameter's shape, and load in any layout. Megatron's code gathers all values on every rank. In megatron-core 0.16.1,
+the newest for Python 3.11, it also reads wrong offsets if a buffer has several buckets with padding between them.
+https://github.com/NVIDIA/Megatron-LM/pull/5077 fixes that, and a test in `tests/actor` fails when the installed release
+has the fix. Here a single rank, the saver, saves and loads each whole parameter. An exchange per bucket, in parts,
+moves the pieces between the saver and the ranks that use them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from torch import Tensor, nn
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
-EXCHANGE_BYTES = 96 << 20  # memory on the device for the sent bytes, and as much for the received ones
-STATE_BYTES = len(_STATES) * 4  # size of the states of one element of a parameter
+EXCHANGE_BYTES = 96 << 20  # device memory for the sent bytes, and as much for the received bytes
+STATE_BYTES = len(_STATES) * 4  # state bytes per parameter element
 
-States = dict[str, Tensor]  # the _STATES of one parameter, in its shape, fp32 on the host
+States = dict[str, Tensor]  # a parameter's _STATES in the parameter's shape, fp32 on the host
 
 
 def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    """Return the `part.sharded_state_dict` of this rank's parameters. weights: the sharded state dict of the model.
+    """Return `part.sharded_state_dict` for the parameters that this rank saves.
 
+    weights: the model's sharded state dict.
     With `loading` the tensors are empty, for `load_states`. Otherwise all ranks of the optimizer's data-parallel group
     must call this function. The saved state goes to the host and takes at most twice `EXCHANGE_BYTES` on the device.
     """
@@ -51,8 +52,9 @@ def sharded_state_dict(part: DistributedOptimizer, weights: dict[str, Any], *, l
 
 
 def load_states(part: DistributedOptimizer, loaded: dict[int, States]) -> None:
-    """Send each rank its pieces of the states that the savers loaded: the `param_state` of `sharded_state_dict`.
+    """Send loaded states from the savers to the ranks that use them.
 
+    loaded: states that this rank loaded as a saver, the `param_state` of `sharded_state_dict`.
     Collective over the optimizer's data-parallel group.
     """
     weights = _saved_here(part)
@@ -60,7 +62,7 @@ def load_states(part: DistributedOptimizer, loaded: dict[int, States]) -> None:
 
 
 def _saved_here(part: DistributedOptimizer) -> dict[int, nn.Parameter]:
-    """Return the parameters that this rank saves, by their index among all parameters."""
+    """Return the parameters that this rank saves, by index among all parameters."""
     rank = part.data_parallel_group.rank()
     return {number: weight for number, (weight, saver) in enumerate(_savers(part).items()) if saver == rank}
 
@@ -70,9 +72,9 @@ def _empty_states(weight: nn.Parameter) -> States:
 
 
 def _savers(part: DistributedOptimizer) -> dict[nn.Parameter, int]:
-    """Return each parameter, in the same order on all ranks, and its saver.
+    """Map each parameter to the rank that saves it, in the same order on all ranks.
 
-    The largest parameter not yet assigned goes to the rank with the smallest sum, so that all sums are similar.
+    The largest unassigned parameter goes to the rank with the fewest elements, so that all ranks save similar numbers.
     """
     weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
     sizes = [0] * part.data_parallel_group.size()
@@ -85,15 +87,18 @@ def _savers(part: DistributedOptimizer) -> dict[nn.Parameter, int]:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Describes a part of a buffer that is divided over the ranks: `local` elements on each."""
+    """Describes a bucket, a part of a buffer that is divided over the ranks: `local` elements on each rank."""
 
     local: int
     device: torch.device
-    weights: list[nn.Parameter]  # sorted by their offset
+    weights: list[nn.Parameter]  # sorted by offset
     begins: list[int]  # first element of each parameter
 
     def pieces(self, holder: int, first: int, end: int) -> Iterator[tuple[nn.Parameter, slice, int]]:
-        """Yield parameters in elements `first` to `end` of `holder`'s part, the slice, and where its piece begins."""
+        """Yield the parameters in elements `first` to `end` of the bucket part on rank `holder`.
+
+        Each item contains the parameter, the slice of its elements, and the index of its first element on `holder`.
+        """
         start = holder * self.local
         first, end = start + first, start + end
         for index in range(max(0, bisect_right(self.begins, first) - 1), len(self.weights)):
@@ -126,7 +131,7 @@ def _exchange(part: DistributedOptimizer, saved: dict[int, tuple[nn.Parameter, S
     whole, savers = dict(saved.values()), _savers(part)
     group = part.data_parallel_group
     me, size = group.rank(), group.size()
-    # All ranks send this much at once, because one of them may save all of these bytes.
+    # All ranks send this much at once, because a single rank may save all these bytes.
     step = max(1, EXCHANGE_BYTES // (size * STATE_BYTES))
     buckets = list(_buckets(part))
     at_once = min(step, max(bucket.local for bucket in buckets))
@@ -164,7 +169,7 @@ def _all_to_all(
     in_buffer: Tensor,
     group: dist.ProcessGroup,
 ) -> None:
-    """Exchange flat tensors, on any device, through buffers on the device of the group."""
+    """Exchange flat tensors, on any device, through buffers on the group's device."""
     sizes_out, sizes_in = ([sum(t.numel() for t in tensors) for tensors in side] for side in (outgoing, incoming))
     out_flat, in_flat = out_buffer[: sum(sizes_out)], in_buffer[: sum(sizes_in)]
     for place, tensor in _places(out_flat, outgoing):

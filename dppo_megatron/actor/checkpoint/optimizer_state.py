@@ -1,7 +1,7 @@
 """Saves Megatron's optimizer state, and loads it in another layout.
 
-It handles three limits of Megatron: it describes only state that exists, leaves out a torch optimizer's `step`, and
-saves the state that is not sharded only from rank 0.
+This module handles three limits: Megatron describes only state that exists, leaves out a torch optimizer's `step`, and
+saves unsharded state only from rank 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def sharded_optimizer_state(
 ) -> dict[Any, Any]:
     """Return sharded tensors that describe this rank's part; with `loading` they are empty. Collective.
 
-    weights: the sharded state dict of the model. metadata: as Megatron's `sharded_state_dict` takes it.
+    weights: the model's sharded state dict.
+    metadata: as Megatron's `sharded_state_dict` takes it.
     """
     materialise_state(optimizer)
     states = [
@@ -36,21 +37,21 @@ def sharded_optimizer_state(
 
 
 def host_copies(state: dict[Any, Any]) -> Iterator[Tensor]:
-    """Yield the copies on the host that `sharded_optimizer_state` made; only the checkpoint uses them."""
+    """Yield the host copies that `sharded_optimizer_state` made; only the checkpoint uses them."""
     for part in [state] if "optimizer" in state else state.values():
         for shards in part.get("param_state", {}).values():
             yield from (shard.data for shard in shards.values())
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
-    """Load the state that was read into the tensors of `sharded_optimizer_state`. Collective.
+    """Load state that was read into the tensors from `sharded_optimizer_state`. Collective.
 
     Raises CheckpointError if the number of ranks with experts has changed and the distributed optimizer is off.
     """
     parts = _parts(optimizer)
     for part, state in zip(parts, _states_of_parts(parts, loaded), strict=True):
-        # Megatron copies every entry of the inner state, but did not save a torch optimizer's `step` as a tensor: it
-        # comes with the groups, before the rest.
+        # Megatron copies every entry of the inner state, but did not save a torch optimizer's `step` as a tensor.
+        # `step` comes with the groups, before the rest.
         tensors = state.pop("param_state", {})
         _set_rates(part, state)
         part.load_state_dict(state)
@@ -61,23 +62,23 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -
         elif isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             steps = dict.fromkeys(inner.state, 0) | steps  # the plain optimizers omit some parameters
         for parameter, step in steps.items():
-            # One shared tensor would be advanced once per parameter.
+            # A shared tensor would advance once per parameter.
             inner.state[parameter]["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
 
 
 def _set_rates(part: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Replace the rates in the loaded state by those of `part`, by which Megatron-core 0.19 identifies the groups."""
+    """Replace the rates in the loaded state by `part`'s rates, because Megatron-core 0.19 identifies groups by them."""
     first_group = part.optimizer.param_groups[0]  # the same in all groups
     for group in state.get("optimizer", state)["param_groups"]:
         group.update({name: first_group[name] for name in ("max_lr", "min_lr") if name in first_group})
 
 
 def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Return the state of each of this rank's optimizers.
+    """Return the state of each optimizer on this rank.
 
-    Sharded tensors are as this rank described them. Everything else is as global rank 0 saved it: for one optimizer, or
-    by number for an optimizer of dense and one of expert parameters. A rank has the second optimizer only if it has
-    experts of an expert-parallel group, so the numbers of optimizers may differ between saver and loader.
+    Sharded tensors are as this rank described them. Everything else is as global rank 0 saved it: for a single
+    optimizer, or by number for a dense and an expert optimizer. A rank has an expert optimizer only if it has experts
+    in an expert-parallel group, so saver and loader may have different numbers of optimizers.
     """
     numbered = len(parts) > 1
     if not all(isinstance(part, DistributedOptimizer) for part in parts):
@@ -106,14 +107,14 @@ def _states_of_parts(parts: list[MegatronOptimizer], loaded: dict[Any, Any]) -> 
 
 
 def _group_key(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the settings by which an update treats groups differently."""
+    """Return the settings that make an update treat groups differently."""
     return tuple(group.get(name, group.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the non-empty optimizers of dense and of expert parameters.
+    """Return the non-empty optimizers for dense and expert parameters.
 
-    A stage without experts has an empty expert optimizer if other stages have experts. Megatron cannot describe it.
+    If only other stages have experts, a stage has an empty expert optimizer, which Megatron cannot describe.
     """
     return [part for part in optimizer.chained_optimizers if _holds_parameters(part)]
 

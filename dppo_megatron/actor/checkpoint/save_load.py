@@ -1,7 +1,7 @@
 """Saves and loads exact checkpoints: torch_dist shards of weights and optimizer, schedule, generators, caller's state.
 
 With `checkpoint.asynchronous` a checkpoint is written while training continues. Weights and optimizer load at other
-tensor, pipeline, expert or data-parallel sizes. The generators load only at the same sizes; otherwise they are seeded
+tensor, pipeline, expert or data-parallel sizes. Generators load only at unchanged sizes; otherwise they are seeded
 again. With `model.lora` a checkpoint has only the adapters; the other weights come from `model.start`. `directory`
 lists the files.
 """
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1
 _RECORDED = {"step": int, "state": dict, "updates": int, "skipped_in_a_row": int, "layout": dict, "run": dict}
-_FROZEN = "frozen"  # checksum of the weights that the adapters of a checkpoint belong to
+_FROZEN = "frozen"  # checksum of the frozen weights that the adapters belong to
 
 
 class Checkpointed(Protocol):
-    """Lists the parts of an actor that a checkpoint stores."""
+    """Lists the actor attributes that a checkpoint reads."""
 
     config: Config
     layout: Layout
@@ -116,7 +116,7 @@ def finish(write: BackgroundWrite) -> None:
 
 
 def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
-    """Restore the newest complete checkpoint into `actor` and return the caller's state; None if there is none.
+    """Restore the newest complete checkpoint into `actor` and return the caller's state; None without a checkpoint.
 
     All ranks must call this function. Raises CheckpointError listing every setting that differs from the run that saved
     the checkpoint and would change the result.
@@ -160,7 +160,7 @@ def load(actor: Checkpointed, directory: Path) -> dict[str, Any] | None:
 
 
 def _sharded_state(actor: Checkpointed, *, loading: bool) -> dict[str, Any]:
-    """Return sharded tensors of weights and optimizer that describe this rank's part of each."""
+    """Return sharded tensors that describe this rank's part of the weights and optimizer state."""
     metadata = {
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -178,7 +178,7 @@ def _model_key(index: int) -> str:
     return f"model{index}"
 
 
-# Saved with the optimizer's state, so another value in the config would be ignored silently.
+# The optimizer state contains these settings, so another value in the config would be ignored silently.
 _OPTIMIZER_FIELDS = (
     "warmup_updates", "decay", "weight_decay", "beta1", "beta2", "eps",
 )  # fmt: skip
@@ -207,7 +207,7 @@ def _rates(actor: Checkpointed) -> dict[str, float]:
 
 
 def _set_rates(actor: Checkpointed, path: Path, saved: dict[str, Any]) -> None:
-    """Use the rates of the config instead of the rates saved with the optimizer's groups."""
+    """Use the configured rates instead of the rates saved with the optimizer groups."""
     for name, rate in _rates(actor).items():
         if saved.get(name) != rate:
             log.warning("%s = %s from here on: %s was saved with %s", name, rate, path, saved.get(name))
@@ -225,7 +225,7 @@ def _refuse_damaged(path: Path, run: dict[str, Any]) -> None:
 
 def _refuse_other_run(path: Path, run: dict[str, Any], actor: Checkpointed) -> None:
     saved, settings = run["run"], _identity(actor)
-    # Checkpoints of earlier versions lack some of these names, which are then not compared.
+    # Checkpoints of earlier versions lack some of these names; missing names are not compared.
     differing = [f"{name} = {settings[name]!r}: the checkpoint was saved with {saved[name]!r}" for name in settings
                  if name in saved and saved[name] != settings[name]]  # fmt: skip
     if differing:
@@ -256,9 +256,9 @@ def _write_on_all(ranks: Ranks, act: Callable[[], None], checkpoint_name: str) -
 
 
 def _generators_state() -> dict[str, Any]:
-    """Return the state of every random generator of this rank, the same on all data-parallel replicas.
+    """Return the state of every random generator on this rank; data-parallel replicas have the same state.
 
-    The generators of experts differ between replicas, but draw nothing after initialisation.
+    Expert generators differ between replicas, but draw nothing after initialization.
     """
     return {
         "python": random.getstate(),

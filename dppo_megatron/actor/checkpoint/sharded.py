@@ -1,9 +1,9 @@
-"""Saves Megatron's torch_dist shards with torch's own writer in this process, and loads them.
+"""Saves Megatron's torch_dist shards with torch's writer in this process, and loads them.
 
-Megatron and torch derive from every rank's description of its shards which rank saves which shards, and where in the
-checkpoint. Each save would send all descriptions to every rank. The result depends only on model and layout, so only
-the first save gathers the descriptions. In later saves the ranks only verify, in a few bytes each, that no shards have
-changed, and then write as before.
+Every rank describes its shards. From all descriptions Megatron and torch derive which rank saves which shards, and
+where in the checkpoint. Each save would send all descriptions to every rank. The result depends only on model and
+layout, so only the first save gathers the descriptions. In later saves the ranks only verify, in a few bytes each, that
+no shards have changed, and then write as before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .writer import Files
 
 
 class ShardedSave:
-    """Saves the shards of one actor, any number of times."""
+    """Saves an actor's shards, any number of times."""
 
     def __init__(self) -> None:
         self._writer = _SaveInProcess()
@@ -44,7 +44,7 @@ class ShardedSave:
     def save(self, state: dict[str, Any], directory: Path, files: Files) -> None:
         """Save in torch_dist format into an existing empty directory.
 
-        Data-parallel ranks divide the shards that all of them have. All ranks must call this method; it returns when
+        Data-parallel ranks divide the shards that all of them have. All ranks must call this method. It returns when
         `files` has every part.
         """
         apply_factories(state)
@@ -75,14 +75,14 @@ def load_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _digest(state: dict[str, Any]) -> bytes:
-    """Return a digest of the descriptions of this rank's shards, not of their contents."""
+    """Hash the descriptions of this rank's shards, not the contents."""
     shards = [repr(value.without_data()) for value in nested_values(state) if isinstance(value, ShardedBase)]
     return hashlib.sha256("\n".join(shards).encode()).digest()
 
 
 @dataclass
 class _SaveRecord:
-    """Stores the plans and results of a save. The last two fields are empty except on rank 0."""
+    """Stores the plans and results of a save. `metadata` and `results_of_all` are empty except on rank 0."""
 
     plan: SavePlan  # made by this rank
     agreed: SavePlan  # returned by the coordinator
@@ -151,9 +151,9 @@ class _Planner(torch_dist.MCoreSavePlanner):
 
 
 class _Writer(torch.distributed.checkpoint.FileSystemWriter):
-    """Stores the plan and the results of its save.
+    """Stores the plan and the results of a save.
 
-    Ranks that have written wait for the others in the store, not in a collective with the time-out of training.
+    Ranks that have written wait for the others in the store, not in a collective with the training timeout.
     """
 
     plan: SavePlan
@@ -188,6 +188,6 @@ def _torch_failures_as_errors() -> Iterator[None]:
         yield
     except torch.distributed.checkpoint.CheckpointException as failed:
         texts = ((str(error), f"rank {rank}: {type(error).__name__}: ") for rank, (error, _) in failed.failures.items())
-        # A text that was gathered from all ranks names its rank already.
+        # A text that was gathered from all ranks already names the rank.
         reasons = (text if text.startswith("rank ") else rank_prefix + text for text, rank_prefix in texts)
         raise OSError("; ".join(dict.fromkeys(reasons))) from failed

@@ -2,7 +2,7 @@
 
 At a step boundary each rank copies its files to host memory, so that later training cannot change them. Afterwards
 ranks coordinate only through the directory, never in a collective that runs next to training's collectives. Each rank
-writes a note when its files are on disk, and rank 0 then completes the checkpoint. It uses a thread because Megatron's
+writes a note when its files are on disk, and rank 0 then completes the checkpoint. A thread writes, because Megatron's
 asynchronous save forks. A process with CUDA and NCCL threads does not survive a fork:
 https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#cuda-in-multiprocessing
 """
@@ -40,7 +40,7 @@ class Files(FileSystem):
         """Declare that nothing else uses `tensors` from now on, so `hold` may return them and their views uncopied."""
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return the tensor to write for `tensor`: itself, or a copy."""
+        """Return the tensor to write for `tensor`: the tensor itself, or a copy."""
         return tensor
 
 
@@ -57,7 +57,7 @@ class DiskFiles(Files):
 
 
 class _MemoryFile(io.RawIOBase):
-    """Represents a file as a list of written pieces. Tensors in `tensors` are found by address and not copied."""
+    """Represents a file as a list of written pieces. Finds tensors in `tensors` by address and does not copy them."""
 
     def __init__(self, tensors: dict[int, Tensor]):
         self._tensors = tensors
@@ -85,13 +85,13 @@ class _MemoryFile(io.RawIOBase):
 class HostFiles(Files):
     """Keeps files in memory; `write` writes them to disk.
 
-    Each tensor is stored once. torch.save does not copy it but passes its memory to the file.
+    Each tensor is stored once, because torch.save passes the tensor's memory to the file without a copy.
     """
 
     def __init__(self) -> None:
         self._files: dict[Path, _MemoryFile] = {}
         self._adopted: set[int] = set()  # addresses of storages
-        self._tensors: dict[int, Tensor] = {}  # maps an address to its tensor, until that is written
+        self._tensors: dict[int, Tensor] = {}  # maps an address to a tensor until the tensor is written
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         self._adopted.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
@@ -100,7 +100,7 @@ class HostFiles(Files):
         tensor = tensor.detach()
         is_adopted = tensor.is_cpu and tensor.untyped_storage().data_ptr() in self._adopted
         if is_adopted and tensor.is_contiguous() and tensor.numel():
-            # A storage of only these bytes: torch.save would write the whole storage of a view.
+            # The storage has only these bytes, because torch.save would write a view's whole storage.
             tensor = torch.frombuffer(bytes_of(tensor), dtype=tensor.dtype).view(tensor.shape)
         else:
             tensor = tensor.to("cpu", copy=True)
@@ -122,7 +122,7 @@ class HostFiles(Files):
         del self._files[Path(path)]
 
     def write(self, moved: Callable[[], None] = lambda: None) -> None:
-        """Write and sync each file and free its memory. `moved` is called after each part."""
+        """Write and sync each file and free the memory; call `moved` after each part."""
         while self._files:
             path, stream = self._files.popitem()
             with SteadyFile(path, moved) as file:
@@ -131,11 +131,11 @@ class HostFiles(Files):
 
 
 class BackgroundWrite:
-    """Writes one checkpoint on this rank.
+    """Writes a checkpoint on this rank.
 
-    partial: the directory into which all ranks write. When all have written, rank 0 renames it by `complete`. After a
-    crash the directory keeps its partial name, and no process reads it. timeout_s: the longest time without any write
-    by any rank.
+    partial: all ranks write into this directory. When all have written, rank 0 calls `complete` to rename it. After a
+    crash the directory keeps the partial name, and no process reads it.
+    timeout_s: the longest time without any write by any rank.
     """
 
     def __init__(
@@ -215,9 +215,9 @@ class BackgroundWrite:
             pause = min(2 * pause, _POLL_S)
 
     def _report(self, error: Exception) -> None:
-        """Write a note with the error, so that the other ranks do not wait for the time-out.
+        """Write a note with the error, so that the other ranks do not wait for the timeout.
 
-        If the note cannot be written, the other ranks wait for the time-out.
+        If the note cannot be written, the other ranks wait for the timeout.
         """
         note = self._partial / _FAILED
         try:

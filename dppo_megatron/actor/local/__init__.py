@@ -1,10 +1,10 @@
-"""Provides the layers of Megatron's local spec, which are used without TransformerEngine, on CPUs and GPUs.
+"""Provides the layers for Megatron's local spec, used without TransformerEngine on CPUs and GPUs.
 
-The path of one micro-batch:
+A micro-batch takes this path:
 
-data/micro_batches   plans which sequences go together; samples of one prompt stay in one micro-batch
-data/packing         packs them end to end: prompt | sample 1 | sample 2 (a shared prompt once)
-actor/batch/prefixes first row and length of the prompt that each segment continues
-local/segments       which rows are padded side by side for one attention call, and each segment's keys
-local/attention      attention over that plan (`actor/flash` on GPUs in 16 bits, without padding)
+data/micro_batches   plans which sequences go together; samples of a prompt stay in one micro-batch
+data/packing         packs sequences end to end: prompt | sample 1 | sample 2 (a shared prompt once)
+actor/batch/prefixes finds the first row and the length of the prompt that each segment continues
+local/segments       plans which rows are padded side by side for an attention call, and each segment's keys
+local/attention      computes attention over this plan (`actor/flash` on GPUs in 16 bits, without padding)
 """

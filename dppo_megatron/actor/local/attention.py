@@ -1,9 +1,9 @@
 """Implements core attention for packed sequences (THD) with plain torch operators, for the local layer spec.
 
-Megatron's own local attention rejects packed sequences. Here sequences of similar length are padded to one batch for
-one causal SDPA per group. Padding follows the real tokens of its row, so causality hides it, and the result equals
-separate attention per sequence. `PackedSequences.plan` assigns the rows (see `segments`). Sequences of which this rank
-computes only a part use a mask instead of causality. On GPUs in 16 bits `actor.flash` needs neither padding nor mask.
+Megatron's local attention rejects packed sequences. Here a group of sequences of similar length is padded to a batch
+for a causal SDPA call. Padding follows a row's real tokens, so causality hides it, and the result equals separate
+attention per sequence. `PackedSequences.plan` assigns the rows (see `segments`). If this rank computes only a part of a
+sequence, a mask replaces causality. On GPUs in 16 bits `actor.flash` needs neither padding nor mask.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class PackedAttention(MegatronModule):
     """Computes causal attention within each packed sequence, rotary embedding included: layer specs' `core_attention`.
 
-    Computes the heads of this tensor-parallel rank, without dropout. With context parallelism each pass runs one
-    all-gather of keys and values, and one reduce-scatter of their gradients.
+    Computes the heads of this tensor-parallel rank, without dropout. With context parallelism each pass runs an
+    all-gather of keys and values, and a reduce-scatter of the gradients.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PackedAttention(MegatronModule):
         value: Float[Tensor, "n g L v"],
         mask: Bool[Tensor, "n 1 Q L"] | None,
     ) -> Float[Tensor, "n h Q v"]:
-        """Attend to the keys in the `mask` of each query; None = the keys up to its own position."""
+        """Attend to the keys in the `mask` of each query; None = the keys up to the query's position."""
         if query.is_cuda:  # torch's only kernel for grouped heads in fp32, or for a mask, stores all scores
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return F.scaled_dot_product_attention(
@@ -102,9 +102,9 @@ class PackedAttention(MegatronModule):
 
 
 class SinkAttention(PackedAttention):
-    """Adds a learned sink per head to the denominator of the softmax, and a sliding window in some layers (gpt-oss).
+    """Adds a learned sink per head to the softmax denominator, and a sliding window in some layers (gpt-oss).
 
-    It stores all scores of a layer, because SDPA has no sinks and returns no denominator.
+    Stores all scores of a layer, because SDPA has no sinks and returns no denominator.
     """
 
     def __init__(self, config: TransformerConfig, *, layer_number: int, pg_collection: Any = None, **options: Any):
@@ -123,7 +123,7 @@ class SinkAttention(PackedAttention):
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         if mask is None:
             mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril()[None, None]
-        if self.window is not None:  # the last key that a query sees is its own
+        if self.window is not None:  # the last key that a query sees is at the query's position
             columns = torch.arange(length, device=query.device)
             mask = mask & (columns >= mask.sum(-1, keepdim=True) - 1 - self.window)
         assert self.scale is not None  # `transformer_fields` sets it
@@ -149,8 +149,8 @@ class SinkAttention(PackedAttention):
 class _Pad(torch.autograd.Function):
     """Pad [T, ...] to [N, ...].
 
-    Padding gets no gradient, because no real query sees it. So the backward pass gathers from the padded index of each
-    row. If a row is at several `places`, it sums over them.
+    Padding gets no gradient, because no real query sees padding. So the backward pass gathers from the padded index of
+    each row. If a row is at several `places`, the backward pass sums over them.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Implements layers of gated delta net for packed sequences, which Megatron's layers reject on a CPU."""
+"""Implements gated delta net layers for packed sequences, which Megatron's layers reject on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CausalConvolution(nn.Module):
-    """Has the weight [c, 1, k] of `causal_convolution`. Is a module, because hooks wait for its gathered parameters."""
+    """Applies `causal_convolution` with a weight [c, 1, k]; a module, because hooks wait for gathered parameters."""
 
     def __init__(self, channels: int, kernel: int, place: dict[str, Any]):
         super().__init__()
@@ -39,9 +39,9 @@ class CausalConvolution(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """Normalises the outputs of each head and multiplies them by weight and silu(gate).
+    """Normalizes the outputs of each head and multiplies them by weight and silu(gate).
 
-    Every tensor-parallel rank has the weight and its own heads, so the gradient is summed over the ranks.
+    All tensor-parallel ranks have the weight, but different heads, so the gradient is summed over the ranks.
     """
 
     def __init__(self, size: int, eps: float, group: dist.ProcessGroup, place: dict[str, Any]):
@@ -57,9 +57,9 @@ class GatedNorm(nn.Module):
 class GatedDeltaNet(MegatronModule):
     """Mixes the rows of each packed sequence by the gated delta rule: layer specs' `self_attention`.
 
-    A tensor-parallel rank has groups of heads: one head of queries and keys with its value heads. The input projection
-    and the convolution are interleaved by group (`hf.operations.ByGroup`), so that each rank's part is contiguous.
-    Collectives are those of Megatron's column- and row-parallel layers, and one all-reduce of the norm's gradient.
+    A tensor-parallel rank has groups of heads: a head of queries and keys with the value heads that share it. The input
+    projection and the convolution are interleaved by group (`hf.operations.ByGroup`), so that each rank's part is
+    contiguous. Collectives: Megatron's in column- and row-parallel layers, and an all-reduce of the norm gradient.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *, pg_collection: Any, **_: Any):

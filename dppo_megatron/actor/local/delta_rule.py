@@ -5,8 +5,8 @@ logarithm, at most 0) and step size b (https://arxiv.org/abs/2412.06464):
 
     S = exp(a) S,    S = S + k b (v - S^T k)^T,    output S^T q
 
-Rows are processed in chunks of a sequence. All chunks are prepared at once. Then step i computes the state after the
-i-th chunk of all sequences that have one.
+Each sequence is processed in chunks of rows. All chunks are prepared at once. Then step i computes the state after the
+i-th chunk, for all sequences that have an i-th chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-CHUNK = 64  # rows; a larger one needs fewer steps and more work per row
+CHUNK = 64  # rows; a larger chunk needs fewer steps and more work per row
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class ChunkPlan:
     """Maps T packed rows to positions in chunks, in the order of steps. Built once per micro-batch.
 
     Example with chunks of 4: sequences of 3 and 6 rows have 1 and 2 chunks, so `steps` is (2, 1). Positions 0 to 3 are
-    rows 3 to 6 of the longer sequence. Positions 4 to 6 are the rows of the shorter sequence, 8 and 9 the rest of the
-    longer one. All others are padding.
+    rows 3 to 6, from the longer sequence. Positions 4 to 6 are rows 0 to 2, the shorter sequence. Positions 8 and 9 are
+    rows 7 and 8. All others are padding.
     """
 
-    steps: tuple[int, ...]  # sequences that have a chunk at each step; those with more chunks come first
+    steps: tuple[int, ...]  # number of sequences with a chunk at each step; sequences with more chunks come first
     rows: Int[Tensor, " N"]  # packed row at each position, T at padding
     places: Int[Tensor, " T"]  # position of each packed row
     columns: Int[Tensor, "T 1"]  # index of each packed row within its sequence
@@ -43,7 +43,7 @@ class ChunkPlan:
 
 
 def plan_chunks(bounds: Int[Tensor, " S+1"], chunk: int = CHUNK) -> ChunkPlan:
-    """Plan the chunks of the sequences bounded by `bounds` (first 0, last T), on the CPU."""
+    """Plan the chunks for the sequences between `bounds` (first 0, last T), on the CPU."""
     lengths = bounds.long().diff()
     counts = -(-lengths // chunk)
     order = torch.sort(counts, descending=True, stable=True).indices
@@ -60,7 +60,7 @@ def plan_chunks(bounds: Int[Tensor, " S+1"], chunk: int = CHUNK) -> ChunkPlan:
 def causal_convolution(
     x: Float[Tensor, "T c"], weight: Float[Tensor, "c 1 k"], columns: Int[Tensor, "T 1"]
 ) -> Float[Tensor, "T c"]:
-    """Return for each channel the sum of its last k rows times `weight`, without rows of an earlier sequence."""
+    """Multiply the last k rows of each channel by `weight` and sum them, without rows of an earlier sequence."""
     taps = weight.squeeze(1).unbind(-1)
     out = x * taps[-1]
     for back, tap in enumerate(reversed(taps[:-1]), start=1):
@@ -77,9 +77,9 @@ def gated_delta_rule(
     beta: Float[Tensor, "T h"],
     plan: ChunkPlan,
 ) -> Float[Tensor, "T h dv"]:
-    """Return the outputs in fp32. Heads of queries and keys are shared by h / g value heads. No collectives.
+    """Return the outputs in fp32. h / g value heads share a head of queries and keys. No collectives.
 
-    Queries and keys are normalised to length 1 first, and queries divided by sqrt(dk).
+    Queries and keys are first normalized to length 1, and queries divided by sqrt(dk).
     """
     size = len(plan.rows) // sum(plan.steps)
     shared = value.shape[1] // query.shape[1]
@@ -94,7 +94,7 @@ def gated_delta_rule(
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
     fading = total.exp()[..., None]
-    # Rows of a chunk correct one another: (1 + system) x = b [v, exp(a) k], of which `system` is below the diagonal.
+    # Rows of a chunk correct each other: (1 + system) x = b [v, exp(a) k]; `system` is strictly lower triangular.
     stepped = k * step_size
     system, right = (stepped @ k.mT) * between, torch.cat((v * step_size, stepped * fading), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

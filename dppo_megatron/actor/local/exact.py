@@ -1,6 +1,6 @@
-"""Computes `engine.exact` in the trainer: forward passes with rows that do not interact (`common.row_math`).
+"""Implements `engine.exact` in the trainer: forward passes with rows that do not interact (`common.row_math`).
 
-Gradients are those of the same functions, computed by the operators that all other runs use.
+Gradients belong to the same functions, and come from the operators that all other runs use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .attention import PackedAttention
 
 
 class ExactAttention(PackedAttention):
-    """Replaces SDPA, whose sums over keys depend on the number of queries in the call."""
+    """Replaces SDPA, because SDPA's sums over keys depend on the number of queries in the call."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None:

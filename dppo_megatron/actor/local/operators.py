@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class RMSNorm(torch.nn.RMSNorm):
     """Supports sequence parallelism, unlike Megatron's torch norm, by marking the weight for the gradient reduction.
 
-    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight.
+    With `layernorm_zero_centered_gamma` the norm multiplies by 1 + weight.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -63,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
 def rotate(
     x: Float[Tensor, "T h d"], cos: Float[Tensor, "T 1 r"], sin: Float[Tensor, "T 1 r"]
 ) -> Float[Tensor, "T h d"]:
-    """Rotate the pairs (i, i + r/2) of each head by the angles of its row (the layout of Hugging Face weights).
+    """Rotate the pairs (i, i + r/2) of each head by the row's angles (Hugging Face's weight layout).
 
     The first r of a head's d dimensions are rotated; the others pass through.
     """

@@ -1,18 +1,18 @@
-"""Plans which packed rows are padded to one batch for attention. One plan per micro-batch serves all layers.
+"""Plans which packed rows are padded to a batch for attention. All layers share the plan of a micro-batch.
 
-Example: a prompt of 3 rows and its two samples of 2 rows and 1 row, packed as rows 0..2 | 3 4 | 5, so `bounds` are
-[0, 3, 5, 6] and `prefixes` [[0, 0], [0, 3], [0, 3]]. The prompt is one group. The samples, which continue it, are
-another: 2 queries and 5 keys each, padded by repeating a segment's last row.
+Example: a prompt of 3 rows and two samples of 2 rows and 1 row, packed as rows 0..2 | 3 4 | 5, so `bounds` are
+[0, 3, 5, 6] and `prefixes` [[0, 0], [0, 3], [0, 3]]. The prompt is a group. The samples, which continue the prompt, are
+a second group: 2 queries and 5 keys each, padded by repeating a segment's last row.
 
     group      queries (rows)     keys (rows)
     prompt     0 1 2              0 1 2            a whole sequence: queries and keys are the same rows
-    samples    3 4                0 1 2 3 4        the prompt's keys, then the sample's own
+    samples    3 4                0 1 2 3 4        the prompt's keys, then the sample's
                5 5                0 1 2 5 5        the last column is padding
 
     groups ((1, 3, 3), (2, 2, 5)), pad_rows [0 1 2 3 4 5 5], packed_rows [0 1 2 3 4 5],
     keys.pad_rows [0 1 2 0 1 2 3 4 0 1 2 5 5], keys.positions [0 1 2 3 4 3 3]
 
-A query sees the keys up to its position, so no query sees the padding.
+A query sees the keys up to its position, so no query sees padding.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dppo_megatron.actor.batch.context import gathered_places, rows_of_rank
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
-_SHORT = 32  # shorter segments share one group: padding costs less than another call
-_FILL = 0.7  # a longer group admits segments of at least this share of its longest
+_SHORT = 32  # segments up to this length share a group: padding costs less than another call
+_FILL = 0.7  # groups of longer segments admit only segments of at least this share of the longest
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class SegmentPlan:
     """Maps each packed row to its index in the padded layout, and back.
 
     `groups` are (segments n, padded queries Q, padded keys L) in order, with N = sum(n Q) padded rows. A segment is a
-    sequence, or the part of a sequence that is computed here. If all segments are whole sequences, keys have the
-    indices of the queries, Q = L, and `keys` is None.
+    sequence, or the part of a sequence that is computed here. If all segments are whole sequences, queries and keys
+    have equal indices, Q = L, and `keys` is None.
     """
 
     groups: tuple[tuple[int, int, int], ...]
@@ -57,9 +57,9 @@ class SegmentKeys:
     """Maps keys and values of M rows, of this rank or all context-parallel ranks, to M' padded rows."""
 
     pad_rows: Int[Tensor, " M'"]  # row of each padded row
-    positions: Int[Tensor, " N"]  # position of each padded query in its sequence: it sees the keys up to there
+    positions: Int[Tensor, " N"]  # sequence position of each padded query; the query sees the keys up to there
     places: Int[Tensor, " K"]  # padded indices of real keys
-    rows: Int[Tensor, " K"] | None = None  # their rows; None: K = M, and the indices are in the order of the rows
+    rows: Int[Tensor, " K"] | None = None  # rows of the real keys; None: K = M, and `places` are in row order
 
     def to(self, device: torch.device) -> SegmentKeys:
         rows = None if self.rows is None else self.rows.to(device)
@@ -72,11 +72,13 @@ def plan_segments(
     context_rank: int = 0,
     context_size: int = 1,
 ) -> SegmentPlan:
-    """Group the segments bounded by `bounds` (first 0, last T) by length. All tensors are on the CPU.
+    """Group the segments between `bounds` (first 0, last T) by length. All tensors are on the CPU.
 
-    prefixes: first row and number of the rows that a segment continues. The segment sees their keys, then its own. With
-    0 rows, or None, it is a whole sequence. Context parallelism excludes prefixes. With it, `bounds` are those of whole
-    sequences, of which this rank has `context.rows_of_rank`. No segment is empty.
+    prefixes: first row and number of the rows that a segment continues. The segment sees the keys of these rows, then
+    the keys of the segment. With 0 rows, or None, the segment is a whole sequence.
+
+    Context parallelism excludes prefixes. `bounds` then separate whole sequences, and this rank has the rows
+    `context.rows_of_rank`. No segment is empty.
     """
     starts, lengths = bounds[:-1].long(), bounds.long().diff()
     if prefixes is None:
@@ -107,16 +109,16 @@ def plan_segments(
 
 @dataclass(frozen=True)
 class _Padded:
-    """Describes segments in order, each group padded to its longest segment: N padded rows."""
+    """Describes segments in order, each group padded to the longest segment: N padded rows."""
 
-    longest: list[int]  # rows of the longest segment of each group
+    longest: list[int]  # rows of the longest segment in each group
     rows: Int[Tensor, " N"]  # packed row; a segment repeats its last row as padding
-    columns: Int[Tensor, " N"]  # index of that row within its segment
+    columns: Int[Tensor, " N"]  # index of that row within the segment
     segments: Int[Tensor, " N"]
     real: Bool[Tensor, " N"]  # False at padding
 
     def places(self) -> Int[Tensor, " T"]:
-        """Return the padded index of each row; every row must have one."""
+        """Return the padded index of each row; every row must have an index."""
         real_places = self.real.nonzero().flatten()
         return torch.empty_like(real_places).index_copy_(0, self.rows[real_places], real_places)
 
@@ -142,9 +144,9 @@ def _side_by_side(starts: Tensor, lengths: Tensor, counts: Sequence[int], prefix
 
 
 def _by_length(lengths: Int[Tensor, " S"], continuing: Bool[Tensor, " S"]) -> tuple[Tensor, list[int]]:
-    """Return the order of the segments, longest first, and the sizes of their groups.
+    """Return the segment order, longest first, and the group sizes.
 
-    Segments that continue others are in other groups than whole sequences.
+    Segments that continue others never share a group with whole sequences.
     """
     order, counts = [], []
     for mask in (~continuing, continuing):
@@ -156,7 +158,7 @@ def _by_length(lengths: Int[Tensor, " S"], continuing: Bool[Tensor, " S"]) -> tu
 
 
 def _group_sizes(lengths: Int[Tensor, " S"]) -> list[int]:
-    """Return the sizes of the groups of segments, longest first."""
+    """Return the group sizes for segments of `lengths`, longest first."""
     counts, first = [], 0
     while first < len(lengths):
         longest = int(lengths[first])
