@@ -1,1 +1,1 @@
-"""Start, call and check inference engines: the protocol of all clients, and one folder for each kind of server."""
+"""Start, call and check inference engines. All clients share a protocol; each kind of server has a folder."""

@@ -1,8 +1,8 @@
-"""Limit the bytes of engine replies that this process buffers at the same time.
+"""Limit how many bytes of engine replies this process buffers at a time.
 
-Replies of long responses are large. For example, a group of 16 x 16k tokens with K = 20 and routes has 70 MB. Many
-engines answer at the same time, but one process decodes, scores and stores their replies. A reply is read only when it
-fits the limit. Until then it waits in the engine and in TCP's buffers.
+Replies with long responses are large: a group of 16 x 16k tokens with K = 20 and routes has 70 MB. Many engines answer
+at the same time, but a single process decodes, scores and stores their replies. This process reads a reply only when
+the reply fits the limit. Until then the reply waits in the engine and in TCP's buffers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ MOST_BYTES = 512 << 20
 
 
 class ByteBudget:
-    """Grants at most `limit` bytes, in the order of the requests. Use it inside one event loop.
+    """Grants at most `limit` bytes, in the order of the requests. Use it inside a single event loop.
 
-    It counts replies that are being read and decoded (`ReplySlot`) and finished groups that the user keeps (`charge`).
-    Charging never waits, so the sum may briefly reach twice `limit`. One reply is always admitted, even over the limit,
-    so a user that keeps groups until another one arrives cannot deadlock the reader.
+    The budget counts replies that are being read and decoded (`ReplySlot`) and finished groups that the user keeps
+    (`charge`). Charging never waits, so the sum may briefly reach twice `limit`. While no reply is being read, the next
+    reply is admitted even over the limit. A user that keeps groups until another group arrives therefore cannot
+    deadlock the reader.
 
     Example: with limit 100 and 80 charged, a reply of 30 is read at once if no other reply is being read. Otherwise it
     waits for a `refund`.
@@ -73,7 +74,7 @@ class ByteBudget:
 
 
 class ReplySlot:
-    """Reserves bytes for one reply that is read and decoded in this context. A retry reserves them again."""
+    """Reserves bytes for a reply that is read and decoded in this context. A retry reserves the bytes again."""
 
     def __init__(self, budget: ByteBudget):
         self._budget = budget

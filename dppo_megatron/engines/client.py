@@ -1,4 +1,4 @@
-"""Define the base of all engines' HTTP clients, and check a running server against the config."""
+"""Define the base class of all HTTP clients, and check a running server against the config."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .trace import UNSEEN, Trace, joined
 
 
 class HttpEngine(Engine):
-    """Implements the part of `Engine` that all clients share.
+    """Implements the methods of `Engine` that all clients share.
 
     A client is bound to the event loop that uses it first. `config.request_timeout_s` bounds `generate` and `score`.
     `config.weight_sync.timeout_s` bounds a weight update, including the wait for running requests.
     """
 
     def __init__(self, config: Config, url: str, budget: ByteBudget | None, unknown_route: str):
-        """Create the client. `budget` is shared by all clients of this process; None creates one for this client."""
+        """Create the client. All clients of this process share `budget`; None creates a budget for this client."""
         self.url = url.rstrip("/")
         self._budget = budget or ByteBudget()
         self._generate_timeout_s = config.request_timeout_s
@@ -51,7 +51,7 @@ class HttpEngine(Engine):
             return self._limits
 
     def _joined(self, action: str, decode: Callable[[], list[Trace]]) -> Trace:
-        """Return one trace, joined from the traces that `decode` returns for each worker."""
+        """Join the workers' traces, which `decode` returns, into a single trace."""
         try:
             trace = joined(decode())
         except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
@@ -61,9 +61,9 @@ class HttpEngine(Engine):
         return trace
 
     def _fingerprint(self, workers: Any) -> Fingerprint:
-        """Return the fingerprints of the whole weights, computed from the shares that the workers report.
+        """Combine the shares that the workers report into fingerprints of the whole weights.
 
-        Raises `EngineError` if copies of the same weights differ between workers.
+        Raises `EngineError` if workers have different copies of a weight.
         """
         try:
             whole, unequal = join_workers(
@@ -78,9 +78,9 @@ class HttpEngine(Engine):
 
 
 def check_info(url: str, info: EngineInfo, config: Config, vocab_size: int | None) -> None:
-    """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`, and its remedy.
+    """Raise `EngineIncompatible` that lists every server setting that disagrees with `config`, with a remedy.
 
-    `vocab_size` is the vocabulary size of the trainer's model. With None it is not checked.
+    `vocab_size` is the trainer model's vocabulary size. None skips this check.
     """
     rollout, engine = config.rollout, config.engine
     cap = info.max_logprobs if info.max_logprobs >= 0 else info.vocab_size

@@ -1,4 +1,4 @@
-"""Guess the next tokens of a sample from earlier samples of its prompt. Depends only on numpy.
+"""Draft a sample's next tokens from earlier samples of the prompt. Depends only on numpy.
 
 The engine still samples every drafted position itself. A wrong draft therefore costs time but never changes a token.
 """
@@ -10,28 +10,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SUFFIXES = (16, 8, 4, 2)  # lengths of the suffixes that are looked up, the longest first
-MOST_TOKENS = 1 << 15  # of one prompt; the index takes about 800 bytes for each, and as much for dropped ones
-MOST_PLACES = 16  # occurrences of one suffix that a draft follows, the newest ones
-PRIOR = 10.0  # weight of the rate of all prompts in the rate of a new prompt, in tested tokens
-LOWEST = 0.35  # at least this rate is assumed for a new prompt, so that it gets a few drafts
-MEMORY = 1000.0  # tested tokens after which older ones count half
-STEP_ROWS = 12.0  # fixed seconds of a decoding step over the seconds of one row, on CPUs (docs/engines.md)
-_END = -1  # after the last token of each sequence
+SUFFIXES = (16, 8, 4, 2)  # suffix lengths to look up, longest first
+MOST_TOKENS = 1 << 15  # limit per prompt; the index takes about 800 bytes per token, and as much for dropped tokens
+MOST_PLACES = 16  # a draft follows the newest occurrences of a suffix, at most this many
+PRIOR = 10.0  # a new prompt's rate starts with the overall rate, weighted like this many tested tokens
+LOWEST = 0.35  # a new prompt starts with at least this rate, so that it gets a few drafts
+MEMORY = 1000.0  # after this many tested tokens, older tokens count half
+STEP_ROWS = 12.0  # fixed time of a decoding step over the time of one row, on CPUs (docs/engines.md)
+_END = -1  # follows the last token of each sequence
 
 
 def worth(running: int) -> float:
-    """Return the smallest probability of acceptance for which a position is drafted while `running` samples run.
+    """Return the lowest acceptance probability at which a position is drafted while `running` samples run.
 
-    A step of R rows takes a + b R seconds. A drafted row adds b, and if it is accepted it saves a sample's share of a
-    step, a / R + b. Example for a / b = `STEP_ROWS` = 12: 0.08 for one sample, 0.4 for 8, and 0.73 for 32.
+    A step with R rows takes a + b R seconds. A drafted row adds b seconds. If the draft is accepted, it saves a
+    sample's share of a step, a / R + b. Example for a / b = `STEP_ROWS` = 12: 0.08 for 1 sample, 0.4 for 8, and 0.73
+    for 32.
     """
     return running / (running + STEP_ROWS)
 
 
 @dataclass
 class DraftRate:
-    """Counts how many tested tokens were expected to be accepted, by their shares, and how many were accepted."""
+    """Compares how many tested tokens were accepted with how many were expected to be, the sum of their shares."""
 
     expected: float = 50.0
     accepted: float = 40.0
@@ -50,30 +51,31 @@ class DraftRate:
 class SuffixIndex:
     """Finds the longest suffix of a sample that occurred before, and follows the most frequent continuation.
 
-    It is a suffix trie over the `add`ed sequences, limited to the nodes that drafts use. Nodes exist at the depths in
-    `SUFFIXES`. The continuations below them are read from the sequences. Sequences are indexed at the first draft.
+    The index is a suffix trie over the `add`ed sequences, limited to the nodes that drafts use. Nodes exist at the
+    depths in `SUFFIXES`. A draft reads the continuations below a node from the sequences. New sequences are indexed at
+    the next draft.
 
-    If k of n occurrences share a continuation, its estimated probability of acceptance is k / n times an acceptance
-    rate. The rate is learned from the drafts of this prompt and starts with the rate of all prompts. A draft ends where
-    the product falls below `worth`, so a prompt with low acceptance gets no drafts.
+    If k of n occurrences share a continuation, the estimated acceptance probability is k / n times an acceptance rate.
+    The rate starts with the rate over all prompts and is learned from the drafts for this prompt. A draft ends where
+    the product of these probabilities falls below `worth`, so a prompt with low acceptance gets no drafts.
 
     Example: after adding [5, 7, 2, 9] and [5, 7, 2, 4, 6], the suffix [5, 7] continues with 2 in both, and then with 4,
-    which is newer than 9.
+    because 4 is newer than 9.
     """
 
     def __init__(self, overall: DraftRate | None = None) -> None:
-        """Create an empty index. `overall` is the rate that the indexes of all prompts share."""
+        """Create an empty index. `overall` is the rate over all prompts; their indexes share it."""
         self._sequences: list[np.ndarray] = []
-        self._size = 0  # tokens of all sequences
-        self._indexed = 0  # number of sequences that are indexed
+        self._size = 0  # number of tokens in all sequences
+        self._indexed = 0  # number of indexed sequences
         self._tokens: list[int] = []  # indexed sequences end to end, each followed by _END
-        self._begin = 0  # places before it belong to dropped sequences
-        self._places: dict[bytes, list[int]] = {}  # suffix -> indices in `_tokens` of the tokens after the suffix
+        self._begin = 0  # earlier places belong to dropped sequences
+        self._places: dict[bytes, list[int]] = {}  # suffix -> index in `_tokens` of the token after each occurrence
         self._overall = overall or DraftRate()
-        self._rate: DraftRate | None = None  # since the first draft
+        self._rate: DraftRate | None = None  # None until the first draft
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Add a response, preceded by the last tokens of its prompt. Drop the oldest sequences above `MOST_TOKENS`."""
+        """Add a response, preceded by the prompt end. Drop the oldest sequences above `MOST_TOKENS`."""
         self._sequences.append(np.asarray(tokens, np.int32)[:MOST_TOKENS])
         self._size += len(self._sequences[-1])
         while self._size > MOST_TOKENS:
@@ -82,18 +84,18 @@ class SuffixIndex:
             if self._indexed:
                 self._indexed -= 1
                 self._begin += len(dropped) + 1
-        if self._begin > MOST_TOKENS:  # at most half of the index is of dropped sequences
+        if self._begin > MOST_TOKENS:  # dropped sequences take at most half the index
             self.shrink()
 
     def shrink(self) -> None:
-        """Free the memory of the index. The next draft builds it again."""
+        """Free the index memory. The next draft rebuilds the index."""
         self._indexed, self._begin, self._tokens, self._places = 0, 0, [], {}
 
     def draft(self, suffix: np.ndarray, limit: int, running: int) -> tuple[list[int], list[float]]:
-        """Return at most `limit` likely next tokens of a sample, and the share of occurrences with each token.
+        """Return at most `limit` likely next tokens, and for each of them the share of occurrences with that token.
 
-        `suffix` [at least max(SUFFIXES), or all] int32 has the last tokens of the prompt and sample.
-        running: the number of samples in the decoding step.
+        suffix: int32, the last tokens of prompt and sample; at least max(SUFFIXES) tokens, or all.
+        running: number of samples in the decoding step.
         """
         self._index()
         key = np.ascontiguousarray(suffix, np.int32).tobytes()
@@ -124,7 +126,7 @@ class SuffixIndex:
             counts.add(sum(shares[: accepted + 1]), accepted)
 
     def _matches(self, suffix: bytes) -> list[int]:
-        """Return the newest places after the suffix, oldest first."""
+        """Return the newest places that follow the suffix, oldest first."""
         newest = self._places.get(suffix, ())[-MOST_PLACES:]
         return [place for place in newest if place >= self._begin]
 

@@ -1,8 +1,8 @@
-"""Implement `engine.exact` in a CPU server: the model's operators use the trainer's arithmetic (`common.row_math`).
+"""Make a CPU server's operators use the trainer's arithmetic (`common.row_math`), for `engine.exact`.
 
-vLLM and SGLang have the same module names; their hooks are in `vllm/extension/exact_server.py` and
-`sglang/plugin/exact_server.py`. If the trainer's ranks have shards, products and log-probs are computed by shard and
-combined in rank order. Depends only on torch.
+vLLM and SGLang use the same module names. The hooks are in `vllm/extension/exact_server.py` and
+`sglang/plugin/exact_server.py`. If trainer ranks have shards, the server computes products and log-probs per shard and
+combines them in rank order. Depends only on torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dppo_megatron.common.row_math import attention, product, rms_norm, rope_tab
 from dppo_megatron.vocab_parallel import torch_backend
 from dppo_megatron.vocab_parallel.topk import join_ids
 
-VARIABLE = "DPPO_EXACT"  # environment variable of the server
+VARIABLE = "DPPO_EXACT"  # server environment variable
 
 
 class NoExactOperator(RuntimeError):
@@ -31,12 +31,12 @@ class NoExactOperator(RuntimeError):
 
 @dataclass(frozen=True)
 class Exact:
-    """Contains the settings of the trainer that a server needs."""
+    """Contains the trainer settings that a server needs."""
 
-    tensor: int  # tensor-parallel ranks of the trainer
-    frequencies: tuple[float, ...]  # frequencies of the rotary embedding
+    tensor: int  # number of tensor-parallel trainer ranks
+    frequencies: tuple[float, ...]  # rotary embedding frequencies
     vocab_size: int
-    shard_columns: int  # columns of the output head on each rank
+    shard_columns: int  # output head columns on each rank
     fp32_head: bool
 
     def to_environment(self) -> dict[str, str]:
@@ -79,7 +79,7 @@ class Operators:
                 self._install(f"{name}.{child}", inside)
 
     def linear(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply x [T, K] by the weight of `layer` shard by shard, and add in rank order. The result is [T, N]."""
+        """Multiply x [T, K] by the layer weight shard by shard, add in rank order, and return [T, N]."""
         kind, ranks = type(layer).__name__, self._exact.tensor
         if kind not in _PRODUCTS:
             raise NoExactOperator(f"engine.exact = true: not implemented for {kind}; set it to false")
@@ -95,7 +95,7 @@ class Operators:
         return out if bias is None else out + bias
 
     def _columns(self, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-        """Multiply by a fused weight of several projections. Every rank has an equal share of each projection."""
+        """Multiply by a weight that fuses several projections. Every rank has an equal share of each projection."""
         ranks = self._exact.tensor
         if ranks == 1:
             return product(x, weight.t())
@@ -112,7 +112,7 @@ class Operators:
         return F.pad(logits[:, : exact.vocab_size], (0, len(weight) - len(rows)))
 
     def _shard(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the rows of `rank`, padded to the shard's size."""
+        """Return the rows of `rank`, padded to the shard size."""
         columns = self._exact.shard_columns
         shard = rows[rank * columns : (rank + 1) * columns]
         return F.pad(shard, (0, 0, 0, columns - len(shard)))
@@ -120,7 +120,7 @@ class Operators:
     def activation(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up, computed separately for the columns of each rank.
 
-        torch rounds silu differently at the end of a row if the row's width is not a multiple of the vector width.
+        torch rounds silu differently at the row end if the row width is not a multiple of the vector width.
         """
         gates, ups = (part.chunk(self._exact.tensor, dim=-1) for part in x.chunk(2, dim=-1))
         return torch.cat([F.silu(gate) * up for gate, up in zip(gates, ups, strict=True)], dim=-1)
@@ -140,9 +140,11 @@ class Operators:
         return cos[positions], sin[positions]
 
     def logprobs(self, logits: Tensor, ids: Tensor, temperature: Tensor | None = None) -> Tensor:
-        """Return fp32 log-probs [T, 1 + K] of ids [T, 1 + K], the target and the top K, merged as in the trainer.
+        """Return fp32 log-probs [T, 1 + K] of `ids`, merged as in the trainer.
 
-        `logits` [T, V] are before temperature. `temperature` is [T], with default 1.
+        logits: [T, V], before temperature.
+        ids: [T, 1 + K], the target and the top K.
+        temperature: [T], by default 1.
         """
         exact = self._exact
         ids = join_ids(ids[:, 0], ids[:, 1:])
@@ -164,11 +166,13 @@ def attend(
     counts: Tensor,
     scale: float,
 ) -> Tensor:
-    """Return the attention output [T, h, d] of requests over their cache. `query` has their new tokens end to end.
+    """Return the attention output [T, h, d] of requests over their cache.
 
-    `counts` [n] has the number of new tokens of each request. `lengths` [n] has the number of all its tokens, including
-    the new ones. `cached(requests [m], L)` returns keys and values [m, L, g, d] of the first L positions; values after
-    a request's length may be arbitrary.
+    query: [T, h, d], the new tokens of all requests end to end.
+    cached: `cached(requests [m], L)` returns keys and values [m, L, g, d] of the first L positions. Values after a
+        request's length may be arbitrary.
+    lengths: [n], number of tokens in each request, including new tokens.
+    counts: [n], number of new tokens in each request.
 
     Example: counts [1, 2] and lengths [9, 2] are a decode step after 8 cached tokens and a prompt of 2 tokens; T = 3.
     """
@@ -197,7 +201,7 @@ _ELSEWHERE = {"Attention", "RadixAttention", *_PRODUCTS}  # layers that the serv
 
 
 def _fused(layer: Any) -> list[int]:
-    """Return the rows of each projection in a fused weight: 8 heads and 2 groups of 64 give [512, 128, 128]."""
+    """Return how many rows each projection has in a fused weight: 8 heads and 2 groups of 64 give [512, 128, 128]."""
     if type(layer).__name__ == "QKVParallelLinear":
         groups = layer.num_kv_heads * layer.head_size
         return [layer.num_heads * layer.head_size, groups, groups]

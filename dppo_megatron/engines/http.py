@@ -37,7 +37,7 @@ IDLE_CONNECTION_S = 4.0  # below uvicorn's default of 5, so the server never clo
 async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments: Any) -> T:
     """Return decode(reply, *arguments), computed in a thread if the reply is large.
 
-    Decoding the top-K log-probs of a group of long responses takes a third of a second.
+    Decoding the top-K log-probs for a group of long responses takes a third of a second.
     """
     if len(reply) <= SMALL_REPLY_BYTES:
         return decode(reply, *arguments)
@@ -45,9 +45,10 @@ async def decoded(decode: Callable[..., T], reply: bytes | bytearray, *arguments
 
 
 class EngineCalls:
-    """Calls the server at `url` with the run's `secret`. Each running request has its own connection.
+    """Calls the server at `url` with the run's `secret`. Each running request has a separate connection.
 
-    It is bound to the event loop of the first request. `unknown_route` is the remedy in errors about a missing route.
+    The first request binds it to the running event loop. Errors about a missing route end with the remedy
+    `unknown_route`.
     """
 
     def __init__(self, url: str, secret: str | None, unknown_route: str):
@@ -69,10 +70,10 @@ class EngineCalls:
         timeout_remedy: str = "",
         slot: ReplySlot | None = None,
     ) -> bytes | bytearray:
-        """Return the body of a 200 reply. Send POST if there is a body, else GET.
+        """Send a request, and return the body of the 200 reply. The request is a POST if it has a body, else a GET.
 
-        `action` names the operation in errors. The timeout error ends with `timeout_remedy`. With `slot` the reply
-        is read only when it fits the byte budget.
+        `action` names the operation in errors. The timeout error ends with `timeout_remedy`. With `slot` the reply is
+        read only when it fits the byte budget.
         """
         content = json.dumps(body).encode() if body is not None else content
         wait = RETRY_BUSY_S[0]
@@ -99,7 +100,7 @@ class EngineCalls:
         raise self._failure(action, status, reply)
 
     async def json(self, action: str, path: str, timeout_s: float = CONTROL_TIMEOUT_S, **call: Any) -> dict[str, Any]:
-        """Return the JSON object of a 200 reply. Raises `EngineError` for anything else."""
+        """Return the JSON object in a 200 reply. Raises `EngineError` for anything else."""
         reply = await self.call(action, path, timeout_s, **call)
         try:
             parsed = json.loads(reply)
@@ -116,9 +117,9 @@ class EngineCalls:
     async def _request(
         self, method: str, path: str, content: bytes | None = None, slot: ReplySlot | None = None
     ) -> tuple[int, bytes | bytearray]:
-        """Return the status and the whole body of the reply. The body of a 200 reply is read in `slot`, if given.
+        """Send a request and return the reply's status and whole body. `slot`, if given, reads the body of a 200 reply.
 
-        `content` is JSON. This method has no timeout of its own. Raises aiohttp.ClientError and OSError.
+        `content` is JSON. This method has no timeout. Raises aiohttp.ClientError and OSError.
         """
         if self._session is None:
             self._session = self._open()
@@ -155,7 +156,7 @@ class EngineCalls:
 
 
 def _reason(content: bytes | bytearray) -> str:
-    """Return the error text of a reply.
+    """Return the error text in a reply.
 
     The formats are `{"error": text}` (vLLM with our routes), `{"error": {"message": text}}` and `{"message": text}`.
     """

@@ -1,7 +1,7 @@
-"""List the private names of a server's package that we use, and check them against the installed version.
+"""List the private names that we use in a server package, and check them against the installed version.
 
-`vllm/internals.txt` and `sglang/internals.txt` contain the names. Depends only on the standard library, because
-SGLang's own environment also runs this file, by its path.
+`vllm/internals.txt` and `sglang/internals.txt` contain the names. Depends only on the standard library, because the
+SGLang environment also runs this file, by path.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _LINE = re.compile(r"(?P<path>[\w.:]+)(?:\((?P<passed>.*?)\))?(?:\[(?P<read>.*?)
 
 
 class Internal(NamedTuple):
-    """Describes one private name and its use, from a line such as `m:Cls.f(self, mode=)  weight updates`.
+    """Describes a private name and how we use it, from a line such as `m:Cls.f(self, mode=)  weight updates`.
 
-    The line in this example names a method that we hook, or call with `mode=`.
+    This line names a method that we hook, or call with `mode=`.
     """
 
     path: str  # module:name
     purpose: str
     passed: tuple[str, ...] | None = None  # "self", "name=", or "_" for a positional argument; None = we do not call it
-    attributes: tuple[str, ...] = ()  # attributes of its instances that we read or set
+    attributes: tuple[str, ...] = ()  # instance attributes that we read or set
 
     def problem(self) -> str | None:
         """Return how the installed version differs from this entry, or None if it matches."""
@@ -45,7 +45,7 @@ class Internal(NamedTuple):
 
 
 def names_of(kind: str) -> tuple[str, list[str], list[Internal]]:
-    """Return the pinned version of `kind`, its public modules, and its private names."""
+    """Return the pinned version, the public modules and the private names in the internals.txt of `kind`."""
     version, public, names = "", [], []
     for line in (Path(__file__).parent / kind / "internals.txt").read_text().splitlines():
         word, _, rest = line.partition(" ")
@@ -75,7 +75,7 @@ def _refuses(function: Any, passed: tuple[str, ...]) -> str | None:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Return whether instances of `cls` have the attribute. It is enough that the source of the class names it."""
+    """Return whether instances of `cls` have the attribute. It is enough that the class source names the attribute."""
     if hasattr(cls, name):
         return True
     classes = [c for c in cls.__mro__ if c.__module__.split(".")[0] in ("vllm", "sglang")]
@@ -83,6 +83,6 @@ def _has(cls: Any, name: str) -> bool:
     return f"self.{name}" in sources or f" {name}:" in sources
 
 
-if __name__ == "__main__":  # prints the problem of each name of the given kind
-    del sys.path[0]  # this folder has a different `sglang`
+if __name__ == "__main__":  # prints the problem with each name for the given kind
+    del sys.path[0]  # this folder contains another `sglang`
     print(json.dumps({entry.path: entry.problem() for entry in names_of(sys.argv[1])[2]}))

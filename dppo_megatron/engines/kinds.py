@@ -1,4 +1,4 @@
-"""Map `engine.kind` to a kind of engine, with its client, its server command and a folder of its own."""
+"""Map `engine.kind` to a kind of engine. Each kind has a folder with the client and the server command."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def kind_of(config: Config) -> EngineKind:
 
 
 def build_engine(config: Config, url: str, budget: ByteBudget | None = None) -> Engine:
-    """Return a client of the running server at `url`. `budget` is shared by all engines of this process."""
+    """Return a client for the running server at `url`. All engines of this process share `budget`."""
     return kind_of(config).client(config, url, budget)
 
 
 def server_environment(config: Config, version: int) -> dict[str, str]:
-    """Return the environment variables to add to this process's own for a server that starts with policy `version`.
+    """Return the variables to add to this process's environment for a server that starts with policy `version`.
 
-    They include the run's secret, which `make_secret` must have created, and the directories that weights may be loaded
-    from.
+    They include the run's secret and the directories that weights may be loaded from. `make_secret` must have created
+    the secret.
     """
     kind, run = kind_of(config), RunDir(config.run.dir.absolute())
     roots = os.pathsep.join(map(str, (run.root, run.weights)))  # RUN/weights may be a link to larger storage

@@ -1,7 +1,7 @@
-"""Define the protocol of a rollout engine, which is the same for every kind of server.
+"""Define the protocol of a rollout engine, the same for every kind of server.
 
-Requests and replies contain token ids, never text. An engine samples groups, scores sequences and replaces its weights,
-but it does not compute rewards or train. Every call has a timeout and raises `EngineTimeout`.
+Requests and replies contain token ids, never text. An engine samples groups, scores sequences and replaces weights, but
+it does not compute rewards or train. Every call has a timeout and raises `EngineTimeout`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from dppo_megatron.weights.fingerprint import Fingerprint
 from .trace import Trace
 
 UpdateMode = Literal["keep", "wait", "abort"]
-"""What happens to running requests when weights change: keep = they continue under the new weights (their earlier
-tokens keep the old version), wait = they finish first, abort = they end now with the tokens they have."""
+"""How a weight update treats running requests:
+
+keep: requests continue under the new weights; their earlier tokens keep the old version.
+wait: requests finish first.
+abort: requests end now with the tokens they have.
+"""
 
 
 class EngineError(ExpectedError, RuntimeError):
@@ -43,7 +47,7 @@ class EngineRefused(EngineError):
 
 
 class EngineIncompatible(EngineError):
-    """The engine's settings disagree with the run's; the message lists every disagreement with its remedy."""
+    """The engine settings disagree with the run settings; the message lists every disagreement with a remedy."""
 
 
 class InvalidSample(EngineError):
@@ -51,7 +55,7 @@ class InvalidSample(EngineError):
 
 
 def check_ids(token_ids: np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError if an id is outside the vocabulary: it has no embedding, and ends the engine."""
+    """Raise ValueError if an id is outside the vocabulary. Such an id has no embedding and would end the engine."""
     for place in _foreign(token_ids, vocab_size):
         raise ValueError(f"token id {token_ids[place]} is outside the vocabulary of {vocab_size}")
 
@@ -62,12 +66,12 @@ def _foreign(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Requests one group: `n` samples of one prompt.
+    """Requests a group: `n` samples for one prompt.
 
-    `seeds` has the seed of each sample's random stream. The same seed, prompt and weights give the same tokens,
-    regardless of the engine's other requests. Sampling ends at the first of `stop_token_ids` (kept as the last token)
-    or after `max_tokens`; the engine adds no stop tokens of its own. Temperature 0 is greedy; the log-probs then depend
-    on the kind of engine.
+    `seeds` has a seed for the random stream of each sample. The same seed, prompt and weights give the same tokens,
+    regardless of other requests in the engine. Sampling ends at the first of `stop_token_ids` (kept as the last token)
+    or after `max_tokens`. The engine adds no other stop tokens. Temperature 0 is greedy; the log-probs then depend on
+    the kind of engine.
     """
 
     request_id: str  # unique among running requests
@@ -83,15 +87,15 @@ class GenerateRequest:
     top_k: int = 0  # sample only from the `top_k` most likely tokens; 0 = all
     min_p: float = 0.0  # sample only from tokens with at least this share of the highest probability
     sampling_mask: bool = False  # return the tokens that top_p, top_k and min_p left at each position
-    flags: tuple[str, ...] = ()  # values of `Column.asked_by` without a field here; requests their columns
-    # Earlier samples of the prompt, int32, each after the last tokens of the prompt. An engine with engine.draft_tokens
-    # may draft from them; the samples do not depend on them.
+    flags: tuple[str, ...] = ()  # requests the columns with these values of `Column.asked_by`, which have no field here
+    # Earlier samples of the prompt, int32, each preceded by the prompt end. An engine with engine.draft_tokens may
+    # draft from them. The samples do not depend on drafts.
     drafts: tuple[np.ndarray, ...] = ()
-    # Sample nothing: return the tokens of the prompt after the first as one sample, with log-probs at temperature 1, as
-    # those of `Engine.score`, the top K and the policy version that computed them.
+    # Sample nothing. Return the prompt tokens after the first as a sample, with log-probs at temperature 1 (as
+    # `Engine.score` returns), the top K, and the policy version that computed them.
     scored: bool = False
     # Names that requests with a common prefix share, the widest first, e.g. group and conversation. The pool sends such
-    # requests to one engine. The names are not sent.
+    # requests to one engine. The request body does not include the names.
     affinity: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -125,9 +129,9 @@ class GenerateRequest:
             raise ValueError(f"generate request {self.request_id!r}: {'; '.join(wrong)}")
 
     def within(self, vocab_size: int) -> GenerateRequest:
-        """Return the request with its drafts up to their first id outside the vocabulary.
+        """Return the request with each draft cut before the first id outside the vocabulary.
 
-        Raises ValueError for such an id in the prompt.
+        Raises ValueError if the prompt has such an id.
         """
         check_ids(self.token_ids, vocab_size)
         ends = (min([len(draft), *_foreign(draft, vocab_size)]) for draft in self.drafts)
@@ -142,35 +146,41 @@ class GenerateRequest:
 class EngineInfo:
     """Contains the state and limits that a server reports."""
 
-    version: int  # policy version of the weights; -1 = the weights have no version of this run
+    version: int  # policy version; -1 = the weights have no version of this run
     vocab_size: int
-    max_model_len: int  # tokens of prompt and response together
+    max_model_len: int  # prompt and response tokens together
     max_logprobs: int  # upper limit of K
     logprobs_mode: str
     dtype: str  # "float32" | "bfloat16" | "float16"
     model: str  # directory that the server was started from
-    engine: str  # name and version of the server
-    running: int  # running now: groups of all clients (vLLM), samples of this client (SGLang)
+    engine: str  # server name and version
+    running: int  # running now: groups from all clients (vLLM), samples for this client (SGLang)
     routed_experts: bool = False  # it can return the experts that each token was routed to
     sampling_mask: bool = False  # it can return the tokens that top_p, top_k and min_p left at each position
-    problems: tuple[str, ...] = ()  # reported settings that are unfit for rollouts, each with its remedy
-    instance: str = ""  # identifies this instance of the server and changes with every restart; "" = unknown
-    workers: int = 1  # processes that have its weights and receive new ones
-    weight_group: str = ""  # name of the weight group that it can receive broadcasts of; empty = none
+    problems: tuple[str, ...] = ()  # reported settings that are unfit for rollouts, with remedies
+    instance: str = ""  # identifies this server process and changes with every restart; "" = unknown
+    workers: int = 1  # number of processes that have the weights and receive updates
+    weight_group: str = ""  # weight group that it can receive broadcasts from; empty = none
     updating_s: float | None = None  # seconds since the running weight update began; None = no update is running
 
 
 class Engine(Protocol):
-    """Calls one server. All methods may be called concurrently; the server serialises `load_weights` calls.
+    """Calls a server. All methods may be called concurrently; the server serializes `load_weights` calls.
 
     Every method but `close` raises `EngineTimeout` and `EngineUnavailable`.
     """
 
     url: str
     counts: Counter[str]
-    """Work since the caller cleared it, as far as the server reports it: `prompt_tokens`, and those of them in the
-    prefix cache, `cached_tokens`; `sampled_tokens`; `draft_steps`, the steps of a sample with drafts; `drafted`, their
-    tokens, and those of them that were sampled, `accepted`."""
+    """Work since the caller cleared the counter, as far as the server reports it:
+
+    prompt_tokens: prompt tokens of each sample, cached or not
+    cached_tokens: prompt tokens found in the prefix cache
+    sampled_tokens: response tokens
+    draft_steps: steps in which a sample had drafts
+    drafted: drafted tokens
+    accepted: drafted tokens that were sampled
+    """
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
         """Return the `n` samples, in the order of `seeds`. Raises `InvalidSample` and `EngineRefused`."""
@@ -178,22 +188,22 @@ class Engine(Protocol):
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Return fp32 [S - 1]: the log-prob at temperature 1 of each token after the first, given the tokens before it.
 
-        token_ids: [S] int32. The log-probs are computed without caches under the current weights. Raises
+        token_ids: [S] int32. The engine computes the log-probs without caches under the current weights. Raises
         `InvalidSample` and `EngineRefused`.
         """
 
     async def trace(self, token_ids: np.ndarray) -> tuple[Trace, np.ndarray]:
-        """Return the intermediate values of the forward pass that `score` makes, and the scores.
+        """Record the forward pass that `score` makes. Return the intermediate values and the scores. Slow.
 
-        token_ids: [S] int32. The trace has the values of every layer and operator that can be hooked. Slow. Raises
+        token_ids: [S] int32. The trace has the values of every layer and operator that can be hooked. Raises
         `InvalidSample` and `EngineRefused`.
         """
 
     async def load_weights(self, path: Path, version: int, mode: UpdateMode = "keep") -> float:
-        """Serve the weights in the directory `path`, a model or a delta (`weights.delta`), as policy `version`.
+        """Serve the model, delta (`weights.delta`) or adapter in the directory `path` as policy `version`.
 
-        Returns the seconds without sampling. After `EngineRefused` the old weights are still served. After any other
-        error the caller must load weights again before it generates.
+        Returns how long sampling was paused, in seconds. After `EngineRefused` the old weights are still served. After
+        any other error the caller must load weights again before it generates.
         """
 
     async def join_weight_group(self, plan: WeightGroupPlan) -> None:
@@ -206,10 +216,10 @@ class Engine(Protocol):
         """
 
     async def weights_fingerprint(self) -> Fingerprint:
-        """Return fingerprints that the engine computes from its current weights."""
+        """Return fingerprints that the engine computes from the current weights."""
 
     async def sleep(self) -> None:
-        """Wait for running requests, then free the memory of weights and cache.
+        """Wait for running requests, then free the memory for weights and cache.
 
         The engine serves no requests until `wake` is called and weights are loaded.
         """
@@ -223,14 +233,15 @@ class Engine(Protocol):
         """Return None if the engine can serve requests; raise `EngineError` otherwise."""
 
     async def check_compatible(self, config: Config, *, vocab_size: int | None = None) -> EngineInfo:
-        """Raise `EngineIncompatible` with every setting of the server that disagrees with `config`.
+        """Raise `EngineIncompatible` with every server setting that disagrees with `config`.
 
-        `vocab_size` is the vocabulary size of the trainer's model. With None it is not checked.
+        `vocab_size` is the trainer model's vocabulary size. None skips this check.
         """
 
     async def abort(self, request_id: str) -> None:
-        """End a running request. Its `generate` returns the sampled tokens, with finish_reason "abort" where
-        interrupted.
+        """End a running request. Its `generate` returns the tokens sampled so far.
+
+        Interrupted samples have finish_reason "abort".
         """
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Check the samples of one group before their first use; engines send them end to end in flat arrays."""
+"""Check a group's samples before their first use; engines send them end to end in flat arrays."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dppo_megatron.types import Rollout, column_named, expected_shapes, split_co
 from .protocol import GenerateRequest, InvalidSample
 
 FINISH_REASONS = ("stop", "length", "abort")
-LOGPROB_TOLERANCE = 1e-4  # rounding of a log-softmax; a value above it is not a log-prob
+LOGPROB_TOLERANCE = 1e-4  # rounding error of a log-softmax; a value above it is not a log-prob
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
     """Contains `n` samples end to end, with `S` response tokens in all and the columns that `COLUMNS` describes.
 
-    Example of two samples: lengths [2, 1], token_ids [5, 6, 9], columns {"rollout_logprob": [-1.0, -0.5, -2.0],
-    "versions": [3, 3, 4]}. The last value of each array belongs to the second sample. "read" columns have P - 1
-    more rows for each sample.
+    Example with two samples: lengths [2, 1], token_ids [5, 6, 9], columns {"rollout_logprob": [-1.0, -0.5, -2.0],
+    "versions": [3, 3, 4]}. The last value in each array belongs to the second sample. "read" columns have P - 1 more
+    rows for each sample.
     """
 
     lengths: np.ndarray  # [n] int32
     finish_reasons: tuple[str, ...]  # [n]
     token_ids: np.ndarray  # [S] int32
     columns: dict[str, np.ndarray]
-    counts: dict[str, int] = field(default_factory=dict)  # work counts of these samples, named as in `Engine.counts`
+    counts: dict[str, int] = field(default_factory=dict)  # work for these samples, with the names in `Engine.counts`
 
     @classmethod
     def from_rollouts(cls, samples: Sequence[Rollout]) -> GroupSamples:
-        """Concatenate the samples of one group, which must all have the same columns."""
+        """Concatenate the samples of a group. All samples must have the same columns."""
         column_dicts = [sample.columns for sample in samples]
         return cls(
             lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
@@ -42,7 +42,7 @@ class GroupSamples:
         )
 
     def rollouts(self, prompt_tokens: int) -> tuple[Rollout, ...]:
-        """Return one `Rollout` for each sample of a prompt of `prompt_tokens`; the arrays are views."""
+        """Return a `Rollout` for each sample of a prompt with `prompt_tokens` tokens; the arrays are views."""
         tokens = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
         columns = split_columns(self.columns, self.lengths, self.lengths + prompt_tokens - 1)
         return tuple(
@@ -51,7 +51,7 @@ class GroupSamples:
         )
 
     def check(self, request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-        """Raise `InvalidSample`, naming the sample and the fault, unless these samples can answer `request`."""
+        """Raise `InvalidSample` unless these samples can answer `request`. The error names the sample and the fault."""
         self._check_columns(request)
         check = _Check(request.request_id, self.lengths)
         if request.scored and not np.array_equal(self.token_ids, request.token_ids[1:]):
@@ -148,24 +148,24 @@ class GroupSamples:
         check.tokens(~in_mask, "the sampled token is not in the sampling mask")
 
     def _in_mask(self, ids: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Return [S, n] bool: whether each of ids [S, n] is in the sampling mask of its position."""
+        """Return [S, n] bool: whether each of ids [S, n] is in the sampling mask at that position."""
         tokens = np.arange(len(ids), dtype=np.int64)
         width = vocab_size + ids.shape[1]
-        # One integer for each (position, id) pair. Those of the mask ascend, so one search finds all ids.
+        # Each (position, id) pair becomes an integer. Mask integers ascend, so a single search finds all ids.
         mask_keys = np.repeat(tokens, self.columns["sampling_mask_counts"]) * width + self.columns["sampling_mask_ids"]
         keys = tokens[:, None] * width + ids
         return mask_keys[np.searchsorted(mask_keys, keys).clip(max=len(mask_keys) - 1)] == keys
 
 
 def parse_version(label: str) -> int:
-    """Return the policy version in a server's text label of its weights, or -1 if the label is not a number."""
+    """Return the policy version in a server's text label for the weights, or -1 if the label is not a number."""
     return int(label) if label.isdecimal() else -1
 
 
 def absent_experts(prompt_tokens: int, layers: int, k: int) -> np.ndarray:
-    """Return zeros [P - 1, L, k] uint8 for a sample aborted before it began.
+    """Return experts [P - 1, L, k] uint8, 0 to k - 1 at every position, for a sample aborted before it began.
 
-    Its tokens carry no loss, so any routing is valid.
+    The tokens carry no loss, so any routing is valid.
     """
     return np.broadcast_to(np.arange(k, dtype=np.uint8), (prompt_tokens - 1, layers, k))
 

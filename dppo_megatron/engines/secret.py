@@ -1,4 +1,4 @@
-"""Create and read the secret of a run, which only one file contains. Every request to the engines must have it."""
+"""Create and read the run's secret, stored in a single file. Every request to the engines must have the secret."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class NoSecret(ExpectedError, RuntimeError):
 def make_secret(config: Config) -> None:
     """Create RUN/secret unless it exists or `engine.secret_file` names another file.
 
-    If several processes call this at once, one of them creates the file. Raises `NoSecret` for a file without a secret.
+    If several processes call this at once, only one creates the file. Raises `NoSecret` if the file has no readable
+    secret.
     """
     run = RunDir(config.run.dir)
     run.make()
@@ -49,9 +50,9 @@ def make_secret(config: Config) -> None:
 
 
 def read_secret(config: Config) -> str | None:
-    """Return the secret of this run's engines, or None if this user cannot read it; engines then reject requests.
+    """Return the engines' secret, or None if it is unreadable or RUN/secret is absent; engines then reject requests.
 
-    Raises `NoSecret` for a secret that cannot be sent in a header.
+    Raises `NoSecret` if the secret cannot be sent in a header, or if `engine.secret_file` does not exist.
     """
     try:
         return _read(config.engine.secret_file or RunDir(config.run.dir).secret) or None

@@ -1,6 +1,6 @@
-"""Define the interface of a kind of engine before a server runs, and how servers start on this machine.
+"""Define the interface to a kind of engine before a server runs, and how servers start on this machine.
 
-The rules between settings use this file, so it imports torch only inside functions that need it.
+The rules between settings use this file, so torch is imported only inside functions that need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ Device = Literal["cpu", "cuda"]
 
 
 class Node(NamedTuple):
-    """Describes one node of an engine that spans several, with the address of node 0, which answers requests."""
+    """Describes a node of an engine with several nodes.
+
+    Node 0 answers requests. `host` and `port` are where node 0 accepts the other nodes.
+    """
 
     rank: int
     host: str
@@ -33,15 +36,15 @@ class Node(NamedTuple):
 
 
 class EngineKind(ABC):
-    """Describes one kind of server. It serves every setting by default. A problem is `setting = value: why; remedy`."""
+    """Describes a kind of server. By default it serves every setting. A problem is `setting = value: why; remedy`."""
 
     secret_variables: tuple[str, ...] = (SECRET_VARIABLE,)  # environment variables that contain the run's secret
-    own_receiver = False  # workers receive broadcast weights by our `WeightReceiver`, not by the server's own code
+    own_receiver = False  # whether workers receive broadcasts with our `WeightReceiver` instead of the server's code
     install = ""  # how to get an environment that has the server; appended to the error about a missing package
 
     @abstractmethod
     def client(self, config: Config, url: str, budget: ByteBudget | None) -> Engine:
-        """Return a client of the server at `url`, without opening a connection."""
+        """Return a client for the server at `url`, without opening a connection."""
 
     @abstractmethod
     def python(self, config: Config) -> Path:
@@ -49,29 +52,32 @@ class EngineKind(ABC):
 
     @abstractmethod
     def command(self, config: Config, port: int, model: Path, version: int, node: Node | None = None) -> list[str]:
-        """Return the command line of a server of policy `version`. `node` is None for an engine of one node."""
+        """Return the command line for a server with policy `version`. `node` is None for a single-node engine."""
 
     @abstractmethod
     def environment(self, config: Config, version: int) -> dict[str, str]:
-        """Return the variables to add to this process's own environment for the server."""
+        """Return the variables to add to this process's environment for the server."""
 
     @abstractmethod
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
-        """Return the bytes that a GPU needs in addition to weights and cache while an update loads.
+        """Return how many bytes a GPU needs in addition to weights and cache while an update loads.
 
-        `module` is the size of the largest unsharded module. `bucket` is the size of a broadcast bucket, 0 when weights
-        are files.
+        module: bytes of the largest unsharded module.
+        bucket: bytes of a broadcast bucket; 0 when weights are files.
         """
 
     @abstractmethod
     def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
-        """Return the route and body of a request to a stock server for the K most likely tokens at every position."""
+        """Return the route and body that ask a stock server for the K most likely tokens at every position."""
 
     @abstractmethod
     def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
-        """Return the log-prob of each token after the first, and [(id, log-prob), ...] of the K most likely at each.
+        """Return two lists with an entry for each token after the first, decoded from the reply to `lists_request`.
 
-        Raises ValueError, KeyError, TypeError or IndexError if `reply` does not answer `lists_request`.
+        - the token's log-prob
+        - [(id, log-prob), ...] of the K most likely tokens at that position
+
+        Raises ValueError, KeyError, TypeError or IndexError for any other reply.
         """
 
     def problems(self, config: Config) -> list[str]:
@@ -79,7 +85,7 @@ class EngineKind(ABC):
         return []
 
     def eval_problems(self, config: Config) -> list[str]:
-        """Return why this kind cannot sample the sets of `eval`."""
+        """Return why this kind cannot sample the `eval` sets."""
         return []
 
     def model_problems(self, config: Config, hf: HFModelConfig) -> list[str]:
@@ -97,7 +103,7 @@ class EngineKind(ABC):
     def more_packages(self, config: Config, *, cuda: bool) -> dict[str, str]:
         """Return the packages that the interpreter needs besides the server, each with the problem if it is missing.
 
-        `{python}` in a problem is replaced by the interpreter. `cuda` states whether the servers run on GPUs.
+        `{python}` in a problem stands for the interpreter. `cuda` states whether the servers run on GPUs.
         """
         return {}
 
@@ -106,7 +112,7 @@ class EngineKind(ABC):
         return {}
 
     def stage_layers(self, layers: int, stages: int) -> list[int]:
-        """Return the number of layers of each pipeline stage."""
+        """Return how many layers each pipeline stage has."""
         return [layers]
 
 
@@ -115,25 +121,25 @@ CPU_KV_CACHE_BYTES = 2**30  # by default engines take a share of all memory, but
 
 
 def device_here() -> Device:
-    """Return the device of servers that are started on this machine."""
+    """Return the device for servers that start on this machine."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def server_threads(config: Config) -> dict[str, str]:
-    """Return the variables for a server on CPUs, which it shares with the engines of its machine.
+    """Return the variables for a server on CPUs, which it shares with the other engines on the machine.
 
-    Ranks compute at other times. `OMP_NUM_THREADS` in this process's environment is theirs, not the servers'.
+    Ranks compute at other times. `OMP_NUM_THREADS` in this process's environment is for the ranks, not for servers.
     """
     engine, homes = config.engine, config.slurm.engine_nodes or config.slurm.trainer_nodes
     return cpu_threads(-(-engine.count // homes) * engine.devices_per_node, environment={})
 
 
 def start_model(config: Config) -> Path:
-    """Return `model.path`, or with `engine.quantization: fp8_block` the quantised copy in the run directory.
+    """Return `model.path`, or with `engine.quantization: fp8_block` the quantized copy in the run directory.
 
-    `launch.quantized` makes the copy. An engine only takes weights in the format of the weights it started with.
+    `launch.quantized` makes the copy. An engine takes weights only in the format that it started with.
     """
     from dppo_megatron.hf import read_hf_config
 
@@ -143,7 +149,7 @@ def start_model(config: Config) -> Path:
 
 
 def exact_environment(config: Config) -> dict[str, str]:
-    """Return the variables for a server with `engine.exact`. Without this setting there are none."""
+    """Return the variables for a server with `engine.exact`, or no variables without this setting."""
     if not config.engine.exact:
         return {}
     from dppo_megatron.hf import inverse_frequencies, padded_vocab_size, read_hf_config

@@ -1,4 +1,4 @@
-"""Describe the servers of a teacher as the engines of a config, so that they start and register as engines do."""
+"""Describe a teacher's servers as the engines of a config, so that they start and register like engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.run_dir import RunDir
 
 
 def trainer_teacher_config(config: Config) -> Config:
-    """Return the config with which the trainer's ranks build `Config.trainer_teacher`, in the policy's layout."""
+    """Return the config with which trainer ranks build `Config.trainer_teacher`, in the policy's layout."""
     model_settings = {"path": config.trainer_teacher, "weights": None, "lora": LoraConfig(), "logits": "stored"}
     return with_settings(
         config,
@@ -23,10 +23,10 @@ def trainer_teacher_config(config: Config) -> Config:
 
 
 def teacher_config(config: Config, name: str) -> Config:
-    """Return the config of a run whose engines are the servers of teacher `name`.
+    """Return a config that has the servers of teacher `name` as engines.
 
-    A teacher with urls has these as engines, and one with a path has an engine in RUN/teachers/NAME. Otherwise the
-    run's own engines are used.
+    A teacher with urls has the servers at these urls, and a teacher with a path has an engine in RUN/teachers/NAME.
+    Otherwise the config keeps the run's engines.
     """
     from dppo_megatron.hf import read_hf_config
 
@@ -38,7 +38,7 @@ def teacher_config(config: Config, name: str) -> Config:
     }
     if teacher.path is None:
         return with_settings(config, engine=engine_settings) if teacher.urls else config
-    # A server also samples one token, and a teacher's own prompt may be longer.
+    # A server also samples one token, and the teacher's prompt may be longer than the policy's.
     longest = engine.max_model_len + 1 + (config.data.max_prompt_tokens if teacher.prompt_template else 0)
     engine_settings |= {"max_model_len": min(longest, read_hf_config(teacher.path).max_position_embeddings), "port": 0}
     engine_settings |= {

@@ -1,7 +1,7 @@
-"""Record the values inside one forward pass of a served model by hooks, under the trainer's names.
+"""Record the values inside a forward pass of a served model with hooks, under the trainer's names.
 
-vLLM and SGLang give their modules the same names. Depends only on torch and on no other module, because an SGLang
-server loads this file by its path.
+vLLM and SGLang use the same module names. Depends only on torch and on no other module, because an SGLang server loads
+this file by path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Trace = dict[tuple[int, str], Tensor]
-"""(layer, or -1 outside of the layers; operator) -> [rows, width], in the dtype of the computation."""
+"""Maps (layer, operator) to values [rows, width] in the dtype of the computation. Layer -1 is outside the layers."""
 
 OUTSIDE = -1
 SHARDED = frozenset(
@@ -29,12 +29,12 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
 class TraceRecorder:
-    """Records the forward pass of `model` that reads `token_ids`, also in a batch with others, until `take`."""
+    """Records the forward pass in which `model` reads `token_ids`, also in a batch with others, until `take`."""
 
     def __init__(self, model: nn.Module, token_ids: list[int]):
         self._token_ids = token_ids
         self._rows: slice | None = None  # rows of `token_ids` in the running pass
-        self._size = 0  # rows of the running pass
+        self._size = 0  # number of rows in the running pass
         self._layer = OUTSIDE  # the layer that runs now
         self._trace: Trace = {}
         self._hooks = [
@@ -57,11 +57,11 @@ class TraceRecorder:
                 self._rows, self._size = self._locate(ids), len(ids)
             if self._rows is None:
                 return
-            # All layers share one rotary module, which is named after the first layer.
+            # All layers share a rotary module that is named after the first layer.
             self._layer = self._layer if values is _rotated else layer
             for operator, value in values(module, arguments, output).items():
                 rows = self._rows
-                if operator == "logits":  # the logits of every row but the last, for the log-probs of the prompt
+                if operator == "logits":  # logits of every row but the last, for prompt log-probs
                     if len(value) != len(self._token_ids) - 1:
                         continue
                     rows = slice(None)
@@ -82,7 +82,7 @@ class TraceRecorder:
 
 
 def joined(parts: list[Trace], sharded: frozenset[str] = SHARDED) -> Trace:
-    """Return one trace from those of all tensor-parallel ranks, given in rank order."""
+    """Join the traces of all tensor-parallel ranks, given in rank order."""
     first = parts[0]
     return {
         key: torch.cat([part[key] for part in parts], dim=-1) if key[1] in sharded and len(parts) > 1 else value
@@ -108,7 +108,10 @@ def _whole(operator: str) -> Callable[..., dict[str, Tensor]]:
 
 
 def _norm(operator: str, residual: str) -> Callable[..., dict[str, Tensor]]:
-    """Return a function that returns a norm's values. If the norm adds the residual first, they include the sum."""
+    """Return a function that returns a norm's output and the residual stream that the norm reads.
+
+    Some norms add the residual to their input first. Then the stream is the sum.
+    """
 
     def values(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> dict[str, Tensor]:
         normed, stream = output if isinstance(output, tuple) else (output, arguments[0])

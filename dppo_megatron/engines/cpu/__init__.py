@@ -1,1 +1,1 @@
-"""Modules that servers on a machine without CUDA import by their file name, because PYTHONPATH names this directory."""
+"""Contains modules that servers on a machine without CUDA import by file name: PYTHONPATH names this directory."""

@@ -1,6 +1,6 @@
-"""Replace packages that a server imports, and that have no build for a machine without CUDA, by stubs.
+"""Replace packages that a server imports, but that have no build for a machine without CUDA, with stubs.
 
-Any attribute can be imported from a stub and raises when called, so a completed run called none of them.
+Any attribute can be imported from a stub. Attributes raise when called, so a completed run called none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Absent:
-    """Replaces any attribute of an absent package. Its attributes are stubs too, and a call raises."""
+    """Replaces an attribute of an absent package. Attributes of a stub are stubs; a call raises NotImplementedError."""
 
     def __init__(self, name: str):
         self.__name__ = name
@@ -33,7 +33,7 @@ class AbsentModule(ModuleType):
 
 
 class AbsentPackages(MetaPathFinder, Loader):
-    """Finds `packages` and their modules as stubs. The value of a package, if any, fills its own module."""
+    """Finds `packages` and their modules as stubs. The function given for a package, if any, fills the stub."""
 
     def __init__(self, packages: Mapping[str, Callable[[Any], None] | None]):
         self._packages = packages

@@ -1,4 +1,4 @@
-"""Check the run's secret, the size of each request, and the paths of weights to load, as ASGI middleware."""
+"""Check the secret, the size and the weight paths of every request, as ASGI middleware."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMap
 from typing import Any
 
 SECRET_VARIABLE = "DPPO_SECRET"
-"""Environment variable of the server: the secret that requests must send as `Authorization: Bearer ...`."""
+"""Server environment variable: the secret that requests must send as `Authorization: Bearer ...`."""
 ROOTS_VARIABLE = "DPPO_WEIGHTS_ROOT"
-"""Environment variable of the server: directories, separated by colons, that weights may be loaded from."""
-MAX_BODY_BYTES = 64 * 2**20  # three times our largest request: the weight plan of a large mixture of experts
+"""Server environment variable: directories that weights may be loaded from, separated by colons."""
+MAX_BODY_BYTES = 64 * 2**20  # three times our largest request, the weight plan for a large mixture of experts
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -26,11 +26,11 @@ class RefusedPath(ValueError):
 
 
 class Guard:
-    """Passes only requests with the secret. Protects every route of the application except GET of `open_paths`.
+    """Passes only requests with the secret. Protects every route except GET requests to `open_paths`.
 
-    Requests without the secret get 401 before their body is read; requests larger than `MAX_BODY_BYTES` get 413.
-    Without a secret every request is rejected. `paths` maps a route to the JSON field with the directory to load from.
-    That directory must be inside `roots`. Example: `{"/update_weights_from_disk": "model_path"}`.
+    Requests without the secret get 401 before their body is read; requests larger than `MAX_BODY_BYTES` get 413. If
+    `secret` is empty, every request is rejected. `paths` maps a route to the JSON field with the directory to load
+    from. That directory must be inside `roots`. Example: `{"/update_weights_from_disk": "model_path"}`.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Guard:
 def inside_roots(path: str, roots: Collection[str]) -> str:
     """Return `path` with symbolic links resolved. Raises `RefusedPath` for a path outside `roots`.
 
-    A root itself may have links: a start model can be a snapshot of links into a cache. A path inside a root may have
-    only regular files (`check_files`).
+    A root may contain links: a start model can be a snapshot of links into a cache. A path inside a root may contain
+    only regular files and directories (`check_files`).
     """
     real = os.path.realpath(path)
     for root in map(os.path.realpath, roots):
@@ -105,9 +105,9 @@ def inside_roots(path: str, roots: Collection[str]) -> str:
 
 
 def check_files(directory: str) -> None:
-    """Raise `RefusedPath` if `directory`, or the base of its delta, is or contains a link or a special file.
+    """Raise `RefusedPath` if `directory`, or the base of a delta in it, is or contains a link or a special file.
 
-    A reader would follow the link out of the run's directory, or block on a FIFO.
+    A reader would follow the link out of the run directory, or block on a FIFO.
     """
     visited: set[str] = set()
     while directory not in visited and os.path.isdir(directory):
@@ -116,7 +116,7 @@ def check_files(directory: str) -> None:
         for entry in (directory, *(os.path.join(directory, name) for name in folders + files)):
             if os.path.islink(entry) or not (os.path.isfile(entry) or os.path.isdir(entry)):
                 raise RefusedPath(f"{entry}: is a link or a special file; replace it with a regular file or directory")
-        # The reader of the delta reports a damaged file.
+        # The delta reader reports a damaged file.
         with contextlib.suppress(Exception), open(os.path.join(directory, "delta.json")) as file:
             directory = os.path.join(os.path.dirname(directory), os.path.basename(json.load(file)["base"]))
 

@@ -1,8 +1,8 @@
 """Run a stock SGLang server behind our guard, with the arguments of `python -m sglang.launch_server`.
 
-Start it with `python .../sglang_server.py ARGUMENTS`. SGLang's own key is a command-line argument, which the server
-logs and reports. It also leaves /health, /ready and /metrics open. Here every route needs the secret of the
-environment, and weights are loaded only from the run.
+Start it with `python .../sglang_server.py ARGUMENTS`. SGLang's API key is a command-line argument that the server logs
+and reports, and the key does not protect /health, /ready and /metrics. Here every route needs the secret from the
+environment. Weights are loaded only from the run and the start model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from asgi import SECRET_VARIABLE, Guard, roots_of_environment  # the file in this folder
 
 OTHER_DOORS = ("--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--encoder-only", "--use-ray")
-"""Arguments with which a server also answers requests that do not pass this process's application."""
-ITS_FILE = "--config"  # names a file of further arguments
+"""With these arguments a server also answers requests that bypass this process's application."""
+ITS_FILE = "--config"  # names a file with more arguments
 SLEEPS = "--enable-memory-saver"
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
 
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # must precede the import of the modules that the plug-ins change
+    load_plugins()  # must precede imports of modules that the plug-ins change
     import requests
     from sglang.srt.entrypoints import http_server
 
@@ -48,9 +48,9 @@ def main(arguments: list[str]) -> None:
         paths={"/update_weights_from_disk": "model_path", "/load_lora_adapter": "lora_path"},
         roots=(*roots_of_environment(), start),
     )
-    # The server warms up by requests to its own routes, which need the secret too.
+    # The server warms up with requests to its routes. These requests need the secret too.
     session: Any = requests.Session()
-    session.trust_env = False  # a proxy of the environment would receive the secret, and ~/.netrc would replace it
+    session.trust_env = False  # a proxy in the environment would receive the secret, and ~/.netrc would replace it
     session.headers["Authorization"] = f"Bearer {secret}"
     session.exceptions = requests.exceptions
     http_server.requests = session
@@ -59,10 +59,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _check_memory_saver() -> None:
-    """Exit with one message if torch_memory_saver cannot be imported.
+    """Exit with a single message if torch_memory_saver cannot be imported.
 
-    Only runs with colocated engines need it. Without this check a process of SGLang would exit later, with the cause
-    hidden among other messages.
+    Only runs with colocated engines need it. Without this check an SGLang process would exit later and hide the cause
+    among other messages.
     """
     try:
         import torch_memory_saver  # noqa: F401

@@ -1,1 +1,1 @@
-"""Serve with SGLang: a client of its server, the command that starts it, and replacements for CPU kernels (`cpu`)."""
+"""Serve with SGLang: the client, the server command, and replacements for CPU kernels (`cpu`)."""

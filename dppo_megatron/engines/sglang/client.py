@@ -49,11 +49,10 @@ from .wire import (
 
 
 class SglangEngine(SglangWeights):
-    """Calls one server over HTTP.
+    """Calls a server over HTTP.
 
-    The server has no upper limit of K, exits when a token id is outside its vocabulary, and loads any weights it is
-    given. So the client checks requests and weight directories before it sends them, against `config` and the files of
-    the model that engines start with.
+    The server does not limit K, exits when a token id is outside the vocabulary, and loads any weights it is given. So
+    the client first checks requests and weight directories against `config` and the files of the start model.
     """
 
     def __init__(self, config: Config, url: str, budget: ByteBudget | None = None):
@@ -61,9 +60,9 @@ class SglangEngine(SglangWeights):
         self._model_path = config.model.path
         self._max_logprobs = config.engine.max_logprobs
         self._seeded = config.engine.seeded
-        self._running: dict[str, GenerateRequest] = {}  # request id -> request as sent to the server
+        self._running: dict[str, GenerateRequest] = {}  # request id -> request that was sent to the server
         self._last_info: EngineInfo | None = None  # result of the last `info`
-        self._update: tuple[str, float] | None = None  # label of the running update, and when it was first seen
+        self._update: tuple[str, float] | None = None  # label of the running update, and when this client first saw it
         self._tracing = asyncio.Lock()
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
@@ -189,7 +188,7 @@ class SglangEngine(SglangWeights):
         return self._last_info
 
     def _updating_s(self, served: dict[str, Any]) -> float | None:
-        """Return the seconds since this client first saw the running update.
+        """Return for how many seconds this client has seen the running update, or None without an update.
 
         The scheduler does not answer during an update.
         """
@@ -202,7 +201,7 @@ class SglangEngine(SglangWeights):
         return time.monotonic() - self._update[1]
 
     async def health(self) -> None:
-        # The scheduler answers this route, also between the steps of long requests and while paused. /health would
+        # The scheduler answers /server_info also between the steps of long requests and while paused. /health would
         # sample a token, take a second, and fail while paused.
         if self._updating_s(await self._calls.json("health", "/model_info", retry_busy=False)) is not None:
             return
@@ -220,9 +219,9 @@ class SglangEngine(SglangWeights):
         return info
 
     async def _logprobs_mode(self) -> str:
-        """Return the log-prob mode, which is measured because the server does not report it.
+        """Measure the log-prob mode, because the server does not report it.
 
-        Doubling the temperature halves the distance of the two most likely tokens, unless log-probs ignore the
+        Doubling the temperature halves the distance between the two most likely tokens, unless log-probs ignore the
         temperature.
         """
         limits = await self._static_info()
@@ -236,7 +235,7 @@ class SglangEngine(SglangWeights):
         return "raw_logprobs" if distance[1] > 0.75 * distance[0] else "processed_logprobs"
 
     def _admit(self, action: str, request: GenerateRequest, limits: EngineInfo) -> None:
-        """Raise `EngineRefused` for a request that would end the server or return samples of another request."""
+        """Raise `EngineRefused` for a request that would end the server, or get samples that do not answer it."""
         cap = min(limits.max_logprobs, limits.vocab_size)
         extra = self._model[1] - set(request.stop_token_ids)
         problems = [
@@ -277,7 +276,7 @@ class SglangEngine(SglangWeights):
 
     @cached_property
     def _model(self) -> tuple[HFModelConfig, frozenset[int]]:
-        """Return the run's model, and the end tokens of both its config files, at which SGLang ends a response."""
+        """Return the run's model, and the end tokens from both config files. SGLang ends a response at these tokens."""
         from dppo_megatron.data.tokenizer import read_json
 
         model = read_hf_config(self._model_path)
@@ -287,9 +286,9 @@ class SglangEngine(SglangWeights):
 
 
 def _vocab_size(served: Path, model_path: Path) -> int:
-    """Return the vocabulary size of the served model, which SGLang does not report.
+    """Read the vocabulary size from the served model's files, because SGLang does not report it.
 
-    If this machine cannot read the served model, return the vocabulary size of the run's model.
+    If this machine cannot read them, return the vocabulary size of the run's model.
     """
     try:
         return read_hf_config(served).vocab_size

@@ -1,4 +1,4 @@
-"""Describe SGLang as a kind of engine: unsupported settings, its servers' command line, and the memory of an update.
+"""Describe SGLang as a kind of engine: unsupported settings, server command, and memory for an update.
 
 This module starts no process, and imports torch only inside functions that need it.
 """
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from dppo_megatron.hf import HFModelConfig
 
 CUMEM = "NCCL_CUMEM_ENABLE"
-MEMORY_SAVER = "torch_memory_saver"  # package for CUDA, without which SGLang frees no memory when it sleeps
+MEMORY_SAVER = "torch_memory_saver"  # CUDA package that SGLang needs to free memory when it sleeps
 CONTEXT_MARGIN = 8  # positions of --context-length that SGLang reserves and prompt and response cannot use
-# SGLang's own environment may have no module dppo_megatron.engines.guard.sglang_server, so it is started by its path.
+# The SGLang environment may lack the module dppo_megatron.engines.guard.sglang_server, so it is started by path.
 GUARDED_SERVER = Path(__file__).parents[1] / "guard" / "sglang_server.py"
 PLUGIN = Path(__file__).parent / "plugin"  # contains the metadata by which SGLang finds the plug-in
 CPU_ENVIRONMENT = Path(__file__).parent / "cpu"
@@ -111,7 +111,7 @@ class Sglang(EngineKind):
         }
 
     def rank_environment(self, config: Config) -> dict[str, str]:
-        # SGLang sets its own variable to 0, and both ends of a broadcast must agree.
+        # SGLang sets the variable to 0 for itself, and both ends of a broadcast must agree.
         return {CUMEM: config.engine.env.get(CUMEM, "0")} if config.weight_sync.transport == "broadcast" else {}
 
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
@@ -123,12 +123,12 @@ class Sglang(EngineKind):
         return "/generate", {"input_ids": tokens, "sampling_params": sampling, **logprob_options}
 
     def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
-        meta = reply["meta_info"]  # entries are [log-prob, id, text]; the first position has none
+        meta = reply["meta_info"]  # entries are [log-prob, id, text]; the first position has no log-prob
         token_logprobs = [entry[0] for entry, _ in zip(meta["input_token_logprobs"], tokens, strict=True)]
         return token_logprobs[1:], [[(e[1], e[0]) for e in entries] for entries in meta["input_top_logprobs"][1:]]
 
     def python(self, config: Config) -> Path:
-        """Return `engine.python`, else that of `.venv-sglang` next to this environment, else this interpreter.
+        """Return `engine.python`, else the interpreter of `.venv-sglang` next to this environment, or this interpreter.
 
         SGLang and vLLM pin different versions of the same packages.
         """
@@ -146,7 +146,7 @@ class Sglang(EngineKind):
         node: Node | None = None,
         device: Device | None = None,
     ) -> list[str]:
-        """Return the command line of the server. `device` defaults to `device_here()`.
+        """Return the server's command line. `device` defaults to `device_here()`.
 
         `config.engine.extra_args` are appended last, so they override the other options.
         """
@@ -154,7 +154,7 @@ class Sglang(EngineKind):
         argv = [
             *(str(self.python(config)), str(GUARDED_SERVER)),
             *("--model-path", str(model)),
-            # The server of another node answers health checks on its own port, because it may run on the same machine.
+            # The server of another node answers health checks on a different port, because nodes may share a machine.
             *("--host", engine.host, "--port", str(port + (node.rank if node is not None else 0))),
             *("--dtype", DTYPES[engine.dtype].long),
             *("--tp-size", str(engine.tensor_parallel)),
@@ -170,7 +170,7 @@ class Sglang(EngineKind):
             argv += ["--nnodes", str(engine.nodes), "--node-rank", str(node.rank)]
             argv += ["--dist-init-addr", host_and_port(node.host, node.port)]
         if engine.seeded:
-            argv.append("--enable-deterministic-inference")  # without it samples ignore their seeds
+            argv.append("--enable-deterministic-inference")  # without it samples ignore the seeds
         if config.rollout.routing_replay:
             argv.append("--enable-return-routed-experts")
         if config.rollout.top_k > 0:  # ties may leave more than top_k tokens; SGLang aborts a request above this limit
@@ -220,14 +220,14 @@ class Sglang(EngineKind):
             variables |= {
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "PYTHONPATH": os.pathsep.join(map(str, (CPU_ENVIRONMENT, CPU_MODULES, PLUGIN))),
-                "TORCHDYNAMO_DISABLE": "1",  # only one small function is compiled, and that needs a compiler
+                "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles only a small function, and that needs a compiler
                 **server_threads(config),
             }
         return variables | config.engine.env
 
 
 def _lacks_fused_part(names: Iterable[str]) -> bool:
-    """Return whether an adapter of these tensors, in PEFT's names, lacks a part of a fused layer that SGLang needs."""
+    """Return whether an adapter with these tensors (PEFT names) lacks a part that SGLang needs in a fused layer."""
     layers: dict[str, set[str]] = {}
     for name in names:
         block, _, projection = name.partition(".lora_")[0].rpartition(".")
@@ -241,13 +241,13 @@ def _lacks_fused_part(names: Iterable[str]) -> bool:
 
 
 def _kv_bytes_per_token(config: Config, model_path: Path) -> int:
-    """Return the bytes of keys and values of one token on one GPU of the engine."""
+    """Return how many bytes the keys and values of a token take on each GPU of the engine."""
     from dppo_megatron.hf import read_hf_config
 
     model = read_hf_config(model_path)
     if model.mla is not None:
         per_layer = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
     else:
-        # Each GPU has its share of the heads, at least one.
+        # Each GPU has a share of the heads, at least one.
         per_layer = 2 * max(1, model.num_kv_heads // config.engine.tensor_parallel) * model.head_dim
     return len(model.attention_layers) * per_layer * DTYPES[config.engine.dtype].bytes

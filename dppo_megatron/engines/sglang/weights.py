@@ -1,4 +1,4 @@
-"""Update the weights of an SGLang server by directory or broadcast; running requests are kept, awaited or aborted."""
+"""Update an SGLang server's weights from a directory or a broadcast; running requests are kept, awaited or aborted."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .wire import ASLEEP, EMPTY, reported_version
 READ_POLL_S = 0.01
 IDLE_POLL_S = 0.05
 CLEAN_UP_TIMEOUT_S = 2.0  # for each request after a failure, because the server may not answer any more
-INCONSISTENT = "inconsistent"  # label of weights that mix the old and the new version
+INCONSISTENT = "inconsistent"  # label for weights that mix the old and the new version
 NO_PLUGIN = (
     "its PYTHONPATH lacks the folder engines/sglang/plugin of dppo_megatron, with which `dppo-megatron engine` starts "
     "it; fingerprints (weight_sync.fingerprint), adapters (weight_sync.lora) and broadcasts over NCCL need it"
 )
-UPDATING = "updating-"  # prefix of the label during an update, before the update's name
+UPDATING = "updating-"  # label prefix during an update, followed by the update's name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class _Group:
 
 
 class SglangWeights(HttpEngine):
-    """The part of `SglangEngine` that updates weights through the server's own routes, one update at a time.
+    """Updates the weights for `SglangEngine` through the server's routes, one update at a time.
 
-    SGLang would also load weights that are neither the start model's nor an adapter for it. This class rejects them.
+    SGLang would also load weights of another model, or an adapter for another model. This class rejects them.
     """
 
     def __init__(self, config: Config, url: str, budget: ByteBudget | None):
@@ -88,7 +88,7 @@ class SglangWeights(HttpEngine):
             return time.monotonic() - since
 
     async def _read_ahead(self, action: str, path: Path, most_bytes: int, deadline: float) -> None:
-        """Make the schedulers read `path` while they sample. Raises `EngineError` if one of them fails."""
+        """Make the schedulers read `path` while they sample. Raises `EngineError` if any scheduler fails."""
         command, pause_s = f"{READ_AHEAD} {most_bytes} {path}", READ_POLL_S
         while True:
             reports = await self._ask_plugin(action, command, _left(deadline))
@@ -109,7 +109,7 @@ class SglangWeights(HttpEngine):
             pause_s = min(2 * pause_s, 50 * READ_POLL_S)
 
     async def sleep(self) -> None:
-        """Wait for running requests, then free the memory of weights and cache.
+        """Wait for running requests, then free the memory for weights and cache.
 
         Until weights are loaded again the server queues the requests that clients still send.
         """
@@ -121,8 +121,9 @@ class SglangWeights(HttpEngine):
                 return
             if not label.startswith(EMPTY):
                 await self._wait_until_idle(action, deadline)
-            # A scheduler that is not idle would exit. Of the ways to pause, only this one ends later requests and uses
-            # no core: it stops the server's HTTP process, not the scheduler, which would spin.
+            # A scheduler that is not idle would exit. Only this pause mode aborts requests that arrived after the wait,
+            # and it uses no core: it stops the server's HTTP process. The other modes stop the scheduler, which then
+            # spins.
             await self._calls.call(action, "/pause_generation", _left(deadline), body={"mode": "abort"})
             await self._occupy(action, "/release_memory_occupation", f"{ASLEEP}{reported_version(label)}", deadline)
 
@@ -142,9 +143,9 @@ class SglangWeights(HttpEngine):
             await self._label(action, label)
 
     async def _check_not(self, action: str, *labels: str) -> None:
-        """Raise `EngineError` if the label of the weights begins with one of `labels`, `ASLEEP` or `EMPTY`.
+        """Raise `EngineError` if the weights' label begins with any of `labels`, `ASLEEP` or `EMPTY`.
 
-        Only colocated engines sleep, so others are not asked.
+        Only colocated engines sleep, so other engines are not asked.
         """
         if self._sleeps and (await self._present_label(action)).startswith(labels):
             raise EngineError(
@@ -229,15 +230,15 @@ class SglangWeights(HttpEngine):
             await self._clean_up("/destroy_weights_update_group", {"group_name": group.plan.group(sender)})
 
     async def _clean_up(self, route: str, body: dict[str, str]) -> None:
-        """Send a request after a failure, without an error if a frozen server does not answer."""
+        """Send a request after a failure. Ignore errors, because a frozen server does not answer."""
         with contextlib.suppress(EngineError):
             await self._calls.call("cleaning up", route, CLEAN_UP_TIMEOUT_S, body=body)
 
     @contextlib.asynccontextmanager
     async def _updating(self, action: str, deadline: float) -> AsyncIterator[None]:
-        """Set the label of a running update, which the HTTP process reports while the scheduler is busy.
+        """Label the weights as updating. The HTTP process reports the label while the scheduler is busy.
 
-        If the context fails or is cancelled, set a label under which every token is rejected until an update succeeds.
+        If the context fails or is canceled, set a label that makes clients reject every token until an update succeeds.
         Loaded tensors stay loaded. SGLang reports every failure as a refusal, which would end the run, so a refusal
         becomes another `EngineError`.
         """
@@ -264,7 +265,7 @@ class SglangWeights(HttpEngine):
     def _check_weights(self, action: str, path: Path) -> None:
         """Raise `EngineRefused` unless `path` has exactly the tensors of the run's model, or of an adapter for it.
 
-        SGLang would load the tensors it knows, keep the old values of missing ones, and report success.
+        SGLang would load the tensors that it knows, keep the old values of missing tensors, and report success.
         """
         try:  # the server makes the same check, but only after it has paused
             inside_roots(str(path), [str(self._start_model), str(path.parent)])
@@ -299,9 +300,9 @@ class SglangWeights(HttpEngine):
 
     @contextlib.asynccontextmanager
     async def _paused(self, action: str, mode: UpdateMode, deadline: float) -> AsyncIterator[float]:
-        """Pause generation inside the context; yield the start time of the monotonic clock."""
-        # Retracted requests are prefilled again afterwards, so each further token is drawn from exactly the policy it
-        # is tagged with. Requests paused in place would continue with keys and values of the old weights.
+        """Pause generation inside the context. Yield the `time.monotonic()` at which the pause was requested."""
+        # Retracted requests are prefilled again afterwards, so each further token is drawn from exactly the policy in
+        # its tag. Requests paused in place would continue with keys and values from the old weights.
         body, since = {"mode": "abort" if mode == "abort" else "retract"}, time.monotonic()
         async with self._ending(action, "/continue_generation"):
             await self._calls.call(action, "/pause_generation", _left(deadline), body=body)
@@ -309,7 +310,7 @@ class SglangWeights(HttpEngine):
 
     @contextlib.asynccontextmanager
     async def _ending(self, action: str, route: str) -> AsyncIterator[None]:
-        """Send `route` at the end of the context. After a failure, do not wait long for a server that may be frozen."""
+        """Call `route` at the end of the context. After a failure, do not wait long for a server that may be frozen."""
         try:
             yield
         except BaseException:
@@ -320,9 +321,9 @@ class SglangWeights(HttpEngine):
     async def _ask_plugin(
         self, action: str, command: str, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> list[dict[str, str]]:
-        """Return the report of our plug-in for each worker, at least one.
+        """Return our plug-in's report for each worker, at least one.
 
-        Raises `EngineIncompatible` if it is missing.
+        Raises `EngineIncompatible` if the plug-in is missing.
         """
         try:
             body = {"action": command, "selector": "target"}

@@ -1,7 +1,7 @@
-"""Encode requests to SGLang's `/generate` and decode its replies, as one group of samples.
+"""Encode requests to SGLang's `/generate`, and decode each reply as a group of samples.
 
-Token ids, log-probs of sampled tokens and sampling masks arrive as JSON. The top K and routed experts arrive as base64
-of their arrays.
+Token ids, log-probs of sampled tokens and sampling masks arrive as JSON. Routed experts arrive as base64 arrays. So
+does the top K, except over sampling masks and for scored prompts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dppo_megatron.engines.trace import Trace
 from dppo_megatron.hf import HFModelConfig
 from dppo_megatron.types import Rollout
 
-# Temperature 0 makes SGLang draw the whole batch another way, so a seeded sample would depend on its batch. This is the
-# lowest temperature it accepts: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
+# At temperature 0 SGLang draws the whole batch another way, so a seeded sample would depend on the batch. This is the
+# lowest temperature that SGLang accepts: probabilities of tokens that are 1e-4 nats apart differ by a factor of e**50.
 GREEDY_TEMPERATURE = 2e-6
-# Prefixes of the label of weights that sleep discarded, while asleep and awake again. The last version follows them.
+# Label prefixes for weights that sleep discarded: while asleep, and awake again. The last version follows the prefix.
 ASLEEP, EMPTY = "asleep-", "empty-"
 
 
 def child_ids(request_id: str, n: int) -> list[str]:
-    """Return the id of SGLang's own request for each sample, such as "7#0;" and "7#1;".
+    """Return the id of the SGLang request for each sample, such as "7#0;" and "7#1;".
 
     Aborting an id aborts every id with that prefix, so each id ends in a mark.
     """
@@ -35,14 +35,14 @@ def child_ids(request_id: str, n: int) -> list[str]:
 
 
 def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
-    """Return the request body of one batch of `n` requests that differ only in their seed."""
+    """Return the request body for a batch of `n` requests that differ only in the seed."""
     sampling = {
         "temperature": request.temperature or GREEDY_TEMPERATURE,
         "top_p": request.top_p,
         "top_k": request.top_k or -1,
         "min_p": request.min_p,
         "max_new_tokens": max_tokens,
-        # False: the end tokens of the model directory also stop a request. True: no token stops it.
+        # False: the model directory's end tokens also stop a request. True: no token stops it.
         "ignore_eos": not request.stop_token_ids,
         "stop_token_ids": list(request.stop_token_ids),
     }
@@ -63,9 +63,9 @@ def encode_group(request: GenerateRequest, max_tokens: int) -> dict[str, Any]:
 
 
 def encode_score(token_ids: list[int], topk: int = 0) -> dict[str, Any]:
-    """Return the request body that scores `token_ids`, with the top K of each.
+    """Return the request body that scores `token_ids`, with the top K at each position.
 
-    SGLang cannot sample zero tokens, so one is sampled, at temperature 1 like all tokens of its batch.
+    SGLang cannot sample zero tokens, so it samples one, at temperature 1 like all tokens in the batch.
     """
     return {
         "input_ids": token_ids,
@@ -77,7 +77,7 @@ def encode_score(token_ids: list[int], topk: int = 0) -> dict[str, Any]:
 
 
 def decode_group(reply: bytes | bytearray, request: GenerateRequest, model: HFModelConfig) -> GroupSamples:
-    """Return the samples of a reply to `encode_group`, in order. Raises ValueError for any other reply."""
+    """Decode the samples in a reply to `encode_group`, in order. Raises ValueError for any other reply."""
     outputs = _load(reply)
     if not isinstance(outputs, list) or len(outputs) != request.n:
         raise ValueError(f"expected {request.n} samples, got {reply[:200]!r}")
@@ -90,9 +90,12 @@ def decode_group(reply: bytes | bytearray, request: GenerateRequest, model: HFMo
 
 
 def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int, topk: int = 0) -> GroupSamples:
-    """Return tokens 1.. as one sample with log-probs, top K, and the version that scored them. Raises ValueError."""
+    """Return tokens 1.. as a sample with log-probs, top K, and the policy version that scored them.
+
+    Raises ValueError for any other reply.
+    """
     output = _load(reply)
-    # SGLang scores the last token of the vocabulary correctly but reports its id as 0.
+    # SGLang scores the last vocabulary token correctly but reports id 0 for it.
     named = [token if token < vocab_size - 1 else 0 for token in token_ids]
     try:
         meta = output["meta_info"]
@@ -112,9 +115,9 @@ def decode_score(reply: bytes | bytearray, token_ids: list[int], vocab_size: int
 
 
 def reported_version(label: str) -> int:
-    """Return the policy version that a label reports.
+    """Return the policy version in a label.
 
-    For an engine that sleeps or has just woken, it is the version of the discarded weights, as in vLLM.
+    While an engine sleeps, and until it loads weights again, this is the version of the discarded weights, as in vLLM.
     """
     return parse_version(label.removeprefix(ASLEEP).removeprefix(EMPTY))
 
@@ -143,7 +146,7 @@ def _decode(output: dict[str, Any], name: str, request: GenerateRequest, model: 
 
 
 def _over_mask(name: str, meta: dict[str, Any], tokens: list[int], k: int) -> dict[str, np.ndarray]:
-    """Return the sampling masks, with log-probs of the sampled tokens and the K most likely ones over them."""
+    """Return the sampling masks, with log-probs over them for the sampled tokens and the K most likely tokens."""
     masks, values = (meta[f"output_token_sampling_{field}"] if tokens else [] for field in ("mask", "logprobs"))
     if not len(masks) == len(values) == len(tokens) or any(map(lambda m, v: len(m) != len(v), masks, values)):
         raise ValueError(f"{name}: the sampling mask of some of its tokens is missing")
@@ -186,7 +189,7 @@ def _topk(meta: dict[str, Any], length: int, k: int) -> dict[str, np.ndarray]:
 
 
 def _experts(meta: dict[str, Any], length: int, prompt_tokens: int, model: HFModelConfig) -> np.ndarray:
-    """Return the routed experts without the dense layers. SGLang numbers all layers."""
+    """Return the routed experts without the dense layers. SGLang reports all layers."""
     if (moe := model.moe) is None:
         raise ValueError("the model has no experts")
     layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
@@ -200,7 +203,7 @@ def _experts(meta: dict[str, Any], length: int, prompt_tokens: int, model: HFMod
 
 
 def _versions(spans: list[dict[str, Any]] | None, length: int) -> np.ndarray:
-    """Return [length] int32, the policy version of each token; -1 where the weights have no version of this run."""
+    """Return the policy version of each token, [length] int32; -1 where the weights have no version of this run."""
     versions = np.full(length, -1, dtype=np.int32)
     for span in spans or ():
         versions[span["start"] : span["end"]] = parse_version(span["version"])
@@ -224,7 +227,7 @@ def _load(reply: bytes | bytearray) -> Any:
 
 
 def decode_trace(report: dict[str, str]) -> Trace:
-    """Return the values that one worker recorded, as the plug-in reports them.
+    """Decode the values that a worker recorded, from the plug-in's report.
 
     Raises ValueError or torch's errors for any other report.
     """

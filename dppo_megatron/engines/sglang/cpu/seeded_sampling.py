@@ -1,7 +1,7 @@
-"""Implement the hash function of SGLang's seeded sampling. Its native CPU kernel has no published build.
+"""Implement the hash function for SGLang's seeded sampling, because the native CPU kernel has no published build.
 
-SGLang draws the token at position p of a request with seed s from Gumbel noise made of murmur3(s, p, token). Its CPU
-path asks `torch.ops.sgl_kernel.murmur_hash32_cpu` for the hashes; this module defines that operator in plain torch.
+SGLang draws the token at position p of a request with seed s from Gumbel noise made of murmur3(s, p, token). On a CPU
+it asks `torch.ops.sgl_kernel.murmur_hash32_cpu` for the hashes. This module defines that operator in plain torch.
 """
 
 import torch
@@ -35,7 +35,7 @@ def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def register() -> torch.library.Library:
-    """Define the operator, which exists as long as the returned library does."""
+    """Define the operator, and return the library that keeps it alive."""
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")

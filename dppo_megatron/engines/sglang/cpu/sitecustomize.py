@@ -1,13 +1,13 @@
-"""Let SGLang run on a machine without CUDA, where its native packages have no build.
+"""Let SGLang run on a machine without CUDA, where the native packages have no build.
 
 Python reads this file at start because the server's PYTHONPATH names this directory (see `engines/sglang/kind.py`).
 
-- `sgl_kernel` (no CPU build is published) and `torchvision` (its published build is for the CUDA torch) become stubs
-  (`absent_packages`). The run needs one native function, the hash of seeded sampling, which `seeded_sampling`
-  implements.
+- `sgl_kernel` (no published CPU build) and `torchvision` (the published build is for the CUDA torch) become stubs
+  (`absent_packages`). The run needs a single native function, the hash for seeded sampling. `seeded_sampling`
+  implements it.
 - Seeded sampling needs `--enable-deterministic-inference`, which supports only GPU attention and replaces GPU kernels.
-  Here it accepts the CPU's own torch attention, one request at a time, and replaces no kernels.
-- Returning routed experts pins its host buffer through CUDA even on a machine without CUDA. Adapters (LoRA, by SGLang's
+  Here this option accepts torch attention on the CPU, one request at a time, and replaces no kernels.
+- Returning routed experts pins a host buffer through CUDA even on a machine without CUDA. Adapters (LoRA, by SGLang's
   backend in plain torch) pin their batch tables. The pinning is skipped.
 """
 
@@ -43,7 +43,7 @@ def skip_pinning(module: Any) -> None:
 
 
 class TorchWithoutPinning:
-    """Replaces torch, and ignores `pin_memory` in its factory functions."""
+    """Replaces torch, and ignores `pin_memory` in `torch.tensor` and `torch.zeros`."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -74,7 +74,7 @@ ADJUSTED = {
 
 
 class AdjustedModules(MetaPathFinder):
-    """Loads the modules of `ADJUSTED` and then adjusts them."""
+    """Loads the modules in `ADJUSTED` and then adjusts them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in ADJUSTED:

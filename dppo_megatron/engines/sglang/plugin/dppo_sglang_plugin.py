@@ -1,18 +1,19 @@
-"""Hook an SGLang server so that it reports fingerprints of the weights and serves adapters and deltas.
+"""Hook an SGLang server so that it reports weight fingerprints and serves adapters and deltas.
 
 SGLang finds the metadata next to this file because the server's PYTHONPATH names the folder (see
-`engines/sglang/kind.py`). Its environment has no installed dppo_megatron.
+`engines/sglang/kind.py`). dppo_megatron is not installed in the SGLang environment.
 
 - /weights_checker reports fingerprints of the parameters, which are loaded in place and used unchanged, and of the
-  adapter that the kernels read. It also reports the version of NCCL and the recorded values of a forward pass.
-- /update_weights_from_disk of a server with --enable-lora takes a directory with an adapter. The adapter replaces the
-  one before it and answers every request. If requests named an adapter, they would keep the old one to their end and
+  adapter that the kernels read. It also reports the NCCL version and the recorded values of a forward pass.
+- With --enable-lora, /update_weights_from_disk takes a directory with an adapter. The new adapter replaces the old
+  adapter and answers every request. If requests named an adapter, they would keep the old adapter until they end, and
   report the new version.
-- That route also takes a directory with a delta (`weights/delta.py`). /weights_checker prefetches one.
+- /update_weights_from_disk also takes a directory with a delta (`weights/delta.py`). /weights_checker prefetches a
+  delta.
 - /release_memory_occupation and /resume_memory_occupation may be repeated, because a reply can be lost. Without the
   hooks SGLang's scheduler would exit on the second request.
-- A weight group over Gloo that does not form in time fails, because a server answers nothing while it joins one.
-- With `engine.exact` it computes as the trainer does (`exact_server.py`).
+- Joining a weight group over Gloo times out, because a server answers nothing while it joins.
+- With `engine.exact` the server computes as the trainer does (`exact_server.py`).
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from weakref import WeakKeyDictionary
 FINGERPRINT = "dppo_fingerprint"
 MISSING = "missing"  # reported instead of the two numbers for a group without a fingerprint
 NCCL = "dppo_nccl"
-CUMEM = "NCCL_CUMEM_ENABLE"  # SGLang sets it before it starts its workers
+CUMEM = "NCCL_CUMEM_ENABLE"  # SGLang sets it before starting the workers
 START_TRACE = "dppo_start_trace"  # followed by the token ids
 TAKE_TRACE = "dppo_take_trace"
-EXACT = "DPPO_EXACT"  # environment variable of a server with engine.exact
+EXACT = "DPPO_EXACT"  # environment variable for a server with engine.exact
 GROUP_TIMEOUT = "DPPO_GROUP_TIMEOUT_S"  # environment variable: weight_sync.timeout_s
-READ_AHEAD = "dppo_read_ahead"  # followed by the upper limit of buffered bytes, and the directory
+READ_AHEAD = "dppo_read_ahead"  # followed by the number of bytes to buffer at most, and the directory
 HAS_READ = "dppo_has_read"
-STATE = "state"  # key of the reply: one of the two values below, or the error of reading it
+STATE = "state"  # reply key; the value is READING, READ, or the error text
 READING, READ = "reading", "read"
 TRACE = Path(__file__).parents[2] / "trace.py"
-WEIGHTS = Path(__file__).parents[3] / "weights"  # its files are loaded by their paths
+WEIGHTS = Path(__file__).parents[3] / "weights"  # the files there are loaded by path
 GUARD = Path(__file__).parents[2] / "guard" / "asgi.py"
 ADAPTER_CONFIG = "adapter_config.json"
-POLICY = "policy"  # the only adapter that SGLang has
+POLICY = "policy"  # name of the only adapter in SGLang
 
 Original = Callable[..., Any]  # the function that a hook wraps
 _recorders: list[Any] = []  # at most one recorder
-_prefetched: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model -> the version that is prefetched for it
+_prefetched: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model -> version that is prefetched for it
 _loading: list[Any] = []  # the prefetched version that is being loaded
-_managers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model -> SGLang's manager of the adapter that it serves
+_managers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # model -> SGLang's manager for the served adapter
 
 
 def register() -> None:
@@ -112,7 +113,7 @@ def weights_fingerprint(model: Any) -> dict[str, tuple[int, int] | None]:
     fingerprint, counted_ids = _ours("fingerprint"), set[int]()
     shares: dict[str, tuple[int, int] | None] = {}
     for name, module in model.named_modules():
-        if name.endswith(".fused_qkv_a_proj_with_mqa"):  # this layer does not report the sizes of its parts
+        if name.endswith(".fused_qkv_a_proj_with_mqa"):  # this layer does not report the part sizes
             module.output_partition_sizes = [(r := model.config.q_lora_rank), module.output_size - r]
         if not hasattr(module, "lora_backend"):  # a layer under an adapter appears again as its base layer
             fingerprint.add_shares(shares, fingerprint.module_shares(name, module, counted_ids))
@@ -153,10 +154,10 @@ def has_read(model: Any) -> str:
 
 
 def join_group(original: Original, *arguments: Any, **options: Any) -> Any:
-    """Limit the wait for the members of a Gloo group, and for each of its collectives, to `GROUP_TIMEOUT`.
+    """Limit the wait for a Gloo group to form, and for each collective in the group, to `GROUP_TIMEOUT`.
 
-    By default torch waits 30 minutes for a frozen member. The limit of an NCCL group is that of its watchdog, which
-    ends the process, so it stays as it is.
+    By default torch waits 30 minutes for a frozen member. An NCCL group keeps its timeout, because the NCCL watchdog
+    ends the process at that limit.
     """
     if options.get("backend") == "gloo" and GROUP_TIMEOUT in os.environ:
         options["timeout"] = timedelta(seconds=float(os.environ[GROUP_TIMEOUT]))
@@ -252,7 +253,7 @@ def _text(value: Any) -> str:
 
 
 def _ours(name: str) -> ModuleType:
-    """Load a module of the folder `weights` from its file. It must not import other modules of this package."""
+    """Load a module in the folder `weights` by file. The module must not import other modules of this package."""
     return _loaded(WEIGHTS / f"{name}.py")
 
 

@@ -1,7 +1,8 @@
-"""Implement `engine.exact` in a stock SGLang server on a CPU: products, attention and log-probs by `engines.exact`.
+"""Make a stock SGLang server on a CPU compute products, attention and log-probs with `engines.exact`.
 
-This module is loaded, and SGLang is hooked, only if the server's environment requests it. SGLang's own environment has
-no dppo_megatron, so `operators` makes a package of the folders. It imports only modules that depend only on torch.
+This module is loaded, and SGLang is hooked, only if the server's environment requests `engine.exact`. dppo_megatron is
+not installed in the SGLang environment, so `operators` makes a package from the folders. This module imports only
+modules that depend only on torch.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class Product:
 def attended(extends: bool, original: Any, backend: Any, *passed: Tensor, scaling: float, **options: Any) -> Tensor:
     """Write the attention output of all requests to `output` and return it.
 
-    With `extends` requests have several new tokens, otherwise one each.
+    With `extends` requests have several new tokens, otherwise a single token each.
     """
     from dppo_megatron.engines.exact import attend
 
     query, output, keys, values, slots, requests, lengths, *extend_lengths = passed
     counts = extend_lengths[1] if extends else torch.ones_like(lengths)
-    places = slots[requests]  # [n, ...]: the cache slot of each position of a request
+    places = slots[requests]  # [n, ...]: the cache slot at each position of a request
 
     def cached(requests: Tensor, length: int) -> tuple[Tensor, Tensor]:
         cache_slots = places[requests, :length].long()
@@ -113,7 +114,7 @@ def sample(ours: Any, original: Callable[..., Tensor], *arguments: Any, **option
 
 
 def score(ours: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Replace the log-probs of a prompt's tokens by the trainer's, at temperature 1."""
+    """Replace the log-probs of prompt tokens by the trainer's, at temperature 1."""
     compute, indices = options["get_logits_fn"], options["input_logprob_indices"]
     logits_chunks: list[Tensor] = []
 

@@ -1,1 +1,1 @@
-"""Stand-ins for packages that vLLM imports and a machine without CUDA lacks."""
+"""Contains stand-ins for packages that vLLM imports and a machine without CUDA lacks."""

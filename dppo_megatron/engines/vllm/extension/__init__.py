@@ -1,4 +1,4 @@
-"""Extend a vLLM server through its extension points: endpoint plugin and weight transfer.
+"""Extend a vLLM server through two extension points: endpoint plug-in and weight transfer.
 
 `routes` runs in the API process, `worker` in the workers; `wire` needs no vLLM.
 """

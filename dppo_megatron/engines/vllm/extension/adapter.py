@@ -1,7 +1,7 @@
-"""Serve a policy published as an adapter, by vLLM's own LoRA on top of the weights that the server started with.
+"""Serve a policy that was published as an adapter, with vLLM's LoRA on top of the server's start weights.
 
-Its fingerprint is computed from the tensors that vLLM's kernels multiply with, and is added to the layers' fingerprints
-(`weights.fingerprint`).
+The adapter's fingerprint is computed from the tensors that vLLM's kernels multiply with. It is added to the layers'
+fingerprints (`weights.fingerprint`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from dppo_megatron.weights import fingerprint
 from dppo_megatron.weights.fingerprint import WorkerSums, add_shares
 from dppo_megatron.weights.manifest import BadWeights
 
-NUMBER = 1  # vLLM's number of the only adapter
+NUMBER = 1  # vLLM's number for the only adapter
 
 
 def adapter_in(directory: Path, enabled: bool) -> LoRARequest | None:
     """Return the adapter in `directory` as requests name it, or None for a directory with a whole model.
 
-    `enabled`: the server was started with --enable-lora. Such a server keeps its first weights, since vLLM loads no
-    others into layers under an adapter. Raises BadWeights for a directory of the other kind.
+    `enabled`: the server was started with --enable-lora. Such a server keeps the start weights, because vLLM loads no
+    others into layers under an adapter. Raises BadWeights for an adapter if not `enabled`, and for a model if
+    `enabled`.
     """
     is_adapter = (directory / ADAPTER_CONFIG).is_file()
     if is_adapter and not enabled:
@@ -34,7 +35,7 @@ def adapter_in(directory: Path, enabled: bool) -> LoRARequest | None:
 
 
 def load(model_runner: Any, directory: str) -> None:
-    """Replace the adapter of a worker, in the same slot."""
+    """Replace the adapter in a worker, in the same slot."""
     request = LoRARequest(lora_name="policy", lora_int_id=NUMBER, lora_path=directory, load_inplace=True)
     model_runner.lora_manager.add_adapter(request)
 

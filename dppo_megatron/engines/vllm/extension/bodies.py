@@ -1,4 +1,4 @@
-"""Define the bodies of requests to our routes. Any other body is rejected with one line that names the field."""
+"""Define the bodies of requests to our routes. Any other body is rejected with a line that names the field."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ BodyT = TypeVar("BodyT")
 
 
 def parse(kind: type[BodyT], body: bytes) -> BodyT:
-    """Return the parsed body. Raises ValueError that names the wrong fields in one line."""
+    """Return the parsed body. Raises ValueError with a single line that names the wrong fields."""
     try:
         return TypeAdapter(kind).validate_json(body, strict=True)
     except ValidationError as error:

@@ -1,12 +1,12 @@
 """Draft tokens from earlier samples of a prompt in a vLLM worker, and verify them without changing any token.
 
-vLLM's own verification draws as often as there are drafts, so a seed gives other tokens with other drafts. Here every
-drafted position is sampled from the target, with the draw that a run without drafts uses at this position, and a draft
-is accepted if it equals the sampled token.
+vLLM's verification draws as often as there are drafts, so with other drafts a seed gives other tokens. Here every
+drafted position is sampled from the target, with the draw that a run without drafts uses at this position. A draft is
+accepted if it equals the sampled token.
 
-Without drafts vLLM 0.32 draws once per token from a generator of the request (on CPUs). So the draw of a position has
-its number in the generator's stream. Rows of a request share its generator and draw in order; afterwards the generator
-is set back to the draws of the tokens that were kept.
+Without drafts vLLM 0.32 draws once per token (on CPUs), from a generator for each request. So token i uses draw i of
+the generator. All rows of a request share the generator and draw in order. Afterwards the generator is set back to the
+draws for the tokens that were kept.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dppo_megatron.engines.drafts import SUFFIXES, DraftRate, SuffixIndex
 from .experts import name_of
 
 GIVEN = "dppo_drafts"
-"""Key of a request's `extra_args`: sequences as int32 bytes, which drafts may follow; empty if another has them."""
+"""Key in a request's `extra_args`: sequences to draft from, as int32 bytes; empty if another request has them."""
 BATCH = "dppo_draft_batch"
-"""Key of vLLM's additional config: drafts are made while at most this many sequences run."""
-MOST_GROUPS = 512  # groups with members to come or to finish, whose sequences are kept
+"""Key in vLLM's additional config: the worker drafts while at most this many sequences run."""
+MOST_GROUPS = 512  # sequences are kept for this many groups; the oldest group is dropped first
 
 
 def has_drafts(config: VllmConfig) -> bool:
@@ -41,7 +41,7 @@ def has_drafts(config: VllmConfig) -> bool:
 
 
 class _Running(NamedTuple):
-    """Describes a running request: its group, and its tokens, which grow."""
+    """Describes a running request: the group, the prompt, and the response so far."""
 
     group: str
     prompt: Sequence[int]
@@ -49,10 +49,10 @@ class _Running(NamedTuple):
 
 
 class BankDrafts:
-    """Proposes and verifies drafts; vLLM creates it by its name, and `attach` connects it with the model runner (V1).
+    """Proposes and verifies drafts. vLLM creates it by name, and `attach` connects it with the model runner (V1).
 
-    It follows sequences that a request brings, and finished samples of the same group. Groups are named by the
-    requests' ids, GROUP/SAMPLE. A request without `GIVEN` is sampled as without drafts.
+    Drafts follow the sequences that a request brings and the finished samples of the group. Request ids GROUP/SAMPLE
+    name the groups. A request without `GIVEN` is sampled without drafts.
     """
 
     def __init__(self, config: VllmConfig):
@@ -61,30 +61,32 @@ class BankDrafts:
         self._batch = int(additional_config.get(BATCH, 0))
         self._longest = config.model_config.max_model_len
         self._runner: Any = None
-        self._running: dict[str, _Running] = {}  # by the id of the request
+        self._running: dict[str, _Running] = {}  # request id -> request
         self._groups: OrderedDict[str, SuffixIndex] = OrderedDict()
         self._acceptance = DraftRate()
         self._checked = False  # whether the sampler's draws were compared with ours
-        self._shares: dict[str, list[float]] = {}  # of the drafts that were proposed last
+        self._shares: dict[str, list[float]] = {}  # request id -> shares of the latest draft
 
     def load_model(self, *_: Any) -> None:
         """Do nothing: there is no draft model."""
 
     def attach(self, runner: Any) -> None:
-        """Verify the drafts of `runner`, which has this proposer, and begin to propose. Raises RuntimeError on GPUs."""
+        """Start proposing and verifying drafts for `runner`, which has this proposer. Raises RuntimeError on GPUs."""
         if runner.device.type != "cpu":
             raise RuntimeError("drafts have not been run on GPUs; set engine.draft_tokens to 0")
         self._runner = runner
         runner._sample = partial(self._sample, runner._sample)
-        # vLLM proposes zeros near the end of the model's length; `propose` limits the drafts itself.
+        # vLLM proposes zeros near the maximum model length; `propose` limits the drafts itself.
         runner.effective_drafter_max_model_len = sys.maxsize
 
     def propose(
         self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Return the drafts of each request of the batch.
+        """Return the drafts for each request in the batch.
 
-        sampled: the new tokens of each request; num_tokens [B]; token_ids [B, L] int32: the tokens of each request.
+        sampled: the new tokens of each request.
+        num_tokens: [B], number of tokens in each request.
+        token_ids: [B, L] int32, the tokens of each request.
         """
         drafts: list[list[int]] = [[] for _ in sampled]
         if self._runner is None:
@@ -97,7 +99,7 @@ class BankDrafts:
             running = self._running.get(request_id)
             if running is None or not new or (index := self._groups.get(running.group)) is None:
                 continue
-            # One more token than the drafts is sampled.
+            # A step samples one token more than there are drafts.
             left = self._runner.requests[request_id].sampling_params.max_tokens - len(running.response)
             end = int(num_tokens[row])
             max_drafts = min(self._draft_limit, left - 1, self._longest - end - 1)
@@ -131,9 +133,9 @@ class BankDrafts:
             self._groups.popitem(last=False)
 
     def _sample(self, sample: Callable[..., SamplerOutput], logits: Any, drafted: Any) -> SamplerOutput:
-        """Sample the target at every row, and keep each request's tokens up to the first that is not its draft.
+        """Sample every row from the target, and keep each request's tokens up to the first that differs from the draft.
 
-        logits: [rows, V], for each request one row after each of its drafts and one before them.
+        logits: [rows, V]. d drafted tokens of a request have d + 1 rows: a row before them, and a row after each.
         """
         if drafted is None or not drafted.max_spec_len:
             return sample(logits, None)
@@ -141,7 +143,7 @@ class BankDrafts:
         batch, counts = self._runner.input_batch, np.array(drafted.num_draft_tokens) + 1
         metadata, starts = batch.sampling_metadata, np.cumsum(counts) - counts
         if any(request_id not in self._running for request_id in batch.req_ids):
-            # Another request's settings, such as penalties, may depend on its row. The first rows are exact for all.
+            # Settings of other requests, such as penalties, may depend on the row. The first rows are exact for all.
             output = self._runner.sampler(logits=logits[torch.from_numpy(starts)], sampling_metadata=metadata)
             return _accepted(output, np.ones_like(counts), np.arange(len(counts)), drafted.max_spec_len + 1)
         states = {row: g.get_state() for row, g in metadata.generators.items() if counts[row] > 1}
@@ -166,7 +168,7 @@ class BankDrafts:
 
 
 def _for_rows(metadata: Any, counts: np.ndarray) -> Any:
-    """Return the sampling metadata of each request once for each of its rows. Rows of a request share its generator."""
+    """Repeat the sampling metadata of each request for each of the request's rows. These rows share a generator."""
     requests = np.repeat(np.arange(len(counts)), counts)
     index = torch.from_numpy(requests)
     tensors = {name: getattr(metadata, name) for name in ("temperature", "top_p", "top_k")}
@@ -180,7 +182,7 @@ def _for_rows(metadata: Any, counts: np.ndarray) -> Any:
 def _accepted(output: SamplerOutput, kept_counts: np.ndarray, starts: np.ndarray, width: int) -> SamplerOutput:
     """Return each request's first `kept_counts` tokens, from the rows at `starts`, as vLLM's rejection sampler does.
 
-    Tokens are [B, width], -1 where there is none, and log-probs [B width, K + 1].
+    Tokens are [B, width], padded with -1, and log-probs are [B width, K + 1].
     """
     places = np.arange(width) + starts[:, None]
     absent = torch.from_numpy(np.arange(width) >= kept_counts[:, None])
@@ -194,7 +196,7 @@ def _accepted(output: SamplerOutput, kept_counts: np.ndarray, starts: np.ndarray
 
 
 def _set_back(generator: torch.Generator, state: torch.Tensor, num_tokens: int) -> None:
-    """Set a generator to the draws of `num_tokens` tokens after `state`, as vLLM's sampler makes them on CPUs."""
+    """Set a generator to `state` plus the draws for `num_tokens` tokens, as vLLM's sampler makes them on CPUs."""
     generator.set_state(state)
     for _ in range(num_tokens):
         torch.randint(0, 2**31, (1,), generator=generator)

@@ -1,6 +1,6 @@
-"""Implement `engine.exact` in a vLLM worker on a CPU: products, attention and log-probs by `engines.exact`.
+"""Make a vLLM worker on a CPU compute products, attention and log-probs with `engines.exact`.
 
-It is imported only if the server's environment requests it; otherwise vLLM is unchanged.
+This module is imported only if the server's environment requests `engine.exact`. Otherwise vLLM is unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _keep_weight(operators: Operators, layer: Any, remove_weight: bool) -> None:
 
 
 def _cache(self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store keys, then values, of each position in vLLM's pages [blocks, g, size, 2 d], in the order of positions."""
+    """Store the keys, then the values, of each position in vLLM's pages [blocks, g, size, 2 d], in position order."""
     size, d = kv_cache.shape[2], key.shape[-1]
     valid = slot_mapping >= 0
     slots = slot_mapping[valid]
@@ -62,7 +62,7 @@ def _attention(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    if attn_metadata is None:  # a warm-up of vLLM
+    if attn_metadata is None:  # a vLLM warm-up
         return output
     size, table = kv_cache.shape[2], attn_metadata.block_table.long()
     counts = attn_metadata.query_start_loc.diff().long()
@@ -94,9 +94,9 @@ def _replace_logprobs(operators: Operators, sampler: Any) -> None:
             self.dppo_drawn_from = None
 
     def gathered(self: Any, values: Tensor, number: int, token_ids: Tensor) -> LogprobsTensors:
-        """Return the log-probs of the found tokens.
+        """Return vLLM's tokens with log-probs from `operators`.
 
-        values: log-probs of the sampled distribution; for a prompt its logits, at temperature 1.
+        values: log-probs of the sampled distribution, or for a prompt the logits, at temperature 1.
         """
         logprobs_tensors = gather(values, number, token_ids)
         logits, temperature = getattr(self, "dppo_drawn_from", None) or (values, None)

@@ -1,7 +1,7 @@
-"""Record the experts that each token was routed to in the worker, and collect them in the API process.
+"""Record in the worker which experts each token was routed to, and collect the records in the API process.
 
-On GPUs vLLM records them itself (`--enable-return-routed-experts`, which needs a model runner that CPUs lack); there
-only `moe_layers` is used.
+On GPUs vLLM records the experts itself (`--enable-return-routed-experts`, which needs a model runner that CPUs lack).
+Then the worker uses only `moe_layers`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from vllm.outputs import CompletionOutput
 from dppo_megatron.engines.samples import absent_experts
 
 RECORDED = "/experts"
-"""End of the ids of requests whose experts are recorded."""
+"""Suffix of request ids. The experts of requests with this suffix are recorded."""
 
 
 def moe_layers(model: torch.nn.Module) -> list[tuple[int, MoERunner]]:
-    """Return layer number and module of every layer of `model` that has experts, in order."""
+    """Return (number, module) for every layer of `model` that has experts, in order."""
     layers = [(module.layer_id, module) for module in model.modules() if isinstance(module, MoERunner)]
     return sorted(layers, key=lambda layer: layer[0])
 
 
 class ExpertRecorder:
-    """Records, in a worker, the routing of every step of `runner`, vLLM's V1 model runner, per request and position.
+    """Records, in a worker, the routing in every step of `runner`, vLLM's V1 model runner, by request and position.
 
-    If a preempted request computes a position again, the first record is kept: its next token was sampled under that
-    routing.
+    If a preempted request computes a position again, the first record is kept, because the next token was sampled under
+    that routing.
     """
 
     def __init__(self, runner: Any, num_experts: int):
@@ -48,7 +48,7 @@ class ExpertRecorder:
         runner.execute_model = partial(self._execute, runner.execute_model)
 
     def take(self, request_id: str) -> np.ndarray | None:
-        """Return and drop the record [tokens, L, k] of a finished request, or None when it had no step."""
+        """Remove and return the record [tokens, L, k] of a finished request. Returns None if it had no step."""
         parts = self._records.pop(request_id, None)
         return None if parts is None else np.concatenate(parts)
 
@@ -86,9 +86,9 @@ class ExpertsReader:
 
     def __init__(self, engine: EngineClient, config: VllmConfig):
         self._engine = engine
-        # vLLM itself stores the experts of every cached block under the block's hash, and drops both when the cache is
-        # reset, as after every update (vllm/distributed/aux_output_connector). Our recorder has no experts of positions
-        # that vLLM takes from its prefix cache.
+        # vLLM stores the experts of every cached block under the block hash, and drops both when the cache is reset, as
+        # after every update (vllm/distributed/aux_output_connector). Our recorder has no experts for positions that
+        # vLLM takes from the prefix cache.
         self.native = config.aux_output_config.enabled
         records = config.device_config.device_type == "cpu" and not config.use_v2_model_runner
         self.available = config.speculative_config is None and (self.native or (config.model_config.is_moe and records))
@@ -101,7 +101,7 @@ class ExpertsReader:
         self._layers = (await self._engine.collective_rpc(method))[0]
 
     async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> np.ndarray:
-        """Return [sum of P + R - 1, L, k] uint8 or uint16, with the prompt and response of every sample end to end.
+        """Return experts [sum of P + R - 1, L, k], uint8 or uint16, for prompt and response of every sample end to end.
 
         The last token of a sample has no row. Example: prompts of 3 tokens with responses of 2 and 4 tokens give 4 + 6
         rows.
@@ -129,5 +129,5 @@ class ExpertsReader:
 
 
 def name_of(request_id: str) -> str:
-    """Return the id that a request was sent with: vLLM appends a random part."""
+    """Return the id that a request was sent with, without the random part that vLLM appends."""
     return request_id.rpartition("-")[0]

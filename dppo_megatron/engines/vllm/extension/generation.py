@@ -33,10 +33,10 @@ async def sample_group(
     adapter: LoRARequest | None,
     drafts: bool = False,
 ) -> GroupSamples:
-    """Return all samples of one group. Cancelling it, or the failure of one sample, aborts the others in the engine.
+    """Return all samples of a group. If the call is canceled or a sample fails, the engine aborts the other samples.
 
-    `drafts` states whether the workers draft (`drafts.py`). Each sample is a request of its own, because vLLM's own `n`
-    above 1 numbers the seeds itself.
+    `drafts` states whether the workers draft (`drafts.py`). Each sample is a separate request, because for `n` above 1
+    vLLM numbers the seeds itself.
     """
     prompt = request.token_ids.tolist()
     names = child_ids(request)
@@ -66,7 +66,7 @@ async def sample_group(
 
 
 def child_ids(request: GenerateRequest) -> list[str]:
-    """Return the id of the engine's own request for each sample."""
+    """Return the id of the vLLM request for each sample."""
     end = RECORDED if request.routed_experts else ""
     return [f"{request.request_id}/{index}{end}" for index in range(request.n)]
 
@@ -79,7 +79,7 @@ async def score(
     adapter: LoRARequest | None,
     topk: int = 0,
 ) -> GroupSamples:
-    """Return tokens 1.. of `token_ids` [S] as a sample after their prefix, with log-probs at temperature 1."""
+    """Return tokens 1.. of `token_ids` [S] as a sample that continues token 0, with log-probs at temperature 1."""
     params = SamplingParams(
         **_greedy(masks),
         max_tokens=1,
@@ -88,12 +88,12 @@ async def score(
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_reading_prefix_cache=True,  # cached keys and values skip positions, and may be from other weights
+        skip_reading_prefix_cache=True,  # cached keys and values skip positions, and may come from other weights
     )
     output = await _final(engine, token_ids.tolist(), params, name, adapter)
     flat = output.prompt_logprobs
     assert isinstance(flat, FlatLogprobs)  # because of flat_logprobs=True
-    # Position 0 has no entry; those of every other position are the prompt's token and the K most likely ones.
+    # Position 0 has no entry. Every other position has the prompt token and the K most likely tokens.
     shape = (len(token_ids) - 1, topk + 1)
     ids = np.array(flat.token_ids, np.int32).reshape(shape)
     logprobs = np.array(flat.logprobs, np.float32).reshape(shape)
@@ -105,9 +105,9 @@ async def score(
 
 
 def _greedy(masks: MaskReader) -> dict[str, Any]:
-    """Return the sampling parameters of greedy decoding: temperature 0, or top-k 1 where vLLM returns sampling masks.
+    """Return the sampling parameters for greedy decoding: temperature 0, or top-k 1 if vLLM returns sampling masks.
 
-    vLLM rejects temperature 0 there.
+    vLLM rejects temperature 0 together with sampling masks.
     """
     return {"temperature": 1.0, "top_k": 1} if masks.native else {"temperature": 0.0}
 
@@ -119,15 +119,14 @@ def _params(request: GenerateRequest, seed: int, experts: ExpertsReader, masks: 
         max_tokens=request.max_tokens,
         seed=seed if request.temperature else None,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # only the request's stop tokens stop it, not those of the model directory
+        ignore_eos=True,  # only the request's stop tokens stop it, not the model directory's
         logprobs=request.topk,
         flat_logprobs=True,
         extra_args={MASKS: True} if request.sampling_mask else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # the parameters are used for this one sample only
-        # Positions with cached keys and values are not routed again, so our recording of routes disables the prefix
-        # cache.
+        skip_clone=True,  # no other sample uses these parameters
+        # vLLM does not route cached positions again, so our recording of routes disables the prefix cache.
         skip_reading_prefix_cache=(request.routed_experts and not experts.native) or None,
     )
 
@@ -161,7 +160,7 @@ async def _final(
 
 
 def _counts(outputs: Sequence[RequestOutput], prompt_tokens: int) -> dict[str, int]:
-    """Return counters of the work for the samples of a group, by their names in `Engine.counts`."""
+    """Count the work for the samples of a group, by the names in `Engine.counts`."""
     samples = [output.outputs[0] for output in outputs]
     drafts = [sample.spec_decode_metrics for sample in samples if sample.spec_decode_metrics is not None]
     return {
@@ -175,11 +174,11 @@ def _counts(outputs: Sequence[RequestOutput], prompt_tokens: int) -> dict[str, i
 
 
 def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.ndarray]) -> GroupSamples:
-    """Return the samples as flat arrays. `recorded`: the columns that are not in vLLM's outputs."""
+    """Return the samples as flat arrays. `recorded` has the columns that are not in vLLM's outputs."""
     lengths = np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32)
     reported = [sample.logprobs for sample in samples if isinstance(sample.logprobs, FlatLogprobs)]
     ids, logprobs = _columns(reported, lengths.tolist(), k)
-    # Column 0 of each position is the sampled token. The K most likely follow, with id -1 if they cannot be drawn.
+    # Column 0 is the sampled token. The K most likely tokens follow, with id -1 if they cannot be drawn.
     ids[np.isneginf(logprobs)] = -1
     versions = _versions([sample.weight_versions or () for sample in samples], lengths)
     columns = {"rollout_logprob": logprobs[:, 0], "versions": versions, **recorded}
@@ -194,10 +193,9 @@ def _flatten(samples: list[CompletionOutput], k: int, recorded: dict[str, np.nda
 
 
 def _columns(flat_logprobs: Sequence[FlatLogprobs], positions: Sequence[int], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids int32 and log-probs fp32, [positions of all samples, k + 1], the sampled token's first.
+    """Return ids int32 and log-probs fp32, [positions of all samples, k + 1]. The sampled token comes first.
 
-    `positions` is the number of positions of each sample. Raises ValueError if vLLM reports log-probs of other
-    positions.
+    `positions` has the number of positions in each sample. Raises ValueError if vLLM reports other numbers.
     """
     if (reported := list(map(len, flat_logprobs))) != list(positions):
         raise ValueError(f"log-probs of {reported} positions, expected {list(positions)}")
@@ -207,7 +205,7 @@ def _columns(flat_logprobs: Sequence[FlatLogprobs], positions: Sequence[int], k:
 
 
 def _versions(spans: Sequence[Sequence[WeightVersionSpan]], lengths: np.ndarray) -> np.ndarray:
-    """Return [tokens of all samples] int32, the policy version of each token, from the spans and length of each sample.
+    """Return the policy version of each token, [tokens of all samples] int32, from the samples' spans and lengths.
 
     The version is -1 where the weights have no version of this run.
     """

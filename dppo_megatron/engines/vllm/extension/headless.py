@@ -1,6 +1,6 @@
-"""Run a node of a vLLM engine other than its first: workers without an HTTP server, as `vllm serve --headless` does.
+"""Run a later node of a vLLM engine: workers without an HTTP server, as `vllm serve --headless` does.
 
-`vllm serve` itself requires a distribution named vllm, and the CPU build has another name.
+`vllm serve` requires a distribution named vllm, and the CPU build has another name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compute fingerprints of the weights that a worker's model loaded, although vLLM changes them after loading.
 
-CPU kernels store a packed copy that cannot be read and drop the weight; GPU kernels may shuffle, pad or quantize it. So
-each layer's weights are summed twice when vLLM processes it: as loaded, and as they remain. A fingerprint uses the sum
-of the loaded weights only if the remaining ones are unchanged when it is computed.
+CPU kernels store a packed copy that cannot be read and drop the weight. GPU kernels may shuffle, pad or quantize the
+weight. So each layer's weights are summed twice when vLLM processes the layer: as loaded, and as they remain. A
+fingerprint uses the loaded sum only if the remaining weights are still unchanged.
 
 Example, a layer with a kernel that negates its weight W:
     load W = [1, 2]   loaded: sum of [1, 2]   remaining: sum of [-1, -2]
@@ -27,7 +27,7 @@ from dppo_megatron.weights.fingerprint import WorkerSums, add_shares, module_sha
 
 
 class LoadedWeights:
-    """Sums the loaded weights of one model. Call `follow` before every update; processing installs new kernels."""
+    """Sums the loaded weights of a model. Call `follow` before every update; processing installs new kernels."""
 
     _instances: ClassVar[WeakKeyDictionary[torch.nn.Module, LoadedWeights]] = WeakKeyDictionary()
 
@@ -82,14 +82,14 @@ class LoadedWeights:
             now = module_shares(_hf_name(name, embeds=embeds and name not in heads), module, counted_ids)
             loaded, remaining = self._processed.get(module, ({}, {}))
             is_head = last and (name in heads or (not heads and embeds))
-            if is_head and hasattr(module, "cpu_linear"):  # it computes with a copy made when it was processed
+            if is_head and hasattr(module, "cpu_linear"):  # the head computes with a copy made in processing
                 add_shares(shares, {"lm_head": next(iter(loaded.values()), (0, 0))})
                 now = {} if name in heads else now
             elif loaded and now == remaining:
                 now = loaded
             if embeds and not (last if name in heads else first):
-                # Models create embedding and head on stages that use neither, and a tied one on the first and the last.
-                # Only the head of the last stage counts, as lm_head.
+                # Models create embedding and head on stages that use neither, and a tied embedding on the first and the
+                # last stage. Only the last stage's head counts, as lm_head.
                 tied = is_head and not hasattr(module, "cpu_linear")
                 now = {"lm_head": next(iter(now.values()), (0, 0))} if tied else {}
             add_shares(shares, now)
@@ -97,7 +97,7 @@ class LoadedWeights:
 
 
 def _hf_name(name: str, *, embeds: bool) -> str:
-    """Return the name of a layer under an adapter, and of gpt-oss's embedding and attention, in Hugging Face."""
+    """Return a layer's Hugging Face name. vLLM names layers under an adapter and parts of gpt-oss differently."""
     return "embed_tokens" if embeds else re.sub(r"(?<=\d)\.attn$", ".self_attn", name.replace(".base_layer", ""))
 
 

@@ -1,4 +1,4 @@
-"""Receive weight broadcasts in a worker: join the group of every sender and yield the buckets of each update."""
+"""Receive weight broadcasts in a worker: join every sender's group and yield the buckets of each update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.weights.process_group import SenderGroup, WeightGroupError, W
 
 
 class WeightReceiver:
-    """Receives broadcasts as worker number `worker` of its engine, for one group. Any error closes it.
+    """Receives broadcasts for a weight group as the engine's worker number `worker`. Any error closes the receiver.
 
     All methods raise `WeightGroupError` that names the failed step.
     """
@@ -33,10 +33,10 @@ class WeightReceiver:
             raise
 
     def receive(self, step: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Yield one iterator of (name, tensor) for each bucket, once all workers are ready for `step`.
+        """Yield an iterator of (name, tensor) for each bucket, once all workers are ready for `step`.
 
-        The next bucket is transferred while the caller uses the last one. Every bucket has memory of its own, because a
-        loader may keep views until its layer is complete.
+        The next bucket is transferred while the caller uses the current bucket. Buckets do not share memory, because a
+        loader may keep views until a layer is complete.
         """
         try:
             self._rendezvous.ready(step)

@@ -1,14 +1,14 @@
 """Add HTTP routes under /dppo to a stock vLLM server: sample a group, score, swap weights, report the state.
 
-This is an endpoint plugin of vLLM, loaded when VLLM_PLUGINS names `dppo_megatron`. It also puts `Guard` before every
-route of the server: all but /health need the secret of DPPO_SECRET. Replies with arrays are safetensors (see `wire`);
-all others are JSON. Errors are `{"error": text}` with a status:
+vLLM loads this endpoint plug-in when VLLM_PLUGINS names `dppo_megatron`. It also puts `Guard` before every route of the
+server: all but /health need the secret in DPPO_SECRET. Replies with arrays are safetensors (see `wire`); all others are
+JSON. Errors are `{"error": text}` with a status:
 
 - 400: the request was rejected, and nothing changed
-- 401: without the secret
+- 401: the request lacks the secret
 - 409: the served weights are incomplete
-- 413: too large
-- 503: paused or full; send it again
+- 413: the request is too large
+- 503: the server is paused or full; send the request again
 - 504: running requests did not end in time
 - 500: any other error
 """
@@ -48,7 +48,7 @@ from .wire import MEDIA_TYPE, encode_reply, encode_samples, encode_trace
 log = logging.getLogger(__name__)
 
 VERSION_VARIABLE = "DPPO_POLICY_VERSION"
-"""Environment variable: policy version of the weights the server starts with."""
+"""Environment variable: policy version of the start weights."""
 
 Result = TypeVar("Result")
 
@@ -89,7 +89,7 @@ class DppoRoutes:
             ("/dppo/wake", self._wake, "POST"),
         ):
             app.add_api_route(path, _reporting_errors(handler), methods=[method], response_class=Response)
-        # vLLM's own key guards only /v1.
+        # vLLM's API key guards only /v1.
         app.add_middleware(Guard, secret=os.environ.get(SECRET_VARIABLE, ""), open_paths=("/health",))
 
     async def init_state(self, engine_client: EngineClient | None, state: Any, args: Any) -> None:
@@ -294,7 +294,7 @@ def _error(status: int, error: BaseException) -> Response:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """Return the result of `work`. Cancel it, which aborts it in the engine, when the client disconnects.
+    """Return the result of `work`. If the client disconnects, cancel `work`, which aborts it in the engine.
 
     The body must have been read, or be empty, so that the next message is the disconnect.
     """

@@ -1,8 +1,8 @@
 """Record the sampling mask of each position in the worker, and collect the masks in the API process.
 
-A mask has the tokens that top-p, top-k and min-p left. On GPUs vLLM returns them itself (`--return-sampling-mask`,
-which needs a model runner that CPUs lack). Either way they are the finite entries of the distribution that vLLM drew
-from (vLLM 0.32: temperature, then min-p, top-k, top-p). They are never computed again.
+A mask has the tokens that top-p, top-k and min-p left. On GPUs vLLM returns masks itself (`--return-sampling-mask`,
+which needs a model runner that CPUs lack). Either way a mask has the finite entries of the distribution that vLLM drew
+from (vLLM 0.32: temperature, then min-p, top-k, top-p). Masks are never computed again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vllm.outputs import CompletionOutput
 from .experts import name_of
 
 RECORDED = "dppo_sampling_masks"
-"""Key of a request's `extra_args` that asks for its sampling masks."""
+"""Key in a request's `extra_args` that asks for sampling masks."""
 
-Masks = tuple[np.ndarray, np.ndarray]  # ids end to end, and the count of each position, both int32
+Masks = tuple[np.ndarray, np.ndarray]  # (ids end to end, number of ids at each position), both int32
 
 
 class MaskRecorder:
-    """Records, in a worker, the sampling mask of each draw of `runner`, vLLM's V1 model runner.
+    """Records, in a worker, the sampling mask of each draw by `runner`, vLLM's V1 model runner.
 
     A record belongs to a request and a position. If a preempted request draws a position again, the last record is
     kept, because the engine uses the last draw too.
@@ -38,9 +38,9 @@ class MaskRecorder:
         runner.sampler.sample = partial(self._sample, runner.sampler.sample)
 
     def take(self, request_id: str, first: int, tokens: int) -> Masks | None:
-        """Return the masks of `tokens` positions from `first` of a finished request, and drop its record.
+        """Return the masks at `tokens` positions from `first` in a finished request, and drop the record.
 
-        None if a position has no record. Example: masks [5, 7] and [2] give ids [5, 7, 2] and counts [2, 1].
+        Returns None if a position has no record. Example: masks [5, 7] and [2] give ids [5, 7, 2] and counts [2, 1].
         """
         record = self._records.pop(request_id, {})
         if any(position not in record for position in range(first, first + tokens)):
@@ -50,7 +50,7 @@ class MaskRecorder:
     def _sample(self, sample: Callable[..., Any], logits: Any, *arguments: Any, **options: Any) -> Any:
         sampled, logprobs = sample(logits, *arguments, **options)
         batch = self._runner.input_batch
-        # A position's number is the length of the sequence before it.
+        # A position's number is the sequence length before it.
         positions = self._runner.optimistic_seq_lens_cpu[: batch.num_reqs].tolist()
         for row, (request_id, position) in enumerate(zip(batch.req_ids, positions, strict=True)):
             if (self._runner.requests[request_id].sampling_params.extra_args or {}).get(RECORDED):
@@ -76,7 +76,7 @@ class MaskReader:
             await self._engine.collective_rpc("dppo_record_masks")
 
     async def read(self, samples: Sequence[CompletionOutput], names: Sequence[str], prompt_tokens: int) -> Masks:
-        """Return the masks of all samples end to end. Raises RuntimeError if those of a sample are incomplete."""
+        """Return the masks of all samples end to end. Raises RuntimeError if a sample's masks are incomplete."""
         if self.native:
             parts = [_native(sample) for sample in samples]
         else:

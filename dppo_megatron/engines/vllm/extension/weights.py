@@ -39,10 +39,10 @@ class WeightUpdater:
         self._model = model
         self._served: Manifest | None = None
         self._lock = asyncio.Lock()
-        self._began: float | None = None  # time at which the current owner acquired the lock
+        self._began: float | None = None  # when the lock was acquired
         self._inconsistent: str | None = None
         self.version = version  # version that the engine serves, or served before the running update
-        self.group = ""  # name of the weight group that the workers receive broadcasts of; empty = none
+        self.group = ""  # weight group that the workers receive broadcasts from; empty = none
         self.adapter: LoRARequest | None = None  # adapter that requests must name; None if the policy has none
 
     def check_consistent(self) -> None:
@@ -52,7 +52,7 @@ class WeightUpdater:
 
     @property
     def updating_s(self) -> float | None:
-        """Return the seconds since the running update, join, sleep or wake began, or None if none is running.
+        """Return how many seconds ago the running update, join, sleep or wake began, or None if none is running.
 
         The engine core does not answer during these operations.
         """
@@ -68,10 +68,10 @@ class WeightUpdater:
                 self._began = None
 
     async def join(self, plan: WeightGroupPlan) -> None:
-        """Make the workers leave earlier weight groups and join the trainer's.
+        """Make the workers leave earlier weight groups and join the trainer's group.
 
-        Raises BadWeights, before any process waits, if the group's tensors are not those of the served model. Another
-        NCCL version or NCCL_CUMEM_ENABLE raises it too.
+        Raises BadWeights, before any process waits, if the group's tensors do not match the served model. Another NCCL
+        version or NCCL_CUMEM_ENABLE raises it too.
         """
         async with self._exclusive():
             if self._adapters:
@@ -93,7 +93,7 @@ class WeightUpdater:
             try:
                 return await self._update(f"group {group}", {"step": step}, version, mode, wait_s)
             except WeightsInconsistent:
-                self.group = ""  # its connections are closed
+                self.group = ""  # the connections are closed
                 raise
 
     async def sleep(self) -> None:
@@ -107,7 +107,7 @@ class WeightUpdater:
             await self._engine.wake_up()
 
     async def load(self, path: Path, version: int, mode: UpdateMode, wait_s: float, read_ahead_bytes: int = 0) -> float:
-        """Serve `path` as policy `version`. Returns the seconds without sampling.
+        """Serve the weights in `path` as policy `version`. Returns how long sampling was paused, in seconds.
 
         A delta is read before the pause, up to each worker's share of `read_ahead_bytes`.
 
@@ -124,7 +124,7 @@ class WeightUpdater:
             return await self._update(str(path), {"directory": str(path)}, version, mode, wait_s)
 
     async def _read_ahead(self, path: Path, most_bytes: int, wait_s: float) -> None:
-        """Make the workers read `path` while they sample. Raises UnreadableWeights if one of them fails."""
+        """Make the workers read `path` while they sample. Raises UnreadableWeights if any worker fails."""
         share = most_bytes // self._engine.vllm_config.parallel_config.world_size
         deadline, pause_s = time.monotonic() + wait_s, READ_POLL_S
         try:
@@ -143,7 +143,7 @@ class WeightUpdater:
             pause_s = min(2 * pause_s, 50 * READ_POLL_S)
 
     async def parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the last update, as measured by the slowest worker."""
+        """Return how long each part of the last update took, in seconds, on the slowest worker."""
         return max(await self._engine.collective_rpc("dppo_update_parts"), key=lambda parts: sum(parts.values()))
 
     async def _update(
@@ -185,16 +185,16 @@ class WeightUpdater:
             self.adapter = None
         await self._engine.update_weight_version(str(version))
         self.version = version
-        # Kept requests have cached keys and values of the old weights. They are preempted and prefilled again, so each
-        # further token is drawn from exactly the policy it is tagged with.
+        # Kept requests have cached keys and values from the old weights. They are preempted and prefilled again, so
+        # each further token is drawn from exactly the policy in its tag.
         if not await self._engine.reset_prefix_cache(reset_running_requests=mode == "keep"):
             raise RuntimeError("the prefix cache still has keys and values of the old weights")
 
     async def _on_workers(self, method: str, *arguments: Any) -> None:
         """Call `method` on all workers. Raises RuntimeError with the problems that they return.
 
-        Workers return their errors: an exception of one would leave the replies of the others in vLLM's queues, and the
-        next call would read them.
+        Workers return errors: an exception in one worker would leave the other replies in vLLM's queues, and the next
+        call would read them.
         """
         replies = await self._engine.collective_rpc(method, args=arguments)
         problems = [f"worker {number}: {reply}" for number, reply in enumerate(replies) if reply is not None]

@@ -1,6 +1,6 @@
-"""Encode the bytes between the client and the server's routes: JSON requests, and safetensors replies with arrays.
+"""Encode the messages between client and server routes: JSON requests, and safetensors replies with arrays.
 
-Values that are not arrays (finish reasons, ids) are JSON in the metadata of the safetensors, under "header".
+Values that are not arrays (finish reasons, ids) are JSON in the safetensors metadata, under "header".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def decode_reply(reply: bytes | bytearray) -> tuple[dict[str, Any], dict[str, np
 
 
 def encode_samples(header: dict[str, Any], samples: GroupSamples) -> bytes:
-    """Encode the samples of one group with all their columns."""
+    """Encode the samples of a group with all their columns."""
     arrays = {"lengths": samples.lengths, "token_ids": samples.token_ids, **samples.columns}
     return encode_reply({**header, "finish_reasons": samples.finish_reasons, "counts": samples.counts}, arrays)
 
@@ -59,7 +59,7 @@ def decode_samples(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Gro
 def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return the arrays as views of `data`, where they are end to end without gaps.
 
-    safetensors' own reader would copy every array.
+    The safetensors reader would copy every array.
     """
     arrays, end = {}, 0
     for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
@@ -76,7 +76,7 @@ def _views(data: memoryview, table: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def encode_request(request: GenerateRequest) -> bytes:
     values = {f.name: getattr(request, f.name) for f in fields(request) if f.name != "affinity"}
-    for name in ("flags", "drafts", "scored"):  # servers of earlier versions do not know them
+    for name in ("flags", "drafts", "scored"):  # earlier servers do not know these fields
         if not values[name]:
             del values[name]
     arrays = {"token_ids": request.token_ids.tolist()}

@@ -1,7 +1,8 @@
-"""Load weights in a worker, from a model directory on shared storage or from trainer ranks' broadcasts.
+"""Load weights in a worker, from a directory on shared storage or from broadcasts by trainer ranks.
 
-Importing this module registers the engine and ends the process with its parent. Name `WorkerExtension` as the server's
---worker-extension-cls so that every worker imports it, and `{"backend": BACKEND}` as its --weight-transfer-config.
+Importing this module registers the weight transfer engine and makes the process end with its parent. Name
+`WorkerExtension` as --worker-extension-cls so that every worker imports this module, and `{"backend": BACKEND}` as
+--weight-transfer-config.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Names the source of an update. Exactly one of the two fields is set."""
 
-    directory: str = ""  # directory of the new policy in Hugging Face names: a model or a delta
-    step: str = ""  # step of the joined group that the trainer broadcasts now
+    directory: str = ""  # the new policy in Hugging Face names: directory of a model or delta
+    step: str = ""  # step in which the trainer now broadcasts to the joined group
 
 
 class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -74,7 +75,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._prefetched: PrefetchedVersion | None = None  # prefetched for the next update
         self._loading: PrefetchedVersion | None = None  # version of the running update
         self._began = 0.0
-        self.parts: dict[str, float] = {}  # seconds of the last update, by part
+        self.parts: dict[str, float] = {}  # part of the last update -> seconds
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -89,7 +90,7 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._prefetched = PrefetchedVersion(Version(directory), most_bytes)
 
     def has_read(self) -> bool:
-        """Return whether the version is read. Raises the error of reading it."""
+        """Return whether the version has been read. Raises the error that occurred while reading."""
         return self._prefetched is None or self._prefetched.finished()
 
     def start_weight_update(self) -> None:
@@ -133,10 +134,10 @@ class TrainerWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _loadable(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors`, those of gpt-oss such that vLLM calls the loaders of its parameters.
+    """Yield `tensors` in a form for which vLLM calls the parameters' loaders. Load gpt-oss's sinks directly.
 
-    vLLM copies stacked experts and sinks to the parameters without their loaders, and only these survive a layerwise
-    reload. The server would continue with the old experts and sinks, and report success.
+    vLLM copies gpt-oss's stacked experts and sinks to the parameters without the loaders. A layerwise reload keeps only
+    loaded values. Without this function the server would continue with the old experts and sinks, and report success.
     """
     for name, tensor in tensors:
         if not name.endswith(".sinks"):
@@ -150,10 +151,10 @@ def _loadable(model: torch.nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 
 def _repack(model: torch.nn.Module, loaded: LoadedWeights) -> None:
-    """Pack again the copies of CPU kernels that a layerwise reload leaves stale.
+    """Repack the copies in CPU kernels that a layerwise reload leaves stale.
 
-    A head tied to the embedding loads no weights itself, so its copy is not packed again. Expert weights are packed on
-    the first load only. In both cases the server would continue with the old weights and report success.
+    A head tied to the embedding loads no weights, so its copy is not repacked. vLLM packs expert weights on the first
+    load only. In both cases the server would continue with the old weights and report success.
     """
     module: Any
     for module in model.modules():
@@ -175,7 +176,10 @@ def _problem(action: Callable[[], None]) -> str | None:
 
 
 class WorkerExtension:
-    """Adds methods to every worker, whose attributes it uses. Naming it also makes every worker import this module."""
+    """Adds methods to every worker and uses the worker's attributes below.
+
+    Naming this class also makes every worker import this module.
+    """
 
     model_runner: Any
     model_config: ModelConfig
@@ -194,14 +198,14 @@ class WorkerExtension:
         return _problem(lambda: self.weight_transfer_engine.read_ahead(Path(directory), most_bytes))
 
     def dppo_has_read(self) -> bool | str:
-        """Return whether the version is read, or why it cannot be."""
+        """Return whether the version has been read, or why it cannot be."""
         try:
             return self.weight_transfer_engine.has_read()
         except Exception as error:
             return str(error) or type(error).__name__
 
     def dppo_update_parts(self) -> dict[str, float]:
-        """Return the seconds of the last update: reading files, loading, packing, fingerprints."""
+        """Return how long each part of the last update took, in seconds: read_s, load_s, pack_s and fingerprint_s."""
         return self.weight_transfer_engine.parts
 
     def dppo_update_weights(self, info: dict[str, Any]) -> str | None:
@@ -220,7 +224,7 @@ class WorkerExtension:
         return _problem(lambda: adapter.load(self.model_runner, directory))
 
     def dppo_fingerprint(self) -> WorkerSums:
-        """Return fingerprints of this worker's share of the weights, and of the adapter."""
+        """Return fingerprints for this worker's share of the weights and the adapter."""
         shares = self.weight_transfer_engine.loaded.shares()
         add_shares(shares, adapter.adapter_shares(self.model_runner))
         return shares
@@ -230,21 +234,21 @@ class WorkerExtension:
         self._dppo_trace = TraceRecorder(self.model_runner.model, token_ids)
 
     def dppo_take_trace(self) -> list[tuple[int, str, bytes, str, tuple[int, ...]]]:
-        """Return layer, operator, bits, dtype and shape of every value recorded since `dppo_start_trace`."""
+        """Return (layer, operator, bits, dtype, shape) for every value recorded since `dppo_start_trace`."""
         entries = self._dppo_trace.take().items()
         return [(*key, bits_of(value).tobytes(), dtype_name(value.dtype), tuple(value.shape)) for key, value in entries]
 
     def dppo_moe_layers(self) -> list[int]:
-        """Return the numbers of the layers that have experts."""
+        """Return the numbers of all layers with experts."""
         return [number for number, _ in moe_layers(self.model_runner.model)]
 
     def dppo_record_experts(self) -> list[int]:
-        """Start recording the experts of requests that ask for it. Return the layers' numbers."""
+        """Start recording the experts for requests that ask for it. Return the layer numbers."""
         self._dppo_experts = ExpertRecorder(self.model_runner, self.model_config.get_num_experts())
         return self.dppo_moe_layers()
 
     def dppo_take_experts(self, names: list[str]) -> list[tuple[bytes, str, tuple[int, ...]] | None]:
-        """Return data, dtype and shape of the records of requests, each taken once, or None if there is none."""
+        """Remove the requests' records. Return (data, dtype, shape) for each request, or None if it has no record."""
         records = [self._dppo_experts.take(name) for name in names]
         return [None if r is None else (r.tobytes(), r.dtype.name, r.shape) for r in records]
 
@@ -253,13 +257,13 @@ class WorkerExtension:
         self.model_runner.drafter.attach(self.model_runner)
 
     def dppo_record_masks(self) -> None:
-        """Start recording the sampling masks of requests that ask for it."""
+        """Start recording the sampling masks for requests that ask for it."""
         self._dppo_masks = MaskRecorder(self.model_runner)
 
     def dppo_take_masks(
         self, names: list[str], prompt_tokens: int, lengths: list[int]
     ) -> list[tuple[bytes, bytes] | None]:
-        """Return ids and counts of the response tokens of requests, each taken once, or None where some are missing."""
+        """Remove the requests' records. Return (ids, counts) for each response, or None if masks are missing."""
         records = [
             self._dppo_masks.take(*one) for one in zip(names, [prompt_tokens] * len(names), lengths, strict=True)
         ]
@@ -267,7 +271,7 @@ class WorkerExtension:
 
 
 def _follow_first_load() -> None:
-    """Follow the first load if the server takes adapters, because the weights under them are loaded only then."""
+    """Follow the first load if the server takes adapters, because weights under an adapter are loaded only then."""
     process = base_loader.process_weights_after_loading
 
     def followed(model: torch.nn.Module, model_config: Any, target_device: Any) -> None:
@@ -285,4 +289,4 @@ if (_operators := exact.from_environment()) is not None:
 
     exact_server.install(_operators)
 if (_server := multiprocessing.parent_process()) is not None and _server.pid is not None:
-    end_with_parent(_server.pid, signal.SIGKILL)  # otherwise a killed server leaves its engine and its workers running
+    end_with_parent(_server.pid, signal.SIGKILL)  # otherwise a killed server leaves engine and workers running
