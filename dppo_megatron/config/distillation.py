@@ -1,4 +1,4 @@
-"""Defines the section `distillation`: the teachers of `objective.settings.distillation`."""
+"""Defines the section `distillation`: the teachers for `objective.settings.distillation`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ class DistillationConfig(Section):
     unavailable_timeout_s: Seconds = setting(900.0, "a group that is not scored by then ends the run; resume it")
 
     def teacher_of(self, source: str) -> str | None:
-        """Return the name of the teacher for rows of this data source, or None if it has no teacher."""
+        """Return the teacher name for rows from this data source, or None if the source has no teacher."""
         matches = [name for name, teacher in self.teachers.items() if source in teacher.sources]
         return next(iter([*matches, *(name for name, teacher in self.teachers.items() if not teacher.sources)]), None)

@@ -108,12 +108,12 @@ class EngineConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Return the number of GPUs of one engine."""
+        """Return how many GPUs an engine uses."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def devices_per_node(self) -> int:
-        """Return the number of GPUs of one engine on each of its nodes."""
+        """Return how many GPUs an engine uses on each node."""
         return self.devices // self.nodes
 
     @property
@@ -173,12 +173,12 @@ class RolloutConfig(Section):
 
     @property
     def has_sampling_mask(self) -> bool:
-        """Return whether tokens are sampled from a part of the vocabulary, which the trainer then uses too."""
+        """Return whether tokens are sampled from part of the vocabulary. The trainer then uses the same part."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def mask_request(self) -> dict[str, Any]:
-        """Return the fields of a `GenerateRequest` that set the sampling mask."""
+        """Return the `GenerateRequest` fields that set the sampling mask."""
         if not self.has_sampling_mask:
             return {}
         return {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "sampling_mask": True}

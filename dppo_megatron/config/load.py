@@ -21,10 +21,10 @@ from .yaml_tree import DEEPEST, MOST_BYTES, parse, read_words
 
 
 class ConfigError(ExpectedError, ValueError):
-    """Lists every violation on its own line: the setting, its value and the remedy.
+    """Lists every violation on a separate line: the setting, the value and the remedy.
 
-    Unknown names whose setting is known come first, as in a config of another trainer. The other lines do not shorten
-    them.
+    Unknown names with a suggested setting come first, e.g. from another trainer's config. The other lines do not
+    shorten them.
     """
 
     def __init__(self, source: str, violations: Sequence[str]):
@@ -36,8 +36,8 @@ class ConfigError(ExpectedError, ValueError):
 def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read `path` and apply overrides. `checks.load_config` also applies the rules between settings.
 
-    The config.yaml in a run directory means the run there, which may have been moved or copied. Raises `ConfigError`
-    naming every violation of types and names.
+    For the config.yaml in a run directory, `run.dir` becomes that directory, because a run may be moved or copied.
+    Raises `ConfigError` naming every violation of types and names.
     """
     source = str(path)
     tree, violations = read_tree(Path(path))
@@ -50,14 +50,14 @@ def read_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def run_of(path: Path) -> Path:
-    """Return the run directory of a config, with the rule of `read_config`; any other path is returned unchanged."""
+    """Return a config's run directory, as `read_config` does. Return any other path unchanged."""
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return path
     return _run_with(path) or read_config(path).run.dir
 
 
 def _run_with(config: Path) -> Path | None:
-    """Return the run directory that a file is the config of, or None."""
+    """Return the run directory if `config` is the config.yaml in it, else None."""
     directory = config.absolute().parent
     written = any((directory / name).exists() for name in ("run.lock", "files.json"))  # an evaluation has no lock
     return directory if written and config.name == "config.yaml" else None
@@ -75,7 +75,7 @@ def validated(tree: dict[str, Any], source: str, violations: Sequence[str] = ())
 
 
 def save_resolved(config: Config, path: Path) -> None:
-    """Write the whole tree with its defaults, so that a later version with other defaults can repeat the run."""
+    """Write the whole tree with all defaults, so that a later version with other defaults can repeat the run."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write_atomic(path, text)
 
@@ -83,7 +83,7 @@ def save_resolved(config: Config, path: Path) -> None:
 def with_absolute_paths(value: Any) -> Any:
     """Return `value` with absolute paths, for processes in other directories.
 
-    An engine's interpreter may be a name on PATH, which is kept.
+    An engine's interpreter may be a name on PATH, so it stays unchanged.
     """
     if isinstance(value, Path):
         return value.absolute()
@@ -104,7 +104,7 @@ def with_settings(config: Config, **sections: Any) -> Config:
 
 
 def read_tree(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the tree of settings in a file, and a violation for each repeated key.
+    """Return the settings tree in a file, and a violation for each repeated key.
 
     Raises `ConfigError` if the file contains no tree.
     """
@@ -172,14 +172,14 @@ def _describe(error: Any) -> str:
     if location[0] == "objective" and reason.startswith("unknown ") and "." in names.get(name, ""):
         reason = f"unknown here; did you mean {names[name]}?"
     elif error["type"] == "model_type":
-        first = next(iter(_fields(location)), None)  # None: an entry of a list
+        first = next(iter(_fields(location)), None)  # None: a list entry
         reason = "a section of settings, not a value; write " + (f"e.g. {dotted}.{first}" if first else "{NAME: VALUE}")
         reason = "no blank after the colon; write one" if re.match(r"\w+:\S", str(value)) else reason
     return f"{dotted} = {shown(value)}: {reason}"
 
 
 def plain_words(error: Any) -> str:
-    """Return why pydantic rejects a value, without the names of Python's types."""
+    """Return why pydantic rejects a value, without Python type names."""
     kind, value = error["type"], error["input"]
     if kind == "tuple_type":
         if isinstance(value, int):
@@ -199,7 +199,7 @@ def plain_words(error: Any) -> str:
 
 
 def _fields(location: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of the section at `location`, which may be in a list or mapping. Empty if it is no section."""
+    """Return the fields of the section at `location`, which may be in a list or mapping. Empty for other values."""
     section: Any = Config
     for key in location:
         if fields := getattr(section, "model_fields", {}):
@@ -218,7 +218,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _nearest(location: list[str], value: Any) -> str:
-    """Suggest the closest valid name in the section, among names of other trainers, or in the whole tree."""
+    """Suggest the closest valid name in the section, among other trainers' names, or in the whole tree."""
     siblings = {name: ".".join([*location[:-1], name]) for name in _fields(location[:-1])}
     close = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.8)
     typo = close and (not isinstance(value, dict) or value.keys() & _fields([*location[:-1], *close]))
@@ -250,7 +250,7 @@ def _translations(tree: Any) -> dict[str, str]:
 
 
 def setting_of(name: str) -> str:
-    """Return the full name of a setting, given that name, its last part, or the name in another trainer."""
+    """Return a setting's full name, given the full name, the last part, or another trainer's name."""
     return name if "." in name else _NAMES.get(name, "section.key").split()[0]
 
 

@@ -61,12 +61,12 @@ class ModelConfig(Section):
 
     @property
     def start(self) -> Path:
-        """Return the path of the start weights."""
+        """Return the path to the start weights."""
         return self.weights or self.path
 
     @property
     def computes_in(self) -> str:
-        """Return the name of the dtype of the layers' matrix products."""
+        """Return the dtype name for the layers' matrix products."""
         return self.dtype if self.fp8 == "none" else "fp8"
 
 
@@ -106,7 +106,7 @@ Scale = Annotated[Float, Field(ge=2.0**-24, le=LARGEST), AfterValidator(_power_o
 
 
 class LossScaleConfig(Section):
-    """Sets the loss scale of `model.dtype: fp16`, a format with numbers from 6e-8 to 65504."""
+    """Sets the loss scale for `model.dtype: fp16`, a format with numbers from 6e-8 to 65504."""
 
     initial: Scale = setting(2.0**16, "loss scale of the first update; a power of two")
     growth_interval: Count = setting(400, "consecutive updates without overflow that double the scale")
@@ -151,7 +151,7 @@ class TrainConfig(Section):
 
 
 class AcceptanceConfig(Section):
-    """Bounds the divergence of a step. Without a bound no divergence is measured, and no weight is copied."""
+    """Bounds a step's divergence. Without a bound no divergence is measured, and no weight is copied."""
 
     bound: Positive | None = setting(None, "largest divergence of the policy that a step may publish; null = off")
     divergence: Literal["objective", "binary_tv", "binary_kl"] = setting(

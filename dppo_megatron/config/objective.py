@@ -1,4 +1,4 @@
-"""Defines the section `objective`. Its settings are the axes of the method, with their types."""
+"""Defines the section `objective`. The settings are the method's axes with their types."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class ObjectiveConfig(Section):
     @field_validator("settings")
     @classmethod
     def _check_axes(cls, settings: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """Check the settings by the types of `ObjectiveSettings`. Every wrong axis gives an error with its name."""
+        """Check the settings against the `ObjectiveSettings` types. Every wrong axis gives an error that names it."""
         name = info.data.get("name")  # None: unknown; the axes are checked in any case
         if name is not None and name not in PRESETS:
-            return settings  # a user's own objective
+            return settings  # a user's objective
         wrong = {axis: reason for axis, value in settings.items() if (reason := axis_problem(axis, value))}
         if name is not None:
             bounds = " and ".join(bounds_of(PRESETS[name].settings))
@@ -81,7 +81,7 @@ class ObjectiveConfig(Section):
 
     @property
     def divergence(self) -> str:
-        """Return the axis `divergence` of a preset with these settings, empty for an objective of the user."""
+        """Return the preset's `divergence` axis with these settings; empty for a user's objective."""
         return override(PRESETS[self.name].settings, self.settings).divergence if self.name in PRESETS else ""
 
     @property

@@ -1,7 +1,7 @@
 """Defines the typed tree of all settings.
 
-Each field is described once, in the file of its section in this folder. Defaults follow the DPPO paper where it has
-one. The type of a field has the rules for its value; `dppo_megatron.checks` has the rules between fields.
+Each field is described once, in the section's file in this folder. Defaults follow the DPPO paper where it gives a
+value. A field's type has the rules for the value; `dppo_megatron.checks` has the rules between fields.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class Config(Section):
 
     @property
     def probe_tolerance(self) -> float:
-        """Return the largest mean log-prob difference of engine and trainer, in nats, that their precisions explain."""
+        """Return the largest mean engine-trainer log-prob difference, in nats, that the precisions explain."""
         if self.weight_sync.probe_tolerance is not None:
             return self.weight_sync.probe_tolerance
         if self.engine.exact:
             return 0.0
         if self.engine.quantization != "none" or self.model.fp8 != "none":
             return 1.0
-        # An fp16 number has three bits more than a bf16 one, so its rounding error is an eighth.
+        # An fp16 significand has three more bits than a bf16 significand, so the rounding error is an eighth.
         tolerance = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.3}
         return max(tolerance[self.model.dtype], tolerance[self.engine.dtype])
 
@@ -113,33 +113,33 @@ class Config(Section):
 
     @property
     def started_engines(self) -> int:
-        """Return the number of engines that the run starts itself."""
+        """Return how many engines the run starts."""
         return self.engine.count if self.samples and not self.engine.urls else 0
 
     @property
     def started_teachers(self) -> dict[str, Path]:
-        """Return the models of the teachers that the run serves, by name."""
+        """Return the model path for each teacher that the run serves, by teacher name."""
         teachers = self.distillation.teachers if self.samples else {}
         return {name: t.path for name, t in teachers.items() if t.path is not None and not t.in_trainer}
 
     @property
     def trainer_teacher(self) -> Path | None:
-        """Return the model of the teacher in the trainer's memory, or None."""
+        """Return the model path for the teacher in the trainer's memory, or None."""
         return next((teacher.path for teacher in self.distillation.teachers.values() if teacher.in_trainer), None)
 
     @property
     def servers_teach(self) -> bool:
-        """Return whether servers list the tokens of teachers, so that the bank has these lists."""
+        """Return whether servers list the teachers' tokens, so that the bank has these lists."""
         return bool(self.distillation.teachers) and self.trainer_teacher is None
 
     @property
     def engine_devices(self) -> int:
-        """Return the number of GPUs of the engines that the run starts."""
+        """Return how many GPUs the started engines use."""
         return self.started_engines * self.engine.devices
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """Return every evaluated set by name, with its own or the default length, grader and template."""
+        """Return every evaluated set by name, with defaults for an unset length, grader and template."""
         greedy = {"path": self.data.eval, "pass_reward": self.eval.pass_reward}
         heldout = {} if self.data.eval is None else {HELDOUT: EvalSet.model_validate(greedy)}
         longest = self.eval.max_response_tokens or self.rollout.max_response_tokens
@@ -155,12 +155,12 @@ class Config(Section):
         }
 
     def data_of(self, one: EvalSet) -> DataConfig:
-        """Return the settings for reading the rows of one of `eval_sets`."""
+        """Return the settings for reading an evaluated set's rows."""
         return self.data.model_copy(update={"prompt_template": one.prompt_template})
 
     @property
     def response_tokens(self) -> dict[str, int]:
-        """Return a mapping of each setting to its largest number of tokens of a trained or evaluated response."""
+        """Return the longest trained or evaluated response, in tokens, that each setting allows, by setting."""
         lengths = {"rollout.max_response_tokens": self.rollout.max_response_tokens}
         for name, one in self.eval_sets.items():
             set_limit = name in self.eval.sets and self.eval.sets[name].max_response_tokens
@@ -175,10 +175,11 @@ class Config(Section):
         return prompt + response, f"data.max_prompt_tokens = {prompt} + {setting} = {response}"
 
     def too_long(self, positions: int, prompt: int | None = None, response: int = 0, sampled: int = 0) -> str | None:
-        """Return the sequence that exceeds `positions` or a limit of the run, in words; None if there is none.
+        """Describe the sequence that exceeds `positions` or a limit in the config. Return None if no sequence does.
 
-        positions: tokens that a model or server can read. prompt, response: tokens of a sequence that exists; default:
-        the longest that may be sampled. A response that exists may have `rollout.max_response_tokens`.
+        positions: tokens that a model or server can read.
+        prompt, response: tokens in an existing sequence; default: the longest sequence that may be sampled. An existing
+        response may have up to `rollout.max_response_tokens`.
         sampled: 1 if the sequence goes to a server, which samples another token.
         """
         if prompt is None:
@@ -192,7 +193,7 @@ class Config(Section):
 
     @property
     def request_timeout_s(self) -> float:
-        """Return the time limit of one request to an engine, in seconds."""
+        """Return how many seconds an engine request may take."""
         return self.engine.request_timeout_s or 600.0 + 0.5 * max(self.response_tokens.values())
 
     @property

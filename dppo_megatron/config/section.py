@@ -1,4 +1,4 @@
-"""Defines the base class of sections, and the types of settings with their plausible ranges."""
+"""Defines the base class for sections, and setting types with plausible ranges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refusal(reason: str) -> PydanticCustomError:
 
 
 def setting(default: Any, description: str, **limits: Any) -> Any:
-    """Declare a setting with its default, its description in docs/settings.md, and limits of its value."""
+    """Declare a setting with a default, a description for docs/settings.md, and value limits."""
     return Field(default, description=description, **limits)
 
 
@@ -100,5 +100,5 @@ FilePath = Annotated[Path, BeforeValidator(_a_path)]
 Url = Annotated[str, AfterValidator(_a_url)]
 Host = Annotated[str, AfterValidator(_a_host)]
 EnvironmentName = Annotated[str, Field(pattern=r"^[^=]+$")]
-# Accepts null as well, for which `Config` derives a value. Only a section outside a `Config` contains the null.
+# Also accepts null, for which `Config` derives a value. Null remains only in a section outside a `Config`.
 Derived = WrapValidator(lambda value, validate: None if value is None else validate(value))

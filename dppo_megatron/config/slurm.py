@@ -1,4 +1,4 @@
-"""Defines the section `slurm`: the job of a run, and the settings of its site."""
+"""Defines the section `slurm`: a run's job, and the site's settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GRES = re.compile(r"(?:gpu:)?(?:((?=[^:]*[A-Za-z])[\w.+-]+):)?(\d{1,9})(?:\([^(
 
 
 def _written(pattern: str, form: str) -> AfterValidator:
-    """Require a value of a batch script to match `pattern`, which the error describes as `form`."""
+    """Require a batch script value to match `pattern`, which the error describes as `form`."""
 
     def check(value: str) -> str:
         if not value.isprintable() or len(value.encode()) > 4000 or not re.fullmatch(pattern, value, re.ASCII):
@@ -76,7 +76,7 @@ class SlurmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _gres(cls, tree: Any) -> Any:
-        """Accept Slurm's notation: `gpu:h100:8(S:0-1)` means 8 GPUs of the type h100."""
+        """Accept Slurm's notation: `gpu:h100:8(S:0-1)` means 8 GPUs of type h100."""
         for count, kind in (("gpus_per_node", "gpu_type"), ("engine_gpus_per_node", "engine_gpu_type")):
             value = tree.get(count) if isinstance(tree, dict) else None
             if isinstance(value, str) and (gres := _GRES.fullmatch(value)):

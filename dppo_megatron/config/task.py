@@ -1,4 +1,4 @@
-"""Defines the sections `data`, `reward`, `environment` and `eval`: prompts, and the value of responses to them."""
+"""Defines the sections `data`, `reward`, `environment` and `eval`: prompts, and the grading of responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Weight = Annotated[Float, Field(gt=0, le=1e6)]
 
 
 class DataFile(Section):
-    """Names one more file of training prompts."""
+    """Names another file with training prompts."""
 
     path: FilePath = Field(description="as data.train")
     weight: Weight = setting(1.0, "prompts of this file for each one of data.train")
@@ -38,7 +38,7 @@ class DataConfig(Section):
 
     @property
     def train_files(self) -> tuple[tuple[Path, float], ...]:
-        """Return every file of training prompts with its weight."""
+        """Return every training prompt file and its weight."""
         return (self.train, 1.0), *((file.path, file.weight) for file in self.more)
 
 
@@ -98,12 +98,12 @@ class EnvironmentConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """Return the imported class or function. With None a response is one turn."""
+        """Return the name of the class or function to import. With None a response is one turn."""
         return self.name or self.agent
 
     @property
     def setting(self) -> str:
-        """Return the name of the setting with that class or function."""
+        """Return the setting that names the class or function."""
         return "environment.name" if self.agent is None else "environment.agent"
 
     @property
@@ -111,7 +111,7 @@ class EnvironmentConfig(Section):
         return f"{self.setting} = {self.source}"
 
 
-HELDOUT = "heldout"  # the name of the set of data.eval
+HELDOUT = "heldout"  # name of the data.eval set
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 

@@ -1,4 +1,4 @@
-"""Parses YAML into plain values with the scalars of YAML 1.2, and rejects repeated, hidden and huge content."""
+"""Parses YAML into plain values with YAML 1.2 scalars, and rejects repeated, hidden and huge content."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dppo_megatron.errors import bounded
 
 MOST_BYTES = 1 << 18
 DEEPEST = 32
-_MOST_VALUES = 1 << 20  # characters and values, with the content of an alias counted each time
+_MOST_VALUES = 1 << 20  # characters and values; alias content counts each time
 _STR = "tag:yaml.org,2002:str"
 
 
 class YamlError(ValueError):
-    """Raised for text that is not YAML or unsuitable for a config. The message has the position."""
+    """Raised for text that is not YAML or is unsuitable for a config. The message has the position."""
 
 
 def parse(text: str) -> tuple[Any, list[str]]:
@@ -32,7 +32,7 @@ def parse(text: str) -> tuple[Any, list[str]]:
         at = error.problem_mark
         place = "" if at is None else f"line {at.line + 1}, column {at.column + 1}: "
         setting = f"{bounded('.'.join(loader.path), 200)}: " if loader and loader.path else ""
-        prefix = "" if at is None else (at.buffer or "")[at.pointer - at.column : at.pointer + 1]  # of the line
+        prefix = "" if at is None else (at.buffer or "")[at.pointer - at.column : at.pointer + 1]  # up to the problem
         tab = re.search(r"^ *\t|\t$", prefix)
         problem = "a tab, which YAML does not allow here; use spaces" if tab else plain_words(error.problem or "")
         raise YamlError(f"not valid YAML: {place}{setting}{problem}") from None
@@ -44,28 +44,28 @@ def parse(text: str) -> tuple[Any, list[str]]:
 
 
 def plain_words(problem: str) -> str:
-    """Return a problem that PyYAML found in words of a config; our own problems are unchanged."""
+    """Return a PyYAML problem in config terms; other problems are unchanged."""
     return next((words for pattern, words in _PYYAML if re.search(pattern, problem)), problem)
 
 
 def read_words(file: str) -> list[tuple[str, str]]:
-    """Return (kind of error, its sentence) for each line `KIND -> SENTENCE` of a file in this folder."""
+    """Return (error kind, sentence) for each line `KIND -> SENTENCE` in a file in this folder."""
     lines = Path(__file__).with_name(file).read_text().splitlines()
     return [(kind, words) for kind, _, words in (line.partition(" -> ") for line in lines)]
 
 
 def _apart(value: Any) -> Any:
-    """Copy parts that two aliases share, so that an override of one does not change the other."""
+    """Copy parts that two aliases share, so that an override changes only one place."""
     if isinstance(value, dict):
         return {key: _apart(inner) for key, inner in value.items()}
     return [_apart(inner) for inner in value] if isinstance(value, list) else value
 
 
 class _Loader(yaml.SafeLoader):
-    """Records repeated keys of a mapping. PyYAML would silently use the last one."""
+    """Records repeated mapping keys. PyYAML would silently use the last value."""
 
     def __init__(self, text: str):
-        super().__init__(_HIDDEN.sub(_STAND_IN, text))  # PyYAML's own error would not name the setting
+        super().__init__(_HIDDEN.sub(_STAND_IN, text))  # PyYAML's error would not name the setting
         self._text = text
         self.repeated: list[str] = []
         self.path: list[str] = []  # names of the current sections and setting
@@ -119,14 +119,14 @@ class _Loader(yaml.SafeLoader):
             if len(pairs) > 1:
                 lines = ", ".join(str(key.start_mark.line + 1) for key, _ in pairs)
                 self.repeated.append(f"{'.'.join([*self.path, name])}: given in lines {lines}; merge them into one")
-                # A setting of an earlier section is not missing: read all of them.
+                # Merge all repeated sections, so that no setting in them counts as missing.
                 inner = [pair for _, value in pairs if isinstance(value, yaml.MappingNode) for pair in value.value]
                 if inner:
                     node.value.append((pairs[0][0], yaml.MappingNode("tag:yaml.org,2002:map", inner)))
         return node
 
 
-_PYYAML = read_words("yaml_words.txt")  # regular expression of a problem -> sentence
+_PYYAML = read_words("yaml_words.txt")  # problem pattern -> sentence
 # These characters are invisible, or UTF-8 cannot encode them. Line breaks and tabs are text.
 _HIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ud800-\udfff\ufdd0\ufffe\uffff]")
 _STAND_IN = "\ufdd0"  # a character that no text contains

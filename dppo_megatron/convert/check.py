@@ -1,4 +1,4 @@
-"""Reports the supported and missing features of a model directory from its config.json, with or without weights."""
+"""Reports a model directory's supported and missing features from config.json, with or without weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _NEUTRAL = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Lists facts of a supported model, problems that prevent its use, and keys that its `family` does not read."""
+    """Lists facts about a supported model, problems that prevent its use, and keys that `family` does not read."""
 
-    family: str  # for an unknown architecture the nearest one
+    family: str  # for an unknown architecture the nearest family
     supported: tuple[str, ...]
     missing: tuple[str, ...]
     unread: tuple[str, ...]
@@ -49,7 +49,7 @@ class Support:
 
 
 def check(directory: Path) -> Support:
-    """Check a directory that has at least a config.json. Reads only headers of weights, and builds no model.
+    """Check a directory that has at least a config.json. Reads only weight headers, and builds no model.
 
     An unknown architecture is compared with the nearest family. Raises `ModelError` without a readable config.json.
     """

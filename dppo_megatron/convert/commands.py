@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 class VerificationFailed(ExpectedError, RuntimeError):
-    """Raised when the two sides of a conversion compute different logits."""
+    """Raised when the Hugging Face and the Megatron model compute different logits."""
 
 
 CheckOption = Annotated[

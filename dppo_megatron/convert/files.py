@@ -1,4 +1,4 @@
-"""Computes fingerprints of a conversion's source files, and finds the HF directory of a Megatron checkpoint."""
+"""Computes fingerprints of source files, and finds a Megatron checkpoint and the checkpoint's HF directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fingerprint_of(directory: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Like `checkpoint_at`, but return None if there is no Megatron checkpoint."""
+    """Find a checkpoint as `checkpoint_at` does, but return None if there is no Megatron checkpoint."""
     path = run_of(path)
     for directory in (path, path / "checkpoints"):
         latest = directory / "latest"
@@ -30,7 +30,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Return `path` itself, or the newest checkpoint if it is a run or its `checkpoints` directory.
+    """Return `path`, or the newest checkpoint if `path` is a run or a `checkpoints` directory.
 
     Raises `ModelError` if there is no Megatron checkpoint.
     """
@@ -45,9 +45,10 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def template_for(checkpoint: Path) -> Path:
-    """Return the HF directory with a checkpoint's config.json and tokenizer: inside it, or its run's model.path.
+    """Return the HF directory with a checkpoint's config.json and tokenizer.
 
-    Raises `ModelError` if neither is there, `ConfigError` if the run's config cannot be read.
+    It is inside the checkpoint, or the run's model.path. Raises `ModelError` if neither exists, and `ConfigError` if
+    the run's config cannot be read.
     """
     if (inside := model_directory(checkpoint)) != checkpoint:
         return inside

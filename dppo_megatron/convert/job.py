@@ -1,17 +1,17 @@
-"""Runs a conversion. Processes share the shards, each finished shard has a receipt, and one rename ends the job.
+"""Runs a conversion. Processes share the shards, each finished shard has a receipt, and a final rename ends the job.
 
-    .NAME.writing/                the directory in progress, next to its destination
+    .NAME.writing/                the directory in progress, next to the destination
         <shards>
         .conversion/job.json      source and settings; written first
-        .conversion/lock          held by process 0
-        .conversion/<shard>.json  receipt of a finished shard, written when its bytes are on disk
-        .conversion/failed.<rank> the error of a process
-        .conversion/writing.*/    a shard in progress, of one process; renamed when it is on disk
+        .conversion/lock          locked by process 0
+        .conversion/<shard>.json  receipt for a finished shard, written when the shard is on disk
+        .conversion/failed.<rank> error message of a process
+        .conversion/writing.*/    a process's shard in progress; renamed when it is on disk
 
-Processes communicate only through this directory. Each takes the shards with its rank as the remainder of the shard
-number modulo the number of processes: with 2 processes rank 0 takes shards 0, 2, 4. Process 0 waits for all receipts
-and renames. A killed conversion loses only the shards in progress. A conversion that was started twice writes a shard
-twice, but never into a file that has a receipt.
+Processes communicate only through this directory. Process r of n writes the shards with numbers r, r + n, r + 2n:
+with 2 processes, process 0 writes shards 0, 2, 4. Process 0 waits for all receipts and renames the directory. A killed
+conversion loses only the shards in progress. If a conversion is started twice, it may write a shard twice, but never
+into a file that has a receipt.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 
 class Conversion(Protocol):
-    """Defines a conversion. Every process builds the same one, which reads only headers and rejects bad sources."""
+    """Defines a conversion. Every process builds it; building reads only headers and rejects bad sources."""
 
     source: Path
     destination: Path
     config: HFModelConfig
-    shards: list[str]  # file names, in the order of their numbers
+    shards: list[str]  # file names, in order of shard number
 
     @property
     def nbytes(self) -> int:
@@ -65,25 +65,25 @@ class Conversion(Protocol):
         """Return JSON that is equal for two attempts only if their shards belong together."""
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
-        """Write one shard to disk and return its record for `finish`, JSON. Calls `tick` at intervals."""
+        """Write a shard to disk and return a JSON record for `finish`. Calls `tick` at intervals."""
 
     def table(self) -> Iterator[str]:
         """Yield lines that map source tensors to converted ones, for `--dry-run`."""
 
     def finish(self, staging: Path, records: list[dict[str, Any]]) -> None:
-        """Add the files of the whole model once all shards are in `staging`."""
+        """Add the files for the whole model once all shards are in `staging`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionWorker:
-    """Identifies the rank of this process among the converting processes."""
+    """Identifies this process by rank among the converting processes."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def from_environment(cls) -> ConversionWorker:
-        """Read the variables of torchrun (RANK) or srun (SLURM_PROCID); without them it is a single process."""
+        """Read the variables from torchrun (RANK) or srun (SLURM_PROCID). Without them this is a single process."""
         for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
             if rank in os.environ and size in os.environ:
                 return cls(int(os.environ[rank]), int(os.environ[size]))
@@ -91,10 +91,10 @@ class ConversionWorker:
 
 
 def prepare(conversion: Conversion, resume: bool) -> None:
-    """Create the staging directory, or with `resume` check that the existing one is of this conversion.
+    """Create the staging directory. With `resume`, check that an existing directory belongs to this conversion.
 
     Raises `ModelError` for an existing destination, an interrupted conversion without `resume`, an interrupted
-    conversion of other files or settings, and too little disk space.
+    conversion with other files or settings, and too little disk space.
     """
     refuse_existing(conversion.destination, overwrite=False)
     staging = staging_of(conversion.destination)
@@ -105,7 +105,7 @@ def prepare(conversion: Conversion, resume: bool) -> None:
         temp_dir = staging.with_name(f"{staging.name}.{os.getpid()}")
         (temp_dir / _NOTES).mkdir(parents=True)
         write_json(temp_dir / _NOTES / _JOB, job)
-        temp_dir.rename(staging)  # atomic: other processes never see it without its job.json
+        temp_dir.rename(staging)  # atomic: other processes never see it without job.json
         return
     if not resume:
         raise ModelError(
@@ -129,11 +129,12 @@ def run(
     show: Show = lambda written: None,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write this worker's shards; worker 0 then waits for the others and renames. Call `prepare` first.
+    """Write this worker's shards. Worker 0 then waits for the others and renames the directory. Call `prepare` first.
 
     `show` is called with a function that returns the bytes written. `watch` is called while waiting and may raise.
-    Raises the error of a shard. Worker 0 also raises `ModelError` with the errors of the others, with shards that made
-    no progress for ten minutes, or if another worker 0 runs. Finished shards stay for `--resume`.
+    Raises any error from writing a shard. Worker 0 also raises `ModelError` with the other workers' errors, with the
+    missing shards if nothing was written for ten minutes, or if another worker 0 runs. Finished shards stay for
+    `--resume`.
     """
     staging = staging_of(conversion.destination)
     with _lock_job(staging) if worker.rank == 0 else contextlib.nullcontext():
@@ -164,7 +165,7 @@ def run(
 
 
 def _lock_job(staging: Path) -> FileLock:
-    """Reject a second process 0, which would rename while the other is still writing."""
+    """Reject a second process 0, which would rename while the first is still writing."""
     try:
         return FileLock(staging / _NOTES / _LOCK, needed=False)
     except LockHeld as error:
@@ -172,7 +173,7 @@ def _lock_job(staging: Path) -> FileLock:
 
 
 def _write_shard(conversion: Conversion, index: int, staging: Path, tick: Callable[[], None]) -> None:
-    """Write one shard under a temporary name, rename it when it is on disk, then write the receipt."""
+    """Write a shard to disk under a temporary name, rename it, then move the receipt into place."""
     shard, notes = conversion.shards[index], staging / _NOTES
     prefix = f"{_WRITING}{socket.gethostname()}.{os.getpid()}."
     with tempfile.TemporaryDirectory(dir=notes, prefix=prefix) as directory:
@@ -197,7 +198,7 @@ def _refuse_other_job(staging: Path, job: dict[str, Any]) -> None:
 
 
 def _receipt(staging: Path, shard: str) -> dict[str, Any] | None:
-    """Return the receipt of a complete shard, else None."""
+    """Return a complete shard's receipt, else None."""
     try:
         receipt = json.loads((staging / _NOTES / f"{shard}.json").read_text())
         return receipt if (staging / shard).stat().st_size == receipt["nbytes"] else None
@@ -232,7 +233,7 @@ def _wait_for_job(staging: Path, conversion: Conversion) -> None:
 def _records_of_all(
     staging: Path, shards: list[str], worker: ConversionWorker, tick: Callable[[], None], watch: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Wait for the receipts of all processes and return their records, in the order of `shards`."""
+    """Wait for all processes' receipts and return the records, in the order of `shards`."""
     last, deadline = -1, 0.0
     receipts: dict[str, dict[str, Any]] = {}
     while True:
@@ -260,9 +261,9 @@ def convert(
 ) -> Conversion | None:
     """Run the conversion that `build` returns. `build` must be picklable if `processes` > 1.
 
-    `worker` is the rank of this process, by default from the environment, else the first of `processes`. Returns the
-    conversion on rank 0 and None on the other ranks of torchrun or srun. Raises `ModelError` as `build`, `prepare` and
-    `run` do.
+    `worker` identifies this process, by default from the environment, else as the first of `processes`. Returns the
+    conversion on rank 0, and None on other torchrun or srun ranks. Raises `ModelError` as `build`, `prepare` and `run`
+    do.
     """
     worker = worker or ConversionWorker.from_environment()
     if worker.size > 1:

@@ -1,4 +1,4 @@
-"""Divides a Megatron checkpoint into one file for each rank that saves weights."""
+"""Divides a Megatron checkpoint into a file per rank that saves weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dppo_megatron.hf import Entry, HFModelConfig
 
 @dataclass(frozen=True, slots=True)
 class TargetLayout:
-    """Describes the parallel sizes of the ranks that the files are written for.
+    """Describes the parallel sizes that the files are written for.
 
-    Megatron loads the checkpoint at any other sizes too. At these sizes each rank reads one file. If the stages do not
-    divide the layers, some stages have one more layer than others.
+    At these sizes each rank reads one file. Megatron also loads the checkpoint at any other sizes. If the stage
+    count does not divide the layer count, some stages have one more layer than others.
     """
 
     tensor: int = 1
@@ -26,7 +26,7 @@ class TargetLayout:
         return self.expert_tensor or self.tensor
 
     def problems(self, config: HFModelConfig) -> list[str]:
-        """Return every reason why a model does not fit this layout, each `option = value: why`."""
+        """Return every reason why a model does not fit this layout, as `option = value: why`."""
         sizes = {"--tensor": self.tensor, "--pipeline": self.pipeline, "--expert": self.expert}
         sizes["--expert-tensor"] = self.expert_tensor_size
         if out := [f"{name} = {size}: must be at least 1" for name, size in sizes.items() if size < 1]:
@@ -53,21 +53,21 @@ class TargetLayout:
         return out
 
     def source_ranks(self, config: HFModelConfig) -> list[SourceRank]:
-        """Return the ranks that save weights, stage by stage: the first data-parallel replica."""
+        """Return the ranks that save weights, stage by stage. They form the first data-parallel replica."""
         width = self.tensor if config.moe is None else max(self.tensor, self.expert_tensor_size * self.expert)
         return [SourceRank(self, stage, rank) for stage in range(self.pipeline) for rank in range(width)]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRank:
-    """Describes one rank of one pipeline stage."""
+    """Describes a rank in a pipeline stage."""
 
     layout: TargetLayout
     stage: int
     rank: int
 
     def shard_of(self, entry: Entry, config: HFModelConfig) -> tuple[int, int] | None:
-        """Return this rank's index in the group that shards an entry, and the group's size. None without a shard."""
+        """Return (rank, size) in the group that shards an entry, or None if this rank has no shard."""
         layout = self.layout
         if entry.rule.duplicate or self._stage_of(entry, config) != self.stage:
             return None

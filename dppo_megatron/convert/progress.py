@@ -1,4 +1,4 @@
-"""Shows the progress of a conversion on the terminal or in the log."""
+"""Shows conversion progress on the terminal or in the log."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Show = Callable[[Callable[[], int]], None]
 
 @contextmanager
 def shown_progress(description: str, nbytes: int) -> Iterator[Show]:
-    """Yield a function that shows the bytes that its argument returns, at most every few seconds.
+    """Yield a function that shows progress. It takes a function that returns the bytes written so far.
 
-    It moves a bar on a terminal, or writes a line at intervals to a log.
+    On a terminal it moves a bar, at most every 0.2 s. To a log it writes a line, at most every 30 s.
     """
     console = Console(stderr=True)
     live, shown = console.is_terminal, time.monotonic()

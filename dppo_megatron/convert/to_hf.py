@@ -23,9 +23,9 @@ class ToHF:
     """Converts to a Hugging Face directory; a `Conversion` (see `job`).
 
     Files have whole weights and at most `shard_bytes`, but at least one weight. `template` has config.json and
-    tokenizer. `dtype` None keeps the dtype of each tensor, bf16 for FP8; `quantization` "fp8_block" stores the
-    projections as block-scaled FP8. Raises `ModelError` with every weight that the source lacks or has in another
-    shape. If the model has vision, only its text model is converted (see `hf.text_model`).
+    tokenizer. `dtype` None keeps each tensor's dtype, or bf16 for FP8. `quantization` "fp8_block" stores the
+    projections as block-scaled FP8. If the model has vision, only the text model is converted (see `hf.text_model`).
+    Raises `ModelError` listing every missing, misshaped and unexpected weight.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ToHF:
         }
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
-        """Write one file. Raises `ModelError` naming every tensor in it that is not finite."""
+        """Write a file. Raises `ModelError` naming every tensor in the file that overflows or is not finite."""
         announced = {name: info for entry in self._groups[index] for name, info in self._written_info(entry).items()}
         not_finite = []
         with SafetensorsFile(path, announced) as file:
@@ -97,7 +97,7 @@ class ToHF:
         copy_metadata(self._template, staging, self._main_dtype(), quantization, self.config.raw)
 
     def table(self) -> Iterator[str]:
-        """Yield a line for each Megatron tensor with its HF tensors and their file."""
+        """Yield a line for each HF tensor with the Megatron tensor and the file."""
         for file, group in zip(self.shards, self._groups, strict=True):
             for entry in group:
                 for name, info in self._written_info(entry).items():
@@ -105,7 +105,7 @@ class ToHF:
                     yield f"{entry.megatron} -> {name} {list(info.shape)} {dtype} in {file}"
 
     def _main_dtype(self) -> torch.dtype:
-        """Return the dtype for config.json: the dtype of most bytes that are not quantised."""
+        """Return the dtype for config.json: the dtype with the most bytes before quantization."""
         sizes: Counter[torch.dtype] = Counter()
         for entry in itertools.chain(*self._groups):
             for info in self._plain_info(entry).values():
@@ -113,7 +113,7 @@ class ToHF:
         return sizes.most_common(1)[0][0]
 
     def _group_entries(self) -> list[list[Entry]]:
-        """Divide the entries into files, in order. A fused weight, whose parts are read at once, stays in one file."""
+        """Divide the entries into files, in order. A fused weight is read as a whole, so it stays in one file."""
         groups: list[list[Entry]] = []
         filled = 0
         for entry in self._map.entries():
@@ -129,7 +129,7 @@ class ToHF:
 
     def _cast(self, name: str, info: TensorInfo) -> torch.Tensor:
         tensor = self._weights.tensor(name)
-        # Quantise from the source's dtype, because an earlier cast would add to the error.
+        # Quantize from the source's dtype, because an earlier cast would add to the error.
         return tensor if self._quantization and fp8.is_quantized(name) else tensor.to(info.dtype)
 
     def _written_info(self, entry: Entry) -> dict[str, TensorInfo]:

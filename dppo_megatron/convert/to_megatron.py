@@ -25,10 +25,10 @@ _OVERHEAD = 4096  # bytes of a stored tensor's archive and metadata
 
 
 class ToMegatron:
-    """Converts to one file for each source rank of `layout`; a `Conversion` (see `job`).
+    """Converts to a file for each source rank in `layout`; a `Conversion` (see `job`).
 
-    `dtype` None keeps the dtype of each tensor, bf16 for FP8. Raises `ModelError` with every missing, unexpected and
-    misshaped tensor and every size that does not divide.
+    `dtype` None keeps each tensor's dtype, or bf16 for FP8. Raises `ModelError` listing every size that does not
+    divide, or every missing, unexpected and misshaped tensor.
     """
 
     def __init__(self, source: Path, destination: Path, layout: TargetLayout, dtype: torch.dtype | None = None):
@@ -69,7 +69,7 @@ class ToMegatron:
         }
 
     def write_shard(self, index: int, path: Path, tick: Callable[[], None]) -> dict[str, Any]:
-        """Write the file of one rank. Raises `ModelError` naming every tensor in it that is not finite."""
+        """Write a rank's file. Raises `ModelError` naming every tensor in the file that overflows or is not finite."""
         not_finite = []
         with TorchDistFile(path) as file:
             for entry, (rank, size) in self._shards_on(self._ranks[index]):
@@ -94,7 +94,7 @@ class ToMegatron:
         write_torch_dist_metadata(staging, chunks)
 
     def table(self) -> Iterator[str]:
-        """Yield a line for each HF tensor with its Megatron tensor and file."""
+        """Yield a line for each HF tensor with the Megatron tensor and the file."""
         for entry in self._map.entries():
             if entry.rule.duplicate:
                 continue
@@ -112,12 +112,12 @@ class ToMegatron:
         return possible_locations(entry, self.config, layers_stacked=self._layers_stacked)
 
     def _shape(self, entry: Entry) -> tuple[int, ...]:
-        """Return the shape of the whole Megatron tensor of one layer and expert."""
+        """Return the whole Megatron tensor's shape, for one layer and expert."""
         parts = {t.name: torch.empty(t.shape, device="meta") for t in entry.hf}
         return tuple(self._map.to_megatron(entry, parts).shape)
 
     def _shards_on(self, source: SourceRank) -> Iterator[tuple[Entry, tuple[int, int]]]:
-        """Yield each entry with a shard in the file of `source`, and index and number of the entry's shards."""
+        """Yield each entry with a shard in the file of `source`, together with (shard index, shard count)."""
         for entry in self._map.entries():
             if (shard := source.shard_of(entry, self.config)) is not None:
                 yield entry, shard

@@ -1,6 +1,6 @@
 """Compares the logits of a Hugging Face directory and a Megatron checkpoint, and finds the first layer that differs.
 
-Both models need the memory of one process, in fp32.
+One process builds both models in fp32 and needs memory for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Describes the difference between the outputs of two models on the same tokens."""
+    """Describes how two models' outputs differ on the same tokens."""
 
     logits: float  # largest absolute difference
     scale: float  # largest absolute logit
@@ -46,7 +46,7 @@ class Comparison:
 
 
 def verify(hf_dir: Path, checkpoint: Path) -> Comparison:
-    """Compare transformers' model of `hf_dir` with the trainer's Megatron model of `checkpoint` on random tokens.
+    """Compare transformers' model in `hf_dir` with the trainer's Megatron model in `checkpoint` on random tokens.
 
     If one side stores a weight in fewer bits (bf16, FP8), the other side is rounded in the same way, so that the result
     shows the conversion and not the rounding. Raises `ModelError` for a model that the trainer cannot build here.
@@ -77,7 +77,7 @@ def compare(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> Com
 
 @torch.no_grad()
 def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource) -> dict[str, Tensor]:
-    """Return the output of each part of the model in `hf_dir`, with weights rounded as in `rounded_as`."""
+    """Return each model part's output for `hf_dir`, with weights rounded as in `rounded_as`."""
     import transformers
 
     kind = getattr(transformers, read_hf_config(hf_dir).architecture)
@@ -100,7 +100,7 @@ def outputs_of_transformers(hf_dir: Path, ids: Tensor, rounded_as: WeightSource)
 def outputs_of_megatron(
     hf_dir: Path, ids: Tensor, checkpoint: Path, rounded_as: SafetensorsDirectory
 ) -> dict[str, Tensor]:
-    """Return the output of each part of the trainer's model of `checkpoint`, rounded as in `rounded_as`."""
+    """Return each part's output in the trainer's model from `checkpoint`, with weights rounded as in `rounded_as`."""
     from dppo_megatron.actor import Actor, check_model, init_layout
     from dppo_megatron.hf.megatron_model import unwrap
 
@@ -127,7 +127,7 @@ def outputs_of_megatron(
 
 @contextlib.contextmanager
 def record_outputs(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that collects the last output of each module by name. Of a tuple it keeps the first value."""
+    """Yield a dict that collects each module's last output by name. From a tuple it keeps the first value."""
     outputs: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
@@ -146,7 +146,7 @@ def record_outputs(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]
 
 @contextlib.contextmanager
 def _full_precision(hf_dir: Path, config: HFModelConfig) -> Iterator[Path]:
-    """Yield `hf_dir`. Yield a dequantised copy if it is FP8, for which transformers needs further packages."""
+    """Yield `hf_dir`, or a dequantized copy of quantized weights, for which transformers needs further packages."""
     if config.quantization is None:
         yield hf_dir
         return
@@ -187,7 +187,7 @@ def trainer_config(hf_dir: Path) -> Config:
 
 @contextlib.contextmanager
 def _without_rank_variables() -> Iterator[None]:
-    """Hide the variables of torchrun within the context, because only this process builds the model."""
+    """Hide torchrun's variables within the context, because only this process builds the model."""
     saved = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Maps weights between HF and Megatron; loading, saving, conversion and weight sync share this one map."""
+"""Maps weights between HF and Megatron. Loading, saving, conversion and weight sync share this map."""
 
 from . import fp8
 from .errors import ModelError

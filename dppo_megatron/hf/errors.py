@@ -1,4 +1,4 @@
-"""Defines `ModelError`, the error of `dppo_megatron.hf`."""
+"""Defines `ModelError`, which `dppo_megatron.hf` raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dppo_megatron.errors import ExpectedError, listing
 
 
 class ModelError(ExpectedError, ValueError):
-    """Raised for a model directory or tensors that cannot be used. Each line of the message names a problem."""
+    """Raised for a model directory or tensors that cannot be used. Each message line names a problem."""
 
     def __init__(self, source: str, problems: Sequence[str]):
         self.source = source

@@ -1,4 +1,4 @@
-"""Exports the weights of live Megatron ranks under Hugging Face names, streamed for weight sync or to a directory."""
+"""Exports weights from live Megatron ranks under Hugging Face names, as a stream for weight sync or to a directory."""
 
 from __future__ import annotations
 
@@ -43,19 +43,22 @@ def export_weights(
     quantization: Quantization | None = None,
     before_gather: BeforeGather = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HF name, whole tensor) of every weight that this rank exports. Every rank must exhaust its iterator.
+    """Yield (HF name, whole tensor) for every weight that this rank exports. Every rank must exhaust the iterator.
 
-    A weight with an adapter is exported as W + (alpha / r) B A, one tensor at a time. The source rank of a weight is
-    tensor-parallel rank 0 of its pipeline stage (and expert-parallel rank) in the first data-parallel replica. So over
-    all ranks each HF tensor is yielded exactly once.
-    Collectives: local shards fill buckets of at most `bucket_bytes`. Each bucket is one `gather` to the source rank in
-    the tensor- or expert-tensor-parallel group of the first replica. A group of one rank has no collectives. Each rank
-    of the group calls `before_gather` first, which may wait for a late source rank.
+    Only the source rank yields a weight, so over all ranks each HF tensor is yielded exactly once. The source rank is
+    tensor-parallel rank 0 in the weight's pipeline stage (and expert-parallel rank), in the first data-parallel
+    replica. A weight with an adapter is exported as W + (alpha / r) B A, merged one tensor at a time.
+
+    Collectives: local shards fill buckets of at most `bucket_bytes`; a larger shard fills a bucket by itself. A
+    `gather` sends each bucket to the source rank, in the tensor- or expert-tensor-parallel group of the first replica.
+    Stacked expert tensors need another `gather` in the expert-parallel group. A group with one rank has no
+    collectives. Each rank in the group first calls `before_gather`, which may wait for a late source rank.
 
     Tensors are cast to `dtype` before gathering; None keeps each parameter's dtype. With `quantization` "fp8_block" the
-    source rank quantises each whole projection and yields its scales too, as `hf.fp8` describes. With
-    "fp8_block_emulated" it yields the dequantised values in the weight's dtype. Tensors are on the parameters' device
-    and may be views of live parameters, so use or clone them before the next optimizer step.
+    source rank quantizes each whole projection and also yields the scales, as `hf.fp8` describes. With
+    "fp8_block_emulated" it yields the dequantized values, in the dtype before quantization. Tensors are on the
+    parameters' device and may be views of live parameters, so use or clone them before the next optimizer step.
+
     Raises `ModelError` for a parameter without an HF counterpart.
     """
     ranks = ranks or ParallelRanks.current()
@@ -71,10 +74,10 @@ def export_weights(
 def overflowing(
     model_chunks: Sequence[nn.Module], config: HFModelConfig, dtype: torch.dtype, ranks: ParallelRanks | None = None
 ) -> list[str]:
-    """Return a line for each weight whose part on this rank overflows in `dtype`. No collectives.
+    """Return a line for each weight that overflows in `dtype` on this rank. No collectives.
 
     Broadcasts need this check before `export_weights` sends anything. Files are checked as they are written. For fp16
-    it takes one pass over all weights. Other dtypes have the range of fp32 and need no pass.
+    the check reads all local weights once. Other dtypes have fp32's range and need no check.
     """
     if dtype != torch.float16:
         return []
@@ -108,7 +111,7 @@ def export_adapters(
     before_gather: BeforeGather = None,
     folded: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (PEFT's name, whole tensor) of every A and B on its source rank, as `export_weights` does.
+    """Yield (PEFT name, whole tensor) for every A and B on the source rank, as `export_weights` does.
 
     `folded` yields (alpha / r) B instead of B, multiplied in fp32 and rounded once.
     """
@@ -151,7 +154,7 @@ def _whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Cast weights, gather them bucket by bucket, and yield (HF name, whole tensor) on the source ranks."""
     stacks: dict[str, list[Tensor]] = {}
-    # Dense weights come first. They use another group than experts, and all ranks must enter the groups in one order.
+    # All ranks must enter the groups in the same order: dense weights first, then experts, which use another group.
     for experts, group, exports in (
         (False, ranks.tensor, ranks.first_replica),
         (True, ranks.expert_tensor, ranks.first_expert_replica),
@@ -171,14 +174,14 @@ def _complete_stacks(
     group: ShardGroup,
     before_gather: BeforeGather,
 ) -> dict[str, Tensor]:
-    """Add one expert's parts to `stacks`, and return the HF tensors that have all experts on the first rank of `group`.
+    """Add an expert's parts to `stacks`. Return the completed HF tensors, on the first rank of `group` only.
 
-    Collective over the expert-parallel `group`: one gather for each tensor, at its last local expert.
+    Collective over the expert-parallel `group`: a gather for each tensor, when the last local expert is added.
     """
     out = {}
     for name, part in parts.items():
         expert_parts = stacks.setdefault(name, [])
-        expert_parts.append(part.clone())  # a view would keep its bucket
+        expert_parts.append(part.clone())  # a view would keep the whole bucket in memory
         if len(expert_parts) < entry.rule.experts // group.size:
             continue
         stacked = torch.stack(stacks.pop(name))
@@ -194,9 +197,9 @@ def _gathered(
     bucket_bytes: int,
     before_gather: BeforeGather,
 ) -> Iterator[tuple[Entry, list[Tensor]]]:
-    """Yield (entry, shards of all ranks of `group`) on the group's rank 0.
+    """Yield (entry, shards from all ranks in `group`) on the group's rank 0. A replicated weight has one shard.
 
-    Shards of one dtype share a bucket and so a gather, because each of thousands of small gathers would cost latency.
+    Shards with equal dtypes share a bucket and thus a gather, because thousands of small gathers would add latency.
     """
     bucket: list[tuple[Entry, Tensor]] = []
     nbytes = 0
@@ -216,7 +219,7 @@ def _gathered(
 
 
 def _gather(tensor: Tensor, group: ShardGroup, before_gather: BeforeGather) -> list[Tensor]:
-    """Return the tensors of all ranks on the group's rank 0, and none on the other ranks."""
+    """Return every rank's tensor on the group's rank 0, and an empty list on the other ranks."""
     if before_gather is not None:
         before_gather(group)
     received = [torch.empty_like(tensor) for _ in range(group.size)] if group.rank == 0 else None
@@ -227,7 +230,7 @@ def _gather(tensor: Tensor, group: ShardGroup, before_gather: BeforeGather) -> l
 def _gather_bucket(
     bucket: Sequence[tuple[Entry, Tensor]], group: ShardGroup, before_gather: BeforeGather
 ) -> Iterator[tuple[Entry, list[Tensor]]]:
-    """Gather the shards of a bucket in one collective; yield them by entry on the group's rank 0."""
+    """Gather all shards in a bucket with one collective; yield them by entry on the group's rank 0."""
     received = _gather(torch.cat([shard.reshape(-1) for _, shard in bucket]), group, before_gather)
     if not received:
         return
@@ -252,16 +255,20 @@ def save_hf(
 ) -> None:
     """Write a complete HF directory that transformers and the engines load. Collective over all ranks.
 
-    Every source rank (see `export_weights`) writes its own files, so `directory` must be on storage that all ranks
-    share. Config, tokenizer and generation config come from `template_dir`. When all files are complete and on the
-    disk, one rename creates the directory, before any rank returns. `dtype` None keeps the parameters' dtype.
-    `quantization` is as in `export_weights`. `observe` is called with each tensor that this rank writes. `durable` is
-    False if the files may be lost when the machine fails.
+    Every source rank (see `export_weights`) writes separate files, so all ranks must share the storage of `directory`.
+    Config, tokenizer and generation config come from `template_dir`. Once all files are complete, one rename
+    creates the directory before any rank returns.
 
-    Collectives: those of `export_weights`, and all ranks synchronise three times. No rank waits for a disk in a
-    collective. The other ranks wait while the disk accepts bytes, and at most the time-out of `Ranks()` while it does
-    not. An error of any rank is raised on every rank, and no files remain then. `ModelError` means too little disk
-    space or an existing directory without `overwrite`. `OSError` is raised too.
+    dtype: None keeps the parameters' dtype.
+    quantization: as in `export_weights`.
+    observe: called with each tensor that this rank writes.
+    durable: whether all files are on disk before the rename. False if they may be lost when the machine fails.
+
+    Collectives: `export_weights` gathers, and all ranks synchronize three times. No rank waits for a disk in a
+    collective. The other ranks wait as long as the disk accepts bytes, and at most the `Ranks()` timeout once it stops.
+
+    An error on any rank is raised on every rank, and no files remain. Raises `OSError`, and `ModelError` for too little
+    disk space, an existing directory without `overwrite`, or values that overflow.
     """
     config = config or read_hf_config(template_dir)
     ranks = ranks or ParallelRanks.current()
@@ -296,10 +303,10 @@ def write_parts(
     observe: Callable[[str, Tensor], None] | None = None,
     durable: bool = True,
 ) -> list[Part]:
-    """Write the tensors that `pack` returns for each of this rank's tensors to files of `staging`.
+    """Pack each tensor of this rank with `pack`, and write the results to files in `staging`.
 
     `observe` is called with each tensor before `pack`. Errors are raised only after `exported` is exhausted, because
-    its iteration is collective: `ModelError` for values beyond fp16.
+    iterating over it is collective. Raises `ModelError` for values that overflow in fp16 or are not finite in fp32.
     """
     failure = None
     with PartWriter(staging, f"{everyone.rank:05d}", shard_bytes, everyone.alive, durable=durable) as writer:
@@ -312,7 +319,7 @@ def write_parts(
                         observe(name, tensor)
                     for key, packed in pack(name, tensor).items():
                         writer.add(key, packed)
-                except Exception as error:  # the loop continues, because the other ranks wait for this one
+                except Exception as error:  # the loop continues, because the other ranks wait for this rank
                     failure = error
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a model's matrix products, two for each multiply-add, for the plan and the metrics."""
+"""Counts the FLOPs in a model's matrix products, two per multiply-add, for the plan and the metrics."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from .weight_map import WeightMap
 
 
 class Work(NamedTuple):
-    """Counts the work of a forward pass over all ranks. Sequences of 3 and 4 tokens: 7 rows, 6 + 10 = 16 pairs."""
+    """Counts the forward-pass work over all ranks.
+
+    Example: sequences with 3 and 4 tokens have 7 rows and 6 + 10 = 16 pairs.
+    """
 
     rows: int  # tokens that pass through the layers
-    pairs: int  # (query, key) in causal attention: L (L + 1) / 2 for a sequence of L tokens
+    pairs: int  # (query, key) pairs in causal attention: L (L + 1) / 2 for a sequence with L tokens
     head_rows: int  # tokens with loss; no other logits are computed
 
 
 class ModelFlops(NamedTuple):
-    """Contains the FLOPs of a forward pass for each unit of `Work`.
+    """Contains the forward-pass FLOPs per unit of `Work`.
 
-    A token uses `top_k` of the routed experts and all shared ones.
+    A token uses `top_k` routed experts and all shared experts.
     """
 
-    row: int  # projections, feed-forward, routers, states of gated delta net
-    pair: int  # attention scores and their sum over values
+    row: int  # projections, feed-forward, routers, gated delta net states
+    pair: int  # attention scores and the weighted sum of values
     head_row: int
     adapter_row: int = 0  # LoRA; 0 = all weights are trained
 
@@ -47,14 +50,14 @@ class ModelFlops(NamedTuple):
         )
 
     def forward(self, work: Work) -> int:
-        """Return the FLOPs of one pass without gradients."""
+        """Return how many FLOPs a pass without gradients takes."""
         return (self.row + self.adapter_row) * work.rows + self.pair * work.pairs + self.head_row * work.head_rows
 
     def update(self, work: Work) -> int:
-        """Return the FLOPs of forward and backward passes: three forward passes, without recompute.
+        """Return how many FLOPs a forward and backward pass take: three forward passes, without recompute.
 
-        With LoRA the model's own weights need no gradient, so their products count twice. The products of adapters and
-        attention count three times.
+        With LoRA the model's weights need no gradient, so their products count twice. Adapter and attention products
+        count three times.
         """
         frozen = self.row * work.rows + self.head_row * work.head_rows if self.adapter_row else 0
         return 3 * self.forward(work) - frozen
@@ -65,7 +68,7 @@ def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _state_flops(config: HFModelConfig) -> int:
-    """Return the FLOPs of a row in gated delta net, token by token: a state is read twice and updated once."""
+    """Return the gated delta net FLOPs per row. Token by token, a state is read twice and updated once."""
     if (sizes := config.delta_net) is None:
         return 0
     states = 3 * 2 * sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim

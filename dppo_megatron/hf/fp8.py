@@ -1,8 +1,8 @@
-"""Stores block-scaled FP8 weights in the layout of DeepSeek-V3's files, which vLLM, SGLang and transformers load.
+"""Stores block-scaled FP8 weights in DeepSeek-V3's file layout, which vLLM, SGLang and transformers load.
 
-A quantised `x.weight` [R, C] is e4m3. Its scales `x.weight_scale_inv` [ceil(R / 128), ceil(C / 128)], fp32, multiply
-each 128 x 128 block: a weight [300, 256] has scales [3, 2]. Only the projections of the layers are quantised;
-embeddings, head, norms, routers and biases keep their dtype.
+A quantized `x.weight` [R, C] is e4m3. The scales `x.weight_scale_inv` [ceil(R / 128), ceil(C / 128)], fp32, multiply
+each 128 x 128 block: a weight [300, 256] has scales [3, 2]. Only layer projections are quantized. Embeddings, head,
+norms, routers and biases keep their dtype.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 _SUFFIX = "_scale_inv"
-# Not those of gated delta net. Readers fuse some of these with others that are too small for a block.
+# Gated delta net keeps its dtype. Readers fuse some of its projections with others that are too small for a block.
 _PROJECTION = re.compile(r"model\.layers\.\d+\.(?!linear_attn\.).*proj(_with_mqa)?\.weight")
 _DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "out_proj")
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `weight` [R, C] as e4m3 [R, C] and its inverse scales [ceil(R / 128), ceil(C / 128)] fp32.
+    """Return `weight` [R, C] as e4m3 [R, C], and inverse scales [ceil(R / 128), ceil(C / 128)] in fp32.
 
-    The largest magnitude of each block becomes 448; every value is rounded to the nearest e4m3 value. A block of
-    zeros gets the scale 1. Raises `ValueError` for values that are not finite.
+    In each block the largest magnitude becomes 448, and every value is rounded to the nearest e4m3 value. An all-zero
+    block gets scale 1. Raises `ValueError` for values that are not finite.
     """
     rows, columns = weight.shape
     scales = torch.empty(_blocks(rows, BLOCK), _blocks(columns, BLOCK), device=weight.device)
     out = torch.empty(rows, columns, dtype=E4M3, device=weight.device)
-    bands = zip(weight.split(BLOCK), out.split(BLOCK), scales, strict=True)  # the fp32 copy of one band is small
+    bands = zip(weight.split(BLOCK), out.split(BLOCK), scales, strict=True)  # by band, for small fp32 copies
     for band, band_out, band_scales in bands:
         blocks = torch.nn.functional.pad(band.float(), (0, -columns % BLOCK)).view(band.shape[0], -1, BLOCK)
         largest = blocks.abs().amax(dim=(0, 2))
@@ -54,7 +54,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(
     weight: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = (BLOCK, BLOCK)
 ) -> Tensor:
-    """Return the values [R, C] of e4m3 `weight` [R, C] times `scale_inv`, multiplied in fp32, then cast."""
+    """Multiply e4m3 `weight` [R, C] by `scale_inv` in fp32, and return the values [R, C] cast to `dtype`."""
     rows, columns = weight.shape
     out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
     for index, scales in enumerate(scale_inv.float()):
@@ -64,18 +64,18 @@ def dequantize(
 
 
 def is_quantized(name: str) -> bool:
-    """Return whether an export in FP8 quantises the HF tensor `name`."""
+    """Return whether an FP8 export quantizes the HF tensor `name`."""
     return _PROJECTION.fullmatch(name) is not None
 
 
 def quantize_projections(
     tensors: Iterable[tuple[str, Tensor]], *, emulated: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, each projection as its e4m3 weight followed by its scales.
+    """Yield the tensors, with each projection as an e4m3 weight followed by the scales.
 
-    With `emulated` each projection is the product of e4m3 weight and scales, in its own dtype. Raises `ModelError`
-    naming every tensor that is not finite, but only after `tensors` is exhausted, because its iteration may be
-    collective.
+    With `emulated` each projection is the e4m3 weight times the scales, in the projection's dtype. Raises `ModelError`
+    naming every tensor that is not finite. It is raised only after `tensors` is exhausted, because iterating over
+    `tensors` may be collective.
     """
     problems = []
     for name, tensor in tensors:
@@ -97,7 +97,7 @@ def quantize_projections(
 
 
 def quantized_info(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return dtype and shape of the tensors that `quantize_projections` yields."""
+    """Return dtype and shape of each tensor that `quantize_projections` yields, by name."""
     out = {}
     for name, info in tensors.items():
         if not is_quantized(name):
@@ -109,7 +109,7 @@ def quantized_info(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def quantization_config(config: HFModelConfig) -> dict[str, Any]:
-    """Return `quantization_config` of config.json for the output of `quantize_projections`."""
+    """Return the config.json entry `quantization_config` for weights from `quantize_projections`."""
     layers = range(config.num_layers)
     routers = [f"model.layers.{layer}.mlp.gate" for layer in layers if config.is_moe_layer(layer)]
     if config.moe is not None and config.moe.shared_gate:
@@ -126,10 +126,10 @@ def quantization_config(config: HFModelConfig) -> dict[str, Any]:
 
 
 class Fp8Weights:
-    """Reads a block-scaled FP8 directory as if it were not quantised; a `WeightSource`.
+    """Reads a block-scaled FP8 directory as if it were not quantized; a `WeightSource`.
 
-    `dtype` is the dtype of the dequantised tensors. Raises `ModelError` for another quantisation, and lists all weights
-    without scales, scales without weights and scales of the wrong shape.
+    `dtype` is the dtype of dequantized tensors. Raises `ModelError` for another quantization, and lists all FP8 weights
+    with missing or misshaped scales. Scales without a weight stay in `tensors`.
     """
 
     def __init__(self, stored: SafetensorsDirectory, config: HFModelConfig, dtype: torch.dtype = torch.float32):

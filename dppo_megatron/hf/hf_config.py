@@ -1,4 +1,4 @@
-"""Defines the typed content of `config.json`, which `parse_config` reads; weight map and model builder share it."""
+"""Defines the typed `config.json`, which `parse_config` reads. The weight map and the model builder share it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-# Storage and initialisation of weights, and token ids: they do not change the function of the model.
+# Weight storage, weight initialization and token ids do not change the model's function.
 _NOT_OF_THE_MODEL = (
     "initializer_range", "dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "quantization", "source", "raw",
     "max_position_embeddings", "mtp_layers",
 )  # fmt: skip
-# Keys of config.json for layers after the model, which are neither loaded nor exported.
+# Keys in config.json for layers after the model. These layers are neither loaded nor exported.
 MTP_NAMES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -22,12 +22,12 @@ class MoEConfig:
 
     num_experts: int
     top_k: int
-    ffn_hidden_size: int  # width of one expert
+    ffn_hidden_size: int  # width of an expert
     layers: tuple[bool, ...]
     norm_topk_prob: bool  # selected probabilities are rescaled to sum to 1
     score_function: str  # "softmax" | "sigmoid"
     shared_ffn_hidden_size: int = 0  # all shared experts together; 0 = none
-    shared_gate: bool = False  # a sigmoid gate of each token multiplies the output of the shared experts
+    shared_gate: bool = False  # a sigmoid gate per token multiplies the shared experts' output
     expert_bias: bool = False  # correction bias added to the scores for selection only
     num_groups: int | None = None  # group-limited routing: groups of experts, and how many may be selected
     topk_groups: int | None = None
@@ -47,13 +47,13 @@ class MLAConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Contains the sizes of gated delta net. `layers[i]` is True if layer i is one; other layers have attention.
+    """Contains the gated delta net sizes. `layers[i]` is True if layer i is a gated delta net, False for attention.
 
-    Attention of such a model has an output gate, and its norms multiply by 1 + weight.
+    In such a model attention has an output gate, and norms multiply by 1 + weight.
     """
 
     num_key_heads: int
-    num_value_heads: int  # a multiple of the key heads; the value heads of a group share queries and keys
+    num_value_heads: int  # a multiple of the key heads; the value heads in a group share queries and keys
     key_head_dim: int
     value_head_dim: int
     conv_kernel: int
@@ -61,36 +61,36 @@ class DeltaNetConfig:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Return the number of rows of each part of the input projection: q, k, v, output gate z, beta b, decay a."""
+        """Return how many input projection rows each part has: q, k, v, output gate z, beta b, decay a."""
         key, value = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
         return {"q": key, "k": key, "v": value, "z": value, "b": self.num_value_heads, "a": self.num_value_heads}
 
 
 @dataclass(frozen=True, slots=True)
 class SinksConfig:
-    """Describes the layers of gpt-oss. `layers[i]` is True if layer i has a sliding window; the others see all keys.
+    """Describes the gpt-oss layers. `layers[i]` is True if layer i has a sliding window; the others see all keys.
 
-    Every head has a learned sink, an exponent in the denominator of its softmax. All linear layers in the decoder and
-    the router have biases. SwiGLU is (up + 1) gate sigmoid(1.702 gate), clamped at `swiglu_limit`.
+    Every head has a learned sink, an exponent in the softmax denominator. All linear layers in the decoder and the
+    router have biases. SwiGLU is (up + 1) gate sigmoid(1.702 gate), clamped at `swiglu_limit`.
     """
 
-    window: int  # number of keys that a query sees, its own included
+    window: int  # number of keys that a query sees, including the key at the query's position
     layers: tuple[bool, ...]
     swiglu_limit: float
 
 
 @dataclass(frozen=True, slots=True)
 class HFModelConfig:
-    """Contains the fields of `config.json` that decide shapes and arithmetic. `raw` is the file as read."""
+    """Contains the `config.json` fields that decide shapes and arithmetic. `raw` is the file as read."""
 
-    family: str  # key of dppo_megatron.hf.families
+    family: str  # key in `families.FAMILIES`
     architecture: str  # class name in transformers
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int  # size of queries and keys; latent attention: nope + rope
-    ffn_hidden_size: int  # width of a dense layer
+    ffn_hidden_size: int  # dense layer width
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
@@ -99,27 +99,27 @@ class HFModelConfig:
     qkv_bias: bool
     qk_norm: bool
     rope_type: str = "default"  # "default" | "llama3" | "yarn"
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # parameters of a non-default rope_type
-    partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated, the first ones
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # parameters for a non-default rope_type
+    partial_rotary_factor: float = 1.0  # rotated share of each head's dimensions, from the first on
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     delta_net: DeltaNetConfig | None = None
     sinks: SinksConfig | None = None
-    mtp_layers: int = 0  # multi-token prediction layers stored after the model; never loaded nor exported
+    mtp_layers: int = 0  # multi-token prediction layers stored after the model; never loaded or exported
     initializer_range: float = 0.02
-    dtype: str | None = None  # "float32" | "bfloat16" | ...: the dtype of the weights, as the file names it
+    dtype: str | None = None  # "float32" | "bfloat16" | ...: weight dtype, as the file names it
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
-    quantization: Mapping[str, Any] | None = None  # quantization_config of a quantised checkpoint
+    quantization: Mapping[str, Any] | None = None  # quantization_config, if the weights are quantized
     source: str = "config.json"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that are equal for two configs of the same model, in the types that JSON returns.
+        """Return the fields that must be equal in two configs of the same model, in the types that JSON returns.
 
-        Fields of experts, latent attention, delta net and sinks have names like `moe.top_k`; other models do not have
-        them.
+        Fields for experts, latent attention, delta net and sinks have names like `moe.top_k`. They exist only in models
+        with these parts.
         """
         identity: dict[str, Any] = {}
         for f in fields(self):
@@ -132,7 +132,7 @@ class HFModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many of a head's dimensions are rotated; with latent attention, those of its rotary part."""
+        """Return how many dimensions per head are rotated; with latent attention, the rotary part."""
         return self.mla.qk_rope_head_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
 
     @property

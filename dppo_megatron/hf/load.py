@@ -27,18 +27,18 @@ def load_into(
     ranks: ParallelRanks | None = None,
     source: WeightSource | None = None,
 ) -> WeightMap:
-    """Fill every local parameter of `model_chunks` from `hf_dir`; return the weight map.
+    """Fill every local parameter of `model_chunks` from `hf_dir`; return the weight map. No collectives.
 
-    `hf_dir` is a Hugging Face directory, FP8 included, or a Megatron checkpoint saved in any layout; `source` replaces
-    its weights. `model_chunks` has one GPTModel or DDP / Float16Module wrapper, or one for each virtual pipeline
-    stage. Each rank reads only the bytes of its own tensor, pipeline and expert shard, and casts to the parameter's
-    dtype. No collectives. Padded vocabulary rows become zero. An optimizer with its own fp32 copy must reload it
-    afterwards (`optimizer.reload_model_params()`).
+    `hf_dir` is a Hugging Face directory, FP8 included, or a Megatron checkpoint saved in any layout. If `source` is
+    given, the weights come from `source` instead. `model_chunks` has a GPTModel, or a DDP / Float16Module wrapper, for
+    each virtual pipeline stage; without virtual stages, one model. Each rank reads only the bytes in the rank's
+    tensor, pipeline and expert shard, and casts to the parameter dtype. Padded vocabulary rows become zero. An
+    optimizer with a separate fp32 copy must reload that copy afterwards (`optimizer.reload_model_params()`).
 
-    Raises `ModelError` before any parameter is written, listing every missing, unexpected or misshaped tensor, every
-    parameter without a counterpart, every HF tensor without a parameter and every field where the model's
-    TransformerConfig differs from config.json. After writing it raises for every tensor that is not finite, or
-    overflows the parameter's dtype.
+    Raises `ModelError` before any parameter is written. The error lists every missing, unexpected or misshaped tensor,
+    every parameter without a counterpart, every HF tensor without a parameter and every TransformerConfig field that
+    differs from config.json. After writing, raises `ModelError` naming every tensor that is not finite or overflows the
+    parameter dtype.
     """
     config = config or read_hf_config(model_directory(hf_dir))
     ranks = ranks or ParallelRanks.current()
@@ -64,7 +64,7 @@ def load_into(
 
 
 def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[list[tuple[Entry, Tensor]], list[str]]:
-    """Match local weights with their entries; also return the mismatches of both sides."""
+    """Match local weights with their entries; also return the mismatches on both sides."""
     weights, problems, filled = [], [], set()
     for name, weight in named_weights(model_chunks):
         try:
@@ -83,7 +83,7 @@ def _match(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> tuple[li
 
 
 def _expected(weight_map: WeightMap, model_chunks: Sequence[nn.Module]) -> list[Entry]:
-    """Return the entries that this rank must have: those of its layers, embedding, final norm and head."""
+    """Return the entries that this rank must have for the local layers, embedding, final norm and head."""
     first, last = has_ends(model_chunks)
     ends = weight_map.end_entries()
     out = [e for e in ends if (first if e.megatron.startswith("embedding.") else last) and not e.rule.duplicate]

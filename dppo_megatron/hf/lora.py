@@ -1,9 +1,9 @@
-"""Maps LoRA adapters of Megatron's linear layers, some of which fuse several of Hugging Face's, to PEFT's tensors.
+"""Maps LoRA adapters on Megatron's linear layers to PEFT tensors. A Megatron layer may fuse several HF layers.
 
-For each layer of Hugging Face PEFT adds (alpha / r) B A x to W x, with A [r, inputs] and B [outputs, r]
-(https://arxiv.org/abs/2106.09685, equation 3). A fused layer stacks the A's, and each of its outputs belongs to one
-layer of Hugging Face. So its B has as many rows as its weight and is sharded by the same rule of the family's table.
-Each row multiplies only the A of its own layer. The sum is the same as PEFT's.
+In each Hugging Face layer PEFT adds (alpha / r) B A x to W x, with A [r, inputs] and B [outputs, r]
+(https://arxiv.org/abs/2106.09685, equation 3). A fused layer stacks the A's, and each output belongs to one HF
+layer. So B has as many rows as the weight, and the weight's rule in the family table also shards B. Each row of B
+multiplies only the A of the row's HF layer, so the sum equals PEFT's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Replicated):
-    """Stacks tensors of one shape, which are the same on every rank: the A's of a layer that shards its outputs."""
+    """Stacks equally shaped tensors, replicated on every rank: the A's in a layer that shards outputs."""
 
     count: int
 
@@ -40,10 +40,10 @@ class Stacked(Replicated):
 
 @dataclass(frozen=True, slots=True)
 class PartlyStored:
-    """Stores only the parts of `op` numbered `indices`, for B of a layer with only some targets. Other parts are 0."""
+    """Stores only the parts `indices` of `op`, for B if only some fused layers are targets. Other parts are 0."""
 
     op: Operation
-    rows: tuple[int, ...]  # numbers of rows of all parts, stored or not
+    rows: tuple[int, ...]  # row count of every part, stored or not
     indices: tuple[int, ...]
     replicated = False
 
@@ -65,7 +65,7 @@ class PartlyStored:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """Describes the adapter of one weight: the entries of its A and B, named as in PEFT's files."""
+    """Describes a weight's adapter: the entries for A and B, named as in PEFT files."""
 
     weight: str  # global Megatron name
     a: Entry
@@ -77,7 +77,7 @@ class AdapterEntry:
 
 
 def adapter_entry(entry: Entry, targets: Sequence[str], r: int) -> AdapterEntry | None:
-    """Return the adapter of a weight, or None if its layer is not linear or not in `targets`."""
+    """Return a weight's adapter, or None if the layer is not linear or not in `targets`."""
     if not is_linear(entry):
         return None
     target_indices = [index for index, tensor in enumerate(entry.hf) if is_target(tensor.name, targets)]
@@ -141,17 +141,18 @@ def target_problems(weight_map: WeightMap, targets: Sequence[str]) -> list[str]:
 
 
 def is_target(name: str, targets: Sequence[str]) -> bool:
-    """Match as PEFT does for a list: the name of the layer, or its end after a dot."""
+    """Match a target as PEFT matches a list: against the layer name, or the end of the name after a dot."""
     layer = "." + name.removesuffix(_WEIGHT)
     return any(layer.endswith(f".{target}") for target in targets)
 
 
 class Adapter(nn.Module):
-    """Computes this rank's part of one layer's adapter, in the dtype and on the device of its `weight` [rows, columns].
+    """Contains this rank's part of an adapter, in the dtype and on the device of the layer's `weight` [rows, columns].
 
-    A has shape [n r, columns] for n target layers of Hugging Face, and B has [rows, r]. `owner` [rows, n] is 1 if an
-    output belongs to a layer, or None if all outputs belong to one layer. A and B are initialised like PEFT's. A is
-    uniform within 1 / sqrt(inputs), from `seed` and its name, the same in every layout. B is 0.
+    A has shape [n r, columns] for n Hugging Face target layers, and B has shape [rows, r]. `owner` [rows, n] is 1 where
+    an output belongs to a layer. It is None if all outputs belong to one layer. A and B are initialized as in
+    PEFT: A is uniform within 1 / sqrt(inputs), drawn from `seed` and the tensor name, so that every layout draws equal
+    values; B is 0.
     """
 
     owner: Tensor | None
@@ -173,11 +174,11 @@ class Adapter(nn.Module):
         self.register_buffer("owner", owner, persistent=False)
 
     def outputs(self) -> Tensor:
-        """Return [rows, n r], with B in the columns of each row's own layer and 0 in the others."""
+        """Return B as [rows, n r]: each row fills the columns of the row's layer, and other columns are 0."""
         return self.B if self.owner is None else spread(self.B, self.owner)
 
     def merged(self, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return this rank's part of W + (alpha / r) B A, added in fp32 and rounded once, to `dtype` or `weight`'s."""
+        """Return this rank's part of W + (alpha / r) B A, added in fp32, rounded once to `dtype` or `weight`'s."""
         whole = weight.to(torch.float32, copy=True)
         whole.addmm_(self.outputs().float(), self.A.float(), alpha=self.scaling)
         return whole.to(dtype or weight.dtype)
@@ -192,7 +193,7 @@ def spread(b: Tensor, owner: Tensor) -> Tensor:
 
 
 def adapters_of(model_chunks: Sequence[nn.Module]) -> Iterator[Adapter]:
-    """Yield the adapters on this rank, in an order that all ranks of a tensor-parallel group share."""
+    """Yield the adapters on this rank. All ranks in a tensor-parallel group yield them in the same order."""
     for chunk in map(unwrap, model_chunks):
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 

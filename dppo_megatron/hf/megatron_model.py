@@ -25,7 +25,7 @@ ADAPTER = "lora"  # name of the adapter module inside a linear layer
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Groups the ranks that have the shards of one parameter. `group` is None if there is only one rank."""
+    """Groups the ranks that share a parameter. `group` is None for a single rank."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -47,7 +47,7 @@ class ParallelRanks:
 
     @classmethod
     def current(cls) -> ParallelRanks:
-        """Read Megatron's `parallel_state`; a single process if torch.distributed is not initialised."""
+        """Read Megatron's `parallel_state`. If torch.distributed is not initialized, each group is a single rank."""
         if not (dist.is_available() and dist.is_initialized()):
             alone = ShardGroup(None, 0, 1)
             return cls(alone, alone, alone, True, True)
@@ -79,7 +79,7 @@ def unwrap(chunk: nn.Module) -> Any:
 def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield local parameters and the routers' expert biases under GLOBAL layer and expert indices, without adapters.
 
-    The order is the same on all ranks of a tensor-parallel group.
+    All ranks in a tensor-parallel group yield them in the same order.
     """
     for chunk in map(unwrap, model_chunks):
         layers = chunk.decoder.layers
@@ -88,7 +88,7 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
 
 
 def local_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | None]:
-    """Map the global index of each local layer to the global indices of its local experts (None if it is dense)."""
+    """Map each local layer's global index to the global indices of the local experts, or None for a dense layer."""
     layers = {}
     for chunk in map(unwrap, model_chunks):
         for layer in chunk.decoder.layers:
@@ -98,7 +98,11 @@ def local_layers(model_chunks: Sequence[nn.Module]) -> dict[int, list[int] | Non
 
 
 def has_ends(model_chunks: Sequence[nn.Module]) -> tuple[bool, bool]:
-    """Return two flags for this rank: it has the embedding; it has the final norm and head."""
+    """Return which ends of the model this rank has, as two flags.
+
+    - the embedding
+    - the final norm and head
+    """
     chunks = [unwrap(chunk) for chunk in model_chunks]
     return any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
 
@@ -124,7 +128,7 @@ def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def global_name(name: str, layers: Sequence[Any]) -> str:
-    """Replace the layer and expert indices in a chunk's name by the indices of the whole model."""
+    """Replace the local layer and expert indices in a parameter name by global indices."""
     match = _LOCAL_LAYER.match(name)
     if match is None:
         return name

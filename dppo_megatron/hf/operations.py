@@ -1,8 +1,8 @@
 """Merges Hugging Face tensors into a Megatron tensor and shards it over tensor-parallel ranks.
 
-Every operation is pure and stores only sizes. A rank's shard merges its slice of each part, so `to_shard` reads only
-the bytes of that rank (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` of a linear weight,
-`[rows]` of a bias or norm.
+Every operation is pure and stores only sizes. A rank's shard merges a slice of each part, so `to_shard` reads only
+that rank's bytes (parts may be views of a memory-mapped file). Shapes are `[rows, columns]` for a linear weight and
+`[rows]` for a bias or norm.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 
 class Operation(Protocol):
-    """Converts between HF parts and shards of one Megatron tensor. No collectives; keeps dtype and device."""
+    """Converts between HF parts and Megatron shards. No collectives; keeps dtype and device."""
 
     @property
     def replicated(self) -> bool:
         """Return whether every tensor-parallel rank has the whole tensor."""
 
     def to_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """Return the tensor of rank `rank` of `size`. Raises `ValueError` if sizes do not divide."""
+        """Return the shard for rank `rank` of `size`. Raises `ValueError` if sizes do not divide."""
 
     def from_shards(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the HF parts from the shards of all ranks, in rank order."""
 
     def pieces(self, parts: Sequence[Tensor], rank: int, size: int) -> list[TensorPiece]:
-        """Return the blocks of the whole Megatron tensor on rank `rank` of `size`, with their offsets.
+        """Return the blocks of the whole Megatron tensor that rank `rank` of `size` has, with offsets.
 
         A replicated tensor has no blocks on ranks other than 0. Raises `ValueError` as `to_shard` does.
         """
@@ -37,9 +37,9 @@ class Operation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """Describes a block of a whole tensor that begins at `start` along `dim` and spans all of the other dimensions.
+    """Describes a block in a whole tensor. It begins at `start` along `dim` and spans all other dimensions.
 
-    Example: the second half of a [4, 3] tensor along dim 0 has a tensor [2, 3] and start 2.
+    Example: in a [4, 3] tensor, the second half along dim 0 is a [2, 3] tensor with start 2.
     """
 
     tensor: Tensor
@@ -47,7 +47,7 @@ class TensorPiece:
     dim: int = 0
 
     def with_tensor(self, tensor: Tensor) -> TensorPiece:
-        """Return a piece with another tensor, such as a cast one, at the same offset."""
+        """Return a piece at the same offset with another tensor, e.g. after a cast."""
         return TensorPiece(tensor, self.start, self.dim)
 
 
@@ -61,7 +61,7 @@ def slice_of(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Keeps the same whole tensor on every rank: norms, routers."""
+    """Keeps the whole tensor on every rank, for norms and routers."""
 
     replicated = True
 
@@ -77,7 +77,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Shards one HF tensor along `dim`: 0 = column-parallel (outputs), 1 = row-parallel (inputs)."""
+    """Shards an HF tensor along `dim`: 0 = column-parallel (outputs), 1 = row-parallel (inputs)."""
 
     dim: int
     replicated = False
@@ -97,9 +97,9 @@ class Sharded:
 class GateUp:
     """Concatenates SwiGLU's gate and up projections.
 
-    Each is sharded first, so rank r has [gate_r; up_r] and splits its output without communication.
+    Both are sharded first, so rank r has [gate_r; up_r] and splits the output without communication.
 
-    Example: of gate rows g0 to g3 and up rows u0 to u3, the second of 2 ranks has g2 g3 u2 u3.
+    Example: with gate rows g0 to g3 and up rows u0 to u3, the second of 2 ranks has g2 g3 u2 u3.
     """
 
     replicated = False
@@ -123,11 +123,11 @@ class QKV:
     """Interleaves queries, keys and values by query group: [q of group 0, k_0, v_0, q of group 1, ...].
 
     Applies to weights `[rows, columns]` and biases `[rows]`. Example: 4 heads in 2 groups have the order q0 q1 k0 v0 q2
-    q3 k1 v1, so each of 2 ranks has one group. With fewer groups than ranks Megatron splits the interleaved tensor
+    q3 k1 v1, so each of 2 ranks has a whole group. With fewer groups than ranks Megatron splits the interleaved tensor
     evenly, even inside a group.
 
-    `gated` means that HF tensors have each head's output gate after its queries, [q0 g0 q1 g1 ...]. Megatron has the
-    gates of a group after the group's queries, [q0 q1 g0 g1 k0 v0 ...].
+    `gated` means that in HF tensors each head's output gate follows the head's queries, [q0 g0 q1 g1 ...]. In Megatron
+    a group's gates follow the group's queries, [q0 q1 g0 g1 k0 v0 ...].
     """
 
     num_heads: int
@@ -169,10 +169,11 @@ class QKV:
 
 @dataclass(frozen=True, slots=True)
 class ByGroup:
-    """Interleaves the sections of HF tensors by group of heads, so that a rank has all sections of its groups.
+    """Interleaves sections of HF tensors by head group, so that a rank has all sections of its groups.
 
-    `sections` are the rows of the sections of each HF tensor; every section is divided into `groups` equal blocks.
-    Example: 2 groups, one tensor with sections q [4] and k [2] and one with z [2] become q0 q1 k0 z0 q2 q3 k1 z1.
+    `sections` has the row counts of all sections in each HF tensor. Every section is divided into `groups` equal
+    blocks. Example: with 2 groups, a tensor with sections q [4] and k [2] and another tensor with section z [2] become
+    q0 q1 k0 z0 q2 q3 k1 z1.
     """
 
     groups: int
@@ -201,10 +202,10 @@ class ByGroup:
 
 @dataclass(frozen=True, slots=True)
 class OfExpert:
-    """Takes one expert from an HF tensor [experts, inputs, outputs], or [experts, outputs] of biases.
+    """Takes one expert from HF weights [experts, inputs, outputs] or HF biases [experts, outputs].
 
-    `op` is that of the transposed weight. The parts of `GateUp` are interleaved: gate 0, up 0, gate 1, up 1.
-    `from_shards` returns the expert's [inputs, outputs]; the export stacks them.
+    `op` applies to the transposed weight. `GateUp` parts are interleaved: gate 0, up 0, gate 1, up 1. `from_shards`
+    returns the expert's weight [inputs, outputs]; the export stacks the experts.
     """
 
     op: Operation
@@ -233,10 +234,10 @@ class OfExpert:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Pads the embedding or output head with zero rows up to `padded_size`, then ranks shard the rows.
+    """Pads the embedding or output head with zero rows up to `padded_size`, then shards the rows over ranks.
 
-    Example: 10 rows padded to 12 give each of 2 ranks 6 rows, and rank 1 the 2 zero rows. Zero rows of the head give
-    logit 0 to ids that no tokenizer has; the loss must mask them (its `vocab_size`).
+    Example: 10 rows padded to 12 give each of 2 ranks 6 rows, and rank 1 has the 2 zero rows. In the head, zero rows
+    give logit 0 to ids that no tokenizer has, so the loss must mask these ids (`vocab_size` of the loss).
     """
 
     size: int

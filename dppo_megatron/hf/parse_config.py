@@ -1,4 +1,4 @@
-"""Reads `config.json` of a Hugging Face model directory and reports every problem at once.
+"""Reads `config.json` from a Hugging Face model directory and reports every problem at once.
 
 It does not use transformers' AutoConfig, which silently fills in missing keys and accepts values of any type.
 """
@@ -19,7 +19,7 @@ from .families import FAMILIES, Family
 from .hf_config import HFModelConfig
 from .raw_config import ROPE_TYPES, RawConfig, RopeSettings, read_fields
 
-# Features that change the arithmetic but no tensor's name: the only supported value, and the reason.
+# Features that change the arithmetic but no tensor name, with the only supported value and the reason.
 _ONLY = {
     "hidden_act": ("silu", "only silu is supported"),
     "use_sliding_window": (False, "sliding-window attention is not supported"),
@@ -28,10 +28,10 @@ _ONLY = {
     "mlp_bias": (False, "biases in the feed-forward layers are not supported"),
     "rope_interleave": (True, "only interleaved rotary embeddings are supported"),
 }
-# HFModelConfig.rope_scaling does not repeat them.
+# HFModelConfig.rope_scaling leaves out these keys.
 _ROPE_NAMES = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
-Rope = tuple[float, str, dict[str, Any]]  # base, type, settings of a type that is not "default"
+Rope = tuple[float, str, dict[str, Any]]  # base, type, settings of a non-default type
 
 
 def read_hf_config(directory: str | Path) -> HFModelConfig:
@@ -122,7 +122,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config.json") -> HFMo
 
 
 def keys_read(family: Family) -> frozenset[str]:
-    """Return the keys of config.json that this module reads for a family."""
+    """Return the config.json keys that this module reads for a family."""
     aliases = (field.validation_alias for field in family.raw.model_fields.values())
     choices = (str(choice) for alias in aliases if isinstance(alias, AliasChoices) for choice in alias.choices)
     return frozenset((*family.raw.model_fields, *choices, *_ONLY))
@@ -182,7 +182,7 @@ def _partial_rotary(fields: RawConfig, family: Family, problems: list[str]) -> f
 
 
 def _rope_settings(name: str, raw: Mapping[str, Any], fields: RawConfig, family: Family, problems: list[str]) -> Rope:
-    """Read one of the two spellings; either may come with `rope_theta`."""
+    """Read either spelling. `rope_theta` may be inside it or at the top level."""
     if nested := [key for key, value in raw.items() if isinstance(value, Mapping)]:
         problems.append(f"{name}: settings for kinds of layers ({', '.join(nested)}) are not supported")
     rope_type = raw.get("rope_type") or raw.get("type") or "default"

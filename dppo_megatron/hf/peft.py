@@ -1,7 +1,7 @@
 """Reads and writes adapters in PEFT's format: a directory with adapter_model.safetensors and adapter_config.json.
 
-https://huggingface.co/docs/peft/developer_guides/checkpoint describes it. The name of an expert's layer is the one in
-the model's own files.
+https://huggingface.co/docs/peft/developer_guides/checkpoint describes it. An expert's layer has the name from the
+model's files.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .weight_source import all_finite, shape_problems
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
-# PEFT 0.21 computes W x + (alpha / r) B A x if every key of adapter_config.json is one of these, or has one of these
-# values, or is null, false or []. Other values of init_lora_weights change W. An empty kasa_config does, too. The last
-# five are compared with model.lora and the tensors.
+# PEFT 0.21 computes W x + (alpha / r) B A x if every key in adapter_config.json is in _OTHERS, or has a value in
+# _VALUES, or is null, false or []. Other values of init_lora_weights change W, and so does an empty kasa_config. The
+# last five keys in _OTHERS are compared with model.lora and the tensors.
 _OTHERS = (
     "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode", "lora_dropout",
     "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core",
@@ -52,7 +52,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def adapter_shapes(config: HFModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of an adapter, by PEFT's name."""
+    """Return the shape of every adapter tensor, by PEFT name."""
     entries = (adapter_entry(entry, lora.targets, lora.r) for entry in WeightMap(config).entries())
     return {t.name: t.shape for entry in entries if entry for part in (entry.a, entry.b) for t in part.hf}
 
@@ -71,8 +71,8 @@ def save_peft(
 ) -> None:
     """Write the adapters of `model_chunks` to a directory that PEFT and engines load. Collective over all ranks.
 
-    `base` is the base model of the adapters. With `folded` every B is stored as (alpha / r) B and alpha as r. An engine
-    that multiplies by alpha / r then has the written values. Everything else is as in `save_hf`.
+    `base` is the adapters' base model. With `folded` every B is stored as (alpha / r) B and alpha as r, so an engine
+    that multiplies by alpha / r uses the stored values. Everything else is as in `save_hf`.
     """
     directory, everyone = Path(directory), Ranks()
     turns = Turns(everyone, f"writes to {directory}")
@@ -97,7 +97,7 @@ def load_peft(
 ) -> None:
     """Fill the adapters of `model_chunks` from a directory in PEFT's format. No collectives.
 
-    Before it fills any adapter, it raises `ModelError` listing every setting and tensor that differs from `lora`.
+    Raises `ModelError` before any adapter is filled, listing every setting and tensor that differs from `lora`.
     """
     file = Path(directory) / ADAPTER_WEIGHTS
     if problems := adapter_problems(directory, config, lora):
@@ -109,7 +109,7 @@ def load_peft(
 
 
 def fill_adapters(model_chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor], config: HFModelConfig) -> None:
-    """Fill every adapter with its part of `tensors`, by PEFT's names. Raises `ModelError`."""
+    """Fill adapters from `tensors`, by PEFT name. Raises `ModelError` for absent, misshaped or non-finite tensors."""
     ranks, weight_map = ParallelRanks.current(), WeightMap(config)
     not_finite = [name for name, tensor in tensors.items() if not all_finite(tensor)]
     if not_finite:
@@ -155,7 +155,7 @@ def adapter_problems(directory: str | Path, config: HFModelConfig, lora: LoraCon
 
 
 def _is_chosen(tensor: str, saved: Mapping[str, Any], layers: int) -> bool:
-    """Return whether PEFT adapts the layer of this tensor of an adapter, with the saved settings."""
+    """Return whether PEFT adapts an adapter tensor's layer, with the saved settings."""
     layer = tensor.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
     def named(by: Any) -> bool:
@@ -167,7 +167,7 @@ def _is_chosen(tensor: str, saved: Mapping[str, Any], layers: int) -> bool:
     try:
         everywhere = layer_ids in (None, []) or every <= ({layer_ids} if isinstance(layer_ids, int) else {*layer_ids})
         return everywhere and named(saved.get("target_modules")) and not named(saved.get("exclude_modules"))
-    except (TypeError, re.error):  # not of PEFT's types
+    except (TypeError, re.error):  # a value without PEFT's type
         return False
 
 

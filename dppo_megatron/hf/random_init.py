@@ -1,4 +1,4 @@
-"""Creates a model directory with random weights, without network, to start a policy or a test."""
+"""Creates a model directory with random weights, without network access, to start a policy or a test."""
 
 from __future__ import annotations
 
@@ -36,10 +36,14 @@ def make_random_hf_model(
 ) -> HFModelConfig:
     """Write `directory` with config.json and random weights that transformers and the engines load.
 
-    `config_dict` is the content of config.json; it must name one supported architecture in `architectures`. The
-    function fills in `model_type` and the rotary base in the spelling of both transformers 4 and 5. Linear weights and
-    embeddings are normal with the config's `initializer_range` (0.02), norms one, biases zero. The same seed gives the
-    same bytes. The caller adds the tokenizer. Raises `ModelError` for a config that is not valid.
+    `config_dict` is the config.json content and must name one supported architecture in `architectures`. Missing
+    keys that readers require are added, such as `model_type` and the rotary base as transformers 4 and 5 spell it. The
+    same seed gives the same bytes. The caller adds the tokenizer.
+
+    Linear weights and embeddings are normal with standard deviation `initializer_range` (default 0.02). Biases are 0,
+    and norm factors are 1. In gated delta net `dt_bias` is 1, and exp(`A_log`) is uniform from 1 to 16.
+
+    Raises `ModelError` for an invalid config, too little disk space, or an existing directory without `overwrite`.
     """
     config = parse_hf_config(config_dict, f"config of {directory}")
     refuse_existing(directory, overwrite)
@@ -79,7 +83,7 @@ def complete_config(config_dict: Mapping[str, Any], config: HFModelConfig) -> di
 
 
 def _initial(name: str, shape: tuple[int, ...], config: HFModelConfig, generator: torch.Generator) -> Tensor:
-    if config.delta_net is not None:  # its norms multiply by 1 + weight, apart from the gated one
+    if config.delta_net is not None:  # norms multiply by 1 + weight, except the gated norm
         if name.endswith("A_log"):
             return torch.empty(shape).uniform_(1, 16, generator=generator).log()
         if name.endswith(("dt_bias", "linear_attn.norm.weight")):

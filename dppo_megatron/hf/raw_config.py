@@ -56,7 +56,7 @@ class RawConfig(_Fields):
     quantization_config: dict[str, Any] | None = None
 
     def experts(self) -> MoEConfig | None:
-        """Return the experts of the model, or None for a dense model."""
+        """Return the model's experts, or None for a dense model."""
         return None
 
     def latent_attention(self) -> MLAConfig | None:
@@ -68,15 +68,15 @@ class RawConfig(_Fields):
         return None
 
     def sinks(self) -> SinksConfig | None:
-        """Return attention sinks and what comes with them, or None."""
+        """Return the attention sinks, windows and SwiGLU limit, or None."""
         return None
 
     def qkv_bias(self) -> bool:
-        """Return whether queries, keys and values have biases, where config.json decides it and not the family."""
+        """Return whether queries, keys and values have biases, if config.json and not the family decides this."""
         return False
 
     def qk_norm(self) -> bool:
-        """Return whether each head's queries and keys are normalised, where config.json decides it."""
+        """Return whether each head's queries and keys are normalized, if config.json decides this."""
         return False
 
     def mtp_layers(self) -> int:
@@ -119,8 +119,8 @@ ROPE_TYPES: Mapping[str, type[RopeSettings]] = {"default": RopeSettings, "llama3
 def read_fields(model: type[M], raw: Mapping[str, Any], problems: list[str], prefix: str = "") -> M:
     """Validate `raw` as `model`.
 
-    Every missing or wrong field adds a line to `problems`, which begins with `prefix` and the field's name. The field
-    is then treated as absent, or as 1 if it is required, so that one pass finds all problems of a file.
+    Every missing or wrong field adds a line to `problems` that begins with `prefix` and the field name. The field then
+    counts as absent, or as 1 if it is required, so that one pass finds all problems in a file.
     """
     present = {name: value for name, value in raw.items() if value is not None}
     try:

@@ -1,4 +1,4 @@
-"""Computes the rotary frequencies of a config.json, to build a model and to compare one."""
+"""Computes the rotary frequencies for a config.json, to build a model or to check an existing model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def inverse_frequencies(hf: HFModelConfig) -> Float[Tensor, " r/2"]:
-    """Return the angle per position of each rotated pair, fp32, as transformers computes it for `hf.rope_type`."""
+    """Return each rotated pair's angle per position, fp32, as transformers computes it for `hf.rope_type`."""
     dim = hf.rotary_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / hf.rope_theta**exponents
@@ -38,9 +38,9 @@ def yarn_scale(scaling: Mapping[str, Any]) -> float:
 
 
 def _yarn(frequencies: Tensor, hf: HFModelConfig) -> Tensor:
-    """Divide by `factor` the frequencies with few rotations over the original positions; keep those with many.
+    """Divide frequencies with few rotations over the original positions by `factor`; keep frequencies with many.
 
-    Between `beta_slow` and `beta_fast` rotations both are blended, linearly in the index of the pair.
+    Between `beta_slow` and `beta_fast` rotations both are blended, linearly in the pair index.
     """
     scaling, pairs = hf.rope_scaling, len(frequencies)
     original = scaling.get("original_max_position_embeddings") or hf.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Defines the types of the weight map: a rule for many parameters, and its instance for one layer and expert."""
+"""Defines the weight map types: a rule for many parameters, and an entry that applies it to a layer and expert."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from .operations import OfExpert, Operation
 
-_SHARD_UNIT = 128  # columns of the head per rank, for its GEMM
+_SHARD_UNIT = 128  # head columns per rank, for the GEMM
 _SMALL_VOCAB = 4096  # padding a smaller vocabulary to the unit would cost more than it gains
 
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """Names one tensor in the safetensors files and its shape. In a rule the name contains {layer} and {expert}."""
+    """Describes a safetensors tensor by name and shape. In a rule the name contains {layer} and {expert}."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,16 +20,17 @@ class HFTensor:
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """Describes the shapes of the Megatron model that do not follow from the HF config."""
+    """Describes the Megatron shapes that do not follow from the HF config."""
 
-    padded_vocab_size: int  # rows of the embedding over all tensor-parallel ranks
+    padded_vocab_size: int  # embedding rows over all tensor-parallel ranks
     shard_mla_down: bool = False  # MLA down-projections sharded by rows (local spec), else replicated (TE)
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """Return the rows of the embedding over all ranks. Shards are equal, and multiples of 128 for large vocabularies.
+    """Return how many embedding rows all ranks have together.
 
-    Example: a vocabulary of 50,257 on 2 ranks has 50,432 rows.
+    All shards have the same size, a multiple of 128 for a vocabulary size of at least 4096. Example: a vocabulary size
+    of 50,257 on 2 ranks gives 50,432 rows.
     """
     unit = tensor_size * (_SHARD_UNIT if vocab_size >= _SMALL_VOCAB else 1)
     return -(-vocab_size // unit) * unit
@@ -37,9 +38,9 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Maps one Megatron parameter of a family to its HF tensors, with the operation that combines them.
+    """Maps a Megatron parameter in a family to HF tensors, with the operation that combines them.
 
-    `megatron` lists the spellings of one parameter: first the local layer spec, then the TransformerEngine spec, which
+    `megatron` lists the parameter's spellings: first the local layer spec, then the TransformerEngine spec, which
     keeps a norm inside the linear layer that follows it. {layer} and {expert} are GLOBAL indices.
     """
 
@@ -48,7 +49,7 @@ class Rule:
     op: Operation
     layers: tuple[int, ...] | None = None  # None = not in a layer
     experts: int = 0  # 0 = not an expert's parameter
-    duplicate: bool = False  # a copy of a tensor that another rule exports: the tied head of the last stage
+    duplicate: bool = False  # copies a tensor that another rule exports: the tied head on the last stage
     keep_dtype: bool = False  # never cast on export
 
     @property
@@ -58,7 +59,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Applies a rule to one parameter: its global Megatron name and the HF tensors that it consists of."""
+    """Applies a rule to one parameter, with a global Megatron name and the HF tensors that form the parameter."""
 
     megatron: str
     hf: tuple[HFTensor, ...]
@@ -73,7 +74,7 @@ class Entry:
 
     @property
     def stacks_experts(self) -> bool:
-        """Return whether the HF tensor has this parameter of all experts of the layer."""
+        """Return whether the HF tensor stacks this parameter for all experts in the layer."""
         return isinstance(self.rule.op, OfExpert)
 
     @property

@@ -1,8 +1,7 @@
-"""Writes one safetensors file tensor by tensor. The header is known first, so no tensor waits in memory.
+"""Writes a safetensors file tensor by tensor. The header is known first, so no tensor waits in memory.
 
-`safetensors.torch.save_file` needs all tensors of a file at once
-(https://github.com/safetensors/safetensors/issues/291). It also makes numpy views of tensors on the CPU, after which
-PyTorch can no longer free the storage of a live parameter, as offloading does.
+`safetensors.torch.save_file` needs all tensors at once (https://github.com/safetensors/safetensors/issues/291). It also
+makes numpy views of CPU tensors. PyTorch can then no longer free a live parameter's storage, as offloading does.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Describes dtype and shape of a tensor."""
+    """Describes a tensor by dtype and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,8 +56,8 @@ def info_of(tensor: Tensor) -> TensorInfo:
 class SafetensorsFile:
     """Writes `tensors` to `path`, in any order, directly to their offsets in the file.
 
-    `moved` is called after each part. With `durable` every byte is on disk on exit. Raises `ValueError` for a tensor
-    with another dtype or shape than in `tensors`, and on exit for a tensor that was not written.
+    `moved` is called after each flushed part. With `durable` every byte is on disk on exit. Raises `ValueError` for a
+    tensor with another dtype or shape than in `tensors`, and on exit for a tensor that was not written.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class SafetensorsFile:
         durable: bool = True,
     ):
         self._missing = dict(tensors)
-        # The widest come first. Readers take views of the bytes, which must start at a multiple of the item size.
+        # The widest dtypes come first. Readers view the bytes, and a view must start at a multiple of the item size.
         ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
         # Readers refuse files without this format tag.
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -91,7 +90,7 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor. A contiguous tensor on the CPU is not copied."""
+        """Write a tensor. A contiguous CPU tensor is not copied."""
         expected = self._missing.pop(name, None)
         if expected != info_of(tensor):
             raise ValueError(f"{name}: {info_of(tensor)}, expected {expected}")
@@ -111,9 +110,9 @@ class SafetensorsFile:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row order, without a copy if it is contiguous and on the CPU."""
+    """Return a tensor's bytes in row order. A contiguous CPU tensor is not copied."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    # A view by numpy would make a live parameter's storage unfit for `Actor.offloaded` on a CPU.
+    # A numpy view would make a live parameter's storage unfit for `Actor.offloaded` on a CPU.
     raw: Any = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     raw.owner = flat
     return memoryview(raw)

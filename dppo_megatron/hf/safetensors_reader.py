@@ -16,14 +16,14 @@ from .safetensors_file import DTYPES, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_MAPPED_BYTES = 8 << 20  # `release` closes files after reading this much: opening one again parses its header again
+_MAPPED_BYTES = 8 << 20  # read before `release` closes files, because reopening a file parses the header again
 
 
 class SafetensorsDirectory:
-    """Reads all tensors of a model directory (`model.safetensors`, or shards with an index), by name.
+    """Reads tensors by name from a model directory (`model.safetensors`, or shards with an index).
 
     Opening reads only the headers. Raises `ModelError` naming every problem: no safetensors, absent files that the
-    index names, tensors that the index names and its files lack, truncated or malformed files.
+    index names, tensors that the index names and the files lack, truncated or malformed files.
     """
 
     def __init__(self, directory: str | Path):
@@ -48,7 +48,7 @@ class SafetensorsDirectory:
             raise ModelError(str(self.directory), problems)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor on the CPU, a view of the mapped file (writing to it changes no file)."""
+        """Return the tensor on the CPU as a view of the mapped file. Writing to the view changes no file."""
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -56,13 +56,16 @@ class SafetensorsDirectory:
         return self._open[file].get_tensor(name)
 
     def release(self) -> None:
-        """Close the files after a few MB were read. Their pages are freed with the last returned tensor."""
+        """Close the files once a few MB were read. The mapped pages are freed with the last returned tensor."""
         if self._read_bytes >= _MAPPED_BYTES:
             self._open.clear()
             self._read_bytes = 0
 
     def _index(self, problems: list[str]) -> dict[Path, list[str]]:
-        """Map each file to its tensor names in the index. Without an index there are no names; the header has them."""
+        """Map each file to the tensor names in the index.
+
+        Without an index the list is empty, because the header has the names.
+        """
         single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
         if single.is_file():
             return {single: []}
@@ -94,12 +97,12 @@ class SafetensorsDirectory:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of one safetensors file. Raises `ModelError` if it is malformed or has unknown types."""
+    """Return the tensors in a safetensors file. Raises `ModelError` if it is malformed or has unknown types."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
             header = {name: TensorInfo(DTYPES[at.get_dtype()], tuple(at.get_shape())) for name, at in slices.items()}
-        with file.open("rb") as opened:  # safetensors would use the last of several tensors of one name
+        with file.open("rb") as opened:  # for a repeated name safetensors would use the last tensor
             json.loads(opened.read(int.from_bytes(opened.read(8), "little")), object_pairs_hook=each_once)
         return header
     except (SafetensorError, OSError) as error:

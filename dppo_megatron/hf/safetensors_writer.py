@@ -1,6 +1,6 @@
-"""Writes a complete Hugging Face directory: parts in a staging directory, index, config, tokenizer, one rename.
+"""Writes a complete Hugging Face directory: parts in a staging directory, index, config, tokenizer, a rename.
 
-Several processes may write parts into one staging directory. One of them assembles and renames it.
+Several processes may write parts into the same staging directory. Then one process assembles and renames it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .safetensors_file import SafetensorsFile, info_of
 from .safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 4 << 30
-LOOK_S = 0.5  # time between two checks of a file that is being written
-DISK_TIMEOUT_S = 600.0  # longest time without a flush of the file
+LOOK_S = 0.5  # time between two checks while a file is written
+DISK_TIMEOUT_S = 600.0  # longest time without a flush
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Describes one finished file of the staging directory."""
+    """Describes a finished file in the staging directory."""
 
     file: str
     names: tuple[str, ...]
@@ -41,13 +41,12 @@ class Part:
 
 
 class PartWriter:
-    """Writes tensors one after the other into files of at most `shard_bytes` (but at least one tensor).
+    """Writes tensors in order into files of at most `shard_bytes`, but with at least one tensor. A context manager.
 
-    A thread writes one file while the next one fills, so peak memory is twice `shard_bytes` plus one tensor. Tensors on
-    the CPU are not copied, so they must not change before `close`. `tag` distinguishes the files of several writers.
-    `alive` is called while the writer waits for a disk that accepts bytes. If the disk accepts none for `timeout_s`,
-    `OSError` is raised. Without `durable`, files may be only in the system's memory when the writer is done. A context
-    manager.
+    A thread writes one file while the next one fills, so peak memory is twice `shard_bytes` plus one tensor. CPU
+    tensors are not copied, so they must not change before `close`. `tag` distinguishes the files of several writers.
+    `alive` is called while the writer waits for a disk that accepts bytes. If the disk accepts no bytes for `timeout_s`
+    seconds, `OSError` is raised. Without `durable`, files may be only in system memory when the writer is done.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class PartWriter:
         self._open_bytes += tensor.nbytes
 
     def close(self) -> list[Part]:
-        """Write the open file, and return every file when all are written."""
+        """Write the open file, and return all files once they are written."""
         if self._open:
             self._write()
         self._settle()
@@ -105,7 +104,7 @@ class PartWriter:
                 opened.write(name, tensor)
 
     def _settle(self) -> None:
-        """Wait until the file in progress is written; raise its error."""
+        """Wait until the file in progress is written. Raise the writing thread's error."""
         writing, self._writing = self._writing, None
         moved_at = time.monotonic()
         while writing is not None and wait([writing], min(LOOK_S, self._timeout_s)).not_done:
@@ -122,13 +121,13 @@ class PartWriter:
 
 
 def staging_of(directory: str | Path) -> Path:
-    """Return the staging directory of `directory`, which is next to it, so that publishing is a rename."""
+    """Return the staging directory next to `directory`, so that publishing is a rename."""
     directory = Path(directory)
     return directory.with_name(f".{directory.name}.writing")
 
 
 def create_staging(directory: str | Path) -> Path:
-    """Create an empty `staging_of(directory)`; files of an interrupted writer are removed."""
+    """Create an empty `staging_of(directory)`. Remove the files of an interrupted writer."""
     staging = staging_of(directory)
     if staging.exists():
         shutil.rmtree(staging)
@@ -164,7 +163,7 @@ def refuse_incomplete(directory: str | Path, parts: Iterable[Part], expected: It
 
 
 def assemble(staging: Path, parts: Iterable[Part]) -> None:
-    """Give the parts their final names and write the index (none for a single file)."""
+    """Rename the parts to their final names, and write the index unless there is a single file."""
     parts = list(parts)
     names = shard_names(len(parts))
     for part, name in zip(parts, names, strict=True):
@@ -173,14 +172,14 @@ def assemble(staging: Path, parts: Iterable[Part]) -> None:
 
 
 def shard_names(count: int) -> list[str]:
-    """Return the file names of a directory with `count` weight files, as readers expect them."""
+    """Return the names that readers expect for `count` weight files."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def write_index(staging: Path, parts: Sequence[Part]) -> None:
-    """Write the index: the file of each tensor. A single file needs none."""
+    """Write the index, which maps each tensor to a file. A single file needs no index."""
     if len(parts) == 1:
         return
     file_of = {name: part.file for part in parts for name in part.names}
@@ -198,12 +197,14 @@ def copy_metadata(
     quantization: Mapping[str, object] | None = None,
     config: Mapping[str, object] | None = None,
 ) -> None:
-    """Copy every file of `template` that contains no weights: configs, tokenizer, chat template.
+    """Copy every file in `template` that contains no weights: configs, tokenizer, chat template.
 
-    config.json gets `dtype` if it is given, so that readers with "auto" keep the precision written here. `quantization`
-    becomes its quantization_config, because the template's own describes other weights. The number of multi-token
-    prediction layers becomes 0, because their weights are never written. `config` replaces the content of the
-    template's config.json.
+    config.json changes as follows:
+
+    - `config`, if given, replaces the template's content.
+    - `dtype`, if given, is set, so that readers with "auto" keep the precision written here.
+    - `quantization` replaces quantization_config, which describes the template's weights. None removes the key.
+    - The number of multi-token prediction layers becomes 0, because their weights are never written.
     """
     for source in sorted(Path(template).iterdir()):
         weights_or_hidden = source.name.endswith(_WEIGHT_SUFFIXES) or source.name.startswith(".")
@@ -220,7 +221,7 @@ def copy_metadata(
 
 
 def with_dtype(config: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """Return the config with its dtype field set, under the spelling that it already uses."""
+    """Return the config with the dtype set, under the spelling that the config already uses."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}
 
@@ -230,9 +231,9 @@ def write_config(staging: Path, config: Mapping[str, object]) -> None:
 
 
 def publish(staging: Path, directory: str | Path, overwrite: bool = False, *, durable: bool = True) -> None:
-    """Rename the staging directory to `directory`; with `durable`, first wait until all its files are on the disk.
+    """Rename the staging directory to `directory`. With `durable`, first wait until all files are on disk.
 
-    Rejects an existing directory with `ModelError`, or replaces it with `overwrite`.
+    With `overwrite`, replaces an existing directory; otherwise raises `ModelError` for it.
     """
     directory = Path(directory)
     refuse_existing(directory, overwrite)

@@ -1,4 +1,4 @@
-"""Creates small models without a network, for `dppo-megatron init`, examples, studies and tests."""
+"""Creates small models without network access, for `dppo-megatron init`, examples, studies and tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tools: {{ tools | map(attribute="function") | list | tojson }}<|im_end|>
 
 
 def write_small_model(directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast, **changes: Any) -> None:
-    """Write or replace a Qwen3 model with random weights. A seed gives the same bytes. `changes` are of config.json."""
+    """Write or replace a Qwen3 model with random weights. `changes` edit config.json. A seed gives the same bytes."""
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     lengths = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length}
     config = {"architectures": ["Qwen3ForCausalLM"], **SIZES, **lengths, **ends, **changes}
@@ -43,7 +43,7 @@ def write_small_model(directory: Path, seed: int, tokenizer: PreTrainedTokenizer
 
 
 def character_tokenizer(vocabulary: Iterable[str], *, eos: str, positions: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each character. It adds no tokens to a text; unknown ones become `PAD`."""
+    """Return a tokenizer with a token per character. It adds no tokens to a text; unknown characters become `PAD`."""
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=PAD))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
@@ -52,7 +52,7 @@ def character_tokenizer(vocabulary: Iterable[str], *, eos: str, positions: int) 
 
 
 def chat_tokenizer(positions: int = 2048) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of ASCII characters with a ChatML template: any roles, tools, Hermes' calls."""
+    """Return a tokenizer for ASCII characters with a ChatML template: any roles, tools, Hermes tool calls."""
     end = "<|im_end|>"
     tokenizer = character_tokenizer((PAD, end, "\n", *map(chr, range(32, 127))), eos=end, positions=positions)
     calls = [AddedToken(token, normalized=False) for token in ("<tool_call>", "</tool_call>")]

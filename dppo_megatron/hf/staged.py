@@ -1,4 +1,4 @@
-"""Writes a directory of weights from many ranks. It appears with all its files or not at all."""
+"""Writes a weight directory from many ranks. The directory appears with all files or not at all."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def write_staged(
     overwrite: bool = False,
     durable: bool = True,
 ) -> None:
-    """Write the parts of all ranks to a staging directory, and rename it to `directory` when it is complete.
+    """Write all ranks' parts to a staging directory, and rename it to `directory` when it is complete.
 
-    Every rank calls `write(staging)`, which returns the parts that it wrote. Together they must contain the tensors of
-    `expected`; with None any parts are accepted. Rank 0 then calls `complete(staging, parts of all ranks)`, which gives
-    the files their final form, and renames the directory. With `durable` it first waits until all files are on the
+    Every rank calls `write(staging)`, which returns the written parts. All parts together must contain exactly the
+    tensors in `expected`; with None any parts are accepted. Rank 0 then calls `complete(staging, all parts)`, which
+    gives the files their final form, and renames the directory. With `durable` it first waits until all files are on
     disk.
 
-    Collective: all ranks synchronise three times. An error of any rank is raised on every rank, and no files remain.
-    Raises `OSError`, and `ModelError` without enough disk space, for an existing directory without `overwrite`, and for
-    tensors that are missing, unknown or written twice.
+    Collective: all ranks synchronize three times. An error on any rank is raised on every rank, and no files remain.
+    Raises `OSError`. Raises `ModelError` for too little disk space, for an existing directory without `overwrite`, and
+    for tensors that are missing, unknown or written twice.
     """
     staging = staging_of(directory)
 

@@ -1,7 +1,7 @@
-"""Reads the text model of a directory that also has a vision model, for `convert hf-to-hf`.
+"""Reads the text model in a directory that also has a vision model, for `convert hf-to-hf`.
 
-Published Qwen3.5 directories have the keys of the text model in `text_config` and its tensors below
-`model.language_model`. Some store the experts of a layer in one tensor, with gate rows above up rows.
+Published Qwen3.5 directories have the text model's keys in `text_config` and the text model's tensors below
+`model.language_model`. Some stack all experts in a layer into one tensor, with gate rows above up rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return config.json of the text model in `raw`, or None if `raw` is not the config.json of a model with vision."""
+    """Return the text model's config.json from `raw`, or None if `raw` does not describe a model with vision."""
     architectures, text = raw.get("architectures"), raw.get("text_config")
     for family in FAMILIES.values():
         if family.wrapper is not None and architectures == [family.wrapper] and isinstance(text, Mapping):
@@ -37,7 +37,7 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read_text_config(directory: Path) -> HFModelConfig | None:
-    """Return the text model's config of a directory that has a vision model, or None for other directories.
+    """Return the text model's config for a directory with a vision model, or None for other directories.
 
     Raises `ModelError` as `parse_hf_config` does.
     """
@@ -50,11 +50,11 @@ def read_text_config(directory: Path) -> HFModelConfig | None:
 
 
 class TextWeights:
-    """Provides the tensors of the text model under the names of a directory without vision; a `WeightSource`."""
+    """Provides the text model's tensors under the names in a text-only directory; a `WeightSource`."""
 
     def __init__(self, stored: WeightSource):
         self._stored = stored
-        self._places: dict[str, tuple[str, int | None, slice]] = {}  # tensor, expert and its rows
+        self._places: dict[str, tuple[str, int | None, slice]] = {}  # tensor, expert, row range
         self.tensors: dict[str, TensorInfo] = {}
         for name, info in stored.tensors.items():
             if not _LEFT_OUT.fullmatch(name):

@@ -1,6 +1,6 @@
-"""Reads `.metadata` of a torch_dist checkpoint. The file is a pickle, but only descriptions of tensors are accepted.
+"""Reads `.metadata` from a torch_dist checkpoint. The file is a pickle, but only tensor descriptions are accepted.
 
-torch reads the file with `pickle.load`, which runs any code that it names.
+torch reads the file with `pickle.load`, which runs any code that the pickle names.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _CLASSES = {
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     ),
     filesystem: ("_StorageInfo", "_StoragePrefix"),
-    # Checkpoints of Megatron-LM name these.
+    # Megatron-LM checkpoints name these classes.
     planner: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
 }  # fmt: skip
 _ADMITTED: dict[tuple[str, str], Any] = {
     (module.__name__, name): getattr(module, name) for module, names in _CLASSES.items() for name in names
 }
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"  # the module of these classes up to release 0.15
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"  # module with these classes up to release 0.15
 _ADMITTED |= {(_MEGATRON, "MCoreMetadata"): Metadata, (_MEGATRON, "MCoreSavePlan"): planner.SavePlan}
 _ADMITTED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
 _ADMITTED |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-# The path of the file when it was written. It is not read, so any path type is accepted.
+# Pickles contain the file's path at writing time. It is not read, so any path type is accepted.
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _ADMITTED |= {(module, name): PurePath for module in ("pathlib", "pathlib._local") for name in _PATHS}
-# A pickle may set fields only of objects that it created. Changed fields of a class, function or enumeration member
-# would persist, and the same bytes could mean something else when torch reads them again.
+# A pickle may set fields only on objects that it created. Changed fields on a class, function or enumeration member
+# would persist, and equal bytes could mean something else when torch reads them again.
 _FILLED = {kind for kind in _ADMITTED.values() if isinstance(kind, type) and not issubclass(kind, (Enum, PurePath))}
 
 
@@ -58,7 +58,7 @@ def _fill(unpickler: Any) -> None:
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
 
 
-class _Unpickler(pickle._Unpickler):  # the unpickler in C has no hook before it sets fields
+class _Unpickler(pickle._Unpickler):  # the C unpickler has no hook before it sets fields
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _fill}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -73,7 +73,7 @@ class _Quick(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read the descriptions of tensors.
+    """Read the tensor descriptions in `directory`.
 
     Raises `ModelError`, naming the file, if it cannot be read, contains anything else, or places tensors outside
     `directory`.
@@ -82,7 +82,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def read_checked(directory: Path) -> tuple[Metadata, str]:
-    """Return `read_metadata`, and a digest of its bytes for `read_again`."""
+    """Return the metadata as `read_metadata` does, and the file's digest for `read_again`."""
     digest = ""
     try:
         content = (directory / METADATA).read_bytes()
@@ -97,7 +97,7 @@ def read_checked(directory: Path) -> tuple[Metadata, str]:
 
 
 def read_again(directory: Path, digest: str) -> Metadata:
-    """Read the file again with the unpickler in C. Raises `ModelError` if its bytes differ from the checked ones."""
+    """Read the file again with the C unpickler. Raises `ModelError` if the bytes changed since the check."""
     content = (directory / METADATA).read_bytes()
     if not hmac.compare_digest(hashlib.sha256(content).hexdigest(), digest):
         raise ModelError(str(directory), [f"{METADATA}: was changed after it was checked; not loaded"])

@@ -1,4 +1,4 @@
-"""Distinguishes torch_dist checkpoints from Hugging Face directories, without their reader's slow import."""
+"""Distinguishes torch_dist checkpoints from Hugging Face directories, without the checkpoint reader's slow import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dppo_megatron.common.files import read_foreign_json
 
-MARKER = "metadata.json"  # Megatron's file that names the format of the shards
+MARKER = "metadata.json"  # Megatron's file that names the shard format
 MODEL = "model"  # directory inside a converted checkpoint: config.json, tokenizer, generation config
 
 
@@ -19,6 +19,6 @@ def is_torch_dist(directory: str | Path) -> bool:
 
 
 def model_directory(directory: str | Path) -> Path:
-    """Return the directory of config.json and tokenizer: inside a converted checkpoint, else the HF directory."""
+    """Return the directory with config.json and tokenizer: inside a converted checkpoint, else `directory` itself."""
     inside = Path(directory) / MODEL
     return inside if is_torch_dist(directory) and inside.is_dir() else Path(directory)

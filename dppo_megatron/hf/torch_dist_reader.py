@@ -2,8 +2,8 @@
 
 `torch.distributed.checkpoint.load` fills tensors that must all be allocated beforehand
 (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), and Megatron's `dist_checkpointing.load` also needs
-the model and its process groups. This reader reads the metadata and maps each tensor from its file on demand, so a
-conversion needs the memory of one weight and no process group.
+the model with its process groups. This reader reads the metadata and maps each tensor from disk on demand. So a
+conversion needs memory for one weight and no process group.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .torch_dist_place import MODEL
 from .weight_map import WeightMap
 
 _SKIPPED = "optimizer."
-_RUN, _RUN_FIELD = "run.json", "model.path config.json "  # a training run's record in its checkpoint
+_RUN, _RUN_FIELD = "run.json", "model.path config.json "  # record that a training run stores in a checkpoint
 
 
 class TorchDistWeights:
-    """Reads the weights of a checkpoint by HF name, without optimizer state; a `WeightSource`.
+    """Reads checkpoint weights by HF name, without optimizer state; a `WeightSource`.
 
-    Tensors have the dtype they were saved in. Raises `ModelError` listing every weight of `config` that the checkpoint
-    lacks or has in another shape, weights that are in no file, and absent or truncated files.
+    Tensors have the dtype they were saved in. Raises `ModelError` listing missing, misshaped and unexpected weights,
+    recorded fields that differ from `config`, and absent or truncated files.
     """
 
     def __init__(self, directory: str | Path, config: HFModelConfig):
@@ -67,7 +67,10 @@ class TorchDistWeights:
             raise ModelError(str(directory), problems)
 
     def tensor(self, name: str) -> Tensor:
-        """Return one HF tensor on the CPU. The other parts of a fused weight are kept for the next calls."""
+        """Return an HF tensor on the CPU. The other parts of a fused weight are kept for the next calls.
+
+        Raises `ModelError` if the stored chunks do not make up the tensor.
+        """
         entry = self._entries[name]
         if entry.stacks_experts and entry.layer is not None:
             expert_entries = [e for e in self._map.layer_entries(entry.layer) if e.hf[0].name == name]
@@ -135,7 +138,7 @@ class TorchDistWeights:
         return problems
 
     def _whole(self, entry: Entry) -> Tensor:
-        """Assemble the global Megatron tensor of one entry from its chunks."""
+        """Assemble an entry's global Megatron tensor from the stored chunks."""
         at = self._at[entry.megatron]
         stored = self._stored[at.key]
         depth = len(at.index)
@@ -158,7 +161,7 @@ class TorchDistWeights:
         return out
 
     def _chunks_at(self, at: StoredAt) -> list[int]:
-        """Return the numbers of the chunks of one weight; a stack of experts has tens of thousands of chunks."""
+        """Return a weight's chunk numbers from a cached index: an expert stack has tens of thousands of chunks."""
         if at.key not in self._chunks:
             depth, chunk_numbers = len(at.index), self._chunks.setdefault(at.key, {})
             for number, chunk in enumerate(self._stored[at.key].chunks):
@@ -168,10 +171,10 @@ class TorchDistWeights:
         return self._chunks[at.key].get(at.index, [])
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
-        """Return one stored chunk, a view of the mapped file."""
+        """Return a stored chunk as a view of the mapped file, or as a copy if the bytes are not aligned."""
         stored = self._storage[index]
         mapped = self._mapped(stored.relative_path)
-        # torch.save wrote shape, strides and the offset of the bytes into a small zip archive.
+        # torch.save wrote shape, strides and byte offset into a small zip archive.
         with (self.directory / stored.relative_path).open("rb") as file, FakeTensorMode():
             view: Any = _create_file_view(file, stored.offset, stored.length)
             fake = torch.load(view, weights_only=True)
@@ -191,7 +194,7 @@ class TorchDistWeights:
 
 
 def recorded_differences(directory: Path, config: HFModelConfig) -> list[str]:
-    """List every field of the model where the checkpoint's record differs from `config`; shapes do not show all."""
+    """List model fields that differ between the checkpoint's record and `config`; shapes do not show all of them."""
     expected = config.identity()
     record: Mapping[str, Any] = {}
     if (directory / MODEL).is_dir():

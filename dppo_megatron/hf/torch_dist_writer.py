@@ -38,12 +38,12 @@ _ALIGNMENT = 64  # torch.save aligns tensors within its archive; for mapped read
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Describes one block of a global tensor in a file. `start` and `size` have an entry per dimension of `shape`.
+    """Describes a global tensor's block in a file. `start` and `size` have an entry per dimension of `shape`.
 
-    Example: rows 2 and 3 of a [4, 8] weight have start (2, 0) and size (2, 8).
+    Example: in a [4, 8] weight, rows 2 and 3 have start (2, 0) and size (2, 8).
     """
 
-    keys: tuple[str, ...]  # names of the same bytes
+    keys: tuple[str, ...]  # names for these bytes
     dtype: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -54,7 +54,7 @@ class Chunk:
 
 
 class TorchDistFile:
-    """Writes one file of chunks; `chunks` lists its contents. On exit every byte is on disk."""
+    """Writes a file of chunks, which `chunks` lists. On exit every byte is on disk."""
 
     def __init__(self, path: Path):
         self.chunks: list[Chunk] = []
@@ -62,12 +62,12 @@ class TorchDistFile:
         self._file = path.open("wb")
 
     def write(self, locations: Sequence[StoredAt], shape: Sequence[int], piece: TensorPiece) -> None:
-        """Append `piece` of a weight with the whole shape `shape`. `locations` are the names of that weight."""
+        """Append `piece` of a weight. `shape` is the whole weight's shape, and `locations` are the weight's names."""
         at = locations[0]
         depth = len(at.index)
         start = [0] * len(shape)
         start[piece.dim] = piece.start
-        # A storage of only these bytes: torch.save would write the whole storage of a view.
+        # A storage with only these bytes: torch.save would write a view's whole storage.
         flat = torch.frombuffer(bytes_of(piece.tensor), dtype=torch.uint8).view(piece.tensor.dtype)
         tensor = flat.view(*[1] * depth, *piece.tensor.shape)
         self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
@@ -99,7 +99,7 @@ class TorchDistFile:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Turn off the archive's checksums within the context: they take as long as writing, and torch never reads them."""
+    """Turn off archive checksums within the context: they take as long as writing, and torch never reads them."""
     crc32_enabled = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

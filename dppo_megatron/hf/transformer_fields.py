@@ -1,4 +1,4 @@
-"""Maps config.json to Megatron's TransformerConfig, to build a model and to compare a given one."""
+"""Maps config.json to Megatron's TransformerConfig, to build a model and to check an existing model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rope import inverse_frequencies, yarn_scale
 
 
 def transformer_fields(config: HFModelConfig) -> dict[str, Any]:
-    """Return the fields of TransformerConfig (or MLATransformerConfig) that decide the arithmetic of the model."""
+    """Return the TransformerConfig (or MLATransformerConfig) fields that decide the model's arithmetic."""
     return {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -41,7 +41,7 @@ def uncompared_fields(config: HFModelConfig) -> dict[str, Any]:
     """Return fields for building a model that `disagreements` does not compare.
 
     They matter only in training, have no meaning for this attention, or can be written in several ways. There is no
-    balancing loss, and the correction bias keeps its loaded value: RL adds nothing to the routing.
+    balancing loss, and the correction bias keeps the loaded value, because RL adds nothing to the routing.
     """
     fields: dict[str, Any] = {
         "hidden_dropout": 0.0,
@@ -64,7 +64,7 @@ def _grouped_queries(config: HFModelConfig) -> dict[str, Any]:
 
 
 def _latent_attention(config: HFModelConfig, mla: MLAConfig) -> dict[str, Any]:
-    """Return the fields of latent attention with its rotary settings, because Megatron rotates inside it."""
+    """Return the latent attention fields with rotary settings, because Megatron rotates inside latent attention."""
     return {
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -78,7 +78,7 @@ def _latent_attention(config: HFModelConfig, mla: MLAConfig) -> dict[str, Any]:
 
 
 def _yarn(config: HFModelConfig) -> dict[str, Any]:
-    """Return the fields of YaRN; settings missing from config.json have the defaults of transformers."""
+    """Return the YaRN fields. Settings missing from config.json get transformers' defaults."""
     scaling = config.rope_scaling
     return {
         "rope_type": "yarn",
@@ -95,9 +95,10 @@ def _yarn(config: HFModelConfig) -> dict[str, Any]:
 
 
 def _sinks(config: HFModelConfig, sinks: SinksConfig) -> dict[str, Any]:
-    """Return the fields of gpt-oss. Scaling queries and keys by YaRN's factor is scaling their products by its square.
+    """Return the gpt-oss fields.
 
-    `window_size` counts the keys before a query.
+    YaRN's factor scales both queries and keys, so `softmax_scale` contains the factor squared. `window_size` counts the
+    keys before a query.
     """
     factor = yarn_scale(config.rope_scaling) if config.rope_type == "yarn" else 1.0
     return {
@@ -118,7 +119,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 def _delta_net(sizes: DeltaNetConfig) -> dict[str, Any]:
-    """Return the fields of a model with gated delta net: its layers, the attention gate, and the norms."""
+    """Return the gated delta net fields: layers, attention gate and norms."""
     return {
         "attention_output_gate": True,
         "layernorm_zero_centered_gamma": True,
@@ -143,7 +144,7 @@ def _experts(moe: MoEConfig) -> dict[str, Any]:
         "moe_router_group_topk": moe.topk_groups,
     }
     if moe.score_function == "softmax":
-        # The softmax of the selected logits equals the softmax of all logits, rescaled to sum to 1.
+        # The softmax over selected logits equals the softmax over all logits, rescaled to sum to 1.
         fields["moe_router_pre_softmax"] = not moe.norm_topk_prob
     if moe.routed_scaling_factor != 1.0:
         fields["moe_router_topk_scaling_factor"] = moe.routed_scaling_factor
@@ -151,7 +152,7 @@ def _experts(moe: MoEConfig) -> dict[str, Any]:
 
 
 def disagreements(model_chunks: Sequence[nn.Module], config: HFModelConfig) -> list[str]:
-    """Return every field where the TransformerConfig of the chunks differs from `config`, one line each.
+    """Return a line for every field where the chunks' TransformerConfig differs from `config`.
 
     Chunks without a `config` attribute, and fields that a Megatron version does not have, are skipped.
     """

@@ -1,7 +1,7 @@
-"""Lets exporting ranks wait for the source rank, which receives the weights, in the store instead of a collective.
+"""Makes exporting ranks wait in the store, not in a collective, for the source rank that receives the weights.
 
-The source rank waits for its disk or for engines, which may take long. Ranks that waited for it in the gather of its
-next weights would reach the time-out of a training collective (`parallel.timeout_s`), which terminates the trainer.
+The source rank waits for a disk or for engines, which may take long. If the other ranks waited in the next gather, they
+would reach the training collective timeout (`parallel.timeout_s`), which terminates the trainer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .megatron_model import ShardGroup
 
 
 class Turns:
-    """Blocks before each gather of an export until rank 0 of the group has arrived.
+    """Blocks before each export gather until rank 0 in the group has arrived.
 
-    Construct it collectively on all of `ranks`, which limits the time of a wait. Call it before every gather, on all
-    ranks of the gather's group. `doing` describes rank 0's work in errors. Raises `RanksTimeout`.
+    Construct it collectively on all `ranks`; their timeout limits each wait. Call it before every gather, on all ranks
+    in the gather's group. `doing` describes rank 0's work in errors. Raises `RanksTimeout`.
     """
 
     def __init__(self, ranks: Ranks, doing: str):

@@ -1,4 +1,4 @@
-"""Maps between the tensors of a Hugging Face directory and the parameters of a Megatron GPTModel."""
+"""Maps between Hugging Face tensors and Megatron GPTModel parameters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ROTARY_BUFFERS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # writ
 
 
 class WeightMap:
-    """Contains names, shapes and tensor-parallel shards of one model. Needs no files, process groups or model instance.
+    """Maps a model's names, shapes and tensor-parallel shards. Needs no files, process groups or model instance.
 
     `layout` has the shapes that the HF config does not define; by default the vocabulary is not padded. Megatron names
-    have GLOBAL layer and expert indices (see `megatron_model.named_weights`) and the spelling of the local or of the
-    TransformerEngine layer spec.
+    have GLOBAL layer and expert indices (see `megatron_model.named_weights`), in the spelling of either layer spec,
+    local or TransformerEngine.
     """
 
     def __init__(self, config: HFModelConfig, layout: MegatronLayout | None = None):
@@ -42,7 +42,7 @@ class WeightMap:
         self._ignored = re.compile("|".join((_ROTARY_BUFFERS, *mtp_patterns, *[r"mtp\..*"] * bool(config.mtp_layers))))
 
     def entry(self, megatron_name: str) -> Entry:
-        """Return the entry of a parameter. Raises `KeyError` with the family's name if it does not exist."""
+        """Return a parameter's entry. Raises `KeyError` with the family name if the entry does not exist."""
         layer, template = _extract(_LAYER, megatron_name, "{layer}")
         expert, template = _extract(_EXPERT, template, "{expert}")
         for rule in self._by_name.get(template, ()):
@@ -51,7 +51,7 @@ class WeightMap:
         raise KeyError(f"{megatron_name}: no HF counterpart in family {self.config.family}")
 
     def entries(self) -> Iterator[Entry]:
-        """Yield every entry once, by the local spec's name: embedding, layers in order, final norm, head."""
+        """Yield every entry once, under the local spec's name: embedding, layers in order, final norm, head."""
         first, *last = self.end_entries()
         yield first
         for layer in range(self.config.num_layers):
@@ -64,7 +64,7 @@ class WeightMap:
         return [_instance(rule, rule.megatron[0], None, None) for rule in rules]
 
     def layer_entries(self, layer: int, experts: Sequence[int] | None = None) -> Iterator[Entry]:
-        """Yield the entries of one layer, of all experts or of those with the given global indices."""
+        """Yield a layer's entries, for all experts or only for the global indices in `experts`."""
         for rule in self._rules:
             if rule.layers is None or layer not in rule.layers:
                 continue
@@ -73,7 +73,7 @@ class WeightMap:
                 yield _instance(rule, rule.megatron[0].format(layer=layer, expert=expert), layer, expert)
 
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor in a complete HF directory of this model, by name."""
+        """Return the shape of every tensor in the model's complete HF directory, by name."""
         return {t.name: t.shape for entry in self.entries() if not entry.rule.duplicate for t in entry.hf}
 
     def is_ignored(self, hf_name: str) -> bool:
@@ -81,9 +81,9 @@ class WeightMap:
         return self._ignored.fullmatch(hf_name) is not None
 
     def to_megatron(self, entry: Entry, hf_tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-        """Return the local tensor of rank `tp_rank` of `tp_size`: tensor-parallel, for experts expert-tensor-parallel.
+        """Return the shard for tensor-parallel (for experts: expert-tensor-parallel) rank `tp_rank` of `tp_size`.
 
-        May be a view of an input. Raises `ModelError` for absent or misshaped inputs and sizes that do not divide.
+        May return a view of an input. Raises `ModelError` for absent or misshaped inputs and sizes that do not divide.
         """
         parts = []
         for expected in entry.hf:
@@ -98,10 +98,10 @@ class WeightMap:
             raise ModelError(entry.megatron, [str(error)]) from None
 
     def to_hf(self, entry: Entry, shards: Tensor | Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return HF tensors from the whole Megatron tensor, or from the shards of all ranks in rank order.
+        """Return HF tensors from the whole Megatron tensor, or from all ranks' shards in rank order.
 
-        A replicated parameter needs only one shard. If an HF tensor stacks experts, returns this expert's part of it.
-        May return views of the inputs. Raises `ModelError` if the shards do not have the HF shapes.
+        A replicated parameter needs only one shard. If an HF tensor stacks experts, returns only this expert's
+        part. May return views of the inputs. Raises `ModelError` if the shards do not have the HF shapes.
         """
         shards = [shards] if isinstance(shards, Tensor) else list(shards)
         try:

@@ -1,4 +1,4 @@
-"""Opens sources of weights by HF names and shapes, for all kinds of files."""
+"""Opens weights in every supported file format by HF name, and checks names, shapes and values."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class WeightSource(Protocol):
         """Return dtype and shape by name, without reading tensors."""
 
     def tensor(self, name: str) -> Tensor:
-        """Return one whole tensor on the CPU; it may be a view of a mapped file."""
+        """Return a whole tensor on the CPU. It may be a view of a mapped file."""
 
     def release(self) -> None:
-        """Free the memory of mapped pages, except a few MB, once the tensors returned so far are deleted."""
+        """Free mapped pages, except a few MB, once the tensors returned so far are deleted."""
 
 
 def open_weights(
     directory: str | Path, config: HFModelConfig, dequantized: torch.dtype = torch.float32
 ) -> WeightSource:
-    """Open the weights of a Megatron checkpoint, a quantised or a plain HF directory, by HF names.
+    """Open a Megatron checkpoint, or a quantized or plain HF directory, as weights with HF names.
 
     `dequantized` is the dtype for FP8 and MXFP4 weights.
 
-    Raises `ModelError` for files that cannot be read, a quantisation that is not supported, and a Megatron
-    checkpoint of another model.
+    Raises `ModelError` for files that cannot be read, an unsupported quantization, and a Megatron checkpoint from
+    another model.
     """
     if is_torch_dist(directory):
         from .torch_dist_reader import TorchDistWeights  # importing torch.distributed.checkpoint takes a second
@@ -60,7 +60,7 @@ def open_weights(
 def source_problems(weight_map: WeightMap, source: WeightSource) -> list[str]:
     """List every missing, misshaped and unexpected tensor, and a stored tied head that differs, one line each."""
     out = header_problems(weight_map, source)
-    # Some writers store the tied head too. A different one must not be dropped silently.
+    # Some writers store the tied head too. A different head must not be dropped silently.
     stored_twice = weight_map.config.tied_embeddings and {_HEAD, _EMBEDDING} <= source.tensors.keys()
     if stored_twice and not torch.equal(source.tensor(_HEAD), source.tensor(_EMBEDDING)):
         out.append(f"{_HEAD}: differs from {_EMBEDDING} although tie_word_embeddings is true")
@@ -82,7 +82,7 @@ def shape_problems(
     actual: Mapping[str, TensorInfo],
     may_be_there: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
-    """List every missing and unexpected tensor, and those of another shape or of integers, one line each."""
+    """List every missing, unexpected or misshaped tensor, and every integer tensor, one line each."""
     out = []
     for name, shape in expected.items():
         if name not in actual:
@@ -118,7 +118,10 @@ def cast_problem(entry: Entry, sources: Iterable[Tensor], results: Iterable[Tens
 
 
 def export_problem(name: str, tensor: Tensor) -> str | None:
-    """Return why `tensor` must not be published: a value beyond fp16 in it or in the fp32 scale of its FP8 values."""
+    """Return why `tensor` must not be published, or None if it may be published.
+
+    Values must not overflow in fp16 and must be finite in fp32, such as the scales of FP8 values.
+    """
     if tensor.dtype not in (torch.float16, torch.float32) or all_finite(tensor):
         return None
     return overflow_problem(name) if tensor.dtype == torch.float16 else f"{name}: {_NOT_FINITE}"

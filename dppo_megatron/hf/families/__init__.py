@@ -1,6 +1,6 @@
 """Lists the model families. A new family needs a file in this folder and a line here.
 
-A dense family is a line in `dense.py`.
+A dense family needs only a line in `dense.py`.
 """
 
 from __future__ import annotations

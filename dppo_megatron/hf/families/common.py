@@ -1,4 +1,4 @@
-"""Provides the rules shared by decoder-only families. Each function returns the rules of one part of the model."""
+"""Provides the rules that decoder-only families share. Each function returns the rules for a part of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dppo_megatron.hf.operations import QKV, GateUp, Operation, Replicated, Shar
 from dppo_megatron.hf.raw_config import Experts, FromZero, RawConfig, Size
 from dppo_megatron.hf.rules import HFTensor, MegatronLayout, Rule
 
-# Readers have different defaults for these keys of `SigmoidExpertsConfig`. The keys of the first line may be null.
+# Readers have different defaults for these `SigmoidExpertsConfig` keys. Keys in the first line may be null.
 _NULLABLE = ("n_shared_experts", "n_group", "topk_group")
 _STATED = ("first_k_dense_replace", "routed_scaling_factor")
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -73,7 +73,7 @@ def missing_null(name: str) -> str:
 def decoder_rules(
     config: HFModelConfig, layout: MegatronLayout, attention: tuple[Rule, ...] | None = None
 ) -> tuple[Rule, ...]:
-    """Return every rule of a decoder with dense or expert layers. By default attention has grouped queries."""
+    """Return every rule for a decoder with dense or expert layers. By default attention has grouped queries."""
     sparse = tuple(i for i in range(config.num_layers) if config.is_moe_layer(i))
     dense = tuple(i for i in range(config.num_layers) if not config.is_moe_layer(i))
     return (
@@ -85,7 +85,7 @@ def decoder_rules(
 
 
 def ends(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
-    """Return the rules of embedding, final norm and output head."""
+    """Return the rules for embedding, final norm and output head."""
     table = (config.vocab_size, config.hidden_size)
     op = Vocabulary(config.vocab_size, layout.padded_vocab_size)
     embedding = HFTensor("model.embed_tokens.weight", table)
@@ -94,15 +94,15 @@ def ends(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
     return (
         Rule(("embedding.word_embeddings.weight",), (embedding,), op),
         Rule(("decoder.final_layernorm.weight",), (final_norm,), Replicated()),
-        # With tied embeddings the last pipeline stage has its own copy of the embedding under this name.
+        # With tied embeddings the last pipeline stage has an embedding copy under this name.
         Rule(("output_layer.weight",), (head,), op, duplicate=config.tied_embeddings),
     )
 
 
 def grouped_query_attention(config: HFModelConfig) -> tuple[Rule, ...]:
-    """Return the rules of input norm, fused QKV (and bias), per-head query and key norms, output projection.
+    """Return the rules for input norm, fused QKV (and bias), per-head query and key norms, output projection.
 
-    In a model with gated delta net, the projection of queries also has the output gate.
+    In a model with gated delta net, the query projection also has the output gate.
     """
     layers, gated = config.attention_layers, config.delta_net is not None
     hidden, dim = config.hidden_size, config.head_dim
@@ -128,7 +128,7 @@ def grouped_query_attention(config: HFModelConfig) -> tuple[Rule, ...]:
 
 
 def dense_mlp(config: HFModelConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Return the rules of pre-MLP norm and SwiGLU feed-forward of the dense layers."""
+    """Return the rules for pre-MLP norm and SwiGLU feed-forward in dense layers."""
     names = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
     linear = ("mlp.linear_fc1.weight",), ("mlp.linear_fc2.weight",)
     return (
@@ -146,7 +146,7 @@ def swiglu(
     ffn: int,
     experts: int = 0,
 ) -> tuple[Rule, ...]:
-    """Return the rules of feed-forwards of width `ffn`: gate and up fused into `fc1`, down as `fc2`."""
+    """Return the rules for feed-forwards with width `ffn`: gate and up fused into `fc1`, down as `fc2`."""
     hidden = config.hidden_size
     gate_up = tuple((f"{hf_prefix}.{p}_proj.weight", (ffn, hidden)) for p in ("gate", "up"))
     down = ((f"{hf_prefix}.down_proj.weight", (hidden, ffn)),)
@@ -157,9 +157,9 @@ def swiglu(
 
 
 def routed_experts(config: HFModelConfig, moe: MoEConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Return the rules of pre-MLP norm, router (and correction bias), experts (and shared experts).
+    """Return the rules for pre-MLP norm, router (and correction bias), experts (and shared experts).
 
-    Experts are one module each (local spec) or one numbered weight each (grouped).
+    Each expert is a module (local spec) or a numbered weight (grouped).
     """
     hidden = config.hidden_size
     router = (("mlp.gate.weight", (moe.num_experts, hidden)),)

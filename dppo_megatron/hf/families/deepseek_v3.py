@@ -1,6 +1,6 @@
 """Defines DeepSeek-V3, Moonlight and Kimi K2: latent attention, dense first layers, routed and shared experts.
 
-Kimi K2 names the architecture of DeepSeek-V3 and differs only in numbers and in its `model_type`.
+Kimi K2 names DeepSeek-V3's architecture and differs only in numbers and in `model_type`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
 
 
 def latent_attention(config: HFModelConfig, mla: MLAConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
-    """Return the rules of multi-head latent attention. Heads are contiguous on both sides, so no rule reorders rows."""
+    """Return the rules for multi-head latent attention. Both sides have contiguous heads, so no rule reorders rows."""
     layers, hidden, heads = all_layers(config), config.hidden_size, config.num_heads
     by_head = Sharded(0)
     down = Sharded(0) if layout.shard_mla_down else Replicated()

@@ -1,4 +1,4 @@
-"""Defines the dense families, which differ only in biases and norms of attention."""
+"""Defines the dense families, which differ only in attention biases and norms."""
 
 from __future__ import annotations
 

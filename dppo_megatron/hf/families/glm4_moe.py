@@ -1,6 +1,6 @@
 """Defines GLM-4.5 to 4.7 (grouped queries, half of each head rotated) and GLM-4.7-Flash (latent attention).
 
-Both have the experts and the router of DeepSeek-V3.
+Both have DeepSeek-V3's experts and router.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .family import Family
 
 class Glm4MoeConfig(SigmoidExpertsConfig):
     rms_norm_eps: float = 1e-5
-    attention_bias: bool = False  # of queries, keys and values; the output projection has none
+    attention_bias: bool = False  # for queries, keys and values; the output projection has no bias
     use_qk_norm: bool = False
 
     def qkv_bias(self) -> bool:

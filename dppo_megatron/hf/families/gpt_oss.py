@@ -1,6 +1,6 @@
 """Defines gpt-oss: attention sinks, a sliding window in every other layer, biases, and experts with a clamped SwiGLU.
 
-Each Hugging Face tensor has a weight or bias of all experts of a layer, transposed, with gate and up interleaved.
+Each Hugging Face expert tensor stacks all experts in a layer, transposed, with gate and up interleaved.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def rules(config: HFModelConfig, layout: MegatronLayout) -> tuple[Rule, ...]:
 
 
 def gated_delta_net(config: HFModelConfig, sizes: DeltaNetConfig) -> tuple[Rule, ...]:
-    """Return the rules of layers of gated delta net. The fused input projection is interleaved by key head."""
+    """Return the rules for gated delta net layers. The fused input projection is interleaved by key head."""
     layers = tuple(i for i, has_delta_net in enumerate(sizes.layers) if has_delta_net)
     hidden, heads, rows = config.hidden_size, sizes.num_value_heads, sizes.widths
     fused = {"qkv": (rows["q"], rows["k"], rows["v"]), **{name: (rows[name],) for name in ("z", "b", "a")}}

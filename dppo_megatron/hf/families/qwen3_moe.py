@@ -1,4 +1,4 @@
-"""Defines Qwen3-MoE: the attention of Qwen3, with experts in most layers."""
+"""Defines Qwen3-MoE: Qwen3's attention, with experts in most layers."""
 
 from __future__ import annotations
 
