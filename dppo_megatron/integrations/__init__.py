@@ -1,1 +1,1 @@
-"""Use the objectives in other trainers: `trl`, `verl`, `skyrl`. Each needs torch and the package of its name."""
+"""Use the objectives in other trainers: `trl`, `verl`, `skyrl`. Each module needs torch and the trainer's package."""

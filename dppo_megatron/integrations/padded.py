@@ -1,4 +1,4 @@
-"""Apply an objective to the padded rows of other trainers, and list the objectives that their losses can be."""
+"""Apply an objective to another trainer's padded rows, and list the presets that the trainer can use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dppo_megatron.objectives import (
 
 
 def resolve(objective: str | ObjectiveProtocol, settings: dict[str, Any]) -> ObjectiveProtocol:
-    """Return a preset by name, or a user's own by "package.module:attribute", with its settings, or an objective."""
+    """Build an objective from a preset name or "package.module:attribute" and settings, or return an instance."""
     if isinstance(objective, str):
         return build_objective(objective, **settings)
     if settings:
@@ -27,10 +27,11 @@ def resolve(objective: str | ObjectiveProtocol, settings: dict[str, Any]) -> Obj
 
 
 def unfit(objective: ObjectiveProtocol, *, topk: bool = False, old: bool = False, terms: bool = False) -> list[str]:
-    """Return why a trainer's loss cannot be this objective. The trainer supplies:
+    """Return why a trainer's loss cannot be this objective.
 
-    topk: the engine's lists. old: a recomputed old policy in addition to the rollout policy. terms: a reference policy
-    and entropies.
+    topk: whether the trainer supplies the engine's lists.
+    old: whether it supplies a recomputed old policy in addition to the rollout policy.
+    terms: whether it supplies a reference policy and entropies.
     """
 
     reasons = {
@@ -52,14 +53,14 @@ def refuse_unfit(objective: ObjectiveProtocol, trainer: str, reasons: list[str])
 
 
 def presets_for(reasons: Any) -> list[str]:
-    """Return the presets that a trainer can use: those for which `reasons(objective)` is empty."""
+    """Return the presets that a trainer can use, because `reasons(objective)` is empty."""
     return [name for name in PRESETS if not reasons(build_objective(name))]
 
 
 def on_rows(objective: ObjectiveProtocol, *, mask: Tensor, **tensors: Any) -> ObjectiveOutput:
-    """Apply the objective to rows [B, T], each one response; its outputs are [B T], in the order of the rows.
+    """Apply the objective to rows [B, T], one response per row. Outputs are [B T], in row order.
 
-    tensors: inputs of the objective's call, [B, T] or [B, 1]; None = not given. `topk` is [B T, K] already.
+    tensors: inputs for the objective's call, [B, T] or [B, 1]; None = not given. `topk` is [B T, K] already.
     """
     rows, length = mask.shape
     inputs: dict[str, Any] = {
@@ -72,9 +73,10 @@ def on_rows(objective: ObjectiveProtocol, *, mask: Tensor, **tensors: Any) -> Ob
 
 
 def averaged(out: ObjectiveOutput) -> dict[str, float]:
-    """Return the metrics that may be averaged over micro-batches and ranks: means, the same names in every call.
+    """Return the metrics that may be averaged over micro-batches and ranks: kinds 'mean' and 'effective_size'.
 
-    A metric without tokens is 0, as in the trainers' own losses. Synchronises with the device.
+    Every call returns equal names. A metric without tokens is 0, as in the trainers' losses. Synchronizes with the
+    device.
     """
     means = {name: m for name, m in out.metrics.items() if m.kind in ("mean", "effective_size")}
     return dict.fromkeys(means, 0.0) | reduce_metrics(means)

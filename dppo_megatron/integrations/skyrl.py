@@ -1,7 +1,7 @@
-"""Register the objectives as policy losses of SkyRL 0.4. docs/integrations.md.
+"""Register the objectives as SkyRL 0.4 policy losses. docs/integrations.md.
 
-Import this in the entry point, before SkyRL checks its config. It registers every preset for which SkyRL supplies the
-inputs, as `dppo_megatron.NAME`, for `trainer.algorithm.policy_loss_type`.
+Import this module in the entry point, before SkyRL checks the config. The module registers every preset that works in
+SkyRL as `dppo_megatron.NAME`, for `trainer.algorithm.policy_loss_type`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
 def reasons_against(objective: ObjectiveProtocol) -> list[str]:
     """Return why SkyRL's loss cannot be this objective.
 
-    SkyRL sums the tokens, and its advantages are already divided by its denominators.
+    SkyRL sums the tokens, and has already divided the advantages by the denominators.
     """
     s = objective.settings
     scaled = {
@@ -37,8 +37,8 @@ def reasons_against(objective: ObjectiveProtocol) -> list[str]:
 class SkyRLLoss:
     """Implements a policy loss as SkyRL calls it. mu is `rollout_logprobs`, the old policy `old_log_probs`.
 
-    The objective has its own thresholds: `eps_clip_low` and similar settings have no effect. Raises ObjectiveError for
-    an objective that needs an input that SkyRL does not supply.
+    The objective defines the thresholds: `eps_clip_low` and similar settings have no effect. Raises ObjectiveError if
+    `reasons_against` finds a reason against the objective.
     """
 
     def __init__(self, objective: ObjectiveProtocol):
@@ -54,10 +54,10 @@ class SkyRLLoss:
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the sum of the token losses (the advantages include the denominators), and metrics. Inputs are [B, T].
+        """Return the summed token losses (the advantages include the denominators), and metrics. Inputs are [B, T].
 
-        Raises ObjectiveError without the rollout policy's log-probs, for `off_policy_correction`, and for log-probs of
-        16 bits.
+        Raises ObjectiveError without the rollout policy's log-probs, for `off_policy_correction`, and for 16-bit
+        log-probs.
         """
         if rollout_logprobs is None:
             raise ObjectiveError(
@@ -81,9 +81,9 @@ class SkyRLLoss:
 
 
 def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> None:
-    """Register `objective`, a preset with any axis overridden or your own, as SkyRL's `policy_loss_type: name`.
+    """Register an objective, or a preset with any axis overridden, as SkyRL's `policy_loss_type: name`.
 
-    Raises ObjectiveError as `SkyRLLoss` does, and SkyRL's ValueError for a name that is taken.
+    Raises ObjectiveError as `SkyRLLoss` does, and SkyRL's ValueError if the name is taken.
     """
     PolicyLossRegistry.register(name, SkyRLLoss(resolve(objective, settings)))
 

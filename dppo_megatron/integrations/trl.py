@@ -1,4 +1,4 @@
-"""Train with TRL 1.16's GRPOTrainer and one of the objectives as its loss. docs/integrations.md."""
+"""Train with TRL 1.16's GRPOTrainer and an objective as the loss. docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dppo_megatron.vocab_parallel import token_statistics
 
 from .padded import on_rows, refuse_unfit, resolve, unfit
 
-# Settings of GRPOConfig with an effect here. Its others belong to TRL's loss, which the objective replaces.
+# GRPOConfig settings with an effect here. All others belong to TRL's loss, which the objective replaces.
 _EFFECTIVE = (
     "transformers_continuous_batching_config", "use_transformers_continuous_batching", "vllm_structured_outputs_regex",
     "vllm_importance_sampling_correction", "multi_objective_aggregation", "max_tool_calling_iterations", "temperature",
@@ -38,7 +38,7 @@ _EFFECTIVE = (
     "log_completions", "num_generations", "num_iterations", "reward_weights", "log_multimodal", "sync_ref_model",
     "loss_type", "vllm_mode", "use_vllm", "min_p", "top_p", "top_k", "beta",
 )  # fmt: skip
-# Settings of generation without effect on the distribution of a sampled token, and the values of others that have none.
+# Generation settings, and (in _NEUTRAL) values of other settings, that do not affect a sampled token's distribution.
 _FREE = (
     "max_length", "max_new_tokens", "max_tokens", "max_time", "stop", "stop_token_ids", "include_stop_str_in_output",
     "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "disable_compile", "compile_config",
@@ -51,21 +51,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,), "min_new_tokens": (0, None), "renormalize_logits": (True, False, None), "logprobs": (0,),
     "cache_implementation": (None, "dynamic", "dynamic_full", "static", "offloaded", "offloaded_static", "hybrid"),
 }  # fmt: skip
-# Model inputs in addition to text: lists are requested only for text.
+# Model inputs in addition to text. Lists are made only for text.
 _NOT_TEXT = ("pixel_values", "token_type_ids", "mm_token_type_ids")
 
 
 class ObjectiveTrainer(GRPOTrainer):
-    """Trains with `objective`, a preset with its axes in `settings` or your own objective, as the loss of GRPOTrainer.
+    """Trains GRPOTrainer with an objective as the loss.
 
-    mu is the log-prob that vLLM or a `rollout_func` returned, else that of the weights that sampled. `loss_type`
-    defines only how token losses are summed: `dapo`, `bnpo`, `grpo`, `dr_grpo` or `luspo`, or another name with one of
-    these sums. `topk`: ids per token in the lists of methods that use lists. These come from the sampling weights' own
-    logits, with one more forward pass per generated batch. They do not exist with vLLM, because TRL keeps only the
-    sampled token. The reference policy of `reference_kl` is TRL's: set `beta` to `reference_kl_coefficient`.
+    objective: a preset, with axes in `settings`, or any other objective.
+    topk: ids per token in the lists, for methods that use lists. An additional forward pass per generated batch
+        computes them from the sampling weights. There are no lists with vLLM or a `rollout_func`, because TRL keeps
+        only the sampled token.
 
-    Metrics are logged as `objective/NAME`, each the mean over the micro-batches that TRL logs together.
-    Raises ObjectiveError for an objective or a setting of GRPOConfig that would have no effect or a wrong one.
+    mu is the log-prob that vLLM or a `rollout_func` returned, otherwise the sampling weights' log-prob. `loss_type`
+    defines only how token losses are summed: `dapo`, `bnpo`, `grpo`, `dr_grpo` or `luspo`, or another name with such a
+    sum. `reference_kl` uses TRL's reference policy: set `beta` to `reference_kl_coefficient`.
+
+    Metrics are logged as `objective/NAME`, averaged over the micro-batches that TRL logs together.
+    Raises ObjectiveError for an objective that cannot be TRL's loss, and for GRPOConfig settings that would have no
+    effect or a wrong effect.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class ObjectiveTrainer(GRPOTrainer):
             raise ObjectiveError("; ".join(problems))
 
     def _sampling_problems(self) -> list[str]:
-        """Name the settings with which tokens are sampled from another distribution than the one that is scored."""
+        """List settings that make the distribution of sampled tokens differ from the scored distribution."""
         args, kwargs = self.args, self.args.generation_kwargs or {}
         setting_names = (
             "top_p",
@@ -100,13 +104,13 @@ class ObjectiveTrainer(GRPOTrainer):
         )
         settings = {name: getattr(args, name) for name in setting_names} | kwargs
         neutral = _NEUTRAL | {"temperature": (self.temperature,)}
-        if not self.use_vllm:  # `generate` adds the settings of the model's generation_config.json
+        if not self.use_vllm:  # `generate` adds the settings in the model's generation_config.json
             config, default = self.model._prepare_generation_config(self.generation_config)[0], GenerationConfig()
             settings |= {name: value for name, value in config.to_dict().items() if hasattr(default, name)}
             defaults = {name: (value, None) for name, value in default._get_default_generation_params().items()}
             ends = self.eos_token_ids
             neutral = defaults | neutral | {"eos_token_id": (ends, *ends) if len(ends) == 1 else (ends,), "top_k": (0,)}
-            neutral["suppress_tokens"] = (None, [getattr(self.model.config, "image_token_id", None)])  # TRL's own
+            neutral["suppress_tokens"] = (None, [getattr(self.model.config, "image_token_id", None)])  # set by TRL
         wrong_settings, remedies = [], []
         for name, value in settings.items():
             if name not in _FREE and value not in (values := neutral.get(name, (None, False))):
@@ -129,7 +133,7 @@ class ObjectiveTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _lists(self, output: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the most likely ids and their ln mu, [B, C, K], by the sampling weights, which are still current."""
+        """Return the most likely ids and their ln mu, [B, C, K]. The model still has the sampling weights here."""
         ids, logprobs = [], []
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         for rows in torch.arange(len(output["completion_ids"])).split(size):
@@ -141,7 +145,7 @@ class ObjectiveTrainer(GRPOTrainer):
         return {"topk_ids": torch.cat(ids), "topk_logps": torch.cat(logprobs)}
 
     def _logits(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the logits [B, C, V] of the completion's tokens, before the temperature."""
+        """Return the logits [B, C, V] for the completion tokens, before the temperature."""
         length = inputs["completion_ids"].shape[1]
         ids, mask = _whole(inputs)
         with self.accelerator.autocast():
@@ -149,7 +153,7 @@ class ObjectiveTrainer(GRPOTrainer):
         return logits[:, -length - 1 : -1]
 
     def _policy(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, TopKLogprobs | None]:
-        """Return (log-prob [B, C], entropy [B, C], lists [B C, K]) of the policy in training."""
+        """Return (log-prob [B, C], entropy [B, C], lists [B C, K] or None) for the policy in training."""
         if not self.objective.needs_topk:
             extras = {name: inputs.get(name) for name in _FORWARD}
             length = inputs["completion_ids"].shape[1]
@@ -175,7 +179,7 @@ class ObjectiveTrainer(GRPOTrainer):
             other_logprob=statistics.other_logprob,
             target_ids=targets.flatten(),
             vocab_size=logits.shape[-1],
-            old_logprob=ln_mu,  # same weights that sampled
+            old_logprob=ln_mu,  # the same weights sampled
         )
         return statistics.logprob.view_as(targets), statistics.entropy.view_as(targets), lists
 
@@ -183,7 +187,7 @@ class ObjectiveTrainer(GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         logprob, entropy, lists = self._policy(model, inputs)
         old = inputs.get("old_per_token_logps")
-        old = logprob.detach() if old is None else old  # TRL omits it while the weights have not changed
+        old = logprob.detach() if old is None else old  # TRL omits old log-probs while the weights have not changed
         mu = inputs.get("sampling_per_token_logps")
         distinct = self.objective.needs_old or mu is not None
         mu = old if mu is None else mu
@@ -203,12 +207,12 @@ class ObjectiveTrainer(GRPOTrainer):
         return (out.loss.view_as(logprob) * self._weights(mask, inputs)).sum()
 
     def _weights(self, mask: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """Return [B, 1] or [1, 1]: the weight of a token's loss in this micro-batch, for the sum of TRL's loss type."""
+        """Return [B, 1] or [1, 1]: a token's weight in this micro-batch, so that losses sum as in TRL's loss type."""
         training = self.model.training
         accumulated = self.current_gradient_accumulation_steps if training else 1
         rows = mask.shape[0]
         whole = mask.new_ones((1, 1), dtype=torch.float32)
-        if self.loss_type in ("dapo", "cispo", "vespo"):  # the tokens of an update, on all ranks
+        if self.loss_type in ("dapo", "cispo", "vespo"):  # tokens in an update, on all ranks
             tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
             share = accumulated / self.args.steps_per_generation if training else 1
             return whole / (tokens * share)
@@ -216,7 +220,7 @@ class ObjectiveTrainer(GRPOTrainer):
             return 1 / (mask.sum(dim=1, keepdim=True).clamp(min=1) * rows * accumulated)
         if self.loss_type == "bnpo":
             return whole / (mask.sum().clamp(min=1) * accumulated)
-        horizon = self.max_completion_length if self.loss_type == "dr_grpo" else 1  # luspo: sums of rows
+        horizon = self.max_completion_length if self.loss_type == "dr_grpo" else 1  # luspo: row sums
         return whole / (rows * horizon * accumulated)
 
     def _record(self, out: ObjectiveOutput) -> None:
@@ -237,13 +241,13 @@ _FORWARD = (
 
 
 def _whole(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the token ids and the attention mask of prompt and completion, [B, P + C] each."""
+    """Return (token ids [B, P + C], attention mask [B, P + C]) of prompt and completion together."""
     ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
     return ids, mask
 
 
 def _check_generation_kwargs(kwargs: Any) -> None:
-    """Raise `ObjectiveError` for arrays, because neither TRL nor a check can compare them with a value."""
+    """Raise ObjectiveError for other types than dict, and for arrays, which no check can compare with a value."""
     if not isinstance(kwargs, dict | None):
         raise ObjectiveError(f"generation_kwargs = {shown(kwargs)}: is not a dictionary; name each setting")
     for name, value in (kwargs or {}).items():
@@ -257,7 +261,7 @@ def _has_array(value: Any) -> bool:
 
 
 def _dropout_problems(model: torch.nn.Module) -> list[str]:
-    """Name the first dropout of a model. Layers of PyTorch store its probability as `p`, and attention by its name."""
+    """Name the model's first active dropout: `p` in a PyTorch dropout layer, or any attribute `...dropout`."""
     layer = torch.nn.modules.dropout._DropoutNd
     for name, module in model.named_modules():
         for key, value in vars(module).items():

@@ -1,7 +1,6 @@
-"""Register the objectives as policy losses of verl 0.9, and the log-probs for its Megatron engine.
-docs/integrations.md.
+"""Register the objectives as verl 0.9 policy losses, and log-probs for its Megatron engine. docs/integrations.md.
 
-Importing this registers every preset for which verl supplies the inputs, as `dppo_megatron.NAME`:
+Importing this module registers every preset for which verl supplies the inputs, as `dppo_megatron.NAME`:
 
     VERL_USE_EXTERNAL_MODULES=dppo_megatron.integrations.verl  # in the environment of every process
     actor_rollout_ref.actor.policy_loss.loss_mode=dppo_megatron.dppo_binary_tv
@@ -23,10 +22,10 @@ from .padded import averaged, on_rows, presets_for, refuse_unfit, resolve, unfit
 class VerlLoss:
     """Implements a policy loss as verl calls it.
 
-    mu, and the anchor, is `old_log_prob`. With `algorithm.rollout_correction.bypass_mode` and verl's V1 trainer this is
-    the rollout policy, otherwise the policy that verl recomputed. The objective has its own thresholds: `clip_ratio`
-    and similar settings have no effect. Raises ObjectiveError for an objective that needs an input that verl does not
-    supply.
+    `old_log_prob` is both mu and the anchor. With `algorithm.rollout_correction.bypass_mode` and verl's V1 trainer it
+    comes from the rollout policy, otherwise from the policy that verl recomputed. The objective defines the thresholds:
+    `clip_ratio` and similar settings have no effect. Raises ObjectiveError for an objective that needs an input that
+    verl does not supply.
     """
 
     def __init__(self, objective: ObjectiveProtocol):
@@ -43,7 +42,7 @@ class VerlLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss, aggregated by verl as configured, and metrics `actor/...`. Inputs [B, T], log-probs fp32."""
+        """Return the loss, aggregated by verl as configured, and `actor/...` metrics. Inputs [B, T], log-probs fp32."""
         out = on_rows(
             self.objective,
             mask=response_mask,
@@ -64,10 +63,10 @@ class VerlLoss:
 
 
 def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> None:
-    """Register `objective`, a preset with any axis overridden or your own, as verl's loss mode `name`.
+    """Register an objective, or a preset with any axis overridden, as verl's loss mode `name`.
 
-    Call it in a module of yours that VERL_USE_EXTERNAL_MODULES names. Raises ObjectiveError as `VerlLoss` does, and
-    ValueError for a name that is taken.
+    Call this function in a module that VERL_USE_EXTERNAL_MODULES names. Raises ObjectiveError as `VerlLoss` does, and
+    ValueError if the name is taken.
     """
     if name in POLICY_LOSS_REGISTRY:
         raise ValueError(f"verl has a policy loss {name!r} already: choose another name")
@@ -77,10 +76,9 @@ def register(name: str, objective: str | ObjectiveProtocol, **settings: Any) -> 
 def use_token_statistics() -> None:
     """Let verl's Megatron engine take log-probs and entropy from `vocab_parallel`: one collective, logits not cloned.
 
-    Replaces the method of its language-model engine that computes them. Other values that the engine computes from
-    logits (distillation, sums of squared probabilities) still come from verl. Raises ImportError if verl's Megatron
-    engine cannot be imported. Call it once in every trainer process, e.g. in the module that VERL_USE_EXTERNAL_MODULES
-    names.
+    This replaces the language-model engine's method. Calls that also ask for distillation or sums of squared
+    probabilities still go to verl's method. Raises ImportError if verl's Megatron engine cannot be imported. Call this
+    function once in every trainer process, e.g. in the module that VERL_USE_EXTERNAL_MODULES names.
     """
     from megatron.core import parallel_state
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine

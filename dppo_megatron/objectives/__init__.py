@@ -1,7 +1,7 @@
 """Compute reinforcement-learning objectives on [T] in pure torch, without process groups or vocabulary dimension.
 
-Axes and presets are data, and configs are checked against them, possibly without torch. Code on tensors (`on_tensors`
-lists it) is therefore imported when one of its names is first used.
+Axes and presets are data, and configs are checked against them, possibly without torch. Code on tensors, listed in
+`on_tensors`, is therefore imported on first use.
 """
 
 from importlib import import_module
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        # `from . import inputs` looks here before it imports the submodule, possibly while on_tensors is being
-        # imported.
+        # `from . import inputs` looks here before it imports the submodule, possibly during the import of on_tensors.
         if name.startswith("_") or find_spec(f"{__name__}.{name}"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(".on_tensors", __name__), name)

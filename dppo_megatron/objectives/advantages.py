@@ -1,4 +1,4 @@
-"""Compute advantages from the rewards of G groups, each with n samples of one prompt."""
+"""Compute advantages from the rewards of G groups. A group has n samples for one prompt."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 ROUNDING = 2.0**-16
-"""Rewards that differ by at most this share of the largest |reward| of their group are equal. A reward model gives such
-rewards for equal answers, and a standard deviation would make advantages of 1.5 of them."""
+"""Rewards in a group are equal if they differ by at most this share of the group's largest |reward|. A reward model
+gives such rewards for equal answers, and dividing by their standard deviation would give advantages of 1.5."""
 
 
 @dataclass(frozen=True)
 class RewardMoments:
-    """Contains count, sum and sum of squares of group-centred rewards, each 0-d fp64.
+    """Contains count, sum and sum of squares of group-centered rewards, each 0-d fp64.
 
-    Ranks add their moments before they normalise.
+    Ranks add their moments before they normalize.
     """
 
     count: Tensor
@@ -48,18 +48,20 @@ def group_advantages(
 ) -> Float[Tensor, "G n"]:
     """Return the advantage of every sample.
 
-    group_mean        reward - mean of its group (DPPO; Dr. GRPO, arXiv 2503.20783).
-    group_mean_std    group_mean over the group's sample standard deviation (GRPO, arXiv 2402.03300).
+    group_mean        reward - group mean (DPPO; Dr. GRPO, arXiv 2503.20783).
+    group_mean_std    group_mean / the group's sample standard deviation (GRPO, arXiv 2402.03300).
     leave_one_out     reward - mean of the other samples (RLOO, arXiv 2402.14740) = n / (n - 1) group_mean.
-    batch_mean        reward - mean of the batch; `rewards` must be the whole batch (FlashREINFORCE).
-    batch_normalised  group_mean over its sample standard deviation across the batch (REINFORCE++-baseline,
-                      arXiv 2501.03262). `moments` are those of the whole batch, if `rewards` is only a part of it.
-    rewards: fp32 or fp64. valid: False where a sample failed; such a sample gets 0 and is excluded from every
-    statistic. If all valid rewards of a group are equal up to `ROUNDING`, or only one is valid, all samples get exactly
-    0, except with batch_mean. No denominator has an epsilon. Raises ObjectiveError for an unknown kind or rewards that
-    are not [G, n].
+    batch_mean        reward - batch mean; `rewards` must be the whole batch (FlashREINFORCE).
+    batch_normalised  group_mean / its sample standard deviation across the batch (REINFORCE++-baseline,
+                      arXiv 2501.03262). If `rewards` is only a part, pass the whole batch's `moments`.
 
-    Example: the rewards [[1, 0, 0, 1]] give group_mean [[0.5, -0.5, -0.5, 0.5]], and with a failed last sample
+    rewards: fp32 or fp64.
+    valid: False where a sample failed. A failed sample gets 0, and every statistic excludes it.
+    If all valid rewards in a group are equal up to `ROUNDING`, or only one reward is valid, all samples get exactly 0,
+    except with batch_mean. No denominator has an epsilon. Raises ObjectiveError for an unknown kind or rewards that are
+    not [G, n].
+
+    Example: the rewards [[1, 0, 0, 1]] give group_mean [[0.5, -0.5, -0.5, 0.5]]. If the last sample failed, they give
     [[0.67, -0.33, -0.33, 0]].
     """
     if kind not in ADVANTAGE_KINDS:
@@ -88,19 +90,22 @@ def turn_advantages(
     kind: str = "group_mean",
     discount: float = 1.0,
 ) -> Float[Tensor, "G n T"]:
-    """Return the advantage of every turn of every trajectory, 0 after its last one.
+    """Return the advantage of every turn in every trajectory, 0 after the last turn.
 
-        A_k = R_k - baseline of the R_k of the group,   R_k = sum over l >= k of discount^(l - k) r_l
+        A_k = R_k - baseline of the group's R_k,   R_k = sum over l >= k of discount^(l - k) r_l
 
-    R_k is the return from turn k on (GTPO, arXiv 2511.14846; MT-GRPO, arXiv 2505.11821, for two turns). It is compared
-    by `kind`, a kind over groups, with the returns of the trajectories that reached turn k. If no other trajectory
-    reached turn k, the turn takes the advantage of its trajectory's first turn.
+    R_k is the return from turn k on (GTPO, arXiv 2511.14846; MT-GRPO, arXiv 2505.11821, for two turns). `kind`, a kind
+    over groups, compares R_k with the returns of the trajectories that reached turn k. If no other trajectory reached
+    turn k, the turn takes the advantage of the trajectory's first turn.
 
-    rewards: one for each trajectory. The difference to the sum of its turn rewards is added to the last turn. So
-    without a discount R_0 is the trajectory's reward, and A_0 the advantage of `group_advantages`.
-    turn_rewards, turns: the reward of each turn, and the number of turns. A trajectory with 0 turns, because none had a
-    reward, has one advantage, that of the first turn, in all T. Returns that differ by at most `ROUNDING` of the sum of
-    |turn reward| are equal. Raises as `group_advantages` does, and for kinds over the batch.
+    rewards: per trajectory. If the turn rewards do not add up to it, the last turn gets the difference. So with
+        discount 1, R_0 is the trajectory's reward, and A_0 equals the advantage from `group_advantages`.
+    turn_rewards: per turn.
+    turns: number of turns. A trajectory with 0 turns, because no turn had a reward, has the first turn's advantage in
+        all T.
+
+    Returns are equal if they differ by at most `ROUNDING` times the group's largest sum of |turn reward|. Raises as
+    `group_advantages` does, and for kinds over the batch.
 
     Example, with discount 1:
 
@@ -135,7 +140,7 @@ def turn_advantages(
 
 
 def reward_moments(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] | None = None) -> RewardMoments:
-    """Return the moments of the group-centred rewards of some groups, for kind 'batch_normalised' over ranks."""
+    """Return the moments of group-centered rewards, for kind 'batch_normalised' over several ranks."""
     centred, valid, _ = _centred(rewards, valid)
     return RewardMoments(valid.sum().double(), centred.sum(), centred.square().sum())
 
@@ -146,7 +151,12 @@ def group_has_signal(rewards: Float[Tensor, "G n"], valid: Bool[Tensor, "G n"] |
 
 
 def _centred(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (reward - group mean in fp64, 0 where invalid or without signal; valid; signal [G, 1])."""
+    """Center rewards on the group mean. Returns three tensors:
+
+    centred   [G, n] reward - group mean in fp64, 0 where invalid or without signal
+    valid     [G, n] bool
+    signal    [G, 1] whether the group has different valid rewards
+    """
     if rewards.ndim != 2:
         raise ObjectiveError(f"rewards must be [G, n], got shape {tuple(rewards.shape)}")
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
@@ -160,6 +170,6 @@ def _centred(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def _spread(values: Tensor, valid: Tensor) -> Float[Tensor, "G 1"]:
-    """Return the largest minus the smallest valid value of each group."""
+    """Return the largest minus the smallest valid value in each group."""
     largest = torch.where(valid, values, -torch.inf).amax(dim=1, keepdim=True)
     return largest - torch.where(valid, values, torch.inf).amin(dim=1, keepdim=True)

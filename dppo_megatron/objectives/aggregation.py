@@ -1,6 +1,6 @@
-"""Reduce per-token losses to one number, with weights of the global batch that are fixed before its first micro-batch.
+"""Reduce per-token losses to one number, with weights that are fixed before the global batch's first micro-batch.
 
-The loss is sum_t weight_t loss_t over all tokens of all ranks (data-parallel gradients are summed, not averaged), so no
+The loss is sum_t weight_t loss_t over all tokens on all ranks (data-parallel gradients are summed, not averaged), so no
 split into micro-batches, packs or ranks can change it.
 """
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def sequence_weights(kind: str, response_lengths: Int[Tensor, " B"], horizon: int | None = None) -> Float[Tensor, " B"]:
-    """Return the weight of each loss-carrying token of each sequence of the whole global batch, fp32.
+    """Return the fp32 weight of a loss-carrying token, for each sequence in the whole global batch.
 
-    token_mean               1 / tokens: every token of the batch counts the same.
-    seq_mean_token_mean      1 / (sequences length): every sequence counts the same.
+    token_mean               1 / tokens: every token counts equally.
+    seq_mean_token_mean      1 / (sequences length): every sequence counts equally.
     seq_mean_token_sum_norm  1 / (sequences horizon): token sums over a fixed horizon (DPPO; Dr. GRPO).
     seq_mean_token_sum       1 / sequences.
-    response_lengths: number of loss-carrying tokens of each sequence. Sequences without such tokens get 0 and are not
-    counted.
+    response_lengths: number of loss-carrying tokens in each sequence. Sequences without such tokens get 0 and do not
+    count.
     Raises ObjectiveError for an unknown kind, or seq_mean_token_sum_norm without a positive horizon.
 
     Example: the lengths [2, 0, 4] give [1/6, 0, 1/6] with token_mean and [1/4, 0, 1/8] with seq_mean_token_mean.

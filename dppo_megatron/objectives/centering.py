@@ -1,4 +1,4 @@
-"""Center scores (arXiv 2609.20807): subtract from each token's weighted score the rollout policy's expectation."""
+"""Center scores (arXiv 2609.20807): subtract the rollout policy's expectation from each token's weighted score."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _FARTHEST = 80.0  # nats by which pi may exceed mu in the list, so that mu r sta
 
 @dataclass(frozen=True)
 class Centering:
-    """Contains the centering term of every token.
+    """Contains the centering term of every token. All fields are [T], and only `score` has a gradient.
 
-    score: [T] sum_H sg(mu_v c_v - alpha pi_v) ln pi_v, with its gradient. The other fields [T] have no gradient. mass,
-    anchor_mass: of the list H, under pi and mu. size: sum_H of the coefficients' absolute values, 0 on policy.
+    score: sum_H sg(mu_v c_v - alpha pi_v) ln pi_v.
+    mass, anchor_mass: pi's and mu's mass on the list H.
+    size: sum_H of the coefficients' absolute values, 0 on policy.
     """
 
     score: Float[Tensor, " T"]
@@ -40,17 +41,17 @@ def expected_score(
 ) -> Centering:
     """Return the score that mu expects, to be subtracted.
 
-    The policy term's gradient is A c_a grad ln pi(a), c = r w; its expectation under mu is A sum_v mu_v c_v grad ln
-    pi_v. The sum runs over the engine's list H without changes. H is never united with the sampled token: a list that
-    depends on the sample would not be centred in expectation. Outside H, mu is taken as pi scaled to mu's mass there
-    (eq. 7-12); with sum_v pi_v grad ln pi_v = 0 that leaves
+    The policy term's gradient is A c_a grad ln pi(a), c = r w. Its expectation under mu is A sum_v mu_v c_v grad ln
+    pi_v. The sum runs over the engine's list H without changes. H is never united with the sampled token, because a
+    list that depends on the sample would not be centered in expectation. Outside H, mu is taken as pi scaled to mu's
+    mass there (eq. 7-12). With sum_v pi_v grad ln pi_v = 0 this leaves
 
         sum_H sg(mu_v c_v - alpha pi_v) ln pi_v,   alpha = rho c(1 / rho),   rho = (1 - mu(H)) / (1 - pi(H)).
 
-    c_v is the coefficient that the settings give token v if it was sampled with the same A. The tail's c is that of a
-    token with the tail's ratio and mean mass (with all of its mass where topk.vocab_size is None), because a region in
-    probabilities would otherwise take the whole tail for one token that moved far. A quadratic control has only its
-    ratio centred, because its penalty has an intended mean.
+    c_v is the coefficient that token v would get if it was sampled with this A. The tail's c is computed for a token
+    with the tail's ratio and mean mass (or all the mass where topk.vocab_size is None). Otherwise a region in
+    probabilities would take the whole tail for a single token that moved far. With a quadratic control only the ratio
+    is centered, because the penalty has an intended mean.
     """
     keep = tokens.mask
     present = keep[:, None] & (topk.ids >= 0)
@@ -85,7 +86,7 @@ def expected_score(
 def _coefficients(
     s: ObjectiveSettings, tokens: Tokens, ln_pi: Tensor, ln_mu: Tensor, effective_size: Tensor | None
 ) -> Float[Tensor, "T n"]:
-    """Return c = r w of each column as if it were the sampled token, with the code for the sampled token."""
+    """Return c = r w for each column, computed by the sampled token's code as if the column had been sampled."""
     n = ln_pi.shape[1]
 
     def repeated(value: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def _coefficients(
 
 
 def _over_list(columns: Float[Tensor, "T K"]) -> Float[Tensor, " T"]:
-    """Return the sum over the columns, added one after the other so that zeros of absent ones change no bit."""
+    """Return the sum over the columns, added in order so that the zeros of absent columns change no bit."""
     if columns.shape[1] == 0:
         return columns.sum(dim=1)
     return columns.cumsum(dim=1)[:, -1]

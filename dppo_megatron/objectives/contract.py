@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TopKLogprobs:
-    """Contains log-probs of the tokens that the rollout policy, or a teacher, found most likely, under both policies.
+    """Contains log-probs, under both policies, of the tokens that the rollout policy or a teacher found most likely.
 
-    ids                  [T, K] int32/int64, global token ids of TopK(mu, K); -1 = absent. No id twice, except
-                         that the sampled token may or may not be among them.
-    rollout_logprob      [T, K] fp32/fp64, ln mu; of a teacher's list, by the teacher. Ignored where absent.
-    logprob              [T, K] fp32/fp64, ln pi. Ignored where absent. Carries a gradient when the method
-                         needs one.
-    other_logprob        [T] ln of pi's mass outside TopK united with the sampled token, from the kernel. Carries a
-                         gradient in a teacher's list.
+    ids                  [T, K] int32/int64, global token ids of TopK(mu, K); -1 = absent. No id occurs twice. The
+                         sampled token may be listed.
+    rollout_logprob      [T, K] fp32/fp64, ln mu; in a teacher's list, the teacher's log-prob. Ignored where absent.
+    logprob              [T, K] fp32/fp64, ln pi. Ignored where absent. Carries a gradient if the method needs it.
+    other_logprob        [T] ln of pi's mass outside TopK and the sampled token, from the kernel. Carries a gradient
+                         in a teacher's list.
     target_ids           [T] int, the sampled token.
-    vocab_size           size of the whole vocabulary, or [T] of the set each token was drawn from, for the uniform
-                         tail of the predictive direction and for score centering with a region in probabilities.
+    vocab_size           vocabulary size, or [T] size of each token's sampling mask. Used for the uniform tail of
+                         direction 'predictive', and for score centering with a region in probabilities.
     old_logprob          [T, K] like rollout_logprob, by the old policy (PPO's); only for anchor 'old'.
-    old_other_logprob    [T] like other_logprob, by the old policy; None = 1 minus the mass of its top K.
+    old_other_logprob    [T] like other_logprob, by the old policy; None = ln(1 - its mass on the listed and sampled
+                         tokens).
 
-    Example of one token with K = 2: ids [[3, 9]] and target_ids [7], so other_logprob covers all ids but 3, 9 and 7.
+    Example with K = 2: ids [[3, 9]] and target_ids [7], so other_logprob covers all ids but 3, 9 and 7.
     """
 
     ids: Int[Tensor, "T K"]
@@ -48,16 +48,16 @@ class TopKLogprobs:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """Contains the result of an objective for every token.
+    """Contains an objective's result for every token.
 
     loss [T]: per token, unreduced, with gradient, 0 where mask is False.
-    weight [T]: d loss / d z = -A r weight (e_a - pi) for the policy term, r = pi/mu (1 where there is no
-    rollout policy), 0 where mask is False. It excludes other terms: KL, entropy, centering, and the penalties of
-    the top K and of `penalty`.
-    masked_tokens [T] bool: tokens with A != 0 outside the trust region with a gradient that the control removed
-    (or, for 'mask_quadratic', penalised), or that the response region dropped.
+    weight [T]: d loss / d z = -A r weight (e_a - pi) for the policy term, 0 where mask is False. r = pi/mu; it is
+        pi/old without rollout log-probs, and 1 without an importance ratio. Other terms do not count: KL, entropy,
+        centering, and penalties in `Controlled.penalty`.
+    masked_tokens [T] bool: tokens with A != 0 that the control masked (or, for 'mask_quadratic', penalized) outside
+        the trust region, or that the response region or M2PO's batch budget dropped.
     divergence [T]: the configured D, 0 where mask is False.
-    metrics: name -> Metric. Every call has the same names, and a run logs the metrics under them.
+    metrics: name in the log -> Metric. Every call returns equal names.
     """
 
     loss: Float[Tensor, " T"]
@@ -70,14 +70,14 @@ class ObjectiveOutput:
 class ObjectiveProtocol(Protocol):
     """Declares an objective as the trainer and the integrations use it.
 
-    Each need is a flag that is fixed when the objective is built. A caller passes the inputs that the needs name and
-    may omit all other inputs. A class that inherits from this class or from `Objective` derives every need from its
-    settings. The class may replace a need by an attribute, e.g. `needs_entropy = True`.
+    The needs are flags, fixed when the objective is built. A caller passes the inputs that the needs name and may omit
+    all other inputs. A class that inherits from this class or from `Objective` derives every need from `settings`. The
+    class may replace a need by an attribute, e.g. `needs_entropy = True`.
     """
 
     name: str
     settings: ObjectiveSettings
-    # Columns of `types.COLUMNS` that the engine must return, each an argument with its name, as in the `TokenBatch`.
+    # Names in `types.COLUMNS` that the engine must return. Each is also an argument of the call, as in `TokenBatch`.
     needs_columns: tuple[str, ...] = ()
 
     @property
@@ -127,7 +127,7 @@ class ObjectiveProtocol(Protocol):
 
     @property
     def needs_sequences(self) -> bool:
-        """Return whether the objective needs `sequence_ids`, and each complete sequence in one call."""
+        """Return whether the objective needs `sequence_ids`, with every sequence complete in the call."""
         s = self.settings
         weighs = s.mismatch != "none" and s.mismatch_level != "token"
         drops = s.rejection != "none" or s.drops_outliers or s.response_region != "none"
@@ -141,7 +141,7 @@ class ObjectiveProtocol(Protocol):
 
     @property
     def needs_statistic(self) -> bool:
-        """Return whether the objective first needs `with_statistic`, a number of the batch (`batch_statistic`)."""
+        """Return whether a caller must first pass a batch statistic (`batch_statistic`) to `with_statistic`."""
         return self.settings.batch_statistic != "none"
 
     @property
@@ -158,18 +158,18 @@ class ObjectiveProtocol(Protocol):
     def statistic_sums(
         self, old_logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, mask: Tensor, **extra: Tensor
     ) -> Float[Tensor, " n"]:
-        """Return fp64 sums of tokens [T], to add over the batch; called only if `needs_statistic`.
+        """Return fp64 sums over the tokens [T], to add over the batch; called only if `needs_statistic`.
 
         advantage: as in the call. extra: `teacher_logprob`, passed only if `needs_teacher`.
         """
         raise NotImplementedError(f"objective {self.name} sets needs_statistic; implement statistic_sums")
 
     def with_statistic(self, sums: Float[Tensor, " n"]) -> ObjectiveProtocol:
-        """Return this objective for a batch with the total `sums` of `statistic_sums`."""
+        """Return this objective for a batch; `sums` adds up all results of `statistic_sums`."""
         raise NotImplementedError(f"objective {self.name} sets needs_statistic; implement with_statistic")
 
     def describe(self) -> str:
-        """Return the method in words, a few lines, for the top of a log."""
+        """Describe the method in a few lines, for the top of a log."""
         ...
 
     def __call__(
@@ -188,13 +188,14 @@ class ObjectiveProtocol(Protocol):
         entropy: Float[Tensor, " T"] | None = None,
         positions: Int[Tensor, " T"] | None = None,
     ) -> ObjectiveOutput:
-        """Return the loss of each sampled token.
+        """Return the loss of each sampled token. All tensors are [T].
 
-        All [T]. logprob and rollout_, old_, reference_, teacher_logprob: fp32/fp64 ln p of the sampled token,
-        temperature applied. mask: bool or 0/1, tokens that carry loss; other values, nan included, add nothing to loss,
-        gradient or metrics. sequence_ids: numbered from 0 and below T. positions: order within a sequence; None = the
-        order of the tokens. `needs_columns` are further arguments. The call runs no collectives and does not
-        synchronise with the host.
+        logprob and rollout_, old_, reference_, teacher_logprob: fp32/fp64 ln p(sampled token), temperature applied.
+        mask: bool or 0/1, tokens that carry loss. Values at other tokens, nan included, do not affect loss, gradient or
+            metrics.
+        sequence_ids: numbered from 0 and below T.
+        positions: order within a sequence; None = the token order.
+        `needs_columns` are further arguments. The call runs no collectives and does not synchronize with the host.
         """
         ...
 
@@ -203,7 +204,7 @@ FLAGS = tuple(name for name, value in vars(ObjectiveProtocol).items() if isinsta
 
 
 def missing_attributes(target: Any) -> list[str]:
-    """Return the parts of the contract that `target` lacks; the two methods for `needs_statistic` are optional."""
+    """Return the contract parts that `target` lacks; the two methods for `needs_statistic` are optional."""
     if isinstance(target, type):
         return ["an instance"]
     required = ("name", "settings", "describe", "needs_columns", *FLAGS, "__call__")

@@ -1,8 +1,8 @@
-"""Implement the controls of a trust region: one function per control, each with the formula of its paper.
+"""Implement the trust-region controls: one function per control, with the formula from the paper.
 
 mu = rollout policy, pi = policy in training, a = sampled token, A = advantage, r = pi(a) / mu(a), D = divergence. The
-papers maximise L; the loss here is -L. Every method's gradient is d L / d ln pi(a) = A r w. A control returns L and w,
-both [T] and without gradient; `Objective` combines them, so that the gradient is exactly A r w.
+papers maximize L; the loss here is -L. Every method's gradient is d L / d ln pi(a) = A r w. A control returns -L and w,
+both [T] and without gradient. `Objective` combines them so that the gradient of L is exactly A r w.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 
 
 _ADVANTAGE_FACTOR = (0.1, 10.0)  # MASPO: factors by which an advantage may narrow and widen the gate
-_RESPONSE_RATIO = (1e-8, math.exp(20))  # VESPO: range in which its kernel is evaluated
-_LEAST_RATIO = 1e-30  # a smaller r would make w = (r w) / r overflow, so r w approaches 0 with it
+_RESPONSE_RATIO = (1e-8, math.exp(20))  # VESPO: range in which the kernel is evaluated
+_LEAST_RATIO = 1e-30  # dividing by a smaller r would make w = (r w) / r overflow; below it, r w falls to 0 with r
 
 
 @dataclass(frozen=True)
 class Controlled:
     """Contains a control's result, all [T].
 
-    loss: -L. weight: w. outside: tokens that it masks, clips or penalises. penalty: a further term of the loss with its
-    own gradient, if the method has one. That gradient is the tensor's own plus slope, d penalty / d ln pi(a).
+    loss: -L.
+    weight: w.
+    outside: tokens that the control masks, clips or penalizes.
+    penalty: a further loss term with a gradient, or None.
+    slope: d penalty / d ln pi(a), added to the gradient that the penalty tensor carries. None = nothing to add.
     """
 
     loss: Float[Tensor, " T"]
@@ -44,7 +47,7 @@ class Controlled:
     slope: Float[Tensor, " T"] | None = None
 
 
-# The arguments are the settings, the tokens' positions, r as used in the loss (with its bounds), and the top K.
+# The arguments are the settings, the tokens' positions, r as used in the loss (after floor and cap), and the top K.
 Control = Callable[[ObjectiveSettings, Position, Tensor, Buckets | None], Controlled]
 
 
@@ -100,12 +103,12 @@ def mask_drpo(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets | 
 
 
 def topk_quadratic(s: ObjectiveSettings, at: Position, r: Tensor, buckets: Buckets) -> Controlled:
-    """Penalise the whole top K:  L = r A - |A| / (2 delta) sum over S and the rest of (pi - mu)^2.
+    """Penalize the whole top K:  L = r A - |A| / (2 delta) sum over S and the rest of (pi - mu)^2.
 
-    This is our own experiment, not from a paper. DRPO's penalty |A| / (2 delta) mu(a) (r - 1)^2 is one sample, a from
+    This is our experiment, not from a paper. DRPO's penalty |A| / (2 delta) mu(a) (r - 1)^2 is one sample, a from
     mu, of |A| / (2 delta) sum (pi - mu)^2. Here the sum runs over S, the top K and a. All other mass counts as one
-    token. Its gradient is minus the gradient of the top-K masses, so the kernel needs no gradient for `other`. w = 1,
-    because the penalty has its own gradient through the top K.
+    token. This token's gradient is minus the gradient of the top-K masses, so the kernel needs no gradient for `other`.
+    w = 1, because the penalty sends a gradient through the top K.
     """
     scale = at.advantage.abs() / (2 * (s.penalty_delta or s.delta))
     policy = buckets.policy
@@ -129,7 +132,7 @@ def no_control(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None)
 
 
 def gate(s: ObjectiveSettings, at: Position, r: Tensor, _: Buckets | None) -> Controlled:
-    """Apply a smooth weight instead of a trust region: one of the gates below, each of which returns (L, w)."""
+    """Apply a smooth weight instead of a trust region, with one of the gates below. Each gate returns (L, w)."""
     value, weight = GATES[s.gate](s, at, r)
     return Controlled(-value, weight, torch.zeros_like(at.diverging))
 
@@ -140,16 +143,16 @@ def sigmoid_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor,
     tau = gate_positive where A > 0, else gate_negative.
     """
     tau = _by_sign(at, s.gate_positive, s.gate_negative)
-    sigma, rest = torch.sigmoid(tau * (r - 1)), torch.sigmoid(tau * (1 - r))  # 1 - sigma, without its cancellation
+    sigma, rest = torch.sigmoid(tau * (r - 1)), torch.sigmoid(tau * (1 - r))  # 1 - sigma, without cancellation
     return at.advantage * sigma * 4 / tau, 4 * sigma * rest
 
 
 def gaussian_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
     """Apply MASPO (arXiv 2602.17550):  L = A w r,  w = exp(-(r - 1)^2 / (2 sigma^2)) if the token diverges, else 1.
 
-    It diverges as in PPO: A > 0 and r > 1, or A < 0 and r < 1. sigma = clip(width / p^power, width, width_max), with
-    p(a) of the denominator's policy in r, times a factor within [0.1, 10]: 1 + beta A where A > 0 and 1 / (1 - beta A)
-    where A < 0.
+    A token diverges as in PPO: A > 0 and r > 1, or A < 0 and r < 1. sigma = clip(width / p^power, width, width_max),
+    times a factor within [0.1, 10]: 1 + beta A where A > 0 and 1 / (1 - beta A) where A < 0. The policy in r's
+    denominator gives p = p(a).
     """
     width = (s.gate_width * torch.exp(-s.gate_mass_power * at.base)).clamp(s.gate_width, s.gate_width_max)
     risk = torch.where(
@@ -176,7 +179,7 @@ def inverse_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor,
 
 
 def gamma_gate(s: ObjectiveSettings, at: Position, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply VESPO (arXiv 2602.10693):  r w = phi(r) = e^lambda r^k e^(-lambda r),  r the ratio of the whole response.
+    """Apply VESPO (arXiv 2602.10693):  r w = phi(r) = e^lambda r^k e^(-lambda r),  r is the whole response's ratio.
 
     lambda = gate_positive and k = gate_power_positive where A >= 0, else their negative counterparts.
     """
@@ -214,7 +217,7 @@ def _quadratic(at: Position, r: Tensor, shift: Tensor, only: Tensor | None = Non
     """Apply a quadratic penalty:  L = r A - |A| / 2 shift (r - 1),  w = 1 - sign(A) shift;  r A and 1 if `only` is
     False.
 
-    shift [T]: distance from the anchor over its threshold, (r - 1) / epsilon or (pi - mu) / delta.
+    shift [T]: distance from the anchor divided by the threshold, (r - 1) / epsilon or (pi - mu) / delta.
     """
     penalty = 0.5 * at.advantage.abs() * shift * (r - 1)
     weight = 1 - at.advantage.sign() * shift
@@ -224,10 +227,10 @@ def _quadratic(at: Position, r: Tensor, shift: Tensor, only: Tensor | None = Non
 
 
 def _penalised(s: ObjectiveSettings, at: Position, r: Tensor, delta: float, only: Tensor | None = None) -> Controlled:
-    """Apply the plain policy gradient with a penalty of the sampled token: |A| D / delta or, without |A|, D / delta.
+    """Apply the plain policy gradient and penalize the sampled token by |A| D / delta or, without |A|, D / delta.
 
-    l2: mu (r - 1)^2 / 2. tv: |pi - mu|. kl: the binary KL(mu || pi). k3: r - 1 - ln r. The DRPO paper's ablation names
-    these penalties, but not their scale. Here they have the scale of DRPO's own penalty.
+    D is mu (r - 1)^2 / 2 (l2), |pi - mu| (tv), the binary KL(mu || pi) (kl) or r - 1 - ln r (k3). The DRPO paper's
+    ablation names these penalties without a scale. Here they have the scale of DRPO's penalty.
     """
     mu, pi = at.anchor.exp(), at.policy.exp()
     mu_rest, pi_rest = (-torch.expm1(p.clamp(max=-torch.finfo(p.dtype).eps)) for p in (at.anchor, at.policy))

@@ -14,12 +14,12 @@ from .settings import ObjectiveSettings
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-_LEAST_REST = 1e-8  # least mass of the tokens outside the top K, below which it carries no gradient
-_FARTHEST = 10.0  # largest nats between pi and the other policy for which k3 grows with 1 / r
+_LEAST_REST = 1e-8  # a smaller mass outside the top K carries no gradient
+_FARTHEST = 10.0  # nats between pi and the other policy, beyond which k3 no longer grows with 1 / r
 
 
 def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) -> Int[Tensor, " T"]:
-    """Return the sequence number of each of `total` packed tokens, from the packed boundaries [B + 1] (first is 0)."""
+    """Return each token's sequence number for `total` packed tokens, from packed boundaries [B + 1] (first is 0)."""
     positions = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, positions, right=True) - 1
 
@@ -28,10 +28,11 @@ def sequence_ids_from_cu_seqlens(cu_seqlens: Int[Tensor, " B+1"], total: int) ->
 def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
     """Return (multiplier of A r [T], dropped [T]) for the axis `mismatch`.
 
-    The mismatch ratio is trainer / engine for the weights that sampled: old / mu if the old log-probs are given, else
+    The mismatch ratio is trainer / engine at the weights that sampled: old / mu if the old log-probs are given, else
     sg(pi) / mu, which also includes the drift of pi since then.
-    truncate: TIS, min(ratio, high). mask: IcePop, the ratio inside [low, high] and 0 outside. If the importance ratio
-    is already pi / mu, the kept tokens are not weighted a second time.
+    truncate: TIS, min(ratio, high).
+    mask: IcePop, the ratio inside [low, high] and 0 outside. If the importance ratio is already pi / mu, kept tokens
+        have multiplier 1.
     """
     weight, dropped = tokens.zeros + 1, torch.zeros_like(tokens.mask)
     if s.mismatch == "none":
@@ -47,7 +48,7 @@ def mismatch_weight(s: ObjectiveSettings, tokens: Tokens) -> tuple[Float[Tensor,
 
 @torch.no_grad()
 def rejected(s: ObjectiveSettings, tokens: Tokens) -> Bool[Tensor, " T"]:
-    """Return the tokens of responses that `rejection`, or `outlier_low` and `outlier_high`, drop."""
+    """Return [T] bool: tokens in responses that `rejection`, or `outlier_low` and `outlier_high`, drop."""
     dropped = torch.zeros_like(tokens.mask)
     if s.rejection == "any_token":
         dropped = _any_outside(s.rejection_low, s.rejection_high, tokens)
@@ -59,12 +60,13 @@ def rejected(s: ObjectiveSettings, tokens: Tokens) -> Bool[Tensor, " T"]:
 
 
 def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """Return the estimator k1, k2 or k3 of KL(pi || reference) per token.
+    """Return an estimate of KL(pi || reference) per token: k1, k2 or k3.
 
-    Gradient 'unbiased': sg(r) (ln pi - ln ref) grad ln pi, the gradient of the KL for samples drawn from mu (Tang and
-    Munos, arXiv 2506.09477: it is k2's gradient, regardless of the reported estimator). Gradient 'estimator': the
-    derivative of the estimator itself. For k1 this derivative is zero in expectation; for k3 (GRPO's published term) it
-    is the gradient of another divergence. `ratio` [T] is r, detached and capped as in the policy term.
+    Gradient 'unbiased': sg(r) (ln pi - ln ref) grad ln pi, the KL's gradient for samples drawn from mu (Tang and Munos,
+    arXiv 2506.09477: it is k2's gradient, regardless of the reported estimator).
+    Gradient 'estimator': the derivative of the estimator itself. For k1 this derivative is zero in expectation; for k3
+    (GRPO's published term) it is the gradient of another divergence.
+    ratio: [T] r, detached and capped as in the policy term.
     """
     gap = tokens.logprob - tokens.reference_logprob
     if s.reference_kl == "k1":
@@ -80,10 +82,10 @@ def reference_kl(s: ObjectiveSettings, tokens: Tokens, ratio: Float[Tensor, " T"
 
 
 def rollout_kl(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Float[Tensor, " T"]:
-    """Return the KL to the rollout policy on every loss-carrying token, with its gradient; r = pi / mu of the token.
+    """Return the KL to the rollout policy on every loss-carrying token, with gradient; r is the token's pi / mu.
 
-    squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of that). k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380),
-    bounded as in its authors' code.
+    squared: (ln r)^2 (Kimi K2.5, arXiv 2602.02276; DRO has half of this).
+    k3: ln r + 1 / r - 1 (P3O, arXiv 2605.12380), bounded as in the authors' code.
     topk_squared: sum over S and the rest of mu (ln r)^2 (prime-rl's distributional IPO), S as in `Buckets`.
     """
     if s.rollout_kl == "topk_squared":
@@ -95,15 +97,15 @@ def rollout_kl(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) ->
 
 
 def _k3(log_ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """Return ln r + 1 / r - 1, 1 / r within e^-10 and e^10. One token that pi has left would outweigh the batch."""
+    """Return ln r + 1 / r - 1, with 1 / r in [e^-10, e^10] so that no token that pi has left outweighs the batch."""
     return torch.expm1((-log_ratio).clamp(-_FARTHEST, _FARTHEST)) + log_ratio
 
 
 def _expected_square(tokens: Tokens, buckets: Buckets) -> Float[Tensor, " T"]:
     gap = torch.where(buckets.present, buckets.policy_logprob - buckets.anchor_logprob, 0.0)
     inside = (buckets.anchor * gap.square()).sum(dim=1)
-    # pi's mass outside S has its value from `policy_other_logprob` and its gradient from 1 - sum(pi over S). mu's is 1
-    # minus a sum near 1, so this difference is computed in float64.
+    # pi's mass outside S takes the value from `policy_other_logprob` and the gradient from 1 - sum(pi over S). mu's
+    # mass is 1 minus a sum near 1, so it is computed in float64.
     mass = buckets.policy.sum(dim=1)
     rest = (buckets.policy_other_logprob.exp() - (mass - mass.detach())).clamp(min=_LEAST_REST).log()
     anchor = (buckets.anchor_logprob.double().exp() * buckets.present).sum(dim=1)
@@ -115,7 +117,7 @@ def _expected_square(tokens: Tokens, buckets: Buckets) -> Float[Tensor, " T"]:
 def keep_finished(truncated: Bool[Tensor, " B"], response_lengths: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
     """Return the loss-carrying lengths with truncated responses set to 0 (overlong filtering, DAPO, arXiv 2503.14476).
 
-    Use the result for both the mask and the counts, so that the denominators exclude a filtered response too. Example:
+    Use the result for both the mask and the counts, so that the denominators also exclude filtered responses. Example:
     truncated [False, True] and lengths [3, 8] give [3, 0].
     """
     return torch.where(truncated, torch.zeros_like(response_lengths), response_lengths)

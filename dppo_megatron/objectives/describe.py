@@ -66,7 +66,7 @@ _BATCH = (
 
 
 def describe(name: str, s: ObjectiveSettings) -> str:
-    """Return a few lines, each about one part of the method. The first is the method in short."""
+    """Describe a method in a few lines. The first summarizes the method, and each later line covers one part."""
     return "\n".join(_lines(name, s))
 
 
@@ -103,7 +103,7 @@ def _lines(name: str, s: ObjectiveSettings) -> Iterator[str]:
 
 
 def axes(s: ObjectiveSettings) -> dict[str, str]:
-    """Return the main axes as table cells, with "-" for an axis without a meaning. The keys are always the same."""
+    """Return the main axes as table cells, with "-" where an axis has no meaning. The keys never change."""
     region = s.has_region
     policies = {"rollout": "mu", "old": "old"}
     if not region:
@@ -128,7 +128,7 @@ def axes(s: ObjectiveSettings) -> dict[str, str]:
 
 
 def additions(s: ObjectiveSettings) -> list[str]:
-    """Return the parts of a method that the table of axes does not show, each in a few words."""
+    """Return short phrases for the parts of a method that the axes table omits."""
     low, high = negative_bounds(s)
     by_sign = s.ratio_floor_negative is not None or s.ratio_cap_negative is not None
     which = {"any": "", "harmful": ", harmful tokens", "negative": ", A < 0"}[s.response_sign]

@@ -1,4 +1,4 @@
-"""Compute the divergence from a teacher over its top K, the sampled token and the rest, with its gradient."""
+"""Compute the divergence from a teacher over the teacher's top K, the sampled token and the rest, with gradient."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 def effective_advantage(
     s: ObjectiveSettings, advantage: Tensor, policy: Tensor, teacher: Any, step: int
 ) -> Float[Tensor, " T"]:
-    """Return the A [T] that loss, masks, metrics and the statistic of the batch read:
+    """Return the A [T] that loss, masks, metrics and the batch statistic use:
 
-        A = advantage_weight A of rewards + weight ln(teacher / policy), the last term only for `sampled`
+        A = advantage_weight A_reward + weight ln(teacher / policy), the last term only for `sampled`
 
-    policy: ln of the old policy at the sampled tokens if the method needs it, so that A is the same in all updates of a
-    step; else of the policy in training. teacher: None unless `sampled`.
+    policy: the sampled tokens' log-probs under the old policy if the method needs them, so that A stays constant in all
+        updates of a step; otherwise under the policy in training.
+    teacher: the teacher's log-probs, used only for `sampled`.
     """
     mixed_advantage = s.advantage_weight * advantage
     if s.distillation == "sampled":
@@ -35,11 +36,11 @@ def effective_advantage(
 def distill(
     s: ObjectiveSettings, tokens: Tokens, buckets: Buckets, step: int
 ) -> tuple[Float[Tensor, " T"], dict[str, Tensor]]:
-    """Return the weighted divergence [T] with gradient, 0 for `sampled`, and values [T] to measure, by name.
+    """Return the weighted divergence [T] with gradient (0 for `sampled`), and metric values [T] by name.
 
-    p = pi and t = teacher are taken over disjoint events v: the tokens of the teacher's list, the sampled token, and
-    all others as one. Merging tokens never raises a divergence. So each divergence is a lower bound of the divergence
-    over the vocabulary, and equals it if the list covers the vocabulary.
+    p = pi and t = teacher are taken over disjoint events v: each token in the teacher's list, the sampled token, and
+    all other tokens together. Merging tokens never raises a divergence. So each divergence is a lower bound of the full
+    divergence, and equals it if the list covers the vocabulary.
 
         forward_kl      sum t ln(t / p)                                    d D / d ln p = -t
         reverse_kl      sum p ln(p / t)                                                    p ln(p / t)
@@ -47,9 +48,9 @@ def distill(
                         m = b t + (1 - b) p  (GKD, arXiv 2306.13649)
 
     The slopes omit multiples of p, which add nothing because sum p grad ln p = 0. If pi has no mass in the rest, for
-    example because the list covers the sampling mask, the teacher is renormalised over the other events. A token with D
-    above `distillation_clip` has its loss and gradient scaled by clip / D. A rest of the teacher below the rounding of
-    1 - sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
+    example because the list covers the sampling mask, the teacher is renormalized over the other events. Where D is
+    above `distillation_clip`, loss and gradient are scaled by clip / D. A teacher's rest below the rounding of 1 -
+    sum(t) counts as 0 in forward_kl and as that rounding elsewhere, so that no divergence is infinite.
     """
     kind, clip, b = s.distillation, s.distillation_clip or math.inf, s.jensen_shannon_weight
     gap = torch.where(tokens.mask, tokens.detached_logprob - buckets.anchor_logprob[:, -1], 0.0)

@@ -1,7 +1,7 @@
-"""Compute divergences D(mu || pi) of each position, from the log-probs of the given tokens, without gradient.
+"""Compute divergences D(mu || pi) at each position, from the log-probs of the given tokens, without gradient.
 
-Each is a lower bound of the divergence over the whole vocabulary, and binary <= top-K <= full (merging outcomes never
-raises a divergence). No constant is added inside a logarithm, because it would bias the tail exactly where p nears 1.
+The binary and top-K kinds are lower bounds: binary <= top-K <= full vocabulary, because merging outcomes never raises a
+divergence. No constant is added inside a logarithm, because it would bias the tail exactly where p nears 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def log1mexp(logprob: Float[Tensor, ...]) -> Float[Tensor, ...]:
 def token_divergence(
     kind: str, anchor: Float[Tensor, " T"], policy: Float[Tensor, " T"], buckets: Buckets | None
 ) -> Float[Tensor, " T"]:
-    """Return the divergence `kind` of each position, from ln mu(a) and ln pi(a), or from the top K.
+    """Return the divergence `kind` at each position, from ln mu(a) and ln pi(a), or from the top K.
 
     k1, k2, k3 are estimates of KL(mu || pi) from the sampled token: -ln r, (ln r)^2 / 2 and r - 1 - ln r.
     """
@@ -89,7 +89,7 @@ def topk_kl(buckets: Buckets) -> Float[Tensor, " T"]:
 def predicted_change(buckets: Buckets, tail: str) -> Float[Tensor, " T"]:
     """Return the change of D when the sampled token's logit is raised: (pi_a - mu_a) + sum_i pi_i (mu_i - pi_i).
 
-    The sum runs over S. The mass outside S counts as one token ('aggregated') or evenly spread over the tokens there
+    The sum runs over S. The mass outside S counts as one token ('aggregated') or is spread evenly over the tokens there
     ('uniform', needs TopKLogprobs.vocab_size). Predictive divergence masks, arXiv 2607.10848.
     """
     mu, pi = buckets.anchor, buckets.policy.detach()

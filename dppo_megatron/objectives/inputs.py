@@ -1,4 +1,4 @@
-"""Check an objective's inputs once, and replace values that must not affect the result by neutral ones."""
+"""Check an objective's inputs once, and neutralize values that must not affect the result."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Contains S = TopK(mu, K) united with the sampled token: [T, K + 1] columns, the last one the sampled token.
+    """Contains S = TopK(mu, K) united with the sampled token: [T, K + 1] columns, the sampled token last.
 
     Absent columns, and copies of the sampled token among the top K, have `present` False and probability 0 under both
-    policies. `*_other` is the mass of all other tokens; anchor_other is 0 where it is below the rounding of its own
-    sum. Example: the ids [[3, 7, -1]] and the sampled token 7 have present [[True, False, False, True]].
+    policies. `*_other` is the mass of all other tokens; anchor_other is 0 where the mass is below the rounding of 1 -
+    sum(anchor). Example: the ids [[3, 7, -1]] and the sampled token 7 have present [[True, False, False, True]].
     """
 
     present: Bool[Tensor, "T K+1"]
@@ -32,7 +32,7 @@ class Buckets:
     policy_other_logprob: Float[Tensor, " T"]
     sampled_in_topk: Bool[Tensor, " T"]
     vocab_size: int | Int[Tensor, " T"] | None
-    noise: float  # rounding of a sum of the anchor's probabilities
+    noise: float  # rounding of the anchor's summed probabilities
 
     @property
     def anchor(self) -> Float[Tensor, "T K+1"]:
@@ -55,9 +55,9 @@ class Tokens:
     old_logprob: Float[Tensor, " T"] | None = None
     reference_logprob: Float[Tensor, " T"] | None = None
     teacher_logprob: Float[Tensor, " T"] | None = None
-    entropy: Float[Tensor, " T"] | None = None  # keeps its gradient, if it has one
+    entropy: Float[Tensor, " T"] | None = None  # with gradient, if the input has a gradient
     sequence_ids: Int[Tensor, " T"] | None = None
-    positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = the order of the tokens
+    positions: Int[Tensor, " T"] | None = None  # order within a sequence; None = the token order
 
     @property
     def zeros(self) -> Float[Tensor, " T"]:
@@ -67,8 +67,8 @@ class Tokens:
 def check_and_clean(objective: ObjectiveProtocol, **tensors: Tensor | None) -> Tokens:
     """Reject inputs that are missing, unknown, misshapen or too coarse; set neutral values outside the mask.
 
-    The values of a mask that is not boolean are read, for which the host waits.
-    tensors: the inputs of an objective's call by name, without `topk`.
+    If the mask is not boolean, its values are read, and the host waits for them.
+    tensors: the inputs of an objective's call by name, without `topk` and `teacher`.
     """
     name, supervised = objective.name, objective.settings.supervised
     required = {
@@ -120,9 +120,9 @@ def check_and_clean(objective: ObjectiveProtocol, **tensors: Tensor | None) -> T
 
 
 def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprobs, is_teacher: bool = False) -> Buckets:
-    """Return the top K and the sampled token as disjoint columns, under pi and the anchor of the settings.
+    """Return the top K and the sampled token as disjoint columns, under pi and the configured anchor.
 
-    is_teacher: whether the anchor is the teacher; then `policy_other_logprob` carries a gradient too.
+    is_teacher: whether the anchor is the teacher. `policy_other_logprob` then carries a gradient too.
     """
     name = objective.name
     if topk.ids.ndim != 2 or topk.ids.shape[0] != tokens.mask.shape[0]:
@@ -147,7 +147,7 @@ def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprob
 
     dtype, keep = tokens.detached_logprob.dtype, tokens.mask[:, None]
     is_target = topk.ids == topk.target_ids[:, None]
-    # The sampled token has its own column, from the [T] log-probs, whether or not it is in the top K.
+    # The sampled token has a separate column, from the [T] log-probs, even if it is in the top K.
     in_topk = keep & (topk.ids >= 0) & ~is_target
     present = torch.cat([in_topk, keep], dim=1)
 
@@ -156,7 +156,7 @@ def make_buckets(objective: ObjectiveProtocol, tokens: Tokens, topk: TopKLogprob
         return torch.cat([values, sampled[:, None]], dim=1)
 
     anchor = columns(anchor_list, anchor_sampled).detach()
-    # Each probability has the rounding of the coarser of its two sources.
+    # Probabilities are rounded as in the coarser dtype, the list's or the tokens'.
     eps = max(torch.finfo(anchor_list.dtype).eps, torch.finfo(dtype).eps)
     noise = 4 * eps * present.shape[1]
     remainder = 1 - (anchor.exp() * present).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Show the presets as text: a table of their axes, and one preset in words."""
+"""Show the presets as text: as a table of axes, or a single preset in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ describes a preset in words and lists its settings."""
 
 
 def table() -> str:
-    """Return every preset with its axes, one per line, and the meaning of the columns."""
+    """Return a table with a line of axes per preset, followed by the presets' other parts and a legend."""
     rows = {name: axes(preset.settings) for name, preset in PRESETS.items()}
     columns = {"name": list(rows)}
     for axis in next(iter(rows.values())):
@@ -27,7 +27,7 @@ def table() -> str:
 
 
 def in_words(name: str) -> str:
-    """Return a preset, or a user's own by dotted path, in words, with its source and its settings.
+    """Describe a preset, or a user's objective by dotted path, in words, with source and settings.
 
     Raises ObjectiveError for an unknown name, with the nearest known name.
     """

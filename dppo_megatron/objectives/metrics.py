@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-# Log-spaced bins 12 % wide from 1e-8 to 100, and one at each end, so a quantile is exact to 6 %.
+# Log-spaced bins 12 % wide from 1e-8 to 100, and an open bin at each end, so a quantile is exact to 6 %.
 _BINS_PER_DECADE, _LOWEST_DECADE, _DECADES = 20, -8, 10
 _BINS = _BINS_PER_DECADE * _DECADES + 2
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
@@ -29,10 +29,15 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 @dataclass(frozen=True)
 class Metric:
-    """Contains one unfinished metric. Ranks add `sums` and take the larger `maxima`; both are fp64 vectors.
+    """Contains an unfinished metric. Ranks add `sums` and take the larger `maxima`; both are fp64 vectors.
 
-    kind: "mean" sums [total, count] | "sum" sums [total] | "max" maxima [x] | "min" maxima [-x]
-    | "quantiles" sums [bins] | "effective_size" sums [sum w, sum w^2, count].
+    Kinds:
+        mean            sums [total, count]
+        sum             sums [total]
+        max             maxima [x]
+        min             maxima [-x]
+        quantiles       sums [bins]
+        effective_size  sums [sum w, sum w^2, count]
     """
 
     kind: str
@@ -63,12 +68,12 @@ def min_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
 
 
 def quantiles_metric(value: Float[Tensor, " T"], where: Bool[Tensor, " T"]) -> Metric:
-    """Return the histogram of a non-negative `value` over `where`, in fixed bins so that merging is exact.
+    """Return a histogram of a non-negative `value` over `where`, in fixed bins so that merging is exact.
 
     Bins are 12 % wide between 1e-8 and 100. For a ratio near 1 use |ln r|.
     """
     decades = value.detach().double().clamp(min=1e-30).log10() - _LOWEST_DECADE
-    # A nan has no bin of its own and goes to the lowest; the count of non-finite tokens reports it.
+    # A nan goes to the lowest bin; the count of non-finite tokens reports it.
     bin_ = (decades * _BINS_PER_DECADE).nan_to_num(nan=-1.0).floor().clamp(-1, _BINS - 2).long() + 1
     counts = torch.zeros(_BINS, dtype=torch.float64, device=value.device)
     return _summing("quantiles", counts.index_add(0, bin_, where.double()))
@@ -81,7 +86,7 @@ def effective_size_metric(weight: Float[Tensor, " T"], where: Bool[Tensor, " T"]
 
 
 def merge_metrics(parts: Sequence[Metrics]) -> dict[str, Metric]:
-    """Combine the metrics of micro-batches. Raises ValueError when they do not have the same metrics."""
+    """Combine the metrics of micro-batches. Raises ValueError if the metric names differ."""
     if not parts:
         raise ValueError("merge_metrics needs at least one set of metrics")
     first = parts[0]
@@ -100,7 +105,7 @@ def merge_metrics(parts: Sequence[Metrics]) -> dict[str, Metric]:
 
 
 def flatten_metrics(metrics: Metrics) -> tuple[Float[Tensor, " N"], Float[Tensor, " M"]]:
-    """Return (sums [N], maxima [M]) fp64, ordered by name: the same on every rank with the same metrics."""
+    """Return (sums [N], maxima [M]) fp64, ordered by name, so that ranks with equal names can reduce them."""
     ordered = [metrics[name] for name in sorted(metrics)]
     return torch.cat([m.sums for m in ordered]), torch.cat([m.maxima for m in ordered])
 
@@ -157,7 +162,7 @@ def _quantiles(counts: list[float]) -> dict[str, float]:
     for bin_, count in enumerate(counts):
         cumulative += count
         while quantiles and cumulative >= quantiles[0][1] * total:
-            # The geometric middle of the bin; the open bins at the ends report their only edge.
+            # The bin's geometric middle; the open bins at the ends report their only edge.
             middle = 10 ** (_LOWEST_DECADE + (bin_ - 0.5) / _BINS_PER_DECADE)
             ends = {0: 0.0, _BINS - 1: 10.0 ** (_LOWEST_DECADE + _DECADES)}
             result["/" + quantiles.pop(0)[0]] = ends.get(bin_, middle)

@@ -1,4 +1,4 @@
-"""Compute the per-token loss of an objective from [T] statistics, with one code path for all settings."""
+"""Compute an objective's per-token loss from [T] statistics, with one code path for all settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Objective(ObjectiveProtocol):
 
     name: str
     settings: ObjectiveSettings
-    statistic: Tensor | None = None  # statistic of the whole batch, see `with_statistic`
+    statistic: Tensor | None = None  # batch statistic, see `with_statistic`
     step: int = 0  # training step, for distillation_steps
 
     def at_step(self, step: int) -> Objective:
@@ -64,12 +64,14 @@ class Objective(ObjectiveProtocol):
 
             loss = join(value, slope) + penalty + centering + KL + rollout KL - entropy + distillation
 
-        Three rules drop tokens from the first three terms: the mismatch mask, the rejection of a response, and the
-        response region with the batch's budget. A dropped token is only reported as `masked_tokens` if a region dropped
-        it. Example: of a response of three tokens, mu = [0.5, 0.5, 0.1], pi = [0.6, 0.5, 0.5]. With `mismatch_high` 2,
-        mismatch drops the third token (ratio 5). With `rejection='any_token'`, `rejection_high` 2, rejection drops all
-        three. With `response_region='max'`, binary TV above 0.3, the region drops all three.
-        Raises ObjectiveError for inputs that are missing, unknown, misshapen, or of 16-bit precision.
+        Three rules drop tokens from the policy term, the penalty and the distillation: the mismatch mask, the rejection
+        of a response, and the response region with M2PO's batch budget. Rejection and region also drop the centering. A
+        dropped token is reported in `masked_tokens` only if a region dropped it. Distillation also skips tokens outside
+        a mask's threshold.
+        Example: a response with mu = [0.5, 0.5, 0.1] and pi = [0.6, 0.5, 0.5]. With `mismatch_high` 2, mismatch drops
+        the third token (ratio 5). With `rejection='any_token'`, `rejection_high` 2, rejection drops all three tokens.
+        With `response_region='max'`, binary TV above 0.3, the region drops all three.
+        Raises ObjectiveError for inputs that are missing, unknown, misshapen, or in 16-bit precision.
         """
         s = self.settings
         tokens = check_and_clean(self, **inputs)
@@ -82,7 +84,7 @@ class Objective(ObjectiveProtocol):
         buckets = self._buckets(tokens, topk)
         effective_size = statistic if s.batch_statistic == "effective_size" else None
         term = policy_term(s, tokens, buckets, effective_size)
-        # Centering weighs listed tokens like sampled ones, so their mismatch is that of pi and mu.
+        # Centering weighs listed tokens like sampled tokens, so the mismatch compares pi with mu.
         mismatch_tokens = tokens if s.centering == "none" else replace(tokens, old_logprob=None)
         correction, by_mismatch = mismatch_weight(s, mismatch_tokens)
         by_rejection = rejected(s, mismatch_tokens)
@@ -149,7 +151,7 @@ class Objective(ObjectiveProtocol):
         return distill(self.settings, tokens, make_buckets(self, tokens, teacher, is_teacher=True), self.step)
 
     def _statistic(self, tokens: Tokens) -> Tensor | None:
-        """Return the batch's statistic; if none was given, compute it from this call's tokens."""
+        """Return the batch statistic; if none was given, compute it from this call's tokens."""
         if not self.needs_statistic or self.statistic is not None:
             return self.statistic
         teacher_inputs = {} if tokens.teacher_logprob is None else {"teacher_logprob": tokens.teacher_logprob}
@@ -159,7 +161,7 @@ class Objective(ObjectiveProtocol):
         return self.with_statistic(sums).statistic
 
     def _outside_region(self, tokens: Tokens, buckets: Buckets | None, statistic: Tensor | None) -> Tensor:
-        """Return [T] bool: tokens that the response region or M2PO's budget of the batch drops."""
+        """Return [T] bool: tokens that the response region or M2PO's batch budget drops."""
         s = self.settings
         outside = torch.zeros_like(tokens.mask)
         if s.response_region != "none":
@@ -184,12 +186,12 @@ class Objective(ObjectiveProtocol):
 
 
 def build_objective(name: str, **overrides: Any) -> ObjectiveProtocol:
-    """Return a preset by name with any axis overridden, or a user's own by dotted path "package.module:attribute".
+    """Return a preset by name with any axis overridden, or load a user's objective from "package.module:attribute".
 
     The attribute may be ObjectiveSettings (overridable like a preset), a ready objective, or a callable that takes the
-    overrides and returns one. An objective has every part of `ObjectiveProtocol`.
-    Raises ObjectiveError for an unknown name or axis (with the nearest), an ill-typed value, a meaningless combination,
-    or a path that does not name an objective.
+    overrides and returns an objective. An objective has every part of `ObjectiveProtocol`.
+    Raises ObjectiveError for an unknown name or axis (with the nearest name), an ill-typed value, a meaningless
+    combination, or a path that does not name an objective.
     """
     if not isinstance(name, str):
         raise ObjectiveError(f"an objective's name is a string, got {name!r}")
@@ -222,7 +224,7 @@ def _load(path: str, overrides: dict[str, Any]) -> ObjectiveProtocol:
 
 
 def _foreign(failed: str, call: Callable[[], Any]) -> Any:
-    """Return the result of the user's code, which may raise any error, including `sys.exit`."""
+    """Run user code, which may raise any error, including SystemExit, and return the result."""
     try:
         return call()
     except KeyboardInterrupt:

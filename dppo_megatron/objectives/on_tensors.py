@@ -1,4 +1,4 @@
-"""Import the public names of `objectives` that compute on tensors, when one of them is first used."""
+"""List the public names of `objectives` that compute on tensors; they are imported on first use."""
 
 # ruff: noqa: F401
 

@@ -1,4 +1,4 @@
-"""Define the methods of the papers as data: name, axes, and the published advantage and aggregation."""
+"""Define the papers' methods as data: name, axes, and the published advantage and aggregation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .settings import ObjectiveSettings as S
 
 @dataclass(frozen=True)
 class Preset:
-    """Contains a method with the advantage and aggregation of its paper.
+    """Contains a method with the advantage and aggregation that the paper uses.
 
     `advantage` and `aggregation` are advice for the run's configuration; the objective does not apply them.
     """

@@ -1,8 +1,8 @@
 """Check which combinations of axes make sense.
 
-An axis that only some choices use names its branch in `settings.py`, as if it was nested under that choice: `delta`
-belongs to "mass region", `tail` to "predictive". A value without its branch is an error, and so is a missing required
-axis. `combination_problems` adds the conflicts between axes of different branches.
+If only some choices use an axis, the axis names its branch in `settings.py`, as if nested under that choice: `delta`
+belongs to "mass region", `tail` to "predictive". Setting an axis while the branch does not apply is an error, and so is
+a missing required axis. `combination_problems` adds the conflicts between axes of different branches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# Each branch: the condition on the settings, and its name in messages.
+# Branch -> (condition on the settings, name in messages).
 BRANCHES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "region": (lambda s: s.has_region, "a trust region, which control='none' and control='gate' do not have"),
     "mass region": (
@@ -67,7 +67,7 @@ _BOUNDS = (
 
 
 def combination_problems(s: Any, axes: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each problem of the combination `s`. axes: name -> field of `ObjectiveSettings`."""
+    """Return a sentence for each problem with the combination `s`. axes: name -> field of `ObjectiveSettings`."""
     return [*_branch_problems(s, axes), *_conflicts(s)]
 
 

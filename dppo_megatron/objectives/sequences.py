@@ -1,7 +1,7 @@
-"""Compute quantities of whole responses, or of the tokens before each token, on packed tokens.
+"""Reduce values over whole responses, or over the tokens before each token, on packed tokens.
 
-Sequences are numbered from 0 and below T, and each is complete in a call. Every sum has the same bits in any order of
-additions, which varies on a GPU. So a threshold gives the same result on all ranks with the same tokens.
+Sequences are numbered from 0 and below T, and every sequence in a call is complete. A GPU adds in varying order, but
+sums here have equal bits in any order. So a threshold gives equal results on all ranks with the same tokens.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .inputs import Tokens
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-_UNIT = 2.0**-32  # unit of running sums: 1e6 tokens of up to 1,000 each fit, exact to 2e-10
+_UNIT = 2.0**-32  # unit of running sums: 1e6 tokens of up to 1,000 each fit, each rounded to 2e-10
 
 
 @torch.no_grad()
 def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> Float[Tensor, " T"]:
-    """Return the sum or mean of `value` over the loss-carrying tokens of each sequence, repeated for all its tokens."""
+    """Return the sum or mean of `value` over each sequence's loss-carrying tokens, repeated for all its tokens."""
     ids = tokens.sequence_ids
     masked_value = torch.where(tokens.mask, value, torch.zeros_like(value)).double()
     zeros = masked_value.new_zeros(max(value.shape[0], 1))
     count = zeros.index_add(0, ids, tokens.mask.double())
-    # Integers add exactly. Each sequence gets units so small that `count` times its largest value fills 62 bits.
+    # Integers add exactly. A sequence gets units so small that `count` times the largest value fills 62 bits.
     finite = torch.where(masked_value.isfinite(), masked_value, 0.0)
     largest = zeros.scatter_reduce(0, ids, finite.abs(), "amax")
     units = 2.0**62 / (largest * count).clamp(min=1)
@@ -39,7 +39,7 @@ def over_sequence(value: Float[Tensor, " T"], tokens: Tokens, *, mean: bool) -> 
 
 @torch.no_grad()
 def largest_of_sequence(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return the largest `value` among the loss-carrying tokens of each sequence, repeated for all its tokens."""
+    """Return the largest `value` among each sequence's loss-carrying tokens, repeated for all its tokens."""
     lowest = torch.full_like(value, -torch.inf)
     masked_value = torch.where(tokens.mask, value, lowest)
     return lowest.scatter_reduce(0, tokens.sequence_ids, masked_value, "amax")[tokens.sequence_ids]
@@ -47,7 +47,7 @@ def largest_of_sequence(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Ten
 
 @torch.no_grad()
 def sum_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return the sum of `value`, in [0, 1000], over the earlier loss-carrying tokens of the sequence, to 2e-10."""
+    """Sum `value`, in [0, 1000], over the sequence's earlier loss-carrying tokens; each value is rounded to 2e-10."""
     order, first = _in_order(tokens)
     masked_value = torch.where(tokens.mask, value, torch.zeros_like(value))[order]
     units = (masked_value.double().nan_to_num(nan=0.0).clamp(max=1e3) / _UNIT).round().long()
@@ -57,7 +57,7 @@ def sum_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"
 
 @torch.no_grad()
 def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return the least `value` among the earlier loss-carrying tokens of each token's sequence; +inf at the first."""
+    """Return the least `value` among the sequence's earlier loss-carrying tokens; +inf at the first."""
     order, first = _in_order(tokens)
     prefix_min = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))[order]
     prefix_min = torch.cat([torch.full_like(prefix_min[:1], torch.inf), prefix_min[:-1]])
@@ -73,14 +73,14 @@ def least_before(value: Float[Tensor, " T"], tokens: Tokens) -> Float[Tensor, " 
 
 @torch.no_grad()
 def place_in_sequence(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
-    """Return two counts of loss-carrying tokens for each token: before it in its sequence, and in its sequence."""
+    """Return two counts of loss-carrying tokens per token: earlier in the sequence, and in the whole sequence."""
     ones = torch.ones_like(tokens.detached_logprob, dtype=torch.float64)
     return sum_before(ones, tokens).round().long(), over_sequence(ones, tokens, mean=False).round().long()
 
 
 @torch.no_grad()
 def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return the q-quantile of `value`, linearly interpolated, over the loss-carrying tokens of each sequence."""
+    """Return the q-quantile of `value`, linearly interpolated, over each sequence's loss-carrying tokens."""
     top = torch.where(tokens.mask, value, torch.full_like(value, torch.inf))
     by_value = top.argsort(stable=True)
     order = by_value[tokens.sequence_ids[by_value].argsort(stable=True)]
@@ -95,9 +95,10 @@ def quantile_of_sequence(value: Float[Tensor, " T"], q: float, tokens: Tokens) -
 
 
 def _in_order(tokens: Tokens) -> tuple[Int[Tensor, " T"], Int[Tensor, " T"]]:
-    """Return (tokens by sequence and position, index in that order of the first token of each token's sequence).
+    """Sort tokens by sequence, then by position, or in the given order without positions. Returns two tensors:
 
-    Without positions the tokens of a sequence are in the given order.
+    order   [T] token indices in sorted order
+    first   [T] for each sorted token, the sorted place where the sequence starts
     """
     ids = tokens.sequence_ids
     if tokens.positions is None:

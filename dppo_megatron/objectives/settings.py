@@ -1,4 +1,4 @@
-"""Define the axes of a method: one frozen dataclass, its types, and the branch of each axis."""
+"""Define a method's axes as a frozen dataclass, with the type and the branch of each axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALLEST, _LARGEST = 1e-30, 1e30  # range of fp32, with room for a quotient or 
 
 
 class ObjectiveError(ExpectedError, ValueError):
-    """The method is unknown, its settings contradict each other, or it cannot use the inputs."""
+    """Raised for an unknown method, contradicting settings, or inputs that the method cannot use."""
 
 
 AdvantageKind = Literal["group_mean", "group_mean_std", "leave_one_out", "batch_normalised", "batch_mean"]
@@ -49,16 +49,16 @@ def _axis(
     needed_by: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Any:
-    """Declare an axis. of, needed_by: the branch of `rules.BRANCHES` that uses or requires it."""
+    """Declare an axis. of, needed_by: the branch in `rules.BRANCHES` that uses or requires the axis."""
     meta = {"doc": doc, "of": of or needed_by, "required": needed_by is not None, "aliases": aliases or {}}
     return dataclasses.field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSettings:
-    """Contains the axes of a method. mu = rollout policy, pi = policy in training, a = sampled token, A = advantage.
+    """Contains a method's axes. mu = rollout policy, pi = policy in training, a = sampled token, A = advantage.
 
-    The constructor validates the axes and raises ObjectiveError that names every wrong axis at once.
+    The constructor validates all axes and raises one ObjectiveError that names every wrong axis.
     """
 
     # The trust region: the divergence, the control outside, the harmful side, and the anchor.
@@ -289,7 +289,7 @@ class ObjectiveSettings:
 AXES = {field.name: field for field in dataclasses.fields(ObjectiveSettings)}
 _HINTS = get_type_hints(ObjectiveSettings, include_extras=True)
 
-# Names accepted in addition to the axes, and the axes that each sets.
+# Names accepted in addition to the axes, and the axes that each name sets.
 AXIS_ALIASES = {"epsilon": ("epsilon_low", "epsilon_high")}
 
 _BOUNDS = "delta (of a ratio, epsilon_low and epsilon_high)"
@@ -306,12 +306,12 @@ _OTHER_NAMES = {
 }
 # Names in TRL, verl, OpenRLHF, slime, NeMo-RL and others, and our axis for each.
 OTHER_NAMES = {name: ours for ours, names in _OTHER_NAMES.items() for name in names.split()}
-# The names whose axis depends on the method; `bounds_of` returns it.
+# Names that stand for different axes in different methods; `bounds_of` returns those axes.
 OTHER_BOUNDS = {name for name, ours in OTHER_NAMES.items() if ours == _BOUNDS} - AXIS_ALIASES.keys()
 
 
 def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSettings:
-    """Return `base` with some axes replaced; a name of AXIS_ALIASES sets all its axes.
+    """Return `base` with some axes replaced; a name in AXIS_ALIASES sets several axes.
 
     Raises ObjectiveError for an unknown axis (with the nearest name), an ill-typed value, or a meaningless combination.
     """
@@ -333,7 +333,7 @@ def override(base: ObjectiveSettings, overrides: dict[str, Any]) -> ObjectiveSet
 
 
 def bounds_of(settings: ObjectiveSettings) -> list[str]:
-    """Return the axes that bound the method's trust region; none if it has no trust region."""
+    """Return the axes that bound a method's trust region or gate 'inverse'; empty for a method without bounds."""
     axes = ("delta", "epsilon_low", "epsilon_high")
     return [axis for axis in axes if BRANCHES[AXES[axis].metadata["of"]][0](settings)]
 

@@ -1,4 +1,4 @@
-"""Compute the metrics of an objective's call about its tokens, under their names in the log."""
+"""Compute the token metrics of an objective's call, under the names that the log uses."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TokenResults:
     ratio: Tensor | None  # r before cap and floor
     used_ratio: Tensor | None  # r after cap and floor
     divergence: Tensor  # D
-    outside: Tensor  # True if the control masks, clips or penalises the token, or its response is dropped
-    exceeds: Tensor  # True if D is above its threshold, for any A and direction
+    outside: Tensor  # True if the control masks, clips or penalizes the token, or a response region or budget drops it
+    exceeds: Tensor  # True if D is above the threshold, for any A and direction
     dropped: Tensor  # True if mismatch or rejection drops the token
     correction: Tensor  # factor of A r for mismatch
     centering: Centering | None
@@ -36,11 +36,11 @@ class TokenResults:
 def token_metrics(
     s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None, results: TokenResults
 ) -> dict[str, Metric]:
-    """Return the metrics of one call. Settings and the given inputs, not their values, determine which ones exist.
+    """Return the metrics of one call. Settings and the given inputs, not their values, determine which metrics exist.
 
-    They cover all tokens that carry loss. Only `policy/masked_share`, `weight` and `ratio/capped_share` are restricted
-    to tokens with A != 0, which have a gradient to lose. `..._positive` and `..._negative`: tokens with A > 0 and with
-    A < 0.
+    Metrics cover all tokens that carry loss. Only `policy/masked_share`, `weight`, `ratio/capped_share`,
+    `centering/size` and `topk/binary_disagreement` are restricted to tokens with A != 0, which have a gradient to lose.
+    `..._positive` covers tokens with A > 0, and `..._negative` tokens with A < 0.
     """
     mask = tokens.mask
     positive, negative = mask & (tokens.advantage > 0), mask & (tokens.advantage < 0)
@@ -118,8 +118,8 @@ def token_metrics(
 def _mismatch(name: str, engine: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, Metric]:
     """Return the differences between engine and trainer for the engine's samples, in probability and in nats.
 
-    k1: an unbiased estimator of KL(engine || trainer), which may be negative. k3 (`mismatch/kl`) cannot be negative.
-    total_variation: E |r - 1| / 2, TV(engine, trainer) over the whole vocabulary without bias.
+    k1: an unbiased estimate of KL(engine || trainer), which may be negative. k3 (`mismatch/kl`) cannot be negative.
+    total_variation: E |r - 1| / 2, an unbiased estimate of TV(engine, trainer) over the whole vocabulary.
     """
     log_ratio = trainer - engine
     shift = trainer.exp() - engine.exp()

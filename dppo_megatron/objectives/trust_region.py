@@ -1,4 +1,4 @@
-"""Apply the trust regions: of tokens (ratio, divergence, direction, thresholds), and of whole responses."""
+"""Apply the token trust region (ratio, divergence, direction, thresholds) and the response region."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Position:
-    """Describes the position of every token in the trust region, all [T], without gradient.
+    """Describes where each token is in the trust region. All fields are [T], without gradient.
 
-    advantage: A. anchor, policy: ln of anchor(a) and pi(a). base: ln p(a) of the importance ratio's denominator, which
-    need not be the anchor. ratio: of the token, or at the level of the axis. divergence: D, as the settings define it.
-    exceeds: D is above its threshold. diverging: the update moves the token further from the anchor, and the region
-    applies to it.
+    advantage: A.
+    anchor, policy: ln anchor(a) and ln pi(a).
+    base: ln p(a) in the importance ratio's denominator, which need not be the anchor.
+    ratio: pi(a) / anchor(a) at the configured `ratio_level`.
+    divergence: D, as the settings define it.
+    exceeds: D is above the threshold.
+    diverging: the update moves the token further from the anchor, and the region applies to the token.
     """
 
     advantage: Float[Tensor, " T"]
@@ -51,7 +54,7 @@ class Position:
 
 @torch.no_grad()
 def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Position:
-    """Apply the axes of the trust region. D = 0 without an anchor, which only a control without a region permits."""
+    """Apply the trust-region axes. Without an anchor, which only a control without a region permits, D = 0."""
     anchor = logprob_of(s.anchor, tokens)
     policy = tokens.detached_logprob
     base = logprob_of(s.importance, tokens)
@@ -79,7 +82,7 @@ def locate(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Pos
 def _divergence(
     s: ObjectiveSettings, tokens: Tokens, anchor: Tensor, ratio: Tensor, buckets: Buckets | None
 ) -> Float[Tensor, " T"]:
-    """Return D of pi from the anchor. Top-K kinds need buckets."""
+    """Return the divergence D between the anchor and pi. Top-K kinds need buckets."""
     if s.divergence == "ratio":
         return (ratio - 1).abs()
     return measure.token_divergence(s.divergence, anchor, tokens.detached_logprob, buckets)
@@ -88,8 +91,10 @@ def _divergence(
 def _diverging(s: ObjectiveSettings, advantage: Tensor, ratio: Tensor, buckets: Buckets | None) -> Bool[Tensor, " T"]:
     """Return whether the update moves pi further from the anchor.
 
-    sampled: by the sampled token, A > 0 and r > 1 or A < 0 and r < 1 (DPPO, PPO). negative: only A < 0 and r < 1.
-    predictive: by the predicted change of D (arXiv 2607.10848). symmetric: always, for either sign of A.
+    sampled: by the sampled token, A > 0 and r > 1 or A < 0 and r < 1 (DPPO, PPO).
+    negative: only A < 0 and r < 1.
+    predictive: by the predicted change of D (arXiv 2607.10848).
+    symmetric: always, for either sign of A.
     """
     if s.direction == "symmetric":
         return torch.ones_like(advantage, dtype=torch.bool)
@@ -99,16 +104,20 @@ def _diverging(s: ObjectiveSettings, advantage: Tensor, ratio: Tensor, buckets: 
 
 
 def logprob_of(policy: str, tokens: Tokens) -> Float[Tensor, " T"] | None:
-    """Return ln p of the sampled token by an axis's policy, "rollout" or "old"; None if not given."""
+    """Return the sampled token's log-prob under an axis's policy, "rollout" or "old"; None if not given."""
     return tokens.old_logprob if policy == "old" else tokens.rollout_logprob
 
 
 def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"]:
-    """Return pi(a) / base(a) at the level of the axis ratio_level; `base` [T] is ln p.
+    """Return pi(a) / base(a) at the configured `ratio_level`; `base` [T] is ln p.
 
-    token: of the token. sequence: geometric mean over its response (GSPO, arXiv 2507.18071). product: the ratio of the
-    whole response. prefix_minimum: of the token, times the least ratio of the earlier tokens in its response, 1 for the
-    first (MinPRO, arXiv 2601.22718). Example: token ratios [2, 0.5, 3] give product 3 and prefix_minimum [2, 1, 1.5].
+    token: the token's ratio.
+    sequence: the geometric mean over the response (GSPO, arXiv 2507.18071).
+    product: the product over the response.
+    prefix_minimum: the token's ratio times the least earlier ratio in the response, or 1 for the first token (MinPRO,
+        arXiv 2601.22718).
+
+    Example: token ratios [2, 0.5, 3] give product 3 and prefix_minimum [2, 1, 1.5].
     """
     log_ratio = tokens.detached_logprob - base
     if s.ratio_level in ("sequence", "product"):
@@ -120,8 +129,9 @@ def ratio_to(base: Tensor, s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor
 
 
 def beyond_threshold(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
-    """Return D > delta, where delta_low replaces delta if r < 1; both are weighted by the position in the response.
+    """Return D > delta, where delta_low replaces delta if r < 1. For divergence 'ratio', return whether r is outside.
 
+    position_weight scales D, prefix_budget may lower the threshold, and free_low and free_high exempt ratios near 1.
     Without a trust region, no token is beyond the threshold.
     """
     if s.measures_ratio and s.has_region:
@@ -154,8 +164,8 @@ def position_weights(s: ObjectiveSettings, tokens: Tokens) -> Float[Tensor, " T"
 def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, weight: Tensor) -> Float[Tensor, " T"]:
     """Return the budget that the earlier tokens leave, CPPO:  b W_{t-1} - S_{t-1}.
 
-    W and S are the sums of w and of w D over the tokens before t. b is the 0.9-quantile of D over the response, at
-    least prefix_budget and at most prefix_budget_ceiling times that: 2 in the paper, 5 in its authors' code for verl.
+    W and S sum w and w D over the tokens before t. b is the response's 0.9-quantile of D, at least prefix_budget and
+    at most prefix_budget_ceiling times prefix_budget. The ceiling is 2 in the paper and 5 in the authors' verl code.
     """
     max_budget = (s.prefix_budget_ceiling or 2) * s.prefix_budget
     budget = quantile_of_sequence(divergence, 0.9, tokens).clamp(s.prefix_budget, max_budget)
@@ -163,7 +173,7 @@ def prefix_allowance(s: ObjectiveSettings, tokens: Tokens, divergence: Tensor, w
 
 
 def exempt(s: ObjectiveSettings, anchor: Tensor, ratio: Tensor) -> Bool[Tensor, " T"]:
-    """Return the rare tokens, mu < alpha, that are exempt on the given side (DPPO, arXiv 2602.04879, relaxed clip)."""
+    """Return whether anchor(a) < exempt_below and r is on `exempt_side` (DPPO, arXiv 2602.04879, relaxed clip)."""
     rare = anchor.exp() < s.exempt_below
     if s.exempt_side == "both":
         return rare
@@ -172,11 +182,12 @@ def exempt(s: ObjectiveSettings, anchor: Tensor, ratio: Tensor) -> Bool[Tensor, 
 
 @torch.no_grad()
 def outside_response_region(s: ObjectiveSettings, tokens: Tokens, buckets: Buckets | None) -> Bool[Tensor, " T"]:
-    """Return True where  mean_t D_t > delta  (or max_t)  over the response, for the tokens of the configured sign.
+    """Return whether mean_t D_t (or max_t D_t) over the response exceeds delta, for tokens of the configured sign.
 
-    any: all its tokens (TRM, arXiv 2512.23075; FlashREINFORCE). negative: A < 0 (off-policy sequence masking of
-    DeepSeek-V3.2, arXiv 2512.02556: mean k1). harmful: A ln r > 0, tokens that diverge further (VACO, arXiv 2603.01365:
-    mean |r - 1|). D is measured from mu.
+    any: all tokens (TRM, arXiv 2512.23075; FlashREINFORCE).
+    negative: tokens with A < 0 (off-policy sequence masking in DeepSeek-V3.2, arXiv 2512.02556: mean k1).
+    harmful: tokens with A ln r > 0, which diverge further (VACO, arXiv 2603.01365: mean |r - 1|).
+    D is measured from mu.
     """
     divergence = measure.token_divergence(
         s.response_divergence, tokens.rollout_logprob, tokens.detached_logprob, buckets

@@ -1,6 +1,6 @@
 """Computes per-token statistics from a vocabulary shard of the logits, with exact gradients.
 
-Depends only on torch. `docs/vocab_parallel.md` shows its use from another framework.
+Depends only on torch. `docs/vocab_parallel.md` shows how to use it from another framework.
 """
 
 from .batch_invariant import batch_invariant_logits

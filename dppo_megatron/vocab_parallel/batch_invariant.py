@@ -15,13 +15,13 @@ from .collectives import reduce_gradient
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# A product takes this many rows: enough to fill the device, but few, because padding rows of the last tile are wasted.
+# A product takes this many rows: enough to fill the device, but few, because padding rows in the last tile are wasted.
 _TILE_CPU = 128
 _TILE_GPU = 512
 
 
 def invariant_mm(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return rows [T, A] @ matrix [A, B] + bias [B] in the dtype of rows; a row's bits do not depend on the others."""
+    """Return rows [T, A] @ matrix [A, B] + bias [B] in rows' dtype; a row's bits do not depend on other rows."""
     return product(rows, matrix, bias, tile=_TILE_CPU if rows.is_cpu else _TILE_GPU, dtype=rows.dtype)
 
 
@@ -48,8 +48,8 @@ def batch_invariant_logits(
     """Return hidden @ weight.T; a row and its hidden gradient have the same bits in every batch.
 
     hidden [T, H] is replicated over `group`. weight [V_local, H] has this rank's rows. Both have the same dtype. The
-    hidden gradient is complete on return. The weight gradient is a sum over the rows, in the order that the library
-    chooses. With a group, the backward pass runs an all-to-all and an all-gather of the hidden gradient.
+    hidden gradient is complete on return. The library chooses the order in which the weight gradient sums the rows.
+    With a group, the backward pass runs an all-to-all and an all-gather of the hidden gradient.
     """
     if group is not None and dist.get_world_size(group) > 1:
         hidden = reduce_gradient(hidden, group, in_order=True)

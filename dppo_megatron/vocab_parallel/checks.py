@@ -1,6 +1,6 @@
-"""Checks arguments; errors name the argument and its sizes.
+"""Checks arguments; errors name the argument and the sizes.
 
-Values on the device are checked now or later, because the host waits for all earlier work to read a value.
+Values on the device can be checked later, because to read a value the host waits for all earlier work.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _INTEGER = (torch.int64, torch.int32)
 
 
 class DeferredChecks:
-    """Collects the checks of many calls with `check=` this object, to read the device once for all of them.
+    """Collects the checks of many calls that pass `check=` this object, and reads the device once for all calls.
 
-    Until then the results of a call that fails its checks must not be used. The ids of pending calls stay in memory.
+    Until `raise_if_failed` returns, a call's results may be invalid. The ids of pending calls stay in memory.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Callable[[list[float]], None], Tensor]] = []
 
     def add(self, raise_if_wrong: Callable[[list[float]], None], numbers: Tensor) -> None:
-        """Add the check of one call, which takes its fp64 `numbers` once they are on the host."""
+        """Add a call's check; `raise_if_wrong` gets the fp64 `numbers` once they are on the host."""
         self._waiting.append((raise_if_wrong, numbers))
 
     def raise_if_failed(self) -> None:
-        """Raise the error of the first call that fails, and forget all calls. At most one synchronisation."""
+        """Raise the first failing call's error, and forget all calls. Synchronizes at most once."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -97,7 +97,7 @@ def inverse_temperature(
 def _named_ids(
     target_ids: Tensor, topk_ids: Tensor | None, masks: SamplingMasks | None
 ) -> list[tuple[str, int, Tensor]]:
-    """Return (name, smallest allowed id, ids) of the arguments that have ids."""
+    """Return (name, smallest allowed id, ids) for each argument that has ids."""
     named_ids = [("target_ids", 0, target_ids)]
     named_ids += [] if topk_ids is None else [("topk_ids", -1, topk_ids)]
     named_ids += [] if masks is None else [("sampling_mask_ids", 0, masks.ids)]
@@ -107,7 +107,7 @@ def _named_ids(
 def id_extremes(
     target_ids: Tensor, topk_ids: Tensor | None, scale: float | Tensor, masks: SamplingMasks | None = None
 ) -> Tensor:
-    """Return the extremes of ids, scale and masks that `check_id_values` needs, in fp64, without a synchronization."""
+    """Return the numbers about ids, scale and masks that `check_id_values` needs, in fp64. No synchronization."""
     extremes: list[Tensor] = []
     for _, _, ids in _named_ids(target_ids, topk_ids, masks):
         extremes += torch.aminmax(ids)
@@ -128,11 +128,12 @@ def check_id_values(
     extremes: list[float],
     masks: SamplingMasks | None = None,
 ) -> None:
-    """Raise ValueError for an id outside the vocabulary, a temperature that is not positive and finite, or a target
-    outside the sampling mask of its row.
+    """Raise ValueError for invalid ids, temperatures or sampling masks.
 
-    extremes: `id_extremes` of the same arguments, on the host. Only an error reads the arguments themselves, which
-    synchronises with the device.
+    Ids must be in the vocabulary, temperatures positive and finite, and targets in their row's sampling mask. Mask
+    counts must add up to the number of mask ids.
+    extremes: `id_extremes` of these arguments, on the host. Only an error reads the arguments themselves, which
+    synchronizes with the device.
     """
     values = [int(extreme) for extreme in extremes]
     for name, low, ids in _named_ids(target_ids, topk_ids, masks):

@@ -12,16 +12,16 @@ from .merge import ordered_sum
 
 
 def all_gather(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> None:
-    """Write the ranks' value [rows, ...] into out [W rows, ...] in rank order."""
-    # torch 2.13 renamed the function and deprecated the old name, the only one in older versions.
+    """Gather value [rows, ...] from every rank into out [W rows, ...], in rank order."""
+    # torch 2.13 renamed the function and deprecated the old name; older versions have only the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, value, group=group)
 
 
 def _ordered_reduce_scatter(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's rows of the ranks' value [W rows, ...], summed in rank order.
+    """Sum value [W rows, ...] over the ranks in rank order, and return this rank's rows.
 
-    A ring starts the sums of each part of a buffer at a different rank, so an element's bits depend on its position.
+    A ring starts each buffer part's sums at a different rank, so an element's bits would depend on its position.
     """
     received, world = torch.empty_like(value), dist.get_world_size(group)
     dist.all_to_all_single(received, value, group=group)
@@ -29,7 +29,7 @@ def _ordered_reduce_scatter(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _ordered_all_reduce(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum the ranks' value [rows, ...] in rank order; it moves as many bytes as a ring."""
+    """Sum value [rows, ...] over the ranks in rank order. This moves as many bytes as a ring."""
     rows, world = value.shape[0], dist.get_world_size(group)
     filled = value.new_zeros((-(-rows // world) * world, *value.shape[1:]))
     filled[:rows] = value
@@ -74,14 +74,13 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def reduce_gradient(hidden: Tensor, group: dist.ProcessGroup, *, in_order: bool = False) -> Tensor:
-    """Return hidden; the backward pass all-reduces (sums) its gradient. Use it for inputs of column-parallel products.
+    """Return hidden; the backward pass all-reduces (sums) its gradient. For the inputs of column-parallel products.
 
-    in_order: sum in rank order, by an all-to-all and an all-gather, so that a row's bits do not depend on the other
-    rows.
+    in_order: sum in rank order, by an all-to-all and an all-gather, so that a row's bits do not depend on other rows.
     """
     return _ReduceGradient.apply(hidden, group, in_order)
 
 
 def gather_sequence(hidden: Tensor, group: dist.ProcessGroup, *, in_order: bool = False) -> Tensor:
-    """All-gather [rows, H] to [W rows, H]; backward a reduce-scatter (sum), with in_order by an all-to-all."""
+    """All-gather [rows, H] to [W rows, H]; the backward pass reduce-scatters (sums), with in_order by an all-to-all."""
     return _GatherSequence.apply(hidden, group, in_order)

@@ -1,4 +1,4 @@
-"""Applies torch.compile where it works, to vocabularies that are large enough to repay it."""
+"""Applies torch.compile where it works, if the vocabulary is large enough to repay compiling."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _WORTHWHILE = 1 << 13  # columns
 def worthwhile(columns: int) -> bool:
     """Return whether `columns` columns repay compiling, which takes seconds once; eager takes about 2 ns per element.
 
-    Only the columns decide, because compiled and eager code round differently and a row's bits must not depend on the
-    number of rows.
+    Only the columns count: compiled and eager code round differently, and a row's bits must not depend on the number of
+    rows.
     """
     return columns >= _WORTHWHILE
 
@@ -24,7 +24,7 @@ def worthwhile(columns: int) -> bool:
 class CompiledOrEager:
     """Compiles a function on first use, with dynamic shapes, so once per dtype.
 
-    After a failed compilation (no C++ compiler, no Inductor) calls return None and the caller takes its eager path.
+    After a failed compilation (no C++ compiler, no Inductor) calls return None and the caller takes the eager path.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

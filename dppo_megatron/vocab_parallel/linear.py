@@ -46,38 +46,38 @@ def linear_token_statistics(
     batch_invariant: bool = False,
     check: bool | DeferredChecks = True,
 ) -> TokenStatistics:
-    """Return token_statistics of hidden @ weight.T + bias, computed a block of the vocabulary at a time.
+    """Return token_statistics of hidden @ weight.T + bias, computed one vocabulary block at a time.
 
-    It costs a fourth GEMM, because the backward pass projects again. It saves the memory of the logits and their
-    gradient, because only [T, block_columns] of them exist at once.
+    This costs a fourth GEMM, because the backward pass projects again. It saves the memory for the logits and their
+    gradient, because only [T, block_columns] values exist at once.
 
     Sharding: weight and bias are split over `group` by vocabulary rows as in token_statistics. hidden is replicated, or
     with sequence_parallel split along T (rank r has rows [r T/W, (r + 1) T/W)). target_ids, topk_ids, temperature,
-    loss_mask and the results are for all T tokens, replicated.
-    Collectives: forward as token_statistics, and with sequence_parallel an all-gather of hidden. Backward: the
-    reduction of the hidden gradient that every column-parallel head has (all-reduce, or reduce-scatter with
-    sequence_parallel). The gradient of hidden is complete on return, so do not reduce it again.
-    dtypes: hidden and weight have the same dtype. Logits have it too, as a stored head's logits do. Sums over the
-    vocabulary are in fp32, and so is the sum of the hidden gradient over its blocks. That sum is then rounded to the
-    dtype of hidden and reduced over ranks. Gradients of weight and bias take one GEMM per block, without accumulation
-    across blocks. float64 stays float64.
+    loss_mask and the results cover all T tokens and are replicated.
+    Collectives: the forward pass runs the token_statistics all-gather, and with sequence_parallel an all-gather of
+    hidden. The backward pass reduces the hidden gradient, as every column-parallel head does (all-reduce, or
+    reduce-scatter with sequence_parallel). The hidden gradient is complete on return, so do not reduce it again.
+    dtypes: hidden, weight and logits have the same dtype, as in a head that stores logits. Sums over the vocabulary are
+    in fp32, and the hidden gradient is summed over blocks in fp32. The sum is then rounded to hidden's dtype and
+    reduced over ranks. Weight and bias gradients are computed per block, without accumulation across blocks. float64
+    stays float64.
 
-    Args, beyond those of token_statistics:
+    Args that token_statistics lacks or treats differently:
         hidden: [T, H], or [T/W, H] with sequence_parallel.
-        weight: [V_local, H]; a tied embedding is passed as it is, and autograd adds its two gradients.
+        weight: [V_local, H]. Pass a tied embedding as it is; autograd adds its two gradients.
         bias: [V_local] or None.
-        loss_mask: [T] bool. Only the tokens where it is True are projected; the others have 0 in every statistic and
-            send no gradient. Costs one device synchronisation. None = all tokens.
-        tiles: as in token_statistics, for ranks with the same bits of hidden and of their rows of the weight. The
-            hidden gradient is an exception, because ranks round and add their parts.
+        loss_mask: [T] bool. Only tokens where it is True are projected; the others have 0 in every statistic and send
+            no gradient. Costs a device synchronization, and another with sampling masks. None = all tokens.
+        tiles: as in token_statistics, if hidden and weight have the same bits at every group size. The hidden gradient
+            is an exception, because ranks round and add their parts.
         block_columns: columns projected at once, +- 63. None = a sixteenth of the shard (with `tiles`, of the tile), at
             least 1024.
-        batch_invariant: statistics and hidden gradient of a row have the same bits in every batch. The products take a
-            fixed number of rows, padded with zeros, and ranks sum the hidden gradient in rank order, by an
-            all-to-all (and an all-gather, unless sequence_parallel) instead of a ring. The gradients of weight and
-            bias, which are sums over the rows, are not covered.
+        batch_invariant: a row's statistics and hidden gradient have the same bits in every batch. The products take a
+            fixed number of rows, padded with zeros. Ranks sum the hidden gradient in rank order, by an all-to-all (and
+            an all-gather, unless sequence_parallel) instead of a ring. Weight and bias gradients are not covered,
+            because they are sums over the rows.
 
-    Maths and errors: as token_statistics.
+    Math and errors: as in token_statistics.
     """
     checks.check_floating("hidden", hidden, 2, "[T, H]")
     checks.check_floating("weight", weight, 2, "[V_local, H]")
@@ -134,10 +134,10 @@ def _spread(output: Tensor, rows: Tensor, tokens: int) -> Tensor:
 
 
 def column_blocks(valid: int, at_most: int | None = None) -> list[slice]:
-    """Divide the columns [0, valid) of a shard into blocks of about the same width; at_most: block_columns.
+    """Divide a shard's columns [0, valid) into blocks of about equal width; at_most: block_columns.
 
-    Blocks that are not narrow begin at multiples of 64: a GPU's matrix product needs aligned rows, which equal parts
-    of an odd vocabulary (50257, 32064) do not have. Example: 100 columns, at most 40 at once, are divided at 33 and 66.
+    Unless blocks are narrow, they begin at multiples of 64. A GPU's matrix product needs aligned rows, which equal
+    parts of an odd vocabulary (50257, 32064) lack. Example: 100 columns, at most 40 at once, are divided at 33 and 66.
     """
     at_most = at_most or max(1024, -(-valid // 16))
     count = -(-valid // at_most)
@@ -147,7 +147,7 @@ def column_blocks(valid: int, at_most: int | None = None) -> list[slice]:
 
 
 def _cut(tile: slice, at_most: int | None) -> list[slice]:
-    """Return the `column_blocks` of one tile of the shard."""
+    """Return the `column_blocks` of one of the shard's tiles."""
     blocks = column_blocks(tile.stop - tile.start, at_most)
     return [slice(tile.start + block.start, tile.start + block.stop) for block in blocks]
 
@@ -157,7 +157,7 @@ def _mm(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _large(shard: Shard, cuts: list[slice]) -> bool:
-    """Return whether to compile the passes over these blocks of one tile."""
+    """Return whether to compile the passes over a tile's blocks `cuts`."""
     return bool(cuts) and shard.compiles(cuts[-1].stop - cuts[0].start) and min(c.stop - c.start for c in cuts) > 1
 
 
@@ -170,7 +170,7 @@ def _project(
     masks: SamplingMasks | None,
     first: int,
 ) -> Tensor:
-    """Return the logits of `columns`, the first of which has the id `first`; -inf outside the sampling masks."""
+    """Return the logits of `columns`, with -inf outside the sampling masks. first: the id of the first column."""
     with torch.autocast(hidden.device.type, enabled=False):
         block = product(hidden, weight[columns].t(), None if bias is None else bias[columns])
     if masks is not None:

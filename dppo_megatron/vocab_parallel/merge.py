@@ -1,12 +1,12 @@
-"""Merges partial sums over blocks of the vocabulary to statistics, and turns their gradients into coefficients.
+"""Merges partial sums over vocabulary blocks to statistics, and turns their gradients into coefficients.
 
 The arithmetic on [T] and [T, n] is replicated, without a vocabulary dimension or a process group. Scores stay relative
 to a maximum and are scaled by 1/temperature only after the subtraction, because scaling or adding first would lose the
 low bits of large logits. `other` means every valid column that no slot names.
 
-A block of the vocabulary is summarised in rows [T, n + 3]. First comes the logit of each slot with its column in the
-block, 0 for the other slots. Then, over the block's other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j
-with d_j = (z_j - m)/tau.
+Rows [T, n + 3] summarize a vocabulary block. First comes the logit of each slot with a column in the block, 0 for the
+other slots. Then, over the block's other columns z_j: m = max z_j, s = sum e^d_j, u = sum d_j e^d_j with d_j =
+(z_j - m)/tau.
 
 Example: one row of logits [1, 3, 2, 0] with tau = 1, the target 1, no top-K list (n = 1), in two blocks of two columns:
 
@@ -14,8 +14,8 @@ Example: one row of logits [1, 3, 2, 0] with tau = 1, the target 1, no top-K lis
     block 1, columns 2 and 3:  slot 0   other columns 2 and 0   m = 2   s = 1 + e^-2       u = -2 e^-2
     merged relative to m = 2:  slot 3   s = e^-1 + 1 + e^-2 = 1.503     u = -e^-1 - 2 e^-2 = -0.639
 
-The largest of all logits is 3, the slot's. S = 1 + e^(2 - 3) 1.503 = 1.553, so ln pi(target) = -ln S = -0.440, the
-other mass is 0.553 / 1.553 = 0.356 and the entropy is ln S - U/S with U = e^-1 (u - s) = -0.788, so 0.948.
+The largest logit is the slot's, 3. S = 1 + e^(2 - 3) 1.503 = 1.553, so ln pi(target) = -ln S = -0.440, the other mass
+is 0.553 / 1.553 = 0.356 and the entropy is ln S - U/S with U = e^-1 (u - s) = -0.788, so 0.948.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .topk import Slots, find_slots
 
-# It replaces -inf where -inf would give NaN: exp(FLOOR) is 0 even in float64, and 0 times FLOOR is 0.
+# Replaces -inf where -inf would give NaN: exp(FLOOR) is 0 even in float64, and 0 times FLOOR is 0.
 FLOOR = -1.0e4
 
 
@@ -35,8 +35,11 @@ FLOOR = -1.0e4
 class Merged:
     """Contains the statistics: logprob [T, n] by slot; other_logprob, entropy (or None) and nonfinite [T].
 
-    For the backward pass: slots are the slots given to `merge` (None from other backends), slot_mass = sum of pi over
-    the slots' ids, other_max = max of the other logits, other_sum = sum e^((z - other_max)/tau) over them.
+    For the backward pass:
+        slot_mass   sum of pi over the slots' ids
+        other_max   max of the other logits z
+        other_sum   sum of e^((z - other_max)/tau) over the other logits z
+        slots       the slots that `merge` found; None from other backends
     """
 
     logprob: Tensor
@@ -60,7 +63,7 @@ def empty_rows(rows: Tensor) -> None:
 
 
 def _rescale(m: Tensor, top: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return top (0 for -inf), and exponent and factor that turn sums relative to m into sums relative to top."""
+    """Return top (0 for -inf), and the exponent and factor that turn sums relative to m into sums relative to top."""
     top = top.masked_fill(top == float("-inf"), 0.0)
     d = ((m - top) * scale).clamp_min_(FLOOR)
     return top, d, d.exp()
@@ -75,7 +78,7 @@ def ordered_sum(parts: Tensor) -> Tensor:
 
 
 def join_sums(sums: Tensor, scale: float | Tensor) -> Tensor:
-    """Merge m, s, u of several blocks [blocks, T, 3] into those of their union [T, 3]."""
+    """Merge m, s, u of several blocks [blocks, T, 3] into m, s, u of all columns [T, 3]."""
     m, s, u = sums.unbind(dim=2)
     top = m.amax(dim=0)
     _, d, w = _rescale(m, top, scale)
@@ -83,13 +86,13 @@ def join_sums(sums: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def add_rows(rows: Tensor, block: Tensor, scale: float | Tensor) -> None:
-    """Merge the summary of another block of the same shard into rows, both [T, n + 3], in place."""
+    """Merge the summary of another block in the shard into rows, both [T, n + 3], in place."""
     rows[:, :-3] += block[:, :-3]
     rows[:, -3:] = join_sums(torch.stack((rows[:, -3:], block[:, -3:])), scale)
 
 
 def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Merged:
-    """Merge rows [blocks, T, n + 3] of all ranks, in order, into statistics of the slots ids [T, n].
+    """Merge rows [blocks, T, n + 3] from all ranks, in order, into statistics for the slots ids [T, n].
 
     scale: 1/tau, a float or [T].
     """
@@ -111,7 +114,7 @@ def merge(rows: Tensor, ids: Tensor, scale: float | Tensor, entropy: bool) -> Me
     w_other = d_other.exp().masked_fill_(empty, 0.0)
     mass_other = w_other * other_sum
 
-    # S = 1 + rest, where the 1 is the largest term. ln pi and 1 - pi stay exact when pi is near 1.
+    # S = 1 + rest, where 1 is the largest term. So ln pi and 1 - pi stay exact when pi is near 1.
     slot_leads = slot_max >= best_other
     led = e_slots.gather(1, slot_arg).masked_fill_(~slot_leads, 0.0)
     other_slots = e_slots.scatter(1, slot_arg, e_slots.gather(1, slot_arg) - led).sum(dim=1)
@@ -159,10 +162,10 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """Turn gradients of L by logprob [T, n], other_logprob [T] and entropy [T] into coefficients for the backward pass.
+    """Turn dL/d logprob [T, n], dL/d other_logprob [T] and dL/d entropy [T] into coefficients for the backward pass.
 
-    dz_j = [g_j - pi_j (sum g + h (ln pi_j + H))] / tau for j in a slot; for other j, g_j is g_other pi_j/pi_other. The
-    factors 1 - pi are sums of the other probabilities, never a subtraction from 1 in working precision.
+    dz_j = [g_j - pi_j (sum g + h (ln pi_j + H))] / tau for j in a slot; for other j, g_j is g_other pi_j/pi_other.
+    Factors 1 - pi are computed by summing the other probabilities, never by subtracting from 1 in working precision.
     """
     skip, slots = merged.nonfinite, merged.slots
     g = g_slots.masked_fill(~slots.present | skip.unsqueeze(1), 0.0)
@@ -186,7 +189,7 @@ def coefficients(
         at_slots = at_slots - h.unsqueeze(1) * pi * (lp.clamp_min(FLOOR) + entropy.unsqueeze(1))
         b = -h * pi_other
         a = a + b * (merged.other_logprob.clamp_min(FLOOR) + entropy)
-    # The elementwise pass works relative to other_max, not to ln pi_other, so the difference is added here.
+    # The elementwise pass is relative to other_max, not to ln pi_other, so the difference is added here.
     safe_sum = merged.other_sum.masked_fill(merged.other_sum == 0, 1.0)
     dead = skip | (merged.other_sum == 0)
     if b is not None:

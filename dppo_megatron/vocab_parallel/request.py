@@ -1,4 +1,4 @@
-"""Validates one call's arguments, and runs the steps around the two passes, which stored and fused logits share."""
+"""Validates a call's arguments, and runs the steps around both passes, which stored and fused logits share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ BACKENDS = ("auto", "torch", "triton")
 
 @dataclass(frozen=True)
 class Request:
-    """Contains the arguments of one call for T rows.
+    """Contains a call's arguments for T rows.
 
-    target_ids: [T]. topk_ids: [T, K] or None. masks: None where no row is restricted. scale: 1/temperature. dtype: of
-    the arithmetic and the results.
+    target_ids: [T].
+    topk_ids: [T, K] or None.
+    masks: None without sampling masks.
+    scale: 1/temperature.
+    dtype: for arithmetic and results.
     """
 
     target_ids: Tensor
@@ -57,7 +60,7 @@ class Request:
         loss_mask: Tensor | None,
         check: bool | DeferredChecks,
     ) -> Request:
-        """Validate the arguments that both functions take. `like` has the device and dtype of the logits."""
+        """Validate the arguments that both functions take. `like` has the logits' device and dtype."""
         for name, option, choices in (("entropy", entropy, ENTROPY), ("backend", backend, BACKENDS)):
             if option not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {option!r}")
@@ -93,7 +96,7 @@ class Request:
         )
 
     def select(self, rows: Tensor) -> Request:
-        """Return the request for the rows [n] only, ascending. Synchronises with the device if there are masks."""
+        """Return the request for only the rows [n], ascending. Synchronizes with the device if there are masks."""
         return replace(
             self,
             target_ids=self.target_ids.index_select(0, rows),
@@ -103,7 +106,7 @@ class Request:
         )
 
     def _verify(self, headers: Tensor | None) -> None:
-        """Check the call now or, with a DeferredChecks, later. headers: [world, HEADER], None for a single shard."""
+        """Check the call now, or later with a DeferredChecks. headers: [world, HEADER], None for a single shard."""
         if self.check is False:
             return
         numbers = checks.id_extremes(self.target_ids, self.topk_ids, self.scale, self.masks)
@@ -115,9 +118,9 @@ class Request:
             deferred.raise_if_failed()
 
     def _raise_if_wrong(self, numbers: list[float]) -> None:
-        """Raise ValueError if ids or temperatures are wrong, or the ranks of the group disagree.
+        """Raise ValueError if ids or temperatures are wrong, or the group's ranks disagree.
 
-        numbers: `id_extremes`, then the headers of all ranks if there are several.
+        numbers: `id_extremes`, then the headers from all ranks if there are several.
         """
         headers = None
         if self.shard.world > 1:
@@ -129,10 +132,10 @@ class Request:
         checks.check_id_values(self.target_ids, self.topk_ids, self.scale, vocab, numbers, self.masks)
 
     def forward(self, ctx: Any, fill: Callable[[Tensor, Tensor], None]) -> tuple[Tensor | None, ...]:
-        """Merge the shards of all ranks, tile by tile in order, and keep in `ctx` the tensors of the backward pass.
+        """Merge the shards of all ranks, tile by tile in order, and keep in `ctx` the tensors for the backward pass.
 
-        fill(ids [T, n], out [tiles, T, n + 3]) writes this rank's rows of merge.py. Returns fresh tensors in the order
-        of `TokenStatistics`. Collectives: one all-gather if there are several ranks.
+        fill(ids [T, n], out [tiles, T, n + 3]) writes this rank's rows, as merge.py defines them. Returns fresh tensors
+        in `TokenStatistics` order. Collectives: one all-gather if there are several ranks.
         """
         ctx.set_materialize_grads(False)
         ids = join_ids(self.target_ids, self.topk_ids)
@@ -162,7 +165,7 @@ class Request:
         return merged.logprob[:, 0].clone(), entropy, topk, other, nonfinite
 
     def coefficients(self, ctx: Any, grads: tuple[Tensor | None, ...]) -> Coefficients:
-        """Turn the gradients of `forward`'s outputs into coefficients for the backward pass."""
+        """Turn the gradients with respect to `forward`'s outputs into coefficients for the backward pass."""
         g_logprob, g_entropy, g_topk, g_other, _ = grads
         if self.entropy != "differentiable":
             g_entropy = None

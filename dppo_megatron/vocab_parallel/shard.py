@@ -1,4 +1,4 @@
-"""Describes the columns of the vocabulary in this rank's shard, and runs the one collective of the forward pass."""
+"""Describes the vocabulary columns in this rank's shard, and runs the forward pass's only collective."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from .collectives import all_gather
 from .compiled import worthwhile
 
-HEADER = 4  # numbers before the values: first id, columns, vocab_size (-1: unlimited), checksum of the token ids
+HEADER = 4  # numbers before the values: first id, columns, vocab_size (-1: unlimited), token id checksum
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Describes columns [first, first + columns) of the vocabulary, of which the leading `valid` are not padding.
+    """Describes vocabulary columns [first, first + columns); columns after the first `valid` are padding.
 
-    tiles: number of the vocabulary's tiles in the shard, all with the same width.
+    tiles: number of tiles in the shard, all of equal width.
     eager: no pass is compiled. True with `tiles`, because compiled code may round differently in another process.
     """
 
@@ -99,17 +99,17 @@ def _checksum(ids: Tensor) -> Tensor:
 
 
 def write_header(row: Tensor, shard: Shard, *ids: Tensor) -> None:
-    """Write into `row` the numbers by which the other ranks detect that the group disagrees."""
+    """Write into `row` the numbers that let the other ranks detect a disagreement."""
     row[3] = torch.stack([_checksum(tensor) for tensor in ids]).sum().bitwise_and_(0xFFFFFF)
-    # Each number is filled in on its own: an assignment to row[i], or a tensor made on the host, waits for the device.
+    # `fill_` does not wait for the device; an assignment to row[i], or a tensor made on the host, would.
     for place, number in enumerate((shard.first, shard.columns, -1 if shard.vocab_size is None else shard.vocab_size)):
         row[place].fill_(number)
 
 
 def gather_rows(packed: Tensor, shard: Shard) -> Tensor:
-    """All-gather [rows, width] to [world, rows, width]: the only collective of the forward pass.
+    """All-gather [rows, width] to [world, rows, width]: the forward pass's only collective.
 
-    It is a gather, not a reduction, so that every rank adds the same numbers in the same order and has the same bits.
+    After a gather, unlike a reduction, every rank adds the same numbers in the same order and gets the same bits.
     """
     gathered = packed.new_empty((shard.world * packed.shape[0], packed.shape[1]))
     all_gather(gathered, packed, shard.group)
@@ -117,10 +117,10 @@ def gather_rows(packed: Tensor, shard: Shard) -> Tensor:
 
 
 def total_columns(shard: Shard, headers: list[list[float]] | None) -> int:
-    """Return the columns of the whole vocabulary, padding included, after checking that the ranks agree.
+    """Return the number of columns in the whole vocabulary, padding included, after checking that the ranks agree.
 
-    `headers` is the gathered header of every rank, None for a single shard. All ranks see the same headers, so all
-    raise together. Raises ValueError with the sizes.
+    headers: the gathered headers from every rank, None for a single shard. All ranks see the same headers, so all raise
+    together. Raises ValueError with the sizes.
     """
     if headers is None:
         return shard.columns

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Contains statistics of the policy at each of T tokens, replicated and bit-identical on every rank of the group.
+    """Contains the policy's statistics at T tokens, replicated and bit-identical on every rank in the group.
 
     All are fp32 (float64 for float64 logits), in nats, at the requested temperature.
 
@@ -21,8 +21,8 @@ class TokenStatistics:
         Differentiable; the gradient that arrives at an absent id is ignored.
     other_logprob: [T] ln of the mass outside the top-K ids and the target, -inf when nothing is outside.
         None without topk_ids. Differentiable.
-    nonfinite: [T] bool, rows with a NaN or +inf logit, or -inf at the target or at a top-K id. Their values
-        must not be used and their logits receive gradient 0, so they cannot affect other rows. A -inf
+    nonfinite: [T] bool, rows with a NaN or +inf logit, or -inf at the target or at a top-K id. Do not use the
+        values in these rows. The logits there receive gradient 0, so they cannot affect other rows. A -inf
         elsewhere is probability 0 and not reported.
     """
 
@@ -33,11 +33,11 @@ class TokenStatistics:
     nonfinite: Tensor
 
     def nonfinite_rows(self) -> list[int]:
-        """Return the indices of the rows reported by `nonfinite`. Synchronises with the device."""
+        """Return the row indices that `nonfinite` reports. Synchronizes with the device."""
         return torch.nonzero(self.nonfinite).flatten().tolist()
 
     def raise_if_nonfinite(self) -> None:
-        """Raise FloatingPointError naming the rows of `nonfinite`, if any. Synchronises with the device."""
+        """Raise FloatingPointError with the rows that `nonfinite` reports, if any. Synchronizes with the device."""
         rows = self.nonfinite_rows()
         if rows:
             shown = ", ".join(map(str, rows[:20])) + (", ..." if len(rows) > 20 else "")

@@ -39,54 +39,53 @@ def token_statistics(
 ) -> TokenStatistics:
     """Return log-probs of the target, of top-K ids and of all other tokens, and the entropy, from sharded logits.
 
-    Sharding: logits are split over `group` by columns; rank r has [r V_local, (r + 1) V_local), or
-    [vocab_start, vocab_start + V_local) where vocab_start is given (on every rank; shards may then differ in
-    size). All other arguments are replicated, and so are the results, bit for bit.
-    Collectives: forward one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group). With `tiles` it has T rows
-    for each tile of the rank. The backward pass runs none.
-    Accumulation is in fp32 for all dtypes but float64, which stays float64.
+    Sharding: logits are split over `group` by columns. Rank r has columns [r V_local, (r + 1) V_local), or
+    [vocab_start, vocab_start + V_local) if every rank passes vocab_start; shards may then differ in size. All other
+    arguments are replicated, and so are the results, bit for bit.
+    Collectives: the forward pass runs one all-gather of [T + 1, 1 + K + 3] fp32 (none without a group). With `tiles`,
+    each tile on the rank adds T rows. The backward pass runs none.
+    Accumulation is in fp32, or in float64 for float64 logits.
 
     Args:
         logits: [T, V_local] bf16, fp16, fp32 or float64, any strides. See `inplace`.
         target_ids: [T] int64 or int32, global ids.
-        topk_ids: [T, K] int32 or int64 global ids, -1 = absent. Duplicates, and the target among them, count
-            once in the mass. None = no list; K = 0 is an empty list.
-        vocab_size: valid columns of the whole vocabulary. Later columns are padding; they are ignored and get gradient
+        topk_ids: [T, K] int32 or int64 global ids, -1 = absent. Duplicates, and a listed target, count once in the
+            mass. None = no list; K = 0 is an empty list.
+        vocab_size: valid columns in the whole vocabulary. Later columns are padding; they are ignored and get gradient
             exactly 0. None = all columns are valid.
-        temperature: float, or [T]. Statistics are of softmax(logits / temperature). Not differentiable.
-        group: tensor-parallel process group (gloo or NCCL); None = logits have the whole vocabulary.
+        temperature: float, or [T]. Statistics describe softmax(logits / temperature). Not differentiable.
+        group: tensor-parallel process group (gloo or NCCL); None = logits cover the whole vocabulary.
         entropy: "none" skips it, "metric" returns it without gradient, "differentiable" with gradient.
         backend: "torch", "triton", or "auto": Triton for CUDA tensors where it is installed, else torch.
         sampling_mask_ids: [N] int32 or int64 global ids, the concatenated sampling masks of all rows: the tokens that
-            top-p, top-k and min-p left to sample the target from. Statistics of a row are then of the distribution
-            over its mask (the renormalized softmax), and the logits outside get gradient 0. A target outside its mask
-            raises; a top-K id outside counts as non-finite, so pass it as -1. With `inplace` the logits outside the
-            masks become -inf in the forward pass; without, the logits are copied.
-        sampling_mask_counts: [T] number of ids of each row; 0 = the row covers the whole vocabulary. None = all rows
+            top-p, top-k and min-p left to sample the target from. Statistics of such a row describe the renormalized
+            softmax over the mask, and the logits outside get gradient 0. A target outside the mask raises; a top-K id
+            outside counts as non-finite, so pass it as -1. With `inplace` the logits outside the masks become -inf in
+            the forward pass; otherwise the logits are copied.
+        sampling_mask_counts: [T] number of ids in each row; 0 = the row covers the whole vocabulary. None = all rows
             do. Masks {5, 7}, none and {2}: sampling_mask_ids [5, 7, 2], sampling_mask_counts [2, 0, 1].
         loss_mask: [T] bool. Rows where it is False have 0 in every statistic, send no gradient, and may have any
             target, -100 too, and any temperature. None = all rows.
         vocab_start: first global id of this rank's shard, for shards of different sizes.
-        tiles: sum the vocabulary, padding included, in this many tiles of equal width, merge them in order, and gather
-            a row of sums for each. Statistics and gradients then have the same bits at every group size that divides
-            `tiles`. None = each shard is one tile.
-        inplace: True = the backward pass writes the gradient into the storage of the logits, so it allocates no memory
-            of their size. False = it allocates. None = True unless the logits are a leaf or a view of a leaf, because
-            the caller expects to keep a leaf's values. In each case the logits keep their values until the backward
-            pass.
-        check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA, a
-            synchronisation with the device: one for each call or, with a DeferredChecks, one for all calls until its
-            `raise_if_failed`. False: no checks.
+        tiles: sum the vocabulary, padding included, in this many tiles of equal width, merge the tiles in order, and
+            gather a row of sums per tile. Statistics and gradients then have the same bits at every group size that
+            divides `tiles`. None = each shard is a tile.
+        inplace: True = the backward pass writes the gradient into the logits' storage, so it allocates no memory of
+            that size. False = it allocates. None = True unless the logits are a leaf or a view of a leaf, because the
+            caller expects to keep a leaf's values. Without sampling masks, the logits keep their values until the
+            backward pass in every case.
+        check: verify ids, temperatures and that the ranks agree. Costs small reductions and, on CUDA, a device
+            synchronization: per call or, with a DeferredChecks, once for all calls before its `raise_if_failed`.
+            False: no checks.
 
-    Maths: for A the top K and the target, dz_j = [1{j in A} g_j - pi_j (sum g + h (ln pi_j + H))] / temperature with
-    g = dL/d ln pi and h = dL/dH; each rank sends max, sum and entropy sum of its columns outside A, and the
-    logits of A in its shard (log-sum-exp merging, as in Milakov and Gimelshein, 2018, "Online normalizer
-    calculation").
+    Math: for A the top K and the target, dz_j = [1{j in A} g_j - pi_j (sum g + h (ln pi_j + H))] / temperature with
+    g = dL/d ln pi and h = dL/dH. Each rank sends max, sum and entropy sum over the columns outside A in its shard, and
+    the logits in A (log-sum-exp merging, as in Milakov and Gimelshein, 2018, "Online normalizer calculation").
 
     Raises:
         TypeError, ValueError: wrong types, dtypes, shapes, devices or options; ids out of range; shards that do not
-            add up to vocab_size; ranks that disagree. The message has names and sizes. All ranks raise if their
-            arguments are the same.
+            add up to vocab_size; ranks that disagree. The message has names and sizes. All ranks raise if they pass
+            equal arguments.
         Non-finite logits do not raise: see TokenStatistics.nonfinite.
     """
     checks.check_floating("logits", logits, 2, "[T, V_local]")
@@ -121,7 +120,7 @@ def _masked(output: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def _writable(logits: Tensor) -> bool:
-    """Return whether each element of logits has its own memory, which may be written here."""
+    """Return whether no two elements of logits share memory, and this memory may be written here."""
     overlapping = any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
     return not overlapping and (not logits.is_inference() or torch.is_inference_mode_enabled())
 
@@ -134,7 +133,7 @@ class _Stored(torch.autograd.Function):
         # `.data` does not change autograd's version counter: the bits are restored before the call returns.
         z = logits.data if _writable(logits) else logits.clone()
         copied = request.masks is not None and not ctx.inplace
-        if request.masks is not None:  # hidden logits are not restored, so the counter changes, or they are a copy
+        if request.masks is not None:  # hidden logits are not restored: change the counter, or hide them in a copy
             z = logits.clone() if copied else logits.detach()
             if shard.valid:
                 request.masks.hide_others(z[:, : shard.valid], shard.first)

@@ -1,13 +1,13 @@
 """Implements the torch backend.
 
-A backend is a module with four functions. `forward` and `backward` pass over a block of the vocabulary: the first fills
-the rows that the collective transfers, the second turns logits into their gradient. `merge` and `coefficients` are the
-arithmetic on [T, n] between them.
+A backend is a module with four functions. `forward` and `backward` pass over a vocabulary block: `forward` fills the
+rows that the collective transfers, and `backward` turns logits into their gradient. `merge` and `coefficients` do the
+arithmetic on [T, n] between these passes.
 
-Eager code works on a few rows at a time, so that its fp32 scratch stays in cache and does not grow with T. Large blocks
+Eager code works on a few rows at a time, so that the fp32 scratch stays in cache and does not grow with T. Large blocks
 go through torch.compile, which needs no scratch. Example: a block of [1000, 5000] on a CPU. Eager takes 1 << 17
 elements at once, 26 rows, in 39 slices of 25 or 26 rows. Compiled code (from 8,192 columns on) would sum 20,000 columns
-as three pieces of 6,656, 6,672 and 6,672 columns, each for 142 or 143 rows at a time, and merge the three in order.
+as three pieces of 6,656, 6,672 and 6,672 columns, for 142 or 143 rows at a time, and merge the pieces in order.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["accumulation_dtype", "backward", "coefficients", "forward", "merge"]
 _EAGER_CPU = 1 << 17
 _EAGER_GPU = 1 << 24
 _COMPILED_CPU = 1 << 20
-# Inductor's CPU sums lose 4e-6 over 150,000 columns, torch's own sums do not. So Inductor sums this many columns, and
-# torch sums the pieces.
+# Inductor's CPU sums lose 4e-6 over 150,000 columns, torch's sums do not. So Inductor sums this many columns, and torch
+# sums the pieces.
 _SUMMED_AT_ONCE = 1 << 13
 
 
 def _pieces(block: Tensor, elements: int) -> list[slice]:
-    """Return slices of about `elements` elements each, with row counts within 1 of each other, and at least 2 rows.
+    """Return slices of about `elements` elements with at least 2 rows; their row counts differ by at most 1.
 
-    With a single row, torch would split the sum over its threads, and Dynamo would specialise and compile again.
+    With a single row, torch would split the sum over threads, and Dynamo would specialize and compile again.
     """
     rows = block.shape[0]
     step = max(1, elements // max(1, block.shape[1]))
@@ -58,7 +58,7 @@ def _twice(row: Tensor) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic on logits of `dtype`."""
+    """Return the dtype in which logits of `dtype` are accumulated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -85,7 +85,7 @@ def _sums_eager(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool
         if not entropy:
             torch.sum(d.exp_(), dim=1, out=out[rows, 1])
             continue
-        # The clamp comes later: on a CPU the exponential of FLOOR takes four times as long as that of -inf.
+        # The clamp comes later, because on a CPU exp(FLOOR) takes four times as long as exp(-inf).
         e = d.exp()
         torch.sum(e, dim=1, out=out[rows, 1])
         torch.sum(e.mul_(d.clamp_min_(FLOOR)), dim=1, out=out[rows, 2])
@@ -111,9 +111,11 @@ _compiled_sums_with_entropy = CompiledOrEager(_sums_with_entropy)
 
 
 def block_sums(block: Tensor, scale: float | Tensor, out: Tensor, entropy: bool, compiled: bool) -> None:
-    """Write m, s and (with entropy) u of merge.py into out[:, 0..2].
+    """Write m, s and (with entropy) u, defined in merge.py, into out[:, 0..2].
 
-    block: [T, columns > 0], the slots' columns set to -inf. out: [T, 3], fp32 or float64. scale: 1/tau.
+    block: [T, columns > 0], the slots' columns set to -inf.
+    out: [T, 3], fp32 or float64.
+    scale: 1/tau.
     compiled: use torch.compile if it works here.
     """
     if block.shape[0] == 1:
@@ -172,9 +174,9 @@ _compiled_gradient_with_entropy = CompiledOrEager(_gradient_with_entropy)
 
 
 def block_gradient(block: Tensor, scale: float | Tensor, coefficients: Coefficients, compiled: bool) -> None:
-    """Overwrite block [T, columns > 0] of logits by e^d (a + b d), d = (z - other_max) scale, and 0 in dead rows.
+    """Overwrite the logits block [T, columns > 0] by e^d (a + b d), d = (z - other_max) scale, and 0 in dead rows.
 
-    The values are correct for the columns that no slot names. The caller then writes the columns of the slots.
+    The values are correct for columns that no slot names. The caller then writes the slots' columns.
     compiled: as in block_sums.
     """
     other_max, a, b, dead = coefficients.other_max, coefficients.a, coefficients.b, coefficients.dead
@@ -209,10 +211,10 @@ def forward(
     restore: bool,
     large: bool,
 ) -> None:
-    """Fill out [T, n + 3] with the logit of each slot in the block (0 elsewhere), then m, s, u.
+    """Fill out [T, n + 3] with the logit of each slot in the block (0 for other slots), then m, s, u.
 
     block: [T, columns > 0] logits of columns [first, first + columns). The slots' columns become -inf during the call;
-    with `restore` the block has its old bits at the end. `compiled.worthwhile` describes `large`.
+    `restore` restores the old bits at the end. `compiled.worthwhile` describes `large`.
     """
     n = ids.shape[1]
     slots = local_slots(ids, first, block.shape[1])
@@ -234,6 +236,6 @@ def backward(
     *,
     large: bool,
 ) -> None:
-    """Overwrite block [T, columns > 0] of logits by their gradient."""
+    """Overwrite the logits block [T, columns > 0] by the gradient."""
     block_gradient(block, scale, coefficients, compiled=large)
     local_slots(ids, first, block.shape[1]).put(block, coefficients.slots)

@@ -1,6 +1,6 @@
-"""Implements the Triton backend: the functions of torch_backend, one launch each.
+"""Implements the Triton backend: the functions in torch_backend, with one launch each.
 
-The forward pass reads the logits once, the backward pass reads and writes them once. Importing this module needs
+The forward pass reads the logits once; the backward pass reads and writes them once. Importing this module requires
 Triton.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from . import torch_backend, triton_rows
 from .merge import Coefficients, Merged
 
-# Columns of a tile: wide enough that a row is few iterations, small enough to stay in registers with 8 warps.
+# Columns in a tile: wide enough that a row takes few iterations, small enough to stay in registers with 8 warps.
 TILE = 4096
 WARPS = 8
-# Neighbouring columns that one thread loads at once: 16 bytes of bf16.
+# Neighboring columns that a thread loads at once: 16 bytes of bf16.
 CHUNK = 8
 
 
@@ -27,8 +27,8 @@ CHUNK = 8
 def _without(z, place, offset, tile: tl.constexpr):
     """Return z with -inf in the columns at `offset` [up to 32, a power of 2].
 
-    32 offsets take one register of each thread of a warp, which finds their minimum by itself; more are processed 32 at
-    a time.
+    32 offsets take one register per thread in a warp, and the warp finds the minimum by itself. More offsets are
+    processed 32 at a time.
     """
     if offset.shape[1] > 1:
         left, right = tl.split(tl.reshape(offset, (offset.shape[0], offset.shape[1] // 2, 2)))
@@ -38,7 +38,7 @@ def _without(z, place, offset, tile: tl.constexpr):
         pending = tl.reshape(offset, (offset.shape[0],))
         pending = tl.where((pending >= 0) & (pending < tile), pending, tile)
         column = tl.min(pending, axis=0)
-        # The loop runs once for each id in the tile. Comparing all ids with every column costs 5 times the rest.
+        # The loop runs once per id in the tile. Comparing all ids with every column would cost 5 times the rest.
         while column < tile:
             z = tl.where(place == column, float("-inf"), z)
             pending = tl.where(pending == column, tile, pending)
@@ -48,11 +48,12 @@ def _without(z, place, offset, tile: tl.constexpr):
 
 @triton.jit
 def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.constexpr):
-    """Return m, s, u [lanes] of a row after one more tile z [lanes, chunk], without the columns that `offset` names.
+    """Return a row's m, s, u [lanes] after another tile z [lanes, chunk], without the columns that `offset` names.
 
-    Every lane of a thread has its own sums, so that no thread waits for another inside the loop over tiles.
-    place: [lanes, chunk] int32, the columns' offsets inside the tile. offset: int32, those of the row's ids, see
-    `_without`; offsets outside the tile are ignored. scale: log2(e) / tau, so u is in units of ln 2.
+    Each lane has separate sums, so that no thread waits for another inside the loop over tiles.
+    place: [lanes, chunk] int32, the columns' offsets inside the tile.
+    offset: int32, the offsets of the row's ids, see `_without`. Offsets outside the tile are ignored.
+    scale: log2(e) / tau, so u is in units of ln 2.
     """
     z = _without(z, place, offset, tile)
     top = tl.maximum(m, tl.max(z, axis=1))
@@ -62,7 +63,7 @@ def _add_tile(z, place, m, s, u, scale, offset, tile: tl.constexpr, entropy: tl.
     shift = (m - safe) * scale
     factor = tl.exp2(shift)
     if entropy:
-        # -inf times 0 would be NaN. The maximum drops a NaN here; s reports it.
+        # -inf times 0 would be NaN. The maximum drops a NaN here; s reports the NaN.
         u = factor * (u + tl.maximum(shift, -2.0e4) * s) + tl.sum(tl.maximum(d, -2.0e4) * e, axis=1)
     s = factor * s + tl.sum(e, axis=1)
     return top, s, u
@@ -88,8 +89,8 @@ def forward_kernel(
     acc: tl.constexpr,
 ):
     # Each row has one program, even if there are few rows: a split would merge sums in an order that depends on T. An
-    # SM runs 8 programs of 8 warps, so about a thousand rows fill a GPU. Fewer rows take about as long as one row: 38
-    # loads in sequence for 152,064 columns, tens of microseconds, less than the launches around it.
+    # SM runs 8 programs of 8 warps, so about a thousand rows fill a GPU. Fewer rows take about as long as a single row:
+    # 38 loads in sequence for 152,064 columns, tens of microseconds, less than the surrounding launches.
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride
     summary = out + row * out_stride
@@ -109,7 +110,7 @@ def forward_kernel(
     offset = tl.where(is_local, local, -1).to(tl.int32)
     offset = tl.reshape(offset, (together, n_padded // together))
     where = line + place * column_stride
-    # Whole tiles are loaded without a mask, because a mask of odd width prevents vectorised loads.
+    # Whole tiles are loaded without a mask, because a mask of odd width prevents vectorized loads.
     for _ in range(full):
         z = tl.load(where).to(acc)
         m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
@@ -119,7 +120,7 @@ def forward_kernel(
         z = tl.load(where, mask=place < columns - full * tile, other=float("-inf")).to(acc)
         m, s, u = _add_tile(z, place, m, s, u, log2, offset, tile, entropy)
 
-    # Loaded before the loop, an owned id would take ptxas 50 instead of 38 instructions (sm100, 21 ids, entropy).
+    # Loading before the loop would cost 50 instead of 38 instructions per local id (ptxas, sm100, 21 ids, entropy).
     score = tl.load(line + local * column_stride, mask=is_local, other=0.0)
     tl.store(summary + slot, score.to(acc), mask=slot < n)
     top = tl.max(m, axis=0)
@@ -178,7 +179,7 @@ def backward_kernel(
     else:
         tl.store(where, gradient, mask=place < inside)
 
-    # Top-K columns overwrite values of the tile, which other threads of this program may have stored.
+    # Top-K columns overwrite values in the tile that other threads of this program may have stored.
     slot = tl.arange(0, n_padded)
     local = tl.load(ids + row * n + slot, mask=slot < n, other=-1) - first - start
     is_local = (slot < n) & (local >= 0) & (local < tl.minimum(inside, tile))
@@ -190,7 +191,7 @@ def backward_kernel(
 
 
 def _by_row(scale: float | Tensor, like: Tensor) -> tuple[Tensor, int]:
-    """Return 1/tau as a tensor, and its stride over rows."""
+    """Return 1/tau as a tensor, and the tensor's stride over rows."""
     if isinstance(scale, Tensor):
         return scale.contiguous(), 1
     return torch.full((1,), scale, dtype=like.dtype, device=like.device), 0
@@ -199,7 +200,7 @@ def _by_row(scale: float | Tensor, like: Tensor) -> tuple[Tensor, int]:
 def _arguments(
     block: Tensor, ids: Tensor, first: int, scale: float | Tensor, like: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the first positional arguments of both kernels, and their common keyword arguments."""
+    """Return the first positional arguments and the keyword arguments that both kernels take."""
     n, columns = ids.shape[1], block.shape[1]
     sizes = {
         "n": n,

@@ -1,6 +1,6 @@
 """Implements merge.py in Triton: one launch in each direction, instead of about a hundred, for [T] and [T, n].
 
-On a GPU these launches, not the arithmetic, would take most of the time of a small shard. merge.py explains the
+On a GPU these launches, not the arithmetic, would take most of the time for a small shard. merge.py explains the
 formulas; the results agree up to rounding. Supports only fp32.
 """
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .merge import Coefficients, Merged
 
-# Ids are compared pairwise in registers, so their number is limited.
+# Registers hold all pairs of ids to compare, so the number of ids is limited.
 MAX_SLOTS = 64
 
 
 @triton.jit
 def _log1p(x):
-    # Near 1 the GPU's log is accurate only absolutely. This is the series of 2 artanh(x / (2 + x)), good to 1e-9 for
-    # |x| <= 1/2.
+    # Near 1 the GPU's log has a small absolute but a large relative error. This series, 2 artanh(x / (2 + x)), is good
+    # to 1e-9 for |x| <= 1/2.
     t = x / (2.0 + x)
     q = t * t
     p = 1.0 / 13 + q * (1.0 / 15 + q * (1.0 / 17))
@@ -39,7 +39,7 @@ def _expm1(x):
 
 @triton.jit
 def _floor(x):
-    """Clamp to FLOOR of merge.py; NaN stays NaN."""
+    """Clamp to merge.py's FLOOR; NaN stays NaN."""
     return tl.where(x < -1.0e4, -1.0e4, x)
 
 
@@ -193,7 +193,7 @@ def _coefficients_kernel(
 
 
 def merge(rows: Tensor, ids: Tensor, tau: tuple[Tensor, int], entropy: bool) -> Merged:
-    """Implement merge.merge; rows [blocks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: 1/tau and its stride over rows."""
+    """Implement merge.merge; rows [blocks, T, n + 3] in fp32, n <= MAX_SLOTS. tau: (1/tau, its stride over rows)."""
     blocks, tokens, width = rows.shape
     n = width - 3
     if rows.stride(2) != 1:
@@ -234,7 +234,7 @@ def coefficients(
     g_other: Tensor | None,
     g_entropy: Tensor | None,
 ) -> Coefficients:
-    """Implement merge.coefficients; `merged` is a result of `merge` above."""
+    """Implement merge.coefficients; `merge` above must have returned `merged`."""
     tokens, n = g_slots.shape
     at_slots, a = torch.empty_like(g_slots), torch.empty_like(merged.other_max)
     b = None if g_entropy is None else torch.empty_like(a)
